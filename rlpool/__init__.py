@@ -45,9 +45,9 @@ from rlpool.errors import (
 )
 from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
-from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.manager.vector_env import ParallelVectorEnv
-from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
+from rlpool.manager.parallel_env import ParallelEnvManager, ParallelVectorEnv
+from rlpool.meta.agents import AGENT_ARCHS
+from rlpool.meta.learner import Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.observe.stats import Stats

@@ -25,7 +25,7 @@ from rlpool.batch.messages import (
 )
 from rlpool.batch.requests import Request
 from rlpool.batch.worker import main
-from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
+from rlpool.errors import SpecError, UsageError, Where, WorkerError
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
@@ -363,10 +363,7 @@ class RequestWorkers:
         request = owed[0]
         self._hand_over_tapes(request)
         n = request.note_failure(worker, where, failure)
-        most = self._policy.max_episode_restarts
-        if isinstance(failure, EnvError) and self._policy.truncates:
-            most = 1
-        if most is None or n < most:
+        if not self._policy.gives_up(failure, n):
             return None
         told = self.crash_files.with_file(failure)
         if self._policy.restarts_on_env_errors:

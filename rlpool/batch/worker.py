@@ -30,11 +30,10 @@ from rlpool.data.infos import options_of
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
+from rlpool.errors import RlpoolError, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
-from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
@@ -43,10 +42,9 @@ from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed, seed_generators
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
-from rlpool.workers.recycling import Recycling
-from rlpool.workers.speedups import install_fast_checks
-from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
-from rlpool.workers.worker_process import Place, called, run, settle_in
+from rlpool.workers.server import Server, run
+from rlpool.workers.wire import Close, Done, Message, Pipe, Ready
+from rlpool.workers.worker_process import Place, called
 
 
 def main(shared: Shared, place: Place, connection: Connection, control_fd: int) -> None:
@@ -60,13 +58,15 @@ def main(shared: Shared, place: Place, connection: Connection, control_fd: int) 
     """
     # A second descriptor stays open for locking the file behind it.
     lock_fd = os.dup(control_fd) if place.n_workers > 1 else None
-    control = settle_in(place, control_fd)
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # where that is not allowed
             # A worker that is woken does not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    install_fast_checks()
-    run(Collector(place, Pipe(connection), control, lock_fd), shared)
+
+    def make_collector(control: WorkerRecord) -> Collector:
+        return Collector(place, Pipe(connection), control, lock_fd)
+
+    run(make_collector, shared, place, control_fd)
 
 
 class Inbox:
@@ -119,7 +119,7 @@ class Inbox:
         return n_read > 0
 
 
-class Collector:
+class Collector(Server):
     """Owns a worker's environments and agent, and carries out the caller's commands.
 
     It is also the queue of the rollout's plans: lanes that the requests so far leave idle begin
@@ -146,36 +146,28 @@ class Collector:
         lock_fd: int | None = None,
         notice: Callable[[], None] = lambda: None,
     ) -> None:
-        self._place = place
-        self._send = link.send
-        self._control = control
+        super().__init__(place, link.send, control)
         self._in_process = False
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
         self.agent: Agent
         self._rollout: Rollout
-        self._created: list[VecEnv | Agent] = []
         self._failed_update: WorkerError | None = None
-        self._recycling = Recycling(place.policy)
         self._next: tuple[Execute | Window, Memory | None] | None = None  # to be run
         self._plans: dict[int, Plan | None] = {}  # that run, by the number of their request
         talk = link.send, self.inbox.read, notice
         self._site = Site(place, lock_fd, control, self._recycling, *talk)
 
-    def start(self) -> bool:
-        """Create environments and agent and report; False if that failed."""
-        setup, memory = self.inbox.receive()
-        if not isinstance(setup, Setup):
-            return False  # told to close
+    def receive(self) -> tuple[Message, Memory | None]:
+        """Wait for the next message."""
+        return self.inbox.receive()
+
+    def create(self, setup: Setup, memory: Memory | None) -> Report:
+        """Create environments and agent."""
         self._in_process, self._hint = setup.in_process, setup.hint
-        try:
-            self._create(setup.functions if memory is None else memory.root().tobytes())
-        except WorkerError as error:
-            self._fail(error)
-            return False
-        self.report()
-        return True
+        self._create(setup.functions if memory is None else memory.root().tobytes())
+        return self._probed(None)
 
     def serve(self) -> None:
         """Carry out messages until told to close."""
@@ -209,28 +201,12 @@ class Collector:
 
     def adopt(self, other: Collector) -> None:
         """Take over the environments and the agent of another collector in this process."""
-        self._in_process, self._hint, self._created = True, other._hint, other._created
+        self._in_process, self._hint, self._closers = True, other._hint, other._closers
         self._take_over(other.env, other.agent)
 
     def report(self) -> None:
         """Tell the caller what a step consists of, and that there can be work."""
         self._send(Ready(self._probed(None)))
-
-    def fail(self, error: Exception) -> None:
-        """Tell the caller why this worker ends."""
-        self._fail(worker_error(error, self._here))
-
-    def close(self) -> None:
-        """Close environments and agent, whatever they raise."""
-        while self._created:
-            try:
-                self._created[0].close()
-            except ctrl_c():
-                raise
-            except BaseException:  # nobody can act on it any more, and the caller is waiting
-                self._created.pop(0)
-            else:
-                self._created.pop(0)
 
     def _create(self, functions: Any) -> None:
         seed = self._place.seed
@@ -250,13 +226,13 @@ class Collector:
         if not isinstance(env, VecEnv):
             what = f"create_env returned {type(env).__name__}, not a VecEnv"
             raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
-        self._created.append(env)
+        self._closers.append(env.close)
 
         agent = called(self._here, "create_agent", lambda: create_agent(**agent_args))
         if isinstance(agent, Agent):
             called(self._here, "agent.seed", agent.seed, seed)
         if hasattr(agent, "close"):
-            self._created.append(agent)
+            self._closers.append(agent.close)
         what, fix = _agent_problem(agent)
         if what:
             raise WorkerStartupError(what, where=self._here, fix=fix)
@@ -299,7 +275,7 @@ class Collector:
         """Run a request's share, and of those that follow; False if this worker has to end."""
         if self._failed_update is not None:
             # The policy that the request needs could not be loaded.
-            self._fail(self._failed_update, message.number)
+            self.report_failure(self._failed_update, message.number)
             self._send(Done(message.number))
             return True
         self._next = message, memory
@@ -310,7 +286,7 @@ class Collector:
         finally:
             self._plans.clear()
         if self._recycling.is_due():
-            self._send(Retiring(str(self._recycling)))
+            self.retire()
             return False
         return True
 
@@ -365,7 +341,7 @@ class Collector:
         self._report(plan.number, error)
 
     def _report(self, number: int, error: WorkerError) -> None:
-        self._fail(error, number)
+        self.report_failure(error, number)
         if error.can_be_repeated and self._place.policy.restarts_on_env_errors:
             raise _WorkerEnds
         self._conclude(number)
@@ -374,13 +350,9 @@ class Collector:
         del self._plans[number]
         self._send(Done(number))
 
-    @property
-    def _here(self) -> Where:
-        return Where(worker=self._place.worker)
-
-    def _fail(self, error: WorkerError, number: int | None = None) -> None:
+    def report_failure(self, error: WorkerError, command: int | None = None) -> None:
         """Report a failure, of a request or of the worker as a whole."""
-        self._send(Failed(self._advised(error), number))
+        super().report_failure(self._advised(error), command)
 
     def _advised(self, error: Any) -> Any:
         """The error, with advice for this batcher; those of a manager's workers have their own."""

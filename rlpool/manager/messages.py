@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
-from rlpool.memory.sharing import ByValue
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.specs import Declaration, Structure, TensorSpec
@@ -73,14 +73,14 @@ class Predecessor:
     Attributes:
         tapes: The episode of each lane, without a step that is not finished.
         closed: Lanes that were closed.
-        doubtful: Lanes whose observation may be that of a remote's step without a reply.
+        not_compared: Lanes whose observation may be that of a remote's step without a reply.
         attributes: For each lane the attributes that were set.
         given_up: Lane to seed and step of an episode that is truncated where it would go on.
     """
 
     tapes: Mapping[int, Tape]
     closed: Sequence[int]
-    doubtful: Sequence[int]
+    not_compared: Sequence[int]
     attributes: Mapping[int, Mapping[str, Any]]
     given_up: Mapping[int, tuple[int, int]]
 
@@ -96,6 +96,11 @@ class Announce:
 
     seeds: Sequence[Array]
     env_info: Sequence[Mapping[str, Array]]
+
+    def episode(self, lane: int, index: int) -> tuple[int, Options]:
+        """Seed and options of a lane's episode."""
+        info = self.env_info[lane]
+        return int(self.seeds[lane][index]), options_of(info, index) if info else None
 
 
 @dataclass(frozen=True)
@@ -116,16 +121,14 @@ class Reset:
 
 
 @dataclass(frozen=True)
-class SetAttribute:
-    """The data of a ``Call`` that sets an attribute."""
-
-    name: str
-    value: ByValue
-
-
-@dataclass(frozen=True)
 class Call:
-    """A request to one environment, to be answered with a ``Reply``, except ``close``."""
+    """A request to one environment, to be answered with a ``Reply``, except ``close``.
+
+    Attributes:
+        lane: The lane.
+        command: What a ``Remote`` was asked for, or ``"describe"``.
+        data: What belongs to it, each part of the user's a ``ByValue``.
+    """
 
     lane: int
     command: str
@@ -146,9 +149,7 @@ class Report:
         action: How an action falls into keys, ``None`` without an action space.
         native_action: The actions' keys with the dtypes that the environments take, or ``None``.
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
-        n_tasks: The environments' attribute of that name, ``None`` if they have none.
-        horizon_bamdp: Likewise.
-        all_tasks: The tasks that they know, ``None`` if they have none.
+        tasks: ``(n_tasks, horizon_bamdp, all_tasks)``, see ``ParallelEnvManager``.
     """
 
     declaration: Declaration | None
@@ -156,21 +157,20 @@ class Report:
     action: Structure | None
     native_action: Mapping[str, TensorSpec] | None
     spaces: bytes
-    n_tasks: int | None
-    horizon_bamdp: int | None
-    all_tasks: list[Any] | None
+    tasks: tuple[int | None, int | None, list[Any] | None]
 
 
 @dataclass(frozen=True)
 class LaneFailed:
-    """An environment failed in a numbered command.
+    """An environment failed in a reset or a step.
 
     Attributes:
-        number: Number of the command.
+        number: Number of the command, 0 for a request of its remote.
         lane: The lane.
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
         is_lost: Whether the lane could not be restored, so that a restart would not help.
+        request: What the remote had asked for.
     """
 
     number: int
@@ -178,6 +178,7 @@ class LaneFailed:
     call: str
     error: EnvError
     is_lost: bool = False
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Reply:
         lane: The lane.
         command: The request.
         reply: The tuple that the remote receives, pickled by cloudpickle.
-        error: How the environment failed, if it did.
+        error: What was raised, if anything; the lane can go on.
     """
 
     lane: int

@@ -16,18 +16,25 @@ import gymnasium
 
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.vec_env import Options
-from rlpool.errors import SpecError, UsageError
+from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.env_workers import EnvWorkers, Request
-from rlpool.manager.messages import Call, SetAttribute
+from rlpool.manager.env_workers import EnvWorkers
+from rlpool.manager.lane_states import Request
+from rlpool.manager.messages import Call
 from rlpool.manager.stepper import Stepper
 from rlpool.memory.sharing import ByValue
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
+from rlpool.workers.process_owner import refuse_forked_copy
 
-_COMMANDS = ("reset", "step", "get_attr", "set_attr", "call", "seed", "close")
+_NAMED = {
+    "get_attr": ("attr",),
+    "set_attr": ("attr", "value"),
+    "call": ("name", "args", "kwargs"),
+}
+"""What the data of a request consists of, the name of an attribute first."""
 
 
 class _OfManager:
@@ -76,6 +83,7 @@ class Remote(_OfManager):
     Attributes:
         capsule: For ``rlpool.replay_crash``: the failure of the last ``("error", text)`` that was
             received; ``None`` if it was not a reset or a step that can be repeated.
+        error: What failed then.
     """
 
     def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
@@ -88,6 +96,7 @@ class Remote(_OfManager):
         self._seeds: Iterator[int] = map(partial(LaneSeeds(workers.root, 0).seed, lane), numbers)
         self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
         self.capsule: CrashCapsule | None = None
+        self.error: WorkerError | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
         """Send a request and return at once.
@@ -109,27 +118,9 @@ class Remote(_OfManager):
         self._stepper.refuse_stepping([self._lane])
         self._stepper.settle([self._lane])
         self._stepper.divide_anew()
-        try:
-            command, data = request
-        except (TypeError, ValueError):
-            raise SpecError(f"a request is (command, data), got {request!r}") from None
-        if command not in _COMMANDS:
-            raise SpecError(f"a request is one of {', '.join(_COMMANDS)}, got {command!r}")
-        if command == "reset":
-            data = self._reset_data(data)
-        elif command == "step":
-            data = self._action(data)
-        elif command == "get_attr":
-            (data,) = _named(data, ("attr",), command)
-            _refuse_no_name(data)
-        elif command == "set_attr":
-            data = _named(data, ("attr", "value"), command)
-            _refuse_no_name(data[0])
-        elif command == "call":
-            data = _named(data, ("name", "args", "kwargs"), command)
-            _refuse_no_name(data[0])
-        elif command == "seed":
-            data = _checked_seed(*_named(data, ("seed",), command))
+        if not isinstance(request, tuple | list) or len(request) != 2:
+            raise SpecError(f"a request is (command, data), got {request!r}")
+        command, data = self._checked(*request)
         with InterruptsHeld():
             if command == "seed":  # of the resets that follow, which this process gives
                 self._seeds = _seeds_from(data)
@@ -155,10 +146,8 @@ class Remote(_OfManager):
             )
         reply = self._reply()
         if reply[0] == "error":
-            error = workers.requests[lane].error
-            self.capsule = None if error is None else error.capsule
-            if error is not None:
-                reply = ("error", f"{reply[1]}\n  fix:   {error.fix}")
+            self.error = workers.requests[lane].error
+            self.capsule = None if self.error is None else self.error.capsule
         self._unconfirmed = None
         # Nothing is called from here on, so that no handler runs before the caller has it.
         del workers.requests[lane]
@@ -183,6 +172,7 @@ class Remote(_OfManager):
 
         Raises:
             LaneFailure: If the reset fails.
+            WorkerDiedError, WorkerTimeoutError: If the worker dies or hangs in it.
         """
         requests = self._workers.requests
         try:
@@ -200,12 +190,10 @@ class Remote(_OfManager):
         workers, lane = self._workers, self._lane
         worker = workers.worker_of[lane]
         own = workers.lanes_of[worker]
-        if command == "set_attr":
-            sent: Any = SetAttribute(data[0], ByValue("value", data[1]))
-        else:
-            sent = ByValue("data", data)
+        is_set = command == "set_attr"  # kept for a successor of the worker
+        sent = (data[0], ByValue("value", data[1])) if is_set else ByValue("data", data)
         call = Call(lane - own.start, command, sent)
-        workers.send(worker, call)
+        workers.processes.send(worker, call)
         if command == "close":
             workers.closed_lanes.add(lane)
             if workers.closed_lanes.issuperset(own):
@@ -233,6 +221,23 @@ class Remote(_OfManager):
         """Whether an interrupted call has already sent a request."""
         before, waiting = self._unconfirmed, self._lane in self._workers.requests
         return waiting and before is not None and pickle.dumps(before) == pickle.dumps(request)
+
+    def _checked(self, command: Any, data: Any) -> tuple[str, Any]:
+        """A request as it is sent to the worker."""
+        if command == "reset":
+            data = self._reset_data(data)
+        elif command == "step":
+            data = self._action(data)
+        elif command == "seed":
+            data = _checked_seed(*_named(data, ("seed",), command))
+        elif command in _NAMED:
+            data = _named(data, _NAMED[command], command)
+            if not isinstance(data[0], str):
+                raise SpecError(f"the name of an attribute should be a str, got {data[0]!r}")
+        elif command != "close":
+            commands = ", ".join(("reset", "step", *_NAMED, "seed", "close"))
+            raise SpecError(f"a request is one of {commands}, got {command!r}")
+        return command, data
 
     def _reset_data(self, data: Any) -> tuple[int, dict[str, Any] | None]:
         if data is None:
@@ -271,7 +276,7 @@ class WorkerHandle(_OfManager):
 
     @property
     def _process(self) -> SpawnProcess | None:
-        self._workers.refuse_forked_copy()
+        refuse_forked_copy(self._workers.owner_pid)
         return self._workers.process(self._worker)
 
     @property
@@ -310,11 +315,6 @@ def _named(data: Any, keys: tuple[str, ...], command: str) -> tuple[Any, ...]:
         wanted = ", ".join(f"{key!r}: ..." for key in keys)
         raise SpecError(f"the data of {command!r} should be {{{wanted}}}, got {data!r}")
     return tuple(data[key] for key in keys)
-
-
-def _refuse_no_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise SpecError(f"the name of an attribute should be a str, got {name!r}")
 
 
 def _checked_seed(seed: Any) -> int:

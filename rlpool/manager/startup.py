@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -92,19 +91,19 @@ def report_of(env: GymEnv, worker: int) -> Report:
         env.action_structure,
         env.native_action_specs(),
         spaces,
-        _number(env, "n_tasks"),
-        _number(env, "horizon_bamdp"),
-        all_tasks(partial(_attribute, env)),
+        tasks_of(env),
     )
 
 
-def _attribute(env: GymEnv, name: str) -> Any:
-    try:
-        return env.attribute(0, name)
-    except Exception:
-        return None  # environments without tasks
+def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
+    """``(n_tasks, horizon_bamdp, all_tasks)`` of environments, ``None`` for what they lack."""
 
+    def attribute(name: str) -> Any:
+        try:
+            return env.attribute(0, name)
+        except Exception:
+            return None  # environments without tasks
 
-def _number(env: GymEnv, name: str) -> int | None:
-    value = _attribute(env, name)
-    return int(value) if isinstance(value, int | np.integer) else None
+    counts = [attribute(name) for name in ("n_tasks", "horizon_bamdp")]
+    n_tasks, horizon = (int(n) if isinstance(n, int | np.integer) else None for n in counts)
+    return n_tasks, horizon, all_tasks(attribute)

@@ -6,8 +6,8 @@ issued by writing into the buffers, and waking the worker if it sleeps; a reset 
 pipe. Either way the worker reports the end with a number in the buffers, so that a wait that was
 interrupted can be resumed.
 
-Commands are issued while signal handlers are held back, so that they are issued and recorded as a
-whole, or not at all. The last one stays open until the user has its outcome: a call that was
+Commands are issued while signal handlers are delayed, so that they are issued and recorded as a
+whole, or not at all. The last one is kept until the user has its outcome: a call that was
 interrupted may be repeated, and gives the outcome of the same command.
 """
 
@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
@@ -34,8 +33,8 @@ Kind = Literal["reset", "step", "some"]
 
 
 @dataclass(slots=True)
-class Open:
-    """A command whose outcome the user does not have yet.
+class Command:
+    """A step or reset whose outcome the user does not have yet.
 
     Attributes:
         kind: A reset, a step that is waited for, or one of ``step_some``.
@@ -72,7 +71,7 @@ class Stepper:
         workers: The workers, their buffers mapped.
 
     Attributes:
-        open: The last command, until the user has its outcome. Whoever returns that sets it to
+        command: The last one, until the user has its outcome. Whoever returns that sets it to
             ``None``; after an interruption it is still here.
         pending: Steps of ``step_some`` whose lanes the user does not have yet.
     """
@@ -81,7 +80,7 @@ class Stepper:
         self._workers = workers
         self._buffers = workers.buffers
         self._issued, self._finished = workers.issued, workers.buffers.finished
-        self.open: Open | None = None
+        self.command: Command | None = None
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
         self.pending: list[Pending] = []
@@ -97,21 +96,14 @@ class Stepper:
                 infos = [{k: array[lane::n_lanes] for k, array in env_info.items()} for lane in own]
                 message = Announce([words[lane::n_lanes] for lane in own], infos)
                 workers.announced[worker] = message
-                workers.send(worker, message)
-
-    def _is_announced(self, lane: int, index: int, seed: int, options: Options) -> bool:
-        """Whether a lane's announced episode has a seed and options."""
-        worker = self._workers.worker_of[lane]
-        message, own = self._workers.announced[worker], lane - self._workers.lanes_of[worker].start
-        announced = options_of(message.env_info[own], index)
-        return bool(message.seeds[own][index] == seed) and (options or None) == announced
+                workers.processes.send(worker, message)
 
     # All together -----------------------------------------------------------------------------
 
     def step(self, lanes: list[int]) -> bool:
         """Let lanes step with the actions in the buffers, and wait for all of them.
 
-        An ``open`` step, which is of the same lanes, is not made again.
+        A step of the same lanes that is the ``command`` already is not made again.
 
         Returns:
             Whether any episode ended.
@@ -120,7 +112,7 @@ class Stepper:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        step = self.open
+        step = self.command
         if step is None:
             if lanes != self._last_lanes:
                 self._last_lanes = None
@@ -130,7 +122,7 @@ class Stepper:
         return self.finish(step.workers)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
-        """Let lanes whose workers have settled begin episodes; the reset is open afterwards.
+        """Let lanes whose workers have settled begin episodes: the reset is the ``command`` then.
 
         Those that have begun the same episode ahead of time are not reset again.
         """
@@ -138,13 +130,14 @@ class Stepper:
         rows: dict[int, list[int]] = {}
         sent: list[Any] = [option and ByValue("options", option) for option in options]
         for row, lane in enumerate(lanes):
-            index = int(buffers.is_ahead[lane])
-            if index >= 0 and self._is_announced(lane, index, seeds[row], options[row]):
+            index, worker = int(buffers.is_ahead[lane]), workers.worker_of[lane]
+            own, wanted = lane - workers.lanes_of[worker].start, (seeds[row], options[row] or None)
+            if index >= 0 and workers.announced[worker].episode(own, index) == wanted:
                 for key, array in buffers.observation.items():
                     array[lane] = buffers.ahead[key][lane]
                 buffers.is_ahead[lane] = -1
             else:
-                rows.setdefault(workers.worker_of[lane], []).append(row)
+                rows.setdefault(worker, []).append(row)
         if rows:
             self.divide_anew()
         for worker, mine in rows.items():
@@ -158,39 +151,42 @@ class Stepper:
             workers.reset(worker, message)
         for lane, seed, option in zip(lanes, seeds, options, strict=True):
             workers.tapes.record_reset(lane, seed, option)
-        self.open = Open("reset", lanes, list(rows))
+        self.command = Command("reset", lanes, list(rows))
 
-    def finish_open(self) -> None:
-        """Wait for the open command, unless it is one of ``step_some``.
+    def finish_command(self) -> None:
+        """Wait for the last command, unless it is one of ``step_some``.
 
         Raises:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        command = self.open
-        if command is not None and command.kind != "some":
+        command = self.command
+        # None of its workers has anything to do if all lanes of a reset had begun ahead of time.
+        if command is not None and command.workers and command.kind != "some":
             self.finish(command.workers)
-        self.open = None
+        self.command = None
 
-    def close_open(self) -> None:
+    def drop_command(self) -> None:
         """Wait for a command that was interrupted, and forget its outcome."""
         with suppress(EnvError):
-            self.finish_open()
+            self.finish_command()
 
     def settle(self, lanes: Sequence[int]) -> None:
         """Wait for commands on lanes that the user has given up, and forget their outcome."""
-        if self.open is not None:
-            self.close_open()
+        if self.command is not None:
+            self.drop_command()
         workers = {self._workers.worker_of[lane] for lane in lanes}
-        with suppress(EnvError):
-            self.finish([w for w in workers if self._issued[w] != self._finished[w]])
+        busy = [w for w in workers if self._issued[w] != self._finished[w]]
+        if busy:
+            with suppress(EnvError):
+                self.finish(busy)
         if self.pending:
             self._collect()
             for pending in self.pending:
                 pending.lanes = [lane for lane in pending.lanes if lane not in lanes]
             self.pending = [pending for pending in self.pending if pending.lanes]
 
-    def _issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Open:
+    def _issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Command:
         """Ask for a step of lanes, which are those of ``_divide``."""
         issued, step, wakes = self._issued, self._buffers.step, self._workers.wakes
         with InterruptsHeld():
@@ -202,8 +198,8 @@ class Stepper:
             if kind == "some":
                 lanes_of = self._workers.commanded
                 self.pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
-            self.open = Open(kind, lanes, workers)
-        return self.open
+            self.command = Command(kind, lanes, workers)
+        return self.command
 
     def finish(self, workers: Sequence[int]) -> bool:
         """Wait until workers have carried out their commands; returns whether an episode ended.
@@ -212,25 +208,22 @@ class Stepper:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        if not workers:
-            return False  # all lanes of a reset had begun ahead of time
         outcome = self._buffers.outcome
         self._workers.wait_idle(workers)
-        some_ended = False
+        some_ended, failed = False, []
         for worker in workers:
-            if outcome[worker]:
+            if outcome[worker] == FAILED:
+                failed.append(worker)
+            elif outcome[worker]:
                 some_ended = True
-        if not some_ended:
-            return False
-        failed = [worker for worker in workers if outcome[worker] == FAILED]
         if failed:
             failures = [self._workers.failure(worker) for worker in failed]
             with InterruptsHeld():
                 for worker in failed:
                     self._note_failure(worker)
-            self.open = None
+            self.command = None
             raise failures[0]
-        return True
+        return some_ended
 
     def divide_anew(self) -> None:
         """Let the next step look again at which workers have its lanes, and whether they may."""

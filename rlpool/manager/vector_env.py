@@ -5,159 +5,61 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import cloudpickle
 import numpy as np
 from gymnasium import Space
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import (
-    batch_differing_spaces,
-    batch_space,
-    concatenate,
-    create_empty_array,
-    iterate,
-)
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.vector_infos import keep_infos_apart
-from rlpool.errors import (
-    EnvError,
-    SpecError,
-    UsageError,
-    VectorAttributeError,
-    VectorSpecError,
-    Where,
-)
-from rlpool.machine.arguments import names_arguments, whole_number
-from rlpool.manager.parallel_env import ParallelEnvManager, checked_functions
+from rlpool.errors import EnvError, SpecError, UsageError, VectorSpecError, Where
+from rlpool.manager.process_lanes import ProcessLanes
 from rlpool.manager.vector_lane import (
     ACTION_BYTES,
-    HEADER_BYTES,
+    LONG,
     Beginning,
     Description,
-    made_lane,
     structure_in_arrays,
 )
 from rlpool.memory.storage import Array
-from rlpool.specs import Leaf, flattener, leaves_of, nester
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, PolicyOptions, takes_policy
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from rlpool.specs import flattener, leaves_of, nester
 
 _MOST = 2**63  # seeds travel as int64
 
 
-class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
-    """Environments in worker processes behind Gymnasium's interface of vector environments.
-
-    It takes the place of ``gymnasium.vector.SyncVectorEnv`` or ``AsyncVectorEnv`` in a program, and
-    gives the same bits as the first of them for the same seeds and actions::
-
-        envs = rlpool.ParallelVectorEnv([make_env] * 8)
-
-    Beside that, workers that die or hang are replaced: a new one resets their environments as they
-    were reset and repeats all actions since, automatic restarts included. If that leads to the
-    same observations, the caller sees no difference; otherwise the environments raise ``EnvError``
-    until they are reset. See docs/neighbours/gymnasium.md.
-
-    Args:
-        env_fns: Functions without arguments that make one environment each, in the workers.
-        copy: Whether observations are copies. Otherwise they are views of shared memory that the
-            next call overwrites, and that should not be written to.
-        observation_mode: ``"same"`` if all observation spaces are equal, ``"different"`` if their
-            bounds differ, or the pair ``(observation_space, single_observation_space)``.
-        autoreset_mode: When an environment whose episode ended is reset: in the next step, in the
-            same, or by ``reset`` only.
-        envs_per_worker: Environments of each worker process, which steps them one after another.
-        timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
-            never.
-        max_episode_steps: Truncate episodes after this many steps.
-        **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``, ``max_rss_bytes``,
-            ``max_episodes_per_worker`` and ``start_method`` as for ``ParallelEnvManager``. Healthy
-            workers are replaced at a call of ``reset``, unless an attribute was set in an episode
-            that goes on.
+class VectorOverLanes(VectorEnv[Any, Any, Array]):
+    """A ``ParallelVectorEnv``, once its manager is made.
 
     Attributes:
-        manager: The ``ParallelEnvManager`` that runs the workers: ``manager.workers`` are their
-            handles.
-        num_envs: Number of environments.
-        single_observation_space: That of one environment.
-        single_action_space: That of one environment.
-        observation_space: That of the batch.
-        action_space: That of the batch.
-        metadata: The first environment's, and ``"autoreset_mode"``.
-        render_mode: The first environment's.
-        env_fns, copy, observation_mode, autoreset_mode: As given.
-
-    Raises:
-        SpecError: For arguments of the wrong kind, and for environments whose spaces do not fit
-            together, which is also a ``RuntimeError``.
-        WorkerStartupError: If an environment cannot be made.
-        WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
-        UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
-
-    Example:
-        >>> import gymnasium
-        >>> envs = ParallelVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
-        >>> observation, infos = envs.reset(seed=1)
-        >>> observation.shape
-        (2, 4)
-        >>> envs.close()
+        manager: The lanes, each a ``VectorLane``.
+        copy: Whether observations are copies.
+        autoreset_mode: When lanes restart.
     """
 
-    @names_arguments
-    @takes_policy
-    def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Any]],
-        copy: bool = True,
-        observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        *,
-        envs_per_worker: int = 1,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-        max_episode_steps: int | None = None,
-        **policy: Unpack[PolicyOptions],
-    ) -> None:
-        self.autoreset_mode = checked_mode(autoreset_mode)
-        self.env_fns, self.copy, self.observation_mode = env_fns, copy, observation_mode
-        if max_episode_steps is not None:
-            whole_number("max_episode_steps", max_episode_steps, 1)
-        if policy.get("on_env_error") == "truncate":
-            what = "Gymnasium's vector environments have no way to tell of an episode that failed"
-            raise SpecError(what, fix="pass on_env_error='restart', or use a ParallelEnvManager")
-        lanes = [
-            partial(made_lane, env_fn, self.autoreset_mode, max_episode_steps)
-            for env_fn in checked_functions(env_fns)
-        ]
-        try:
-            self.manager = ParallelEnvManager(
-                lanes,
-                envs_per_worker=envs_per_worker,
-                timeout=timeout,
-                keep_float64=True,
-                **policy,
-            )
-            try:
-                self._describe(observation_mode)
-            except BaseException:
-                self.manager.close()
-                raise
-        except SpecError as error:
-            raise VectorSpecError(error.what, fix=error.fix) from error
+    manager: ProcessLanes
+    copy: bool
+    autoreset_mode: AutoresetMode
 
     def _describe(self, observation_mode: str | tuple[Space[Any], Space[Any]]) -> None:
-        """Learn from the environments what this object says about them."""
+        """Learn from the environments what this object says about them.
+
+        Raises:
+            VectorSpecError: If their spaces do not fit together.
+        """
         self.num_envs = self.manager.n_lanes
         self._all = list(range(self.num_envs))
         lanes: list[Description] = self._ask(self._all, "rlpool_description")
-        self.metadata = {**lanes[0].metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = lanes[0].render_mode
-        self._set_spaces(lanes, observation_mode)
+        described = _described(lanes, observation_mode, self.autoreset_mode)
+        self.metadata, self.render_mode = described.metadata, described.render_mode
+        self.single_observation_space = described.single_observation_space
+        self.observation_space = described.observation_space
+        self.single_action_space = described.single_action_space
+        self.action_space = described.action_space
         keep_infos_apart(self)
         self._ended = np.zeros(self.num_envs, bool)
         self._pickled: list[Any] = [None] * self.num_envs  # observations that are pickled
@@ -169,51 +71,8 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             self._action_keys = list(leaves_of({"action": action}, ""))
         observed = structure_in_arrays(lanes[0].observation_space, "observation_space")
         if observed is not None:
-            self._nest = _only if isinstance(observed, Leaf) else nester(observed)
+            self._nest = nester(observed)
             self._keys = list(leaves_of({"observation": observed}, ""))
-
-    def _set_spaces(
-        self,
-        lanes: Sequence[Description],
-        observation_mode: str | tuple[Space[Any], Space[Any]],
-    ) -> None:
-        """Make the spaces of the batch.
-
-        Raises:
-            SpecError: If the environments' spaces do not fit together.
-        """
-        first = self.single_observation_space = lanes[0].observation_space
-        self.single_action_space = lanes[0].action_space
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        if _is_pair_of_spaces(observation_mode):
-            self.observation_space, self.single_observation_space = observation_mode
-        elif observation_mode == "different":
-            self.observation_space = batch_differing_spaces([e.observation_space for e in lanes])
-        elif observation_mode == "same":
-            self.observation_space = batch_space(first, self.num_envs)
-        else:
-            raise SpecError(
-                f"observation_mode should be 'same', 'different' or a pair of spaces, got "
-                f"{observation_mode!r}"
-            )
-        for number, lane in enumerate(lanes):
-            theirs, wanted = lane.observation_space, self.single_observation_space
-            if observation_mode == "same":
-                fits = theirs == wanted
-            else:
-                fits = is_space_dtype_shape_equiv(theirs, wanted)
-            if not fits:
-                raise SpecError(
-                    f"observation_space of environment {number} is {theirs}, wanted is {wanted}",
-                    fix="make environments with equal spaces, or pass observation_mode='different' "
-                    "if only their bounds differ",
-                )
-            if lane.action_space != self.single_action_space:
-                raise SpecError(
-                    f"action_space of environment {number} is {lane.action_space}, of environment "
-                    f"0 it is {self.single_action_space}",
-                    fix="make environments with equal action spaces",
-                )
 
     # Episodes ----------------------------------------------------------------------------------
 
@@ -296,37 +155,31 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
 
     def _seeds(self, seed: Any) -> list[int | None]:
         """One seed per environment."""
-        if seed is None:
-            return [None] * self.num_envs
         if isinstance(seed, int | np.integer):
             seed = [int(seed) + number for number in self._all]
         try:
-            seeds = [None if each is None else operator.index(each) for each in seed]
-        except TypeError:
-            raise SpecError(f"seed should be an int or one per environment, got {seed!r}") from None
-        if len(seeds) != self.num_envs:
+            each = [None] * self.num_envs if seed is None else seed
+            seeds = [None if one is None else operator.index(one) for one in each]
+            if len(seeds) != self.num_envs or not all(0 <= (one or 0) < _MOST for one in seeds):
+                raise ValueError
+        except (TypeError, ValueError):
             raise SpecError(
-                f"got {len(seeds)} seeds for {self.num_envs} environments",
-                fix="pass one seed for all, or one for each",
-            )
-        if any(each is not None and not 0 <= each < _MOST for each in seeds):
-            raise SpecError(f"seeds should be from 0 to 2**63 - 1, got {seeds}")
+                f"seed should be an int or {self.num_envs} of them, from 0 to 2**63 - 1, "
+                f"got {seed!r}",
+                fix="pass one seed for all environments, or one (or None) for each",
+            ) from None
         return seeds
 
     def _masked(self, mask: Any) -> list[int]:
         """The environments that a ``reset_mask`` asks for."""
-        fix = f"pass a NumPy array of bool with shape [{self.num_envs}]"
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            kind = getattr(mask, "dtype", type(mask).__name__)
+        fits = isinstance(mask, np.ndarray) and mask.dtype == np.bool_
+        if not fits or mask.shape != (self.num_envs,) or not mask.any():
             raise VectorSpecError(
-                f"options['reset_mask'] should be of dtype bool, is {kind}", fix=fix
+                f"options['reset_mask'] should be a NumPy array of bool [{self.num_envs}] with at "
+                f"least one True, got {mask!r}",
+                fix="pass True for the environments to reset, False for the others",
             )
-        if mask.shape != (self.num_envs,):
-            what = f"options['reset_mask'] has shape {list(mask.shape)}, not [{self.num_envs}]"
-            raise SpecError(what, fix=fix)
         lanes: list[int] = mask.nonzero()[0].tolist()
-        if not lanes:
-            raise SpecError("options['reset_mask'] is True for no environment", fix=fix)
         return lanes
 
     def _action_arrays(self, actions: Any) -> dict[str, Array]:
@@ -368,17 +221,16 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
     def _infos(self, lanes: Sequence[int]) -> dict[str, Any]:
         """The infos of the last step or reset, in Gymnasium's form; notes pickled observations."""
         messages = self.manager.current["message"]
-        lengths = messages.view(np.int64)[:, 0]
+        begins = messages[:, 0]
         infos: dict[str, Any] = {}
-        if not lengths.any():
+        if not begins.any():
             return infos
-        n_most = messages.shape[1] - HEADER_BYTES
-        long = [lane for lane in lanes if lengths[lane] > n_most]
+        long = [lane for lane in lanes if begins[lane] == LONG]
         rest = dict(zip(long, self._ask(long, "rlpool_message"), strict=True))
         for lane in lanes:
-            if not lengths[lane]:
+            if not begins[lane]:
                 continue
-            told, observation = pickle.loads(rest.get(lane) or messages[lane, HEADER_BYTES:].data)
+            told, observation = pickle.loads(rest.get(lane) or messages[lane].data)
             self._pickled[lane] = observation
             for info in told:
                 infos = self._add_info(infos, info, lane)
@@ -466,11 +318,11 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             replies = [(lane, *remotes[lane].recv()) for lane in sent]
         for lane, kind, value in replies:
             if kind == "error":
-                # What is indented belongs to the traceback or to rlpool's own errors.
-                last = [line for line in value.splitlines() if line and line[0] != " "][-1]
-                error = VectorAttributeError if last.startswith("AttributeError") else EnvError
-                what = f"env.{name} raised {last}"
-                raise error(what, where=Where(lane=lane), traceback_text=value)
+                error = remotes[lane].error or EnvError(value)
+                if not isinstance(error, EnvError):
+                    raise error  # its worker failed
+                what = f"env.{name} raised {error.what}"
+                raise error.reworded(what=what, where=Where(lane=lane))
         return [value for _, _, value in replies]
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -484,20 +336,28 @@ def _array(value: Any) -> Array:
     return as_numpy(value) if hasattr(value, "detach") else np.asarray(value)
 
 
-def _is_pair_of_spaces(mode: Any) -> TypeGuard[tuple[Space[Any], Space[Any]]]:
-    is_pair = isinstance(mode, tuple) and len(mode) == 2
-    return is_pair and all(isinstance(space, Space) for space in mode)
+def _described(
+    lanes: Sequence[Description], observation_mode: Any, autoreset_mode: AutoresetMode
+) -> SyncVectorEnv[Any, Any]:
+    """Gymnasium's vector environment of environments that say this of themselves.
 
-
-def _only(arrays: list[Array]) -> Array:
-    (array,) = arrays
-    return array
-
-
-def checked_mode(mode: Any) -> AutoresetMode:
-    """The mode that is meant, ``SpecError`` if there is none of that name."""
+    Raises:
+        VectorSpecError: If it refuses them, or the mode.
+    """
+    env_fns: list[Any] = [partial(replace, lane) for lane in lanes]
     try:
-        return AutoresetMode(mode)
-    except ValueError:
-        modes = [each.value for each in AutoresetMode]
-        raise SpecError(f"autoreset_mode should be one of {modes}, got {mode!r}") from None
+        return SyncVectorEnv(
+            env_fns,
+            observation_mode=observation_mode,
+            autoreset_mode=autoreset_mode,
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        spaces = [(lane.observation_space, lane.action_space) for lane in lanes]
+        odd = [number for number, each in enumerate(spaces) if each != spaces[0]]
+        raise VectorSpecError(
+            f"observation_mode is {observation_mode!r}"
+            + (f", but the spaces of environment {odd[0]} are not those of 0" if odd else "")
+            + f": {error}",
+            fix="pass observation_mode='same', 'different' if only bounds differ, or a pair of "
+            "spaces, and environments that fit it",
+        ) from error

@@ -9,8 +9,9 @@ Everything that a step returns travels as an observation, through shared memory:
 
     observation   as the space declares it, if the space has a fixed shape
     results       float64 [3]: reward, terminated, truncated
-    message       uint8 [n]: the number of bytes that follow, then a pickle of infos, and of the
-                  observation if its space has no fixed shape; 0 if there is nothing to tell
+    message       uint8 [n]: a pickle of infos, and of the observation if its space has no fixed
+                  shape; it begins with 0 if there is nothing to tell, with ``LONG`` if there is
+                  no room for it
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from rlpool.machine.pickling import why_not
 from rlpool.memory.storage import Array
 from rlpool.specs import Structure, flattener, leaves_of, structure_of_space
 
-HEADER_BYTES = 8
-"""Before the pickle, an int64: its length."""
+LONG = 1
+"""No pickle begins with this byte."""
 
 _MESSAGE_BYTES = 1024
 """Room for the infos of a step, of some twenty numbers: what is longer takes a message more."""
@@ -80,6 +81,9 @@ class Description:
     action_space: spaces.Space[Any]
     metadata: dict[str, Any]
     render_mode: str | None
+
+    def close(self) -> None:
+        """Do nothing: there is no environment here."""
 
 
 def made_lane(env_fn: Callable[[], Any], mode: AutoresetMode, max_episode_steps: int | None) -> Any:
@@ -168,7 +172,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
             parts["observation"] = env.observation_space
             if mode is AutoresetMode.SAME_STEP:
                 row = create_empty_array(env.observation_space, n=1)
-                n_bytes += min(_MOST_FINAL_BYTES, 8 * (len(pickle.dumps(row)) // 8))
+                n_bytes += min(_MOST_FINAL_BYTES, len(pickle.dumps(row)))
         parts["results"] = spaces.Box(-np.inf, np.inf, (3,), np.float64)
         parts["message"] = spaces.Box(0, 255, (n_bytes,), np.uint8)
         self._silence = np.zeros(n_bytes, np.uint8)
@@ -223,11 +227,10 @@ class VectorLane(gymnasium.Env[Any, Any]):
     def _message(self, content: Any) -> Array:
         pickled = _pickled(content)
         message = np.zeros_like(self._silence)
-        message[:HEADER_BYTES].view(np.int64)[0] = len(pickled)
-        if len(pickled) <= len(message) - HEADER_BYTES:
-            message[HEADER_BYTES : HEADER_BYTES + len(pickled)] = np.frombuffer(pickled, np.uint8)
+        if len(pickled) <= len(message):
+            message[: len(pickled)] = np.frombuffer(pickled, np.uint8)
         else:
-            self._long_message = pickled
+            message[0], self._long_message = LONG, pickled
         return message
 
     # What the caller asks for by name ----------------------------------------------------------

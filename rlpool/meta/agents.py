@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,30 @@ from rlpool.specs import (
 )
 
 _OWN_KEYS = {"reward", "noise", *FLAGS}
+
+
+class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)
+    """What a learner's agent acts on, and in which units its experience is stored.
+
+    Attributes:
+        Markov: The observation; stored by transition.
+        Memory: All observations of the rollout so far; stored by rollout.
+        Memory_Markov: The observation, while another part of the learner has a memory; stored by
+            rollout.
+
+    Example:
+        >>> AGENT_ARCHS("markov")
+        <AGENT_ARCHS.Markov: 'markov'>
+    """
+
+    Markov = "markov"
+    Memory = "memory"
+    Memory_Markov = "memory_markov"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        names = ", ".join(f"AGENT_ARCHS.{member.name}" for member in cls)
+        raise SpecError(f"agent_arch is {value!r}", fix=f"use one of {names}")
 
 
 class ActingAgent(Agent):

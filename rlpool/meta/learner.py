@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from enum import Enum
-from functools import partial
 from typing import Any
 
-from torch.utils import _pytree
-
 from rlpool.agents.agent import Agent
-from rlpool.envs.gym_env import GymEnv, all_tasks
+from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
+from rlpool.errors import AgentError, EnvError, Reason, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
-from rlpool.machine.arguments import refuse_other_states, takes_keyword, whole_number
+from rlpool.machine.arguments import refuse_other_states, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.meta.agents import ActingAgent, RandomAgent
+from rlpool.manager.startup import tasks_of
+from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
 from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, RowsEnv
+from rlpool.meta.storing import store_into
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
@@ -31,34 +29,18 @@ MAX_CHUNK = 128
 """Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
 out in pieces."""
 
-_SAMPLE = ("observation", "action", "reward", "terminal", "next_observation")
+_ADVICE: dict[Reason | None, str] = {
+    Reason.LACKS_OPTIONS: "if it needs a task, list them in the learner's train_tasks",
+    Reason.LACKS_AGENT_INFO: "let the agent do without agent_info: rollouts pass none",
+}
+_ADVICE_WITH_TASK = {
+    **_ADVICE,
+    Reason.LACKS_OPTIONS: "let reset() do without other options: rollouts pass none but the task",
+}
+"""What to do about what failed, by the reason."""
+
 _FORMAT = 1  # of states, see Learner.state_dict
 _Drawn = tuple[int, list[Episode], Words]
-_METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
-
-
-class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)
-    """What a learner's agent acts on, and in which units its experience is stored.
-
-    Attributes:
-        Markov: The observation; stored by transition.
-        Memory: All observations of the rollout so far; stored by rollout.
-        Memory_Markov: The observation, while another part of the learner has a memory; stored by
-            rollout.
-
-    Example:
-        >>> AGENT_ARCHS("markov")
-        <AGENT_ARCHS.Markov: 'markov'>
-    """
-
-    Markov = "markov"
-    Memory = "memory"
-    Memory_Markov = "memory_markov"
-
-    @classmethod
-    def _missing_(cls, value: object) -> None:
-        names = ", ".join(f"AGENT_ARCHS.{member.name}" for member in cls)
-        raise SpecError(f"agent_arch is {value!r}", fix=f"use one of {names}")
 
 
 def collect_rollouts_parallel(
@@ -119,7 +101,7 @@ def collect_rollouts_parallel(
     """
     n_rows = whole_number("batch_rows", getattr(learner, "batch_rows", BATCH_ROWS), 1)
     arch = AGENT_ARCHS(_part(learner, "agent_arch"))
-    store = _store_into(_part(learner, "policy_storage"), arch)
+    store = store_into(_part(learner, "policy_storage"), arch)
     lanes = _lanes(learner, parallel_env)
     tasks = _tasks(learner, lanes)
     n_rollouts = _number_of_rollouts(num_rollouts, rollouts_per_task, tasks)
@@ -296,36 +278,6 @@ def _drawn(learner: Any) -> tuple[int, int, int]:
     return root, n_collections, n_rollouts
 
 
-def _store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
-    """A function that puts a rollout into the storage."""
-    is_markov = arch is AGENT_ARCHS.Markov
-    name, names = _METHODS[is_markov]
-    add = getattr(storage, name, None)
-    if not callable(add):
-        raise SpecError(
-            f"policy_storage is a {type(storage).__name__} without {name}()",
-            fix=f"define {name}(), by which agent_arch {arch.name} stores, or change agent_arch",
-        )
-
-    has_names = all(takes_keyword(add, name) for name in names)
-    has_task = takes_keyword(add, "task", otherwise=False)
-
-    def store(columns: Sequence[Any], task: Any) -> None:
-        told = {"task": task} if has_task else {}
-        if has_names:
-            add(**dict(zip(names, columns, strict=True)), **told)
-        else:
-            add(*columns, **told)
-
-    def store_samples(rollout: RolloutColumns, task: Any) -> None:
-        flat = rollout._replace(rewards=rollout.rewards[:, 0], terminals=rollout.terminals[:, 0])
-        leaves, structure = _pytree.tree_flatten(flat)
-        for sample in zip(*leaves, strict=True):
-            store(_pytree.tree_unflatten(sample, structure), task)
-
-    return store_samples if is_markov else store
-
-
 def _agent(learner: Any, lanes: VecEnv, arch: AGENT_ARCHS, random_actions: bool) -> Agent:
     """The agent of the step loop."""
     space = getattr(lanes, "action_space", None)
@@ -374,7 +326,7 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
     """The tasks to draw from, ``None`` for environments without tasks."""
     tasks = getattr(learner, "train_tasks", None)
     if tasks is None and isinstance(lanes, GymEnv):
-        return all_tasks(partial(_attribute, lanes))
+        return tasks_of(lanes)[2]
     if tasks is None:
         return getattr(lanes, "all_tasks", None)
     if not isinstance(tasks, Iterable) or not (tasks := list(tasks)):
@@ -385,26 +337,14 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
     return tasks
 
 
-def _attribute(lanes: GymEnv, name: str) -> Any:
-    try:
-        return lanes.attribute(0, name)
-    except AttributeError:
-        return None
-
-
 def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
     """The error of an environment or agent, with the lane instead of the row of the batch."""
     is_remote = isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager)
     where = error.where if is_remote else error.where._replace(worker=None)
     if where.episode is not None:
         where = where._replace(lane=where.episode % lanes.n_lanes)
-    fix = error.own_fix
-    if "env_info" in fix:
-        fix = "if it needs a task, list them in the learner's train_tasks"
-        if TASK_OPTION in (where.env_info or {}):
-            fix = "let reset() do without other options: rollouts pass none but the task"
-    elif "agent_info" in fix:
-        fix = "let the agent do without agent_info: rollouts pass none"
+    advice = _ADVICE_WITH_TASK if TASK_OPTION in (where.env_info or {}) else _ADVICE
+    fix = advice.get(error.reason, error.own_fix)
     here = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT
     capsule = error.capsule and replace(error.capsule, where=where)
     return error.reworded(where=where, fix=fix, hint=error.hint and here, capsule=capsule)

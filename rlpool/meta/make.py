@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium
 
-from rlpool.envs.gym_env import is_environment
+from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.legacy import seed_before_task
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -53,11 +53,8 @@ def make_env(
     """
     _refuse_no_maker(env_id)
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
-    if not is_environment(env):
-        raise SpecError(
-            f"env_id returned {env!r:.60}, not a single environment",
-            fix="let it return one environment, an object with reset() and step()",
-        )
+    fix = "let it return one environment, an object with reset() and step()"
+    refuse_no_environment("env_id returned", env, fix)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
         seed = seed_from(whole_number("seed", seed, 0))

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
-from rlpool.envs.gym_env import all_tasks, is_environment
+from rlpool.envs.gym_env import all_tasks, refuse_no_environment
 from rlpool.envs.legacy import modernised, seed_before_task
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
@@ -70,11 +70,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
     """
 
     def __init__(self, env: Any, episodes_per_task: int, oracle: bool = False) -> None:
-        if not is_environment(env):
-            raise SpecError(
-                f"VariBadWrapper got {env!r:.60}, not a single environment",
-                fix="pass an object with reset() and step(), such as gymnasium.make(...)",
-            )
+        fix = "pass an object with reset() and step(), such as gymnasium.make(...)"
+        refuse_no_environment("VariBadWrapper got", env, fix)
         RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, oracle=oracle)
         gymnasium.Wrapper.__init__(self, modernised(env, with_tasks=False))
         self.episodes_per_task = whole_number("episodes_per_task", episodes_per_task, 1)

@@ -107,6 +107,12 @@ class FailurePolicy:
         is_env_error = isinstance(failure, EnvError)
         return self.restarts_on_env_errors if is_env_error else self.restarts_workers
 
+    def gives_up(self, failure: WorkerError, n_failures: int) -> bool:
+        """Whether an episode that failed so often at the same step is not run again."""
+        if self.truncates and isinstance(failure, EnvError):
+            return True
+        return self.max_episode_restarts is not None and n_failures >= self.max_episode_restarts
+
     @property
     def recycles(self) -> bool:
         """Whether healthy workers are ever replaced."""

@@ -1,19 +1,16 @@
-"""What every worker process begins and ends with."""
+"""What every worker process begins with."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from rlpool.errors import Where, WorkerStartupError
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
-from rlpool.memory.sharing import Shared
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix
 from rlpool.seeding import seed_generators, worker_seed
@@ -68,22 +65,6 @@ def run_connected(
         connection.close()
 
 
-class Server(Protocol):
-    """What a worker process runs."""
-
-    def start(self) -> bool:
-        """Create what it is told to and report; False if that failed."""
-
-    def serve(self) -> None:
-        """Carry out messages until told to end."""
-
-    def fail(self, error: Exception) -> None:
-        """Tell the caller why this worker ends."""
-
-    def close(self) -> None:
-        """Close environments and agent."""
-
-
 def settle_in(place: Place, control_fd: int) -> WorkerRecord:
     """Make this process a worker: signals, the parent's end, threads, seeds.
 
@@ -129,29 +110,6 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
         told, fix = what_and_fix(what, error)
         text = text_of(error)
         raise WorkerStartupError(told, where=where, fix=fix, traceback_text=text) from error
-
-
-def run(server: Server, shared: Shared) -> None:
-    """Run a worker until it is told to close or its parent is gone.
-
-    Args:
-        server: What it runs.
-        shared: What the pickles of its set-up refer to.
-    """
-    try:
-        with shared.being_read():
-            is_ready = server.start()
-        if is_ready:
-            # Modules, environments and agent stay: the garbage collector can skip them.
-            gc.freeze()
-            server.serve()
-    except (EOFError, ConnectionError):
-        pass  # the caller is gone or has closed its end: there is nobody left to tell
-    except Exception as error:  # such as no descriptor left, or no memory to map a block
-        with suppress(OSError):
-            server.fail(error)
-    finally:
-        server.close()
 
 
 def _has_other_devices() -> bool:

@@ -251,8 +251,8 @@ def test_a_hang_raises_worker_timeout_error(struck: Struck, kind: str, way: str)
 
 @pytest.mark.promise("I4")
 def test_many_slow_lanes_are_no_hang() -> None:
-    with open_manager(FaultyEnv, 4, envs_per_worker=4, timeout=TIMEOUT_S) as manager:
-        manager.reset_lanes(range(4), [1] * 4, [{"sleep_ms": 150}] * 4)
+    with open_manager(FaultyEnv, 4, envs_per_worker=4, timeout=0.3) as manager:
+        manager.reset_lanes(range(4), [1] * 4, [{"sleep_ms": 90}] * 4)
         manager.step_lanes(range(4), no_actions(manager))
         assert manager.current["frame"][:, 1].tolist() == [1] * 4
 

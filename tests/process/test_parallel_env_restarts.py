@@ -96,19 +96,21 @@ def test_a_worker_that_dies_while_others_still_start_is_replaced(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "step", "how"),
     [
-        ("sigkill", 2, "died (SIGKILL)"),
-        ("sigkill", -1, "died (SIGKILL)"),
-        slow("hang", 1, "made no progress"),
-        slow("os_exit", 0, "died (exit code 17)"),
-        slow("segfault", 1, "died (SIGSEGV)"),
+        ("sigkill", 2, "worker 0 died (SIGKILL)"),
+        ("sigkill", -1, "worker 0 died (SIGKILL)"),
+        ("raise", 2, "env.step raised KeyError"),
+        ("raise", -1, "env.reset raised KeyError"),
+        slow("hang", 1, "worker 0 made no progress"),
+        slow("os_exit", 0, "worker 0 died (exit code 17)"),
+        slow("segfault", 1, "worker 0 died (SIGSEGV)"),
     ],
 )
 def test_a_failure_in_the_middle_of_episodes_is_not_seen(
     fragile: MakeFragile, kind: str, step: int, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {1: failing(kind, step), 2: {"length": 9}, 4: failing(kind, step)}
-    timeout = 0.5 if kind == "hang" else 60.0
-    with open_manager(fragile, 3, envs_per_worker=2, timeout=timeout) as manager:
+    limits = {"timeout": 0.5 if kind == "hang" else 60.0, "on_env_error": "restart"}
+    with open_manager(fragile, 3, envs_per_worker=2, **limits) as manager:
         before = pids(manager)
         with caplog.at_level(logging.WARNING, "rlpool"):
             assert_same_rows(played(manager, options), undisturbed(options))
@@ -116,20 +118,20 @@ def test_a_failure_in_the_middle_of_episodes_is_not_seen(
         assert all(worker.is_alive() for worker in manager.workers)
     assert not any(worker.is_alive() for worker in manager.workers)
     first, _ = (record.getMessage() for record in caplog.records)
-    assert first.startswith(f"worker 0 {how}")
+    assert first.startswith(how)
     assert "lane 1" in first
     assert "restart 1 of 16" in first
 
 
 @pytest.mark.usefixtures("short_patience")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
-def test_workers_that_are_hit_from_outside_are_replaced(number: int) -> None:
+def test_workers_that_are_hit_from_outside_are_replaced() -> None:
+    hits = {0: (0, signal.SIGKILL), 5: (1, signal.SIGSTOP), 8: (1, signal.SIGKILL)}
     with open_manager(FragileEnv, 3, envs_per_worker=2, timeout=0.5) as manager:
         first, before = pids(manager), n_descriptors()
 
         def hit(step: int) -> None:
-            if step in (0, 5):
-                kill(manager, step % 2, number)
+            if step in hits:
+                kill(manager, *hits[step])
 
         assert_same_rows(played(manager, {}, before_step=hit), undisturbed({}))
         assert not set(first) & set(pids(manager))
@@ -205,6 +207,25 @@ def test_environments_that_are_not_reproducible_are_not_continued() -> None:
             manager.step_lanes([2], no_actions(manager))  # it died while it had nothing to do
 
 
+class DeadlyEnv:
+    """Shows nothing without options, and dies with some."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        os._exit(options["code"])
+
+    def step(self, action: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_death_in_the_first_reset_that_shows_what_observations_are_is_told() -> None:
+    with ParallelEnvManager([DeadlyEnv]) as manager:
+        with pytest.raises(WorkerDiedError, match="exit code 3") as caught:
+            manager.reset_lanes([0], [5], [{"code": 3}])
+        assert caught.value.where == Where(0, 0, None, 0, 5, {"code": 3})
+        kind, text = ask(manager, 0, "reset", {"options": {"code": 4}})
+        assert (kind, text.count("fix:")) == ("error", 1)
+
+
 # The budget -----------------------------------------------------------------------------------
 
 
@@ -228,20 +249,6 @@ def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile, 
         assert "in strike" in str(caught.value.__cause__) or kind == "sigkill"
         with pytest.raises(WorkerDiedError):
             manager.reset()
-
-
-# Environments that raise ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "step"), [("raise", 2), ("raise", -1)])
-def test_environments_that_raise_are_replaced_if_that_is_wanted(
-    fragile: MakeFragile, kind: str, step: int
-) -> None:
-    options = {1: failing(kind, step), 3: failing(kind, step)}
-    with open_manager(fragile, 3, envs_per_worker=2, on_env_error="restart") as manager:
-        before = pids(manager)
-        assert_same_rows(played(manager, options), undisturbed(options))
-        assert pids(manager)[0] != before[0]
 
 
 # Remotes --------------------------------------------------------------------------------------

@@ -121,24 +121,23 @@ def ask(manager: ParallelEnvManager, *request: Any) -> Callable[[], Any]:
     return receive
 
 
+def step_lanes(*lanes: int) -> Any:
+    return lambda env, step: [lambda: env.step_lanes(list(lanes), step)]
+
+
+def reset_lane(env: Any, _: Any) -> list[Any]:
+    return [lambda: env.reset_lanes([2], [5], [None])]
+
+
 # What a call does to a manager, in parts that may be repeated, and to the same environments here.
 CALLS: dict[str, tuple[Any, Any]] = {
-    "step all": (
-        lambda env, step: [lambda: env.step_lanes(LANES, step)],
-        lambda env, step: [lambda: env.step_lanes(LANES, step)],
-    ),
-    "step two": (
-        lambda env, step: [lambda: env.step_lanes([1, 2], step)],
-        lambda env, step: [lambda: env.step_lanes([1, 2], step)],
-    ),
+    "step all": (step_lanes(*LANES), step_lanes(*LANES)),
+    "step two": (step_lanes(1, 2), step_lanes(1, 2)),
     "step some": (
         lambda env, step: [lambda: env.step_some(3, [0, 1, 3], step)],
-        lambda env, step: [lambda: env.step_lanes([0, 1, 3], step)],
+        step_lanes(0, 1, 3),
     ),
-    "reset": (
-        lambda env, step: [lambda: env.reset_lanes([2], [5], [None])],
-        lambda env, step: [lambda: env.reset_lanes([2], [5], [None])],
-    ),
+    "reset": (reset_lane, reset_lane),
     "announced": (
         lambda env, step: [
             lambda: env.announce_episodes([7, 8, 9, 10], {}),
@@ -159,25 +158,31 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def expected_states(call: str, number: int) -> list[dict[str, bytes]]:
+    """After the first parts of a call and another step, with no part, one and so on done."""
+    env, states = twin(), []
+    for n_done in range(3):
+        env.reset_lanes(LANES, LANES, [None] * N_LANES)
+        for part in CALLS[call][1](env, actions(number))[:n_done]:
+            part()
+        env.step_lanes(LANES, actions(number + 1))
+        states.append(state_of(env))
+    return states
+
+
 @pytest.mark.parametrize("is_repeated", [True, False], ids=["repeated", "given up"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_interrupted_at_any_line_may_be_repeated_or_given_up(
     manager: ParallelEnvManager, call: str, is_repeated: bool
 ) -> None:
-    on_manager, here = CALLS[call]
-    other, number, reached = twin(), 0, set()
-    tracer = Tracer(0)
+    number, reached, tracer = 0, set(), Tracer(0)
+    states = [expected_states(call, choice) for choice in range(3)]  # what is left over would show
     while tracer.has_struck or not number:
         # Whatever was done whole: nothing, or the first parts of the call.
-        expected = []
-        for n_done in range(3):
-            other.reset_lanes(LANES, LANES, [None] * N_LANES)
-            for part in here(other, actions(number))[:n_done]:
-                part()
-            other.step_lanes(LANES, actions(number + 1))
-            expected.append(state_of(other))
+        choice = number % len(states)
+        expected = states[choice][:]
         manager.reset_lanes(LANES, LANES, [None] * N_LANES)
-        parts, tracer = on_manager(manager, actions(number)), Tracer(number)
+        parts, tracer = CALLS[call][0](manager, actions(choice)), Tracer(number)
         for part in parts:
             try:
                 with tracer:
@@ -192,7 +197,7 @@ def test_a_call_that_is_interrupted_at_any_line_may_be_repeated_or_given_up(
             manager.remotes[1].recv()
         if call == "step some":
             manager.step_some(N_LANES)
-        manager.step_lanes(LANES, actions(number + 1))
+        manager.step_lanes(LANES, actions(choice + 1))
         assert state_of(manager) in expected, f"line {number}"
         reached.add(len(expected) == 1 or expected.index(state_of(manager)))
         number += 1

@@ -33,7 +33,12 @@ from rlpool.errors import (
 )
 
 WHERE = Where(worker=3, lane=14, episode=27, step=112, seed=1703251, env_info={"task": 5})
-REPORT: dict[str, Any] = {"where": WHERE, "fix": "look there", "capsule": "a capsule"}
+REPORT: dict[str, Any] = {
+    "where": WHERE,
+    "fix": "look there",
+    "capsule": "a capsule",
+    "reason": errors.Reason.LACKS_OPTIONS,
+}
 DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"),)}
 
 BASES: dict[type[RlpoolError], set[type[Exception]]] = {
