@@ -28,6 +28,7 @@ pickled, so that they pass through users' own process pools.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +63,18 @@ class Where(NamedTuple):
     def __str__(self) -> str:
         fields = {"node": self.node, **self._asdict()}  # the machine first
         return ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
+
+
+class Reason(Enum):
+    """Why the user's code failed, where that is known: advice is looked up by it, not by words.
+
+    Attributes:
+        LACKS_OPTIONS: A ``reset`` misses an option that it was not given.
+        LACKS_AGENT_INFO: The agent misses ``agent_info``, which it was not given.
+    """
+
+    LACKS_OPTIONS = "lacks options"
+    LACKS_AGENT_INFO = "lacks agent_info"
 
 
 class RlpoolError(Exception):
@@ -172,6 +185,7 @@ class WorkerError(RlpoolError, RuntimeError):
         hint: One line that says how to debug it, which is ``fix`` if that is empty.
         traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
         capsule: What is needed to repeat the episode that failed.
+        reason: Why it failed, ``None`` if that is not known.
 
     Attributes:
         capsule: A ``CrashCapsule`` if an environment or an agent failed in an episode: pass it,
@@ -187,7 +201,14 @@ class WorkerError(RlpoolError, RuntimeError):
         EnvError in step 3
     """
 
-    _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "capsule")
+    _arguments: tuple[str, ...] = (
+        "what",
+        "where",
+        "hint",
+        "traceback_text",
+        "capsule",
+        "reason",
+    )
 
     can_be_repeated = False  # whether the worker may be replaced, and the episode run again
 
@@ -200,11 +221,13 @@ class WorkerError(RlpoolError, RuntimeError):
         hint: str = "",
         traceback_text: str = "",
         capsule: Any = None,
+        reason: Reason | None = None,
     ) -> None:
         self.where = where or Where()
         self.hint = hint
         self.traceback_text = traceback_text
         self.capsule = capsule
+        self.reason = reason
         super().__init__(what, where=self.where, fix=fix or hint)
         if traceback_text:
             self.__cause__ = RemoteTraceback(traceback_text)

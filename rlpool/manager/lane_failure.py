@@ -56,6 +56,7 @@ def lane_failure(
             fix=error.own_fix,
             hint=ENV_HINT,
             traceback_text=error.traceback_text,
+            reason=error.reason,
             capsule=capsule and capsule.told(error.what, error.traceback_text),
         )
     )

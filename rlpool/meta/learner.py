@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
+from rlpool.errors import AgentError, EnvError, Reason, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import refuse_other_states, takes_keyword, whole_number
@@ -30,6 +30,16 @@ BATCH_ROWS = 16
 MAX_CHUNK = 128
 """Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
 out in pieces."""
+
+_ADVICE: dict[Reason | None, str] = {
+    Reason.LACKS_OPTIONS: "if it needs a task, list them in the learner's train_tasks",
+    Reason.LACKS_AGENT_INFO: "let the agent do without agent_info: rollouts pass none",
+}
+_ADVICE_WITH_TASK = {
+    **_ADVICE,
+    Reason.LACKS_OPTIONS: "let reset() do without other options: rollouts pass none but the task",
+}
+"""What to do about what failed, by the reason."""
 
 _SAMPLE = ("observation", "action", "reward", "terminal", "next_observation")
 _FORMAT = 1  # of states, see Learner.state_dict
@@ -398,13 +408,8 @@ def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
     where = error.where if is_remote else error.where._replace(worker=None)
     if where.episode is not None:
         where = where._replace(lane=where.episode % lanes.n_lanes)
-    fix = error.own_fix
-    if "env_info" in fix:
-        fix = "if it needs a task, list them in the learner's train_tasks"
-        if TASK_OPTION in (where.env_info or {}):
-            fix = "let reset() do without other options: rollouts pass none but the task"
-    elif "agent_info" in fix:
-        fix = "let the agent do without agent_info: rollouts pass none"
+    advice = _ADVICE_WITH_TASK if TASK_OPTION in (where.env_info or {}) else _ADVICE
+    fix = advice.get(error.reason, error.own_fix)
     here = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT
     capsule = error.capsule and replace(error.capsule, where=where)
     return error.reworded(where=where, fix=fix, hint=error.hint and here, capsule=capsule)

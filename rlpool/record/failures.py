@@ -17,6 +17,7 @@ from rlpool.errors import (
     AgentSpecError,
     EnvError,
     EnvSpecError,
+    Reason,
     SpecError,
     UsageError,
     Where,
@@ -74,23 +75,31 @@ def env_error(
         options: What a reset got, if ``where`` does not say it: not all options can travel.
         options_as: How the caller gives options, with a place for them.
     """
-    told, hint = None, DEBUG_HINT
+    told, hint, reason = None, DEBUG_HINT, None
     if isinstance(error, EnvError):  # put together in the process where it happened
         where = where._replace(worker=error.where.worker)
         what, fix, hint = error.what, error.own_fix, error.hint
-        text, told = error.traceback_text, error.capsule
+        text, told, reason = error.traceback_text, error.capsule, error.reason
         is_spec = isinstance(error, SpecError)
     else:
         cause = error.__cause__ or error
         what, fix = what_and_fix(f"env.{error.call}", cause)
         if error.call == "reset" and not fix:
-            fix = reset_advice(cause, where.env_info or options, options_as)
+            fix, reason = reset_advice(cause, where.env_info or options, options_as)
         text, is_spec = text_of(cause), isinstance(cause, SpecError)
     if capsule is not None:
         place = capsule.where._replace(worker=where.worker)
         told = replace(capsule.told(what, text), where=place)
     kind = EnvSpecError if is_spec else EnvError
-    return kind(what, where=where, fix=fix, hint=hint, traceback_text=text, capsule=told)
+    return kind(
+        what,
+        where=where,
+        fix=fix,
+        hint=hint,
+        traceback_text=text,
+        capsule=told,
+        reason=reason,
+    )
 
 
 def agent_error(
@@ -108,11 +117,20 @@ def agent_error(
         capsule: What else is known about the episode.
     """
     what, fix = what_and_fix(who, error)
-    fix = _agent_advice(error, has_agent_info=capsule is None or bool(capsule.agent_info)) or fix
+    has_agent_info = capsule is None or bool(capsule.agent_info)
+    advice, reason = _agent_advice(error, has_agent_info=has_agent_info)
     text = text_of(error)
     told = None if capsule is None else capsule.told(what, text)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
-    return kind(what, where=where, fix=fix, hint=DEBUG_HINT, traceback_text=text, capsule=told)
+    return kind(
+        what,
+        where=where,
+        fix=advice or fix,
+        hint=DEBUG_HINT,
+        traceback_text=text,
+        capsule=told,
+        reason=reason,
+    )
 
 
 def worker_error(error: BaseException, where: Where) -> WorkerError:
@@ -137,8 +155,8 @@ def attempted(make: Callable[_P, CrashCapsule]) -> Callable[_P, CrashCapsule | N
 
 def reset_advice(
     error: BaseException, options: Mapping[str, Any] | None, options_as: str = _ROWS
-) -> str:
-    """What to do about a ``reset`` that lacks an option or refuses its seed; ``""`` otherwise.
+) -> tuple[str, Reason | None]:
+    """What to do about a ``reset`` that lacks an option or refuses its seed, and why it failed.
 
     Args:
         error: What it raised.
@@ -147,7 +165,7 @@ def reset_advice(
     """
     told = _told(error)
     if isinstance(error, TypeError) and (lacks := _NOT_HANDED_ON.search(told)):
-        return f"let every reset() that is called on the way take {lacks[1]}, and hand it on"
+        return f"let every reset() that is called on the way take {lacks[1]}, and hand it on", None
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     is_missing = key not in options if options and isinstance(key, str) else not options
     if is_missing and MISSES_OPTIONS.search(told):
@@ -156,21 +174,24 @@ def reset_advice(
         is_name = isinstance(name, str) and name.isidentifier()
         if not (is_name and name in (options or {})):
             each = f'"{name}": ...' if is_name else "..."
-            return f"if it needs options, pass {options_as.format(each)}"
+            fix = f"if it needs options, pass {options_as.format(each)}"
+            return fix, Reason.LACKS_OPTIONS
     if isinstance(error, _REFUSES_SEED) and _SEED.search(told):
-        return "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
-    return ""
+        fix = "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
+        return fix, None
+    return "", None
 
 
-def _agent_advice(error: BaseException, has_agent_info: bool) -> str:
-    """What to do about an agent that lacks an input it has not requested; ``""`` otherwise."""
+def _agent_advice(error: BaseException, *, has_agent_info: bool) -> tuple[str, Reason | None]:
+    """What to do about an agent that lacks an input it has not requested, and why it failed."""
     told = _told(error)
     is_noise = "no key 'noise'" in told or told.startswith("KeyError: 'noise'")
     if isinstance(error, KeyError) and is_noise:
-        return "set n_noise of the agent's class to how many random numbers it needs per step"
+        return "set n_noise of the agent's class to how many random numbers it needs per step", None
     if not has_agent_info and "agent_info" in told:
-        return "if the agent needs it, pass agent_info={...}, one row per episode"
-    return ""
+        fix = "if the agent needs it, pass agent_info={...}, one row per episode"
+        return fix, Reason.LACKS_AGENT_INFO
+    return "", None
 
 
 def _told(error: BaseException) -> str:
