@@ -36,7 +36,10 @@ LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error 
 ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
 """The advice for environments of a ``ParallelEnvManager``."""
 
-MISSES_OPTIONS = re.compile(
+THE_AGENT = "the agent"
+"""What errors call an agent: they begin with it, or with the method that was called."""
+
+_MISSES_OPTIONS = re.compile(
     r"\b(options|env_info|task)\b|'NoneType' object is not (subscriptable|iterable|a mapping)"
 )
 _OPTION = re.compile(r"""\b(?:options|env_info)(?:\[|\.get\()["'](\w+)["']|\b(task)\b""")
@@ -85,7 +88,9 @@ def env_error(
         cause = error.__cause__ or error
         what, fix = what_and_fix(f"env.{error.call}", cause)
         if error.call == "reset" and not fix:
-            fix, reason = reset_advice(cause, where.env_info or options, options_as)
+            given = dict(where.env_info or options or {})
+            given.pop("seed", None)  # it replaces the episode's seed, see OneEnv
+            fix, reason = reset_advice(cause, given, options_as)
         text, is_spec = text_of(cause), isinstance(cause, SpecError)
     if capsule is not None:
         place = capsule.where._replace(worker=where.worker)
@@ -105,7 +110,7 @@ def env_error(
 def agent_error(
     error: BaseException,
     where: Where,
-    who: str = "the agent",
+    who: str = THE_AGENT,
     capsule: CrashCapsule | None = None,
 ) -> AgentError:
     """The error for an agent that raised or returned what does not fit.
@@ -168,7 +173,7 @@ def reset_advice(
         return f"let every reset() that is called on the way take {lacks[1]}, and hand it on", None
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     is_missing = key not in options if options and isinstance(key, str) else not options
-    if is_missing and MISSES_OPTIONS.search(told):
+    if is_missing and _MISSES_OPTIONS.search(told):
         found = _OPTION.search(told)
         name = found[1] or found[2] if found else key
         is_name = isinstance(name, str) and name.isidentifier()
