@@ -91,18 +91,18 @@ class Saved(NamedTuple):
         Raises:
             SpecError: If something is missing or damaged, or a disk is full.
         """
-        store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
+        store.numbers[...] = header["rings"]
         # Versions before 0.3 do not say, and what they stored goes on as it did.
         store.is_untold[:] = header.get("is_untold", False)
         store.origins[...] = header.get("origins", 0)  # those of versions before 0.3 were 0
-        for key, frames in store.frames.items():
-            frames.n_used = header["n_frames"][key]
+        store.set_n_extra(header["n_finals"], header.get("n_frames", {}))
         targets = store.arrays()
         for name in targets.keys() | self.specs.keys():
             shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
             if shapes[0] != shapes[1]:
                 raise damaged(self.name, f"{name!r} has shape {shapes[1]} instead of {shapes[0]}")
-        store.reserve_like(store)
+        rows = [piece for sub_pool in store.sub_pools for piece in sub_pool.held()]
+        store.reserve(rows, *store.n_extra)
         for name, target in targets.items():
             dtype = self.specs[name].dtype
             if dtype == target.dtype:
@@ -119,11 +119,12 @@ def in_use(store: Store | None, n_sub_pools: int) -> dict[str, Any]:
     if store is None:
         empty = {"rings": [[0, 0]] * n_sub_pools, "origins": [0] * n_sub_pools}
         return {**empty, "n_finals": 0, "n_frames": {}, "schema": None}
+    n_finals, n_frames = store.n_extra
     return {
         "rings": store.numbers.tolist(),
         "origins": store.origins.tolist(),
-        "n_finals": store.n_finals,
-        "n_frames": {key: frames.n_used for key, frames in store.frames.items()},
+        "n_finals": n_finals,
+        "n_frames": n_frames,
         "schema": store.schema.plain(),
     }
 

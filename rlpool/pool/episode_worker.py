@@ -57,8 +57,9 @@ class WorkerFactory:
         def load() -> OneEnv:
             return OneEnv(self.envs[number].load(), self.seeds[number], owns_process=True)
 
-        self._env: OneEnv = called(self._where, f"loading environment {number}", load)
-        return self._env
+        env: OneEnv = called(self._where, f"loading environment {number}", load)
+        self._env = env
+        return env
 
     def create_agent(self) -> ActionChooser:
         """The agent of that environment."""

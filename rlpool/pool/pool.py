@@ -24,6 +24,7 @@ from rlpool.machine.one_thread import OneThread
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.incoming import Incoming
+from rlpool.pool.layout import layout_of, n_bytes_of
 from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
@@ -257,7 +258,7 @@ class Pool(Sampler, DumpsStacks):
         keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
-        incoming = ingest.of_one(values, store.schema, store.tails(source := index))
+        incoming = ingest.from_single(values, store.schema, store.tails(source := index))
         # In a sub-pool that was chosen here, the one before is of the same episode by chance.
         is_chosen = index is None and self._n_sub_pools > 1
         if index is None:
@@ -266,7 +267,7 @@ class Pool(Sampler, DumpsStacks):
                 (index,) = store.routes([1], [self._router.random()])
         sub_pool = store.sub_pools[index]
         is_open = not is_chosen and self._open.get(index) == sub_pool.next
-        joined = is_open and len(sub_pool) > 0 and ingest.follows(store, index, values)
+        joined = is_open and store.ends_in(index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
         store.remember(source, incoming)
         if not is_chosen and not values[ingest.DONE_KEY]:
@@ -401,7 +402,9 @@ class Pool(Sampler, DumpsStacks):
         # Stacks that were only recognised may have been changed by another wrapper.
         is_strict = self._frame_stack is not None
         tails = store.tails(index)
-        return store, ingest.of_trajectories(trajectories, store.schema, tails, is_strict=is_strict)
+        return store, ingest.from_trajectories(
+            trajectories, store.schema, tails, is_strict=is_strict
+        )
 
     def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
@@ -424,7 +427,7 @@ class Pool(Sampler, DumpsStacks):
             return schema
 
     def _new_store(self, schema: Schema) -> Store:
-        pool_size, storage = self.pool_size, self._storage
+        pool_size, n = self.pool_size, self._n_sub_pools
         sizes = carved_bytes({**schema.rows, **schema.frames}, pool_size)
 
         def advice(n_free: int) -> str:
@@ -432,12 +435,12 @@ class Pool(Sampler, DumpsStacks):
             number = f" ({fits} would fit)" if fits else ""
             return f'lower pool_size{number}, or use storage="memmap"'
 
-        if storage != "memmap":
-            what = f"a pool of {pool_size} transitions"
-            check_size(sizes, advice, what)
-        n, has_priorities = self._n_sub_pools, self._arguments["priority_exponent"] is not None
-        n_bytes = Store.n_bytes_for(schema, pool_size, n)
-        memory = allocate(storage, n_bytes, directory=self._directory, n_used=sum(sizes.values()))
+        if self._storage != "memmap":
+            check_size(sizes, advice, f"a pool of {pool_size} transitions")
+        n_bytes = n_bytes_of(layout_of(schema, pool_size, n))
+        where = self._directory
+        memory = allocate(self._storage, n_bytes, directory=where, n_used=sum(sizes.values()))
+        has_priorities = self._arguments["priority_exponent"] is not None
         return Store(schema, pool_size, n, memory, self._rules, with_priorities=has_priorities)
 
     def _distribute(

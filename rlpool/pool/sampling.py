@@ -99,9 +99,7 @@ class Sampler:
         refuse_missing("the pool", known, wanted, "choose among its keys")
 
         def look() -> dict[str, Array]:
-            pieces = [piece for sub_pool in store.sub_pools for piece in sub_pool.held()]
-            ranges = [np.arange(piece.start, piece.stop) for piece in pieces]
-            rows = np.concatenate([np.zeros(0, np.int64), *ranges])
+            rows = store.rows_held()
             return store.take(rows, wanted) | store.take_after(rows, self._ahead(rows, 1), wanted)
 
         arrays = self._unchanged(look)

@@ -113,19 +113,6 @@ class Schema:
             specs[key] = TensorSpec((before, after), self.columns[key].dtype)
         return specs
 
-    def layout(self, n_sub_pools: int) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-        """What lies in a store's memory: once, and per row.
-
-        The last row of numbers is the version, and whether ends of episodes are unknown.
-        """
-        control = {"numbers": TensorSpec((n_sub_pools + 1, 3), np.dtype(np.int64))}
-        rows = {"is_last": TensorSpec((), np.dtype(np.bool_))}
-        if self.paired:
-            rows["final_row"] = TensorSpec((), np.dtype(np.int32))
-        rows |= {f"columns/{key}": spec for key, spec in self.rows.items()}
-        rows |= {f"finals/{key}": self.rows[key] for key in self.paired}
-        return control, rows
-
     def plain(self) -> dict[str, Any]:
         """The schema as plain values."""
         columns = {key: [s.dtype.str, list(s.shape)] for key, s in self.columns.items()}

@@ -23,14 +23,15 @@ import numpy as np
 from rlpool.errors import UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
-from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.memory.storage import Array, Memory
 from rlpool.pool.frames import FrameStore
 from rlpool.pool.incoming import Incoming
+from rlpool.pool.layout import layout_of
+from rlpool.pool.places import Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
 from rlpool.pool.sub_pool import SubPool, WindowRules
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import TensorSpec
 
 
 class Store:
@@ -40,7 +41,7 @@ class Store:
         schema: What is stored.
         pool_size: Rows of all sub-pools.
         n_sub_pools: Number of sub-pools; the first ones have one row more if need be.
-        memory: Of ``Store.n_bytes_for`` bytes.
+        memory: As large as ``layout_of`` says.
         rules: When sub-pools drop transitions.
         with_priorities: Whether rows have priorities.
         is_reader: Whether the store is another process's.
@@ -48,8 +49,8 @@ class Store:
     Attributes:
         columns: Key to array ``[pool_size, ...]``.
         frames: Key of a stack to its frames.
-        finals: Paired key to the values after last rows ``[pool_size, ...]``, of which the first
-            ``n_finals`` are or were in use.
+        finals: Paired key to the values after last rows ``[pool_size, ...]``.
+        final_places: Which of these are in use.
         is_last: bool ``[pool_size]``: whether the next row does not continue the episode. The
             newest row of a sub-pool always is.
         final_row: int32 ``[pool_size]``: where in ``finals`` a last row's values are.
@@ -76,60 +77,73 @@ class Store:
     ) -> None:
         self.schema, self.pool_size, self.memory = schema, pool_size, memory
         self._rules = rules or WindowRules()
-        control, self._layout = schema.layout(n_sub_pools)
-        self._n_control = sum(carved_bytes(control, 1).values())
-        table = carve(memory.root(), control, 1)["numbers"][0]
-        self._rows = carve(memory.root()[self._n_control :], self._layout, pool_size)
+        self._regions = layout_of(schema, pool_size, n_sub_pools)
+        root = memory.root()
+        arrays = {name: region.array(root) for name, region in self._regions.items()}
+        table = arrays["numbers"]
         self.numbers: Array = table[:-1, :2]
         self.origins: Array = table[:-1, 2]
         self.is_untold: Array = table[-1, 1:2]
-        self.columns = {key: self._rows[f"columns/{key}"] for key in schema.columns}
-        self.finals = {key: self._rows[f"finals/{key}"] for key in schema.paired}
-        self.frames: dict[str, FrameStore] = {}
-        start = self._n_control + sum(carved_bytes(self._layout, pool_size).values())
-        self._frame_starts: dict[str, int] = {}
-        for key, (n, spec) in _frames_layout(schema, pool_size).items():
-            array = carve(memory.root()[start:], {key: spec}, n)[key]
-            stack = schema.stacks[key]
-            self.frames[key] = FrameStore(schema.columns[key], stack, array, is_reader=is_reader)
-            self._frame_starts[key] = start
-            start += sum(carved_bytes({key: spec}, n).values())
-        self.is_last = self._rows["is_last"]
-        self.final_row = self._rows.get("final_row", self.is_last)  # none without pairs
+        self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
+        self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
+        self.frames = {
+            key: FrameStore(
+                schema.columns[key], stack, arrays[f"frames/{key}"], is_reader=is_reader
+            )
+            for key, stack in schema.stacks.items()
+        }
+        self.is_last = arrays["is_last"]
+        self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
         share, rest = divmod(pool_size, n_sub_pools)
         self.capacities = share + (np.arange(n_sub_pools) < rest)  # the first ones one larger
         self.offsets = np.cumsum(self.capacities) - self.capacities
         places = zip(self.offsets.tolist(), self.capacities.tolist(), table[:-1], strict=True)
         self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
         self._tree = PriorityTree(pool_size) if with_priorities else None
-        self.n_finals = 0
-        # Rows of finals that were given back, a stack of the first _n_free.
-        self._free = np.empty(pool_size, np.int32)
-        self._n_free = 0
+        self.final_places = Places(pool_size)
         self._is_whole = True  # no change is under way, or was interrupted
         self.version = SequenceLock(table[-1].data, memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
-        memory.reserve(0, self._n_control)
-
-    @staticmethod
-    def n_bytes_for(schema: Schema, pool_size: int, n_sub_pools: int) -> int:
-        """Bytes of the memory of a store."""
-        control, rows = schema.layout(n_sub_pools)
-        frames = _frames_layout(schema, pool_size)
-        parts = [carved_bytes(control, 1), carved_bytes(rows, pool_size)]
-        parts += [carved_bytes({key: spec}, n) for key, (n, spec) in frames.items()]
-        return sum(sum(part.values()) for part in parts)
+        memory.reserve(0, self._regions["numbers"].n_bytes)
 
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows written so far, bookkeeping and priorities included."""
-        n_rows = sum(sub_pool.n_used for sub_pool in self.sub_pools)
-        n_bytes = sum(
-            spec.n_bytes * (self.n_finals if name.startswith("finals/") else n_rows)
-            for name, spec in self._layout.items()
+        rows = [slice(0, sub_pool.n_used) for sub_pool in self.sub_pools]
+        n_bytes: int = sum(
+            (piece.stop - piece.start) * self._regions[name].spec.n_bytes
+            for name, pieces in self._in_use(rows, *self.n_extra).items()
+            for piece in pieces
         )
-        n_bytes += sum(frames.n_bytes for frames in self.frames.values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
+
+    @property
+    def n_extra(self) -> tuple[int, dict[str, int]]:
+        """Finals, and frames of each stack, that are or were in use."""
+        frames = {key: frames.places.n_used for key, frames in self.frames.items()}
+        return self.final_places.n_used, frames
+
+    def set_n_extra(self, n_finals: int, n_frames: Mapping[str, int]) -> None:
+        """Begin with so many finals and frames in use, see ``n_extra``."""
+        self.final_places.reset(n_finals)
+        for key, frames in self.frames.items():
+            frames.places.reset(n_frames[key])
+
+    def rows_held(self) -> Array:
+        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first."""
+        pieces = [piece for sub_pool in self.sub_pools for piece in sub_pool.held()]
+        ranges = (np.arange(piece.start, piece.stop) for piece in pieces)
+        return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+    def _in_use(
+        self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]
+    ) -> dict[str, Sequence[slice]]:
+        """Parts of each array that belong to some rows, finals and frames."""
+        pieces = dict.fromkeys(self._regions, rows)
+        pieces |= {f"finals/{key}": [slice(0, n_finals)] for key in self.finals}
+        pieces |= {f"frames/{key}": [slice(0, n)] for key, n in n_frames.items()}
+        del pieces["numbers"]
+        return pieces
 
     @property
     def lengths(self) -> list[int]:
@@ -201,8 +215,8 @@ class Store:
             # Frames that are here already are kept, even if the rows are dropped that hold them.
             named = {key: incoming.frames_named(key) for key in self.frames}
             new = {key: f.find(incoming.frames[key], named[key]) for key, f in self.frames.items()}
-            n_frames = {key: f.n_more(len(new[key])) for key, f in self.frames.items()}
-            self.reserve(pieces, self.n_finals + lasts.size, n_frames)
+            n_frames = {k: f.places.n_used_with(len(new[k])) for k, f in self.frames.items()}
+            self.reserve(pieces, self.final_places.n_used_with(lasts.size), n_frames)
             self.drop(sub_pool, min(start, oldest))
             self.is_untold |= not incoming.is_told
             for key, frames in self.frames.items():
@@ -235,7 +249,7 @@ class Store:
             self.is_last[piece] = some.is_last
             start = part.stop
         if self.schema.paired and lasts.size:
-            finals = self._take_finals(lasts.size)
+            finals = self.final_places.take(lasts.size)
             for key, source in incoming.finals.items():
                 values = source.part(lasts).values()
                 if key in self.frames:
@@ -276,50 +290,40 @@ class Store:
     def clear(self) -> None:
         """Drop all transitions; the next ones use the same rows, finals and frames."""
         with self.changing():
-            for sub_pool in self.sub_pools:
-                self.drop(sub_pool, sub_pool.next)
+            self._drop_all()
             self.origins[...] = self.numbers[:, 1]
-            self.n_finals = self._n_free = 0
             self.is_untold[:] = 0
-            for frames in self.frames.values():
-                frames.clear()
+
+    def _drop_all(self) -> None:
+        for sub_pool in self.sub_pools:
+            self.drop(sub_pool, sub_pool.next)
+        self.final_places.reset()
+        for frames in self.frames.values():
+            frames.recount(0, [])
 
     def recover(self) -> None:
-        """Make the bookkeeping of finals and priorities fit the rows that are held."""
+        """Make the bookkeeping of finals, frames and priorities fit the rows that are held."""
         self.numbers[:, 0] = self.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
+        rows = self.rows_held()
+        finals = self.final_row[rows[self.is_last[rows]]]
+        n_finals, n_frames = self.n_extra
         if self.schema.paired:
-            is_free = np.ones(self.n_finals, bool)
-            for sub_pool in self.sub_pools:
-                for piece in sub_pool.held():
-                    is_free[self.final_row[piece][self.is_last[piece]]] = False
-            free = np.flatnonzero(is_free)
-            self._free[: free.size] = free
-            self._n_free = free.size
-        held = [piece for sub_pool in self.sub_pools for piece in sub_pool.held()]
+            is_free = np.ones(n_finals, bool)
+            is_free[finals] = False
+            self.final_places.reset(n_finals, is_free)
         for key, frames in self.frames.items():
-            places = [self.columns[key][piece] for piece in held]
-            if key in self.finals:
-                finals = [self.final_row[piece][self.is_last[piece]] for piece in held]
-                places += [self.finals[key][rows] for rows in finals]
-            frames.recount(places)
-
-    def _take_finals(self, n: int) -> Array:
-        """Unused rows of ``finals``, int32 ``[n]``."""
-        n_again = min(n, self._n_free)
-        self._n_free -= n_again
-        again = self._free[self._n_free : self._n_free + n_again]
-        start, self.n_finals = self.n_finals, self.n_finals + n - n_again
-        return np.concatenate([again, np.arange(start, self.n_finals, dtype=np.int32)])
+            places = [self.columns[key][rows]]
+            places += [self.finals[key][finals]] if key in self.finals else []
+            frames.recount(n_frames[key], places)
 
     def _give_back_finals(self, rows: slice) -> None:
         if self.schema.paired:
             finals = self.final_row[rows][self.is_last[rows]]
             for key in self.frames.keys() & self.finals.keys():
                 self.frames[key].release(self.finals[key][finals])
-            self._free[self._n_free : self._n_free + finals.size] = finals
-            self._n_free += finals.size
+            self.final_places.give_back(finals)
 
     def reserve(self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]) -> None:
         """Make sure that a disk has room for rows, finals and frames before they are written.
@@ -329,15 +333,10 @@ class Store:
         """
         if self.memory.kind != "memmap":
             return
-        start = self._n_control
-        for name, n_bytes in carved_bytes(self._layout, self.pool_size).items():
-            size = self._layout[name].n_bytes
-            for piece in [slice(0, n_finals)] if name.startswith("finals/") else rows:
+        for name, pieces in self._in_use(rows, n_finals, n_frames).items():
+            start, size = self._regions[name].start, self._regions[name].spec.n_bytes
+            for piece in pieces:
                 self.memory.reserve(start + piece.start * size, start + piece.stop * size)
-            start += n_bytes
-        for key, n in n_frames.items():
-            start = self._frame_starts[key]
-            self.memory.reserve(start, start + n * self.frames[key].frame_bytes)
 
     def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
         """Sub-pools for additions, each drawn as if those before had been made.
@@ -370,39 +369,31 @@ class Store:
             like: The store of the same schema that says which rows are in use, by default this one.
         """
         like = self if like is None else like
-        whole = {k: array for k, array in self._rows.items() if not k.startswith("finals/")}
+        n_finals, n_frames = like.n_extra
+        arrays = {f"finals/{key}": array[:n_finals] for key, array in self.finals.items()}
+        arrays |= {f"frames/{key}": self.frames[key].values[:n] for key, n in n_frames.items()}
+        whole = {"is_last": self.is_last, "final_row": self.final_row}
+        if not self.schema.paired:
+            del whole["final_row"]
+        whole |= {f"columns/{key}": array for key, array in self.columns.items()}
         if self.tree is not None:
             whole["priorities"] = self.tree.leaves
-        arrays = {f"finals/{key}": array[: like.n_finals] for key, array in self.finals.items()}
-        for key, frames in self.frames.items():
-            arrays[f"frames/{key}"] = frames.values[: like.frames[key].n_used]
         for index, span in enumerate(like.numbers.tolist()):
             for number, piece in enumerate(self.sub_pools[index].pieces(*span)):
                 arrays |= {f"{name}/{index}.{number}": a[piece] for name, a in whole.items()}
         return arrays
 
-    def reserve_like(self, other: Store) -> None:
-        """Reserve room for everything that another store holds."""
-        self.reserve(
-            [piece for sub_pool in other.sub_pools for piece in sub_pool.held()],
-            other.n_finals,
-            {key: frames.n_used for key, frames in other.frames.items()},
-        )
-
     def take_over(self, other: Store) -> None:
         """Hold what another store of the same schema holds instead."""
-        self.reserve_like(other)
+        rows = [piece for sub_pool in other.sub_pools for piece in sub_pool.held()]
+        self.reserve(rows, *other.n_extra)
         with InterruptsHeld(), self.changing():
-            for sub_pool in self.sub_pools:
-                self.drop(sub_pool, sub_pool.next)
+            self._drop_all()
             values, self.origins[...] = other.arrays(), other.origins
             for name, target in self.arrays(other).items():
                 target[...] = values[name]
-            self.n_finals, self.numbers[...] = other.n_finals, other.numbers
-            self.is_untold[:] = other.is_untold
-            for key, frames in self.frames.items():
-                frames.clear()
-                frames.n_used = other.frames[key].n_used
+            self.numbers[...], self.is_untold[:] = other.numbers, other.is_untold
+            self.set_n_extra(*other.n_extra)
             self.recover()
 
     # Reading ---------------------------------------------------------------------------------
@@ -454,14 +445,25 @@ class Store:
             taken[successor_key(key)] = self._whole(key, values)
         return taken
 
+    def ends_in(self, index: int, state: Mapping[str, Array]) -> bool:
+        """Whether the newest transition of a sub-pool, if there is one, ended in a state.
+
+        Args:
+            index: Number of the sub-pool.
+            state: Values by key, others than those of the state among them.
+        """
+        if not len(self.sub_pools[index]):
+            return False
+        newest = self.rows_of(np.array([index]), self.numbers[[index], 1] - 1)
+        stored = self.take(newest) | self.take_after(newest, newest)
+        pairs = [
+            (stored[after], state[key])
+            for key in state.keys() & stored.keys()
+            if (after := successor_key(key)) in stored
+        ]
+        is_same = [a.tobytes() == b.astype(a.dtype).tobytes() for a, b in pairs]
+        return bool(is_same) and all(is_same)
+
     def _whole(self, key: str, values: Array) -> Array:
         """Values of a column, put together from their frames if they are stacks."""
         return self.frames[key].take(values) if key in self.frames else values
-
-
-def _frames_layout(schema: Schema, pool_size: int) -> dict[str, tuple[int, TensorSpec]]:
-    """How many frames of each stack a store's memory has room for, and what each of them is."""
-    return {
-        key: (FrameStore.most(schema.stacks[key], pool_size), spec)
-        for key, spec in schema.frames.items()
-    }
