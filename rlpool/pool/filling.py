@@ -23,7 +23,7 @@ from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.sampling import RESULT_KEYS, Sampler
 from rlpool.pool.schema import FrameStack, Schema, stacks_of
 from rlpool.pool.store import Store
-from rlpool.pool.sub_pool import WindowRules
+from rlpool.pool.sub_pool import WindowRules, routes
 from rlpool.specs import TensorSpec
 
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
@@ -168,7 +168,7 @@ class FilledPool(Sampler):
         if index is None:
             index = store.lengths.index(min(store.lengths))
             if is_chosen and self._arguments["random"]:
-                (index,) = store.routes([1], [self._router.random()])
+                (index,) = routes(store.sub_pools, self._rules, [1], [self._router.random()])
         sub_pool = store.sub_pools[index]
         is_open = not is_chosen and self._open.get(index) == sub_pool.next
         joined = is_open and store.ends_in(index, values)
@@ -301,7 +301,7 @@ class FilledPool(Sampler):
         self, store: Store, incoming: Incoming, sizes: Array, draws: Sequence[int | float]
     ) -> None:
         """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
-        routes = np.repeat(store.routes(sizes.tolist(), draws), sizes)
-        for index in np.unique(routes).tolist():
-            part = incoming.part(np.flatnonzero(routes == index))
+        each = np.repeat(routes(store.sub_pools, self._rules, sizes.tolist(), draws), sizes)
+        for index in np.unique(each).tolist():
+            part = incoming.part(np.flatnonzero(each == index))
             store.add(index, part, self._max_priority)

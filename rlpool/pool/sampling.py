@@ -99,7 +99,7 @@ class Sampler:
         refuse_missing("the pool", known, wanted, "choose among its keys")
 
         def look() -> dict[str, Array]:
-            rows = store.rows_held()
+            rows = store.rows_in_use()
             return store.take(rows, wanted) | store.take_after(rows, self._ahead(rows, 1), wanted)
 
         arrays = self._unchanged(look)

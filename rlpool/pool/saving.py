@@ -132,7 +132,8 @@ class SavedPool(FilledPool):
             "routing": self._router.bit_generator.state,
             "runner": None if self._runner is None else self._runner.state_dict(),
         }
-        return json.dumps(state), {} if store is None else store.arrays()
+        arrays = {} if store is None else checkpoint.arrays_of(store, spans, *store.n_extra)
+        return json.dumps(state), arrays
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         store = self._store
@@ -152,7 +153,7 @@ class SavedPool(FilledPool):
         if store is None or fresh is None or self._storage == "local":
             self._store = fresh
         else:  # others may look at its memory
-            store.take_over(fresh)
+            checkpoint.take_over(store, fresh)
         self._open, self._has_stored, self._max_priority = is_open, has_stored, max_priority
         self._generator, self._router = map(np.random.Generator, generators)
         if self._runner is not None and header["runner"]:

@@ -13,15 +13,12 @@ interrupted or dies, the rows from ``oldest`` to ``next`` are whole transitions.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import numpy as np
 
 from rlpool.errors import UsageError
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory
 from rlpool.pool.frames import FrameStore
@@ -112,7 +109,7 @@ class Store:
         rows = [slice(0, sub_pool.n_used) for sub_pool in self.sub_pools]
         n_bytes: int = sum(
             (piece.stop - piece.start) * self._regions[name].spec.n_bytes
-            for name, pieces in self._in_use(rows, *self.n_extra).items()
+            for name, pieces in self._parts(rows, *self.n_extra).items()
             for piece in pieces
         )
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
@@ -123,19 +120,20 @@ class Store:
         frames = {key: frames.places.n_used for key, frames in self.frames.items()}
         return self.final_places.n_used, frames
 
-    def set_n_extra(self, n_finals: int, n_frames: Mapping[str, int]) -> None:
-        """Begin with so many finals and frames in use, see ``n_extra``."""
-        self.final_places.reset(n_finals)
-        for key, frames in self.frames.items():
-            frames.places.reset(n_frames[key])
-
-    def rows_held(self) -> Array:
+    def pieces_in_use(self) -> list[slice]:
         """Rows of all transitions, sub-pool by sub-pool, the oldest of each first."""
-        pieces = [piece for sub_pool in self.sub_pools for piece in sub_pool.held()]
-        ranges = (np.arange(piece.start, piece.stop) for piece in pieces)
+        return [
+            piece
+            for sub_pool in self.sub_pools
+            for piece in sub_pool.pieces(sub_pool.oldest, sub_pool.next)
+        ]
+
+    def rows_in_use(self) -> Array:
+        """The same rows as numbers, int64 ``[len(store)]``."""
+        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces_in_use())
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
-    def _in_use(
+    def _parts(
         self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]
     ) -> dict[str, Sequence[slice]]:
         """Parts of each array that belong to some rows, finals and frames."""
@@ -183,7 +181,7 @@ class Store:
         self.refuse_others()
         with self.version.changing():
             if not self._is_whole:
-                self.recover()
+                self.recover(*self.n_extra)
             self._is_whole = False
             yield
             self._is_whole = True
@@ -290,25 +288,30 @@ class Store:
     def clear(self) -> None:
         """Drop all transitions; the next ones use the same rows, finals and frames."""
         with self.changing():
-            self._drop_all()
+            self.drop_all()
             self.origins[...] = self.numbers[:, 1]
             self.is_untold[:] = 0
 
-    def _drop_all(self) -> None:
+    def drop_all(self) -> None:
+        """Drop all transitions, within ``changing``."""
         for sub_pool in self.sub_pools:
             self.drop(sub_pool, sub_pool.next)
         self.final_places.reset()
         for frames in self.frames.values():
             frames.recount(0, [])
 
-    def recover(self) -> None:
-        """Make the bookkeeping of finals, frames and priorities fit the rows that are held."""
+    def recover(self, n_finals: int, n_frames: Mapping[str, int]) -> None:
+        """Make the bookkeeping of finals, frames and priorities fit the rows in use.
+
+        Args:
+            n_finals: Finals that are or were in use, see ``n_extra``.
+            n_frames: Frames of each stack, likewise.
+        """
         self.numbers[:, 0] = self.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
-        rows = self.rows_held()
+        rows = self.rows_in_use()
         finals = self.final_row[rows[self.is_last[rows]]]
-        n_finals, n_frames = self.n_extra
         if self.schema.paired:
             is_free = np.ones(n_finals, bool)
             is_free[finals] = False
@@ -333,68 +336,10 @@ class Store:
         """
         if self.memory.kind != "memmap":
             return
-        for name, pieces in self._in_use(rows, n_finals, n_frames).items():
+        for name, pieces in self._parts(rows, n_finals, n_frames).items():
             start, size = self._regions[name].start, self._regions[name].spec.n_bytes
             for piece in pieces:
                 self.memory.reserve(start + piece.start * size, start + piece.stop * size)
-
-    def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
-        """Sub-pools for additions, each drawn as if those before had been made.
-
-        The probability of a sub-pool is proportional to 1 / (its length + 1).
-
-        Args:
-            sizes: How many transitions are added at a time.
-            draws: A float from 0 to below 1 for each addition; an int names the sub-pool.
-        """
-        lengths, added = self.lengths, [sub_pool.next for sub_pool in self.sub_pools]
-        chosen = []
-        for size, draw in zip(sizes, draws, strict=True):
-            index = int(draw)
-            if not isinstance(draw, int):
-                ends = list(accumulate(1.0 / (length + 1.0) for length in lengths))
-                index = min(bisect_right(ends, draw * ends[-1]), len(ends) - 1)
-            capacity = self.sub_pools[index].capacity
-            lengths[index] = self._rules.length_after(capacity, lengths[index], added[index], size)
-            added[index] += size
-            chosen.append(index)
-        return chosen
-
-    # Keeping ---------------------------------------------------------------------------------
-
-    def arrays(self, like: Store | None = None) -> dict[str, Array]:
-        """Where the values of transitions lie, views by name.
-
-        Args:
-            like: The store of the same schema that says which rows are in use, by default this one.
-        """
-        like = self if like is None else like
-        n_finals, n_frames = like.n_extra
-        arrays = {f"finals/{key}": array[:n_finals] for key, array in self.finals.items()}
-        arrays |= {f"frames/{key}": self.frames[key].values[:n] for key, n in n_frames.items()}
-        whole = {"is_last": self.is_last, "final_row": self.final_row}
-        if not self.schema.paired:
-            del whole["final_row"]
-        whole |= {f"columns/{key}": array for key, array in self.columns.items()}
-        if self.tree is not None:
-            whole["priorities"] = self.tree.leaves
-        for index, span in enumerate(like.numbers.tolist()):
-            for number, piece in enumerate(self.sub_pools[index].pieces(*span)):
-                arrays |= {f"{name}/{index}.{number}": a[piece] for name, a in whole.items()}
-        return arrays
-
-    def take_over(self, other: Store) -> None:
-        """Hold what another store of the same schema holds instead."""
-        rows = [piece for sub_pool in other.sub_pools for piece in sub_pool.held()]
-        self.reserve(rows, *other.n_extra)
-        with InterruptsHeld(), self.changing():
-            self._drop_all()
-            values, self.origins[...] = other.arrays(), other.origins
-            for name, target in self.arrays(other).items():
-                target[...] = values[name]
-            self.numbers[...], self.is_untold[:] = other.numbers, other.is_untold
-            self.set_n_extra(*other.n_extra)
-            self.recover()
 
     # Reading ---------------------------------------------------------------------------------
 
