@@ -43,11 +43,11 @@ class DictTensor(DictTensorBase):
     __slots__ = ()
 
     def __init__(self, tensors: Mapping[str, Tensor] | DictTensor | None = None) -> None:
-        try:
-            self._tensors = {} if tensors is None else dict(tensors)
-        except (TypeError, ValueError, RuntimeError):
-            raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
-        base.check(self._tensors.items())
+        if tensors is None:
+            self._tensors = {}
+        else:
+            self._tensors = base.copied_dict(tensors)
+            base.check(self._tensors.items())
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor]) -> DictTensor:
