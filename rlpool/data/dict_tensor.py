@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from rlpool.data import dict_tensor_base as base
-from rlpool.data.dict_tensor_base import DictTensorBase, Rows, instance, kind
+from rlpool.data.dict_tensor_base import DictTensorBase, instance, kind
 from rlpool.data.rows import selected, write_rows_
 from rlpool.errors import SpecError
 
@@ -58,9 +58,6 @@ class DictTensor(DictTensorBase):
 
     def _with(self, tensors: dict[str, Tensor]) -> DictTensor:
         return DictTensor._wrap(tensors)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> DictTensor:
-        return DictTensor._wrap({key: change(tensor) for key, tensor in self._tensors.items()})
 
     def _n_rows(self) -> int:
         for key, tensor in self._tensors.items():
@@ -110,28 +107,6 @@ class DictTensor(DictTensorBase):
             {'size': torch.Size([2]), 'dtype': torch.float32}
         """
         return {k: {"size": t.shape[1:], "dtype": t.dtype} for k, t in self._tensors.items()}
-
-    def index(self, rows: Rows) -> DictTensor:
-        """Select rows; the same as ``batch[rows]``.
-
-        Args:
-            rows: An int drops the batch dimension and a slice keeps it; both give views. An int
-                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end.
-                Without keys, any selection gives an empty ``DictTensor``.
-
-        Raises:
-            IndexError: If a row does not exist (a slice is clipped, as in Python).
-            SpecError: If ``rows`` is of another kind, a mask does not have B entries, or a tensor
-                is 0-d.
-
-        Example:
-            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
-            >>> batch.index(torch.tensor([2, 0]))["action"]
-            tensor([2, 0])
-            >>> batch.index(1)["action"]
-            tensor(1)
-        """
-        return super().index(rows) if self._tensors else DictTensor()
 
     def slice(self, start: int, stop: int | None = None) -> DictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` without its batch dimension.

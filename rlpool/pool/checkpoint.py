@@ -20,7 +20,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,7 +30,6 @@ from rlpool.machine.files import file_at, replaced
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
-from rlpool.pool.schema import Schema, stacks_of
 from rlpool.pool.store import Store
 from rlpool.specs import TensorSpec
 
@@ -161,20 +159,6 @@ def in_use(store: Store | None, n_sub_pools: int) -> dict[str, Any]:
         "n_frames": n_frames,
         "schema": store.schema.plain(),
     }
-
-
-def schema_of(header: Mapping[str, Any]) -> Schema | None:
-    """The schema in a header, ``None`` if the pool never held a transition."""
-    if header["schema"] is None:
-        return None
-    columns = {
-        key: TensorSpec(tuple(shape), np.dtype(text))
-        for key, (text, shape) in header["schema"]["columns"].items()
-    }
-    schema = Schema.of(Schema(columns, tuple(header["schema"]["paired"])).specs)
-    stacks = header["schema"].get("stacks", {})  # none in files of version 0.1
-    asked = {key: (int(n_frames), int(axis)) for key, (n_frames, axis) in stacks.items()}
-    return replace(schema, stacks=stacks_of(asked, schema))
 
 
 @contextmanager

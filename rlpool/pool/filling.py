@@ -24,6 +24,7 @@ from rlpool.pool.sampling import RESULT_KEYS, Sampler
 from rlpool.pool.schema import FrameStack, Schema, stacks_of
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules, routes
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
@@ -171,7 +172,7 @@ class FilledPool(Sampler):
                 (index,) = routes(store.sub_pools, self._rules, [1], [self._router.random()])
         sub_pool = store.sub_pools[index]
         is_open = not is_chosen and self._open.get(index) == sub_pool.next
-        joined = is_open and store.ends_in(index, values)
+        joined = is_open and _ends_in(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
         store.remember(source, incoming)
         if not is_chosen and not values[ingest.DONE_KEY]:
@@ -269,7 +270,7 @@ class FilledPool(Sampler):
         taken = [key for key in RESULT_KEYS if key in specs]
         if taken:
             raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
-        return self._new_store(self._with_stacks(Schema.of(specs)))
+        return self._new_store(self._with_stacks(Schema.from_specs(specs)))
 
     def _with_stacks(self, schema: Schema) -> Schema:
         """The schema with those of its columns as stacks that are to be."""
@@ -305,3 +306,23 @@ class FilledPool(Sampler):
         for index in np.unique(each).tolist():
             part = incoming.part(np.flatnonzero(each == index))
             store.add(index, part, self._max_priority)
+
+
+def _ends_in(store: Store, index: int, state: Mapping[str, Array]) -> bool:
+    """Whether the newest transition of a sub-pool, if there is one, ended in a state.
+
+    Args:
+        store: The store.
+        index: Number of the sub-pool.
+        state: Values by key, others than those of the state among them.
+    """
+    if not len(store.sub_pools[index]):
+        return False
+    newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
+    stored = store.take(newest) | store.take_after(newest, newest)
+    is_same = [
+        stored[after].tobytes() == state[key].astype(stored[after].dtype).tobytes()
+        for key in state.keys() & stored.keys()
+        if (after := successor_key(key)) in stored
+    ]
+    return bool(is_same) and all(is_same)

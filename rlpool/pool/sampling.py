@@ -215,13 +215,9 @@ class Sampler:
 
         def look() -> tuple[dict[str, Array], Array, dict[str, Array]]:
             store = self._ready(batch_size)
-            if length > 1:
-                _refuse_untold(store, "sequences")
             first = self._draw(store, batch_size)
-            n_steps = min(length, max(self.lengths))  # there are no more
-            rows = self._ahead(first[:, None], np.arange(n_steps))
-            lengths = _steps_that_follow(store, rows)
-            every = rows[np.arange(n_steps) < lengths[:, None]]
+            rows, lengths = self._steps_from(store, first, length, "sequences")
+            every = rows[np.arange(rows.shape[1]) < lengths[:, None]]
             arrays = store.take(every) | store.take_after(every, self._ahead(every, 1))
             info = {}
             if store.tree is not None:
@@ -309,6 +305,26 @@ class Sampler:
         index = self._store.sub_pools_of(rows)
         return self._store.rows_at(index, rows - self._store.offsets[index] + n_steps)
 
+    def _steps_from(self, store: Store, first: Array, most: int, what: str) -> tuple[Array, Array]:
+        """Steps that follow each other in an episode.
+
+        Args:
+            store: The store.
+            first: Rows of the first ones, int64 ``[n]``.
+            most: The most steps to look at; there may be fewer transitions.
+            what: What errors call them.
+
+        Returns:
+            Rows ``[n, most]``, and how many of each are steps of one episode, at least 1.
+        """
+        if most > 1:
+            _refuse_untold(store, what)
+        rows = self._ahead(first[:, None], np.arange(min(most, max(self.lengths))))
+        # The newest transition is a last one, so this never leaves what is stored.
+        is_last = store.is_last.take(rows, mode="wrap")
+        is_last[:, -1] = True
+        return rows, is_last.argmax(axis=1) + 1
+
     def _look_ahead(
         self, store: Store, batch: dict[str, Array], rows: Array, n_step: int, discount: float
     ) -> Array:
@@ -322,15 +338,11 @@ class Sampler:
                     fix="store it",
                 )
         discount = real_number("discount", discount, "from 0 to 1")
-        if n_step > 1:
-            _refuse_untold(store, "n-step returns")
-        n_step = min(n_step, max(self.lengths))  # there are no more
-        every = self._ahead(rows[:, None], np.arange(n_step))
-        n_steps = _steps_that_follow(store, every)
-        factors = np.float64(discount) ** np.arange(n_step)
+        every, n_steps = self._steps_from(store, rows, n_step, "n-step returns")
+        ahead = np.arange(every.shape[1])
         rewards = store.take(every.reshape(-1), [REWARD_KEY])[REWARD_KEY].reshape(every.shape)
-        is_step = np.arange(n_step) < n_steps[:, None]
-        returns = np.where(is_step, rewards * factors, 0).sum(axis=1)
+        discounted = rewards * np.float64(discount) ** ahead
+        returns = np.where(ahead < n_steps[:, None], discounted, 0).sum(axis=1)
         last: Array = every[np.arange(len(rows)), n_steps - 1]
         flags = store.take(last, [end, TRUNCATED_KEY])
         is_end = flags[end].astype(bool).reshape(-1)
@@ -364,22 +376,8 @@ def _refuse_untold(store: Store, what: str) -> None:
             f"{what} need to know where episodes end, and some trajectories did not tell where "
             f"they do within a row: they had no {missing!r}",
             fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}"
-            + (f" beside {TERMINATED_KEY!r}" if has_half else ""),
+            + (f" next to {TERMINATED_KEY!r}" if has_half else ""),
         )
-
-
-def _steps_that_follow(store: Store, rows: Array) -> Array:
-    """How many of the rows ``[n, most]`` are steps of one episode, int64 ``[n]``, at least 1.
-
-    Args:
-        store: The store.
-        rows: Rows that follow each other. Those past the newest transition mean nothing.
-    """
-    # The newest transition is a last one, so this never leaves what is stored.
-    is_last = store.is_last.take(rows, mode="wrap")
-    is_last[:, -1] = True
-    lengths: Array = is_last.argmax(axis=1) + 1
-    return lengths
 
 
 def _padded(values: Array, is_step: Array) -> torch.Tensor:

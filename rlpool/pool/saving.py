@@ -15,6 +15,7 @@ from rlpool.pool import checkpoint
 from rlpool.pool.filling import FilledPool
 from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
+from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store
 
 
@@ -162,9 +163,9 @@ class SavedPool(FilledPool):
     def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store | None:
         """A new store of what was saved, ``None`` if there never was a transition anywhere."""
         own = None if self._store is None else self._store.schema
-        schema = checkpoint.schema_of(header)
-        if schema is None:
+        if header["schema"] is None:  # there never was a transition
             return None if own is None else self._new_store(own)
+        schema = Schema.from_plain(header["schema"])
         if own is not None and own != schema:
             raise SpecError(
                 f"the saved pool holds {schema}; this one has {own}",

@@ -1,6 +1,6 @@
 """Where a pool keeps its transitions: sub-pools, and a column of rows per key.
 
-A key ``x`` with a ``_x`` beside it, such as ``frame`` and ``_frame``, is one column. The value
+A key ``x`` that comes with ``_x``, such as ``frame`` and ``_frame``, is one column. The value
 after a step is the next row's value, unless the row is the last of its piece of an episode. The
 values after those lie in ``finals``, which grows with the number of such rows. Of a stack of frames
 both hold the places of its frames in a ``FrameStore``.
@@ -203,11 +203,11 @@ class Store:
         sub_pool, n = self.sub_pools[index], len(incoming.is_last)
         with self.changing():
             start = sub_pool.next
-            n_held = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
+            n_kept = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
             after = start + n
-            if n_held < n:  # the others would be dropped again
-                incoming = incoming.part(slice(n - n_held, n))
-            oldest, first = after - n_held, after - len(incoming.is_last)
+            if n_kept < n:  # the others would be dropped again
+                incoming = incoming.part(slice(n - n_kept, n))
+            oldest, first = after - n_kept, after - len(incoming.is_last)
             lasts = np.flatnonzero(incoming.is_last)
             pieces = sub_pool.pieces(first, after)
             # Frames that are here already are kept, even if the rows are dropped that hold them.
@@ -259,8 +259,9 @@ class Store:
 
     def tails(self, index: int | None) -> dict[str, Array]:
         """Where the frames lie that the last trajectories ended with; see ``remember``."""
-        known = {key: frames.tails.get(index) for key, frames in self.frames.items()}
-        return {key: tails for key, tails in known.items() if tails is not None}
+        return {
+            k: frames.tails[index] for k, frames in self.frames.items() if index in frames.tails
+        }
 
     def remember(self, index: int | None, incoming: Incoming) -> None:
         """Note where the frames lie that trajectories ended with: the next ones may go on there.
@@ -389,25 +390,6 @@ class Store:
             values[ends] = self.finals[key].take(final_rows, 0)
             taken[successor_key(key)] = self._whole(key, values)
         return taken
-
-    def ends_in(self, index: int, state: Mapping[str, Array]) -> bool:
-        """Whether the newest transition of a sub-pool, if there is one, ended in a state.
-
-        Args:
-            index: Number of the sub-pool.
-            state: Values by key, others than those of the state among them.
-        """
-        if not len(self.sub_pools[index]):
-            return False
-        newest = self.rows_of(np.array([index]), self.numbers[[index], 1] - 1)
-        stored = self.take(newest) | self.take_after(newest, newest)
-        pairs = [
-            (stored[after], state[key])
-            for key in state.keys() & stored.keys()
-            if (after := successor_key(key)) in stored
-        ]
-        is_same = [a.tobytes() == b.astype(a.dtype).tobytes() for a, b in pairs]
-        return bool(is_same) and all(is_same)
 
     def _whole(self, key: str, values: Array) -> Array:
         """Values of a column, put together from their frames if they are stacks."""
