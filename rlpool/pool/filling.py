@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import instance
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
@@ -27,40 +29,31 @@ from rlpool.pool.sub_pool import WindowRules, routes
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
-_SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
-
 
 class FilledPool(Sampler):
     """A pool that transitions are added to.
 
-    Args:
-        arguments: Checked arguments of ``Pool`` that a saved pool must have been made with.
-        rules: When sub-pools drop transitions.
-        root: Root seed of sampling and of the choice of sub-pools.
-        storage: Kind of the memory.
-        directory: Where the file of ``"memmap"`` lies.
-        frame_stack: Which keys are stacks, as the user says.
-        n_stacked: Frames that the environments are seen to stack, if the user does not say.
+    Attributes:
+        _arguments: Those of ``Pool`` that a saved pool must have been made with, by the names that
+            files use.
+        _rules: When sub-pools drop transitions.
+        _frame_stack: Which keys are stacks, as the user says.
+        _n_stacked: Frames that the environments are seen to stack, if the user does not say.
+        _router: Chooses sub-pools.
+        _open: Sub-pool to its ``next`` when its newest transition was one that may be continued.
+        _has_stored: Whether ``store`` has added some: the first transitions of all processes.
     """
 
-    def __init__(
-        self,
-        arguments: dict[str, Any],
-        rules: WindowRules,
-        root: int,
-        storage: str,
-        directory: str | Path | None,
-        frame_stack: FrameStack,
-        n_stacked: int | None,
-    ) -> None:
-        super().__init__(None, arguments["processes"], [_SAMPLING, root])
-        self._arguments, self._rules = arguments, rules
-        self._storage, self._directory = storage, directory
-        self._frame_stack, self._n_stacked = frame_stack, n_stacked
-        self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
-        # Sub-pool to its ``next`` when its newest transition was one that may be continued.
-        self._open: dict[int, int] = {}
-        self._max_priority = 1.0
+    _arguments: dict[str, Any]
+    _rules: WindowRules
+    _storage: str
+    _directory: str | Path | None
+    _frame_stack: FrameStack
+    _n_stacked: int | None
+    _router: np.random.Generator
+    _open: dict[int, int]
+    _max_priority = 1.0
+    _has_stored = False
 
     @property
     def nbytes(self) -> int:
@@ -181,6 +174,36 @@ class FilledPool(Sampler):
 
     __call__ = pool
 
+    def get_pool(self) -> tuple[Array, Array, Array, Array, Array]:
+        """States, actions, next states, rewards and done flags of all transitions.
+
+        Returns:
+            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, sub-pool by
+            sub-pool, the oldest of each first; empty arrays before the first transition.
+
+        Raises:
+            UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
+                or ``_done``.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> s, a, next_s, r, done = pool.get_pool()
+            >>> next_s.ravel(), done
+            (array([1, 2, 3, 4]), array([False, False, False,  True]))
+        """
+        s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
+        if len(self):
+            if missing := [key for key in ingest.TRANSITION_KEYS if key not in self.specs]:
+                raise UsageError(
+                    f"the pool has no {missing}, it has {list(self.specs)}",
+                    fix="use transitions(), which gives every key",
+                )
+            every = self.transitions(ingest.TRANSITION_KEYS)
+            s, a, next_s, r, done = (every[key].numpy() for key in ingest.TRANSITION_KEYS)
+        return s, a, next_s, r, done
+
     def clear(self) -> None:
         """Drop all transitions; their keys stay fixed.
 
@@ -237,6 +260,22 @@ class FilledPool(Sampler):
         self._max_priority = max(self._max_priority, float(powers[is_held].max(initial=0.0)))
 
     # Inside of adding ------------------------------------------------------------------------
+
+    def _add_run(self, every: DictTensor, lengths: Sequence[int]) -> None:
+        if not self._arguments["random"] or self._n_sub_pools == 1:
+            for process, (length, stop) in enumerate(
+                zip(lengths, accumulate(lengths), strict=True)
+            ):
+                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
+            return
+        order = ingest.order_in_time(lengths)
+        store, incoming = self._taken_in(ingest.one_row(every))
+        incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
+        draws: list[int | float] = self._router.random(len(order)).tolist()
+        if not self._has_stored:  # the first of each process goes into its own sub-pool
+            draws[: len(lengths)] = range(len(lengths))
+        self._distribute(store, incoming.part(order), np.ones(len(order), int), draws)
+        self._store, self._has_stored = store, True
 
     def _checked_index(self, index: Any) -> int | None:
         if index is not None and whole_number("index", index, 0) >= self._n_sub_pools:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlpool.memory.storage import Array
-from rlpool.pool.sources import Source
-from rlpool.pool.stacks import NewFrames
+from rlpool.pool.stacks import NewFrames, Source
 
 
 class Incoming(NamedTuple):

@@ -18,8 +18,7 @@ from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.pool.incoming import Incoming
 from rlpool.pool.schema import REWARDS, Schema, Stack
-from rlpool.pool.sources import Source, widest_words
-from rlpool.pool.stacks import unstacked
+from rlpool.pool.stacks import Source, unstacked, widest_words
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import (

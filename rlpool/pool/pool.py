@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 import numpy as np
 
-from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import listed
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, real_number, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.one_thread import OneThread
 from rlpool.memory.storage import Array, allocate
-from rlpool.pool import ingest
+from rlpool.pool import checkpoint
+from rlpool.pool.filling import FilledPool
+from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.saving import SavedPool
-from rlpool.pool.schema import checked_frame_stack
+from rlpool.pool.schema import Schema, checked_frame_stack
+from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 from rlpool.workers.stack_dumps import DumpsStacks
 
+_SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
 
-class Pool(SavedPool, DumpsStacks):
+
+class Pool(FilledPool, DumpsStacks):
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
     It is filled in three ways, which may be mixed as long as transitions have the same keys:
@@ -118,29 +121,32 @@ class Pool(SavedPool, DumpsStacks):
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
         processes = whole_number("processes", processes, 1)
         check_choice("random", random, (True, False))
-        rules = WindowRules(window_size, clearing_freq, window_size_)
+        self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
         keys = _checked_keys(keys)
         if priority_exponent is not None:
             limits = "from 0 on, and finite"
             priority_exponent = real_number("priority_exponent", priority_exponent, limits)
+        self._frame_stack = checked_frame_stack(frame_stack)
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
+        self._storage, self._directory = storage, directory
         FailurePolicy(start_method=start_method)
-        stacks = checked_frame_stack(frame_stack)
-        arguments = {  # by the names that files use
+        self._arguments = {
             "pool_size": whole_number("pool_size", pool_size, processes),
             "processes": processes,
-            **rules.arguments(),
+            **self._rules.arguments(),
             "random": bool(random),
             "priority_exponent": priority_exponent,
             "keys": keys,
         }
-        self._runner = None
+        root, self._open = root_from(seed), {}
+        super().__init__(None, processes, [_SAMPLING, root])
+        self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
+        self._one_thread = OneThread("hand_over")
+        self._runner = self._n_stacked = None
         if env is not None:
             self._runner = EpisodeRunner(env, processes, seed, policy, timeout, start_method)
-        n_stacked = None if self._runner is None else self._runner.frame_stack
-        super().__init__(arguments, rules, root_from(seed), storage, directory, stacks, n_stacked)
-        self._one_thread = OneThread("hand_over")
+            self._n_stacked = self._runner.frame_stack
 
     def store(self) -> None:
         """Run one episode in each environment, each in its own process, and add them.
@@ -175,51 +181,167 @@ class Pool(SavedPool, DumpsStacks):
                 self._is_unconfirmed = True
         self._is_unconfirmed = False
 
-    def _add_run(self, every: DictTensor, lengths: Sequence[int]) -> None:
-        if not self._arguments["random"] or self._n_sub_pools == 1:
-            for process, (length, stop) in enumerate(
-                zip(lengths, accumulate(lengths), strict=True)
-            ):
-                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
-            return
-        order = ingest.order_in_time(lengths)
-        store, incoming = self._taken_in(ingest.one_row(every))
-        incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
-        draws: list[int | float] = self._router.random(len(order)).tolist()
-        if not self._has_stored:  # the first of each process goes into its own sub-pool
-            draws[: len(lengths)] = range(len(lengths))
-        self._distribute(store, incoming.part(order), np.ones(len(order), int), draws)
-        self._store, self._has_stored = store, True
+    # Saving ----------------------------------------------------------------------------------
 
-    def get_pool(self) -> tuple[Array, Array, Array, Array, Array]:
-        """States, actions, next states, rewards and done flags of all transitions.
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next samples depend on, except what environments remember.
 
         Returns:
-            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, sub-pool by
-            sub-pool, the oldest of each first; empty arrays before the first transition.
-
-        Raises:
-            UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
-                or ``_done``.
+            Tensors and a text, which ``torch.save`` writes and ``torch.load(weights_only=True)``
+            reads. The tensors are views: save them, or copy them, before the pool is changed.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)
             >>> for step in range(4):
             ...     pool([step], 0, [step + 1], 1.0, step == 3)
-            >>> s, a, next_s, r, done = pool.get_pool()
-            >>> next_s.ravel(), done
-            (array([1, 2, 3, 4]), array([False, False, False,  True]))
+            >>> torch.save(pool.state_dict(), "pool.pt")
+            >>> other = Pool(pool_size=1000)
+            >>> other.load_state_dict(torch.load("pool.pt"))
+            >>> len(other)
+            4
         """
-        s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
-        if len(self):
-            if missing := [key for key in ingest.TRANSITION_KEYS if key not in self.specs]:
-                raise UsageError(
-                    f"the pool has no {missing}, it has {list(self.specs)}",
-                    fix="use transitions(), which gives every key",
-                )
-            every = self.transitions(ingest.TRANSITION_KEYS)
-            s, a, next_s, r, done = (every[key].numpy() for key in ingest.TRANSITION_KEYS)
-        return s, a, next_s, r, done
+        return checkpoint.to_tensors(*self._state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what another pool was; from here on both give the same samples.
+
+        Args:
+            state: What its ``state_dict`` returned; copied.
+
+        Raises:
+            SpecError: If the saved pool was made with other sizes, rules, keys or another
+                ``priority_exponent``, or holds other keys than this one, which keeps what it has.
+                ``seed`` and ``storage`` may differ.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> other = Pool(pool_size=1000)
+            >>> other.load_state_dict(pool.state_dict())
+            >>> torch.equal(pool.sample(3)["frame"], other.sample(3)["frame"])
+            True
+        """
+        with checkpoint.loading("the state"):
+            self._restore(checkpoint.from_tensors(state))
+
+    def save(self, path: str | Path) -> None:
+        """Write the pool to a file, without needing memory for that.
+
+        The file is in the safetensors format and holds no code. What was at the path stays until
+        all is written.
+
+        Args:
+            path: The file.
+
+        Raises:
+            SpecError: If the disk is full or the path cannot be written.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> pool([0], 0, [1], 1.0, True)
+            >>> pool.save("pool.safetensors")
+            >>> pool.load("pool.safetensors")
+        """
+        checkpoint.write_file(path, *self._state())
+
+    def load(self, path: str | Path) -> None:
+        """Become what a saved pool was; from here on both give the same samples.
+
+        Args:
+            path: A file that ``save`` wrote. If this pool is not empty, memory must have room for
+                both what it holds and what the file holds.
+
+        Raises:
+            SpecError: If the file cannot be read or is damaged, or for the reasons of
+                ``load_state_dict``. This pool keeps what it has.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.save("pool.safetensors")
+            >>> pool.clear()
+            >>> pool.load("pool.safetensors")
+            >>> len(pool)
+            4
+        """
+        with checkpoint.opened_file(path) as saved:
+            self._restore(saved)
+
+    def _state(self) -> tuple[str, dict[str, Array]]:
+        """A JSON text and arrays by name, which are views."""
+        store = self._store
+        in_use = checkpoint.in_use(store, self._n_sub_pools)
+        spans = in_use["rings"]
+        state = {
+            "format": checkpoint.FORMAT,
+            **self._arguments,
+            **in_use,
+            "is_untold": store is not None and bool(store.is_untold[0]),
+            "fed": [self._has_stored] * self._n_sub_pools,
+            "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
+            "max_priority": self._max_priority,
+            "sampling": self._generator.bit_generator.state,
+            "routing": self._router.bit_generator.state,
+            "runner": None if self._runner is None else self._runner.state_dict(),
+        }
+        arrays = {} if store is None else checkpoint.arrays_of(store, spans, *store.n_extra)
+        return json.dumps(state), arrays
+
+    def _restore(self, saved: checkpoint.Saved) -> None:
+        store = self._store
+        if store is not None:
+            store.refuse_others()
+        # Without keys of its own, a pool takes what comes.
+        any_keys = self._arguments["keys"] is None
+        header = saved.header(
+            {k: v for k, v in self._arguments.items() if k != "keys" or not any_keys}
+        )
+        is_open = {int(i): header["rings"][int(i)][1] for i in header["open_rows"]}
+        has_stored, max_priority = any(header["fed"]), float(header["max_priority"])
+        generators = np.random.PCG64(), np.random.PCG64()
+        for bits, name in zip(generators, ("sampling", "routing"), strict=True):
+            bits.state = header[name]
+        fresh = self._loaded(saved, header)
+        if store is None or fresh is None or self._storage == "local":
+            self._store = fresh
+        else:  # others may look at its memory
+            checkpoint.take_over(store, fresh)
+        self._open, self._has_stored, self._max_priority = is_open, has_stored, max_priority
+        self._generator, self._router = map(np.random.Generator, generators)
+        if self._runner is not None and header["runner"]:
+            self._runner.load_state_dict(header["runner"])
+
+    def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store | None:
+        """A new store of what was saved, ``None`` if there never was a transition anywhere."""
+        own = None if self._store is None else self._store.schema
+        if header["schema"] is None:  # there never was a transition
+            return None if own is None else self._new_store(own)
+        schema = Schema.from_plain(header["schema"])
+        if own is not None and own != schema:
+            raise SpecError(
+                f"the saved pool holds {schema}; this one has {own}",
+                fix="load it into a pool that holds the same, or nothing yet",
+            )
+        if self._frame_stack is not None and self._with_stacks(schema) != schema:
+            raise SpecError(
+                f"the saved pool holds {schema}; this one has frame_stack={self._frame_stack}",
+                fix="load it into a pool with the same frame_stack, or without any: that one takes "
+                "what is saved",
+            )
+        store = self._new_store(schema)
+        saved.fill(store, header)
+        return store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        store = self._store
+        if store is None or self._storage == "local":
+            raise UsageError(
+                "the pool cannot be sent before it has a transition, nor with local memory",
+                fix='make it with storage="shared", add the first transitions, then send it',
+            )
+        return PoolReader, (store.schema, store.pool_size, self._n_sub_pools, store.memory)
 
     # Processes -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The single frames of stacked values that follow each other.
+"""Values that are to be added, and the single frames of stacks that follow each other.
 
 The value of a step is that of the step before without its oldest frame, and with a newer one. Where
 that is so, bit by bit, only the newest frame is new. Elsewhere a run of frames begins, with all
@@ -13,9 +13,36 @@ import numpy as np
 
 from rlpool.memory.storage import Array
 from rlpool.pool.schema import Stack
-from rlpool.pool.sources import Source, widest_words
 
 _COMPARED_BYTES = 2**21  # at a time: so much stays in the cache
+
+_WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
+
+
+class Source(NamedTuple):
+    """Values of a key, one per transition: some rows of an array."""
+
+    array: Array
+    rows: Array
+
+    def part(self, places: slice | Array) -> Source:
+        """Some of the values, no copy."""
+        return Source(self.array, self.rows[places])
+
+    def values(self, out: Array | None = None) -> Array:
+        """The values ``[n, ...]``, copied to an array or a new one."""
+        # Clipped because that is faster than "raise", which makes a copy of the target.
+        values: Array = self.array.take(self.rows, 0, out, "clip")
+        return values
+
+
+def widest_words(array: Array) -> Array:
+    """An array whose last axis lies in one piece, as the widest words that this axis is made of.
+
+    Bits are to be compared, as NaN is not equal to itself; the widest words take the least time.
+    """
+    n_bytes = array.shape[-1] * array.itemsize
+    return array.view(next(word for word in _WORDS if n_bytes % word.itemsize == 0))
 
 
 class NewFrames:
