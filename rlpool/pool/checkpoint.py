@@ -146,18 +146,16 @@ def take_over(store: Store, other: Store) -> None:
         store.recover(*other.n_extra)
 
 
-def in_use(store: Store | None, n_sub_pools: int) -> dict[str, Any]:
-    """What a header says about a store, ``None`` if there is none yet."""
-    if store is None:
-        empty = {"rings": [[0, 0]] * n_sub_pools, "origins": [0] * n_sub_pools}
-        return {**empty, "n_finals": 0, "n_frames": {}, "schema": None}
+def in_use(store: Store) -> dict[str, Any]:
+    """What a header says about a store."""
     n_finals, n_frames = store.n_extra
     return {
         "rings": store.numbers.tolist(),
         "origins": store.origins.tolist(),
         "n_finals": n_finals,
         "n_frames": n_frames,
-        "schema": store.schema.plain(),
+        "is_untold": bool(store.is_untold[0]),
+        "schema": store.schema.plain() if store.has_columns else None,
     }
 
 

@@ -58,7 +58,7 @@ class FilledPool(Sampler):
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows that were written so far, bookkeeping and priorities included."""
-        return 0 if self._store is None else self._store.nbytes
+        return self._store.nbytes
 
     @property
     def pool_size(self) -> int:
@@ -110,7 +110,7 @@ class FilledPool(Sampler):
             self._distribute(store, incoming, sizes, self._router.random(len(sizes)).tolist())
         else:
             store.add(index or 0, incoming, self._max_priority)
-        store.remember(index, incoming)
+        _remember(store, index, incoming)
         self._store = store
 
     def pool(
@@ -156,7 +156,7 @@ class FilledPool(Sampler):
         keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
-        incoming = ingest.from_single(values, store.schema, store.tails(source := index))
+        incoming = ingest.from_single(values, store.schema, _tails(store, source := index))
         # In a sub-pool that was chosen here, the one before is of the same episode by chance.
         is_chosen = index is None and self._n_sub_pools > 1
         if index is None:
@@ -167,7 +167,7 @@ class FilledPool(Sampler):
         is_open = not is_chosen and self._open.get(index) == sub_pool.next
         joined = is_open and _ends_in(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
-        store.remember(source, incoming)
+        _remember(store, source, incoming)
         if not is_chosen and not values[ingest.DONE_KEY]:
             self._open[index] = sub_pool.next
         self._store = store
@@ -215,8 +215,7 @@ class FilledPool(Sampler):
             >>> len(pool)
             0
         """
-        if self._store is not None:
-            self._store.clear()
+        self._store.clear()
 
     def update_priorities(self, index: Any, priorities: Any) -> None:
         """Set the priorities of transitions, usually their absolute errors plus a small constant.
@@ -247,9 +246,8 @@ class FilledPool(Sampler):
             )
         given, powers = checked_priorities(index, priorities, alpha)
         store = self._store
-        if store is not None:
-            store.refuse_others()
-        if store is None or store.tree is None or not given.size:
+        store.refuse_others()
+        if store.tree is None or not given.size:
             return
         numbers, sub_pools = np.divmod(given, self._n_sub_pools)
         with store.changing():
@@ -287,7 +285,7 @@ class FilledPool(Sampler):
 
     def _known_keys(self) -> Sequence[str] | None:
         keys: list[str] | None = self._arguments["keys"]
-        return keys if self._store is None else list(self.specs)
+        return list(self.specs) or keys
 
     def _taken_in(
         self, trajectories: TemporalDictTensor, index: int | None = None
@@ -296,14 +294,14 @@ class FilledPool(Sampler):
         store = self._store_for(specs, "the trajectories")
         # Stacks that were only recognised may have been changed by another wrapper.
         is_strict = self._frame_stack is not None
-        tails = store.tails(index)
+        tails = _tails(store, index)
         return store, ingest.from_trajectories(
             trajectories, store.schema, tails, is_strict=is_strict
         )
 
     def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
-        if self._store is not None:
+        if self._store.has_columns:
             self._store.schema.check(specs, what)
             return self._store
         taken = [key for key in RESULT_KEYS if key in specs]
@@ -365,3 +363,15 @@ def _ends_in(store: Store, index: int, state: Mapping[str, Array]) -> bool:
         if (after := successor_key(key)) in stored
     ]
     return bool(is_same) and all(is_same)
+
+
+def _tails(store: Store, index: int | None) -> dict[str, Array]:
+    """Where the frames lie that the last trajectories for a sub-pool ended with."""
+    known = [key for key, frames in store.frames.items() if index in frames.tails]
+    return {key: store.frames[key].tails[index] for key in known}
+
+
+def _remember(store: Store, index: int | None, incoming: Incoming) -> None:
+    """Note where the frames lie that trajectories ended with: the next ones may go on there."""
+    for key in store.frames.keys() & store.finals.keys():
+        store.frames[key].tails[index] = incoming.tails(key)

@@ -140,7 +140,7 @@ class Pool(FilledPool, DumpsStacks):
             "keys": keys,
         }
         root, self._open = root_from(seed), {}
-        super().__init__(None, processes, [_SAMPLING, root])
+        super().__init__(Store.of_nothing(processes), [_SAMPLING, root])
         self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
         self._one_thread = OneThread("hand_over")
         self._runner = self._n_stacked = None
@@ -272,13 +272,12 @@ class Pool(FilledPool, DumpsStacks):
     def _state(self) -> tuple[str, dict[str, Array]]:
         """A JSON text and arrays by name, which are views."""
         store = self._store
-        in_use = checkpoint.in_use(store, self._n_sub_pools)
+        in_use = checkpoint.in_use(store)
         spans = in_use["rings"]
         state = {
             "format": checkpoint.FORMAT,
             **self._arguments,
             **in_use,
-            "is_untold": store is not None and bool(store.is_untold[0]),
             "fed": [self._has_stored] * self._n_sub_pools,
             "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
             "max_priority": self._max_priority,
@@ -286,13 +285,11 @@ class Pool(FilledPool, DumpsStacks):
             "routing": self._router.bit_generator.state,
             "runner": None if self._runner is None else self._runner.state_dict(),
         }
-        arrays = {} if store is None else checkpoint.arrays_of(store, spans, *store.n_extra)
-        return json.dumps(state), arrays
+        return json.dumps(state), checkpoint.arrays_of(store, spans, *store.n_extra)
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         store = self._store
-        if store is not None:
-            store.refuse_others()
+        store.refuse_others()
         # Without keys of its own, a pool takes what comes.
         any_keys = self._arguments["keys"] is None
         header = saved.header(
@@ -304,7 +301,7 @@ class Pool(FilledPool, DumpsStacks):
         for bits, name in zip(generators, ("sampling", "routing"), strict=True):
             bits.state = header[name]
         fresh = self._loaded(saved, header)
-        if store is None or fresh is None or self._storage == "local":
+        if not store.has_columns or self._storage == "local":
             self._store = fresh
         else:  # others may look at its memory
             checkpoint.take_over(store, fresh)
@@ -313,11 +310,11 @@ class Pool(FilledPool, DumpsStacks):
         if self._runner is not None and header["runner"]:
             self._runner.load_state_dict(header["runner"])
 
-    def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store | None:
-        """A new store of what was saved, ``None`` if there never was a transition anywhere."""
-        own = None if self._store is None else self._store.schema
+    def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store:
+        """A new store of what was saved."""
+        own = self._store.schema if self._store.has_columns else None
         if header["schema"] is None:  # there never was a transition
-            return None if own is None else self._new_store(own)
+            return Store.of_nothing(self._n_sub_pools) if own is None else self._new_store(own)
         schema = Schema.from_plain(header["schema"])
         if own is not None and own != schema:
             raise SpecError(
@@ -336,7 +333,7 @@ class Pool(FilledPool, DumpsStacks):
 
     def __reduce__(self) -> tuple[Any, ...]:
         store = self._store
-        if store is None or self._storage == "local":
+        if not store.has_columns or self._storage == "local":
             raise UsageError(
                 "the pool cannot be sent before it has a transition, nor with local memory",
                 fix='make it with storage="shared", add the first transitions, then send it',
@@ -372,7 +369,7 @@ class Pool(FilledPool, DumpsStacks):
         self.close()
 
     def __repr__(self) -> str:
-        holds = "nothing yet" if self._store is None else self._store.schema
+        holds = self._store.schema if self._store.has_columns else "nothing yet"
         return f"Pool({len(self)} of {self.pool_size} transitions; {holds})"
 
 

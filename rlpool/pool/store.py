@@ -23,7 +23,7 @@ from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory
 from rlpool.pool.frames import FrameStore
 from rlpool.pool.incoming import Incoming
-from rlpool.pool.layout import layout_of
+from rlpool.pool.layout import layout_of, n_bytes_of
 from rlpool.pool.places import Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
@@ -102,6 +102,18 @@ class Store:
         self.version = SequenceLock(table[-1].data, memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
         memory.reserve(0, self._regions["numbers"].n_bytes)
+
+    @classmethod
+    def of_nothing(cls, n_sub_pools: int) -> Store:
+        """What a pool has before its first transition: no columns, and nothing can be added."""
+        schema = Schema({}, ())
+        n_bytes = n_bytes_of(layout_of(schema, n_sub_pools, n_sub_pools))
+        return cls(schema, n_sub_pools, n_sub_pools, Memory.local(n_bytes))
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it is decided what is stored of a transition."""
+        return bool(self.columns)
 
     @property
     def nbytes(self) -> int:
@@ -256,22 +268,6 @@ class Store:
                 self.finals[key][finals] = values
             rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
             self.final_row[rows[lasts]] = finals
-
-    def tails(self, index: int | None) -> dict[str, Array]:
-        """Where the frames lie that the last trajectories ended with; see ``remember``."""
-        return {
-            k: frames.tails[index] for k, frames in self.frames.items() if index in frames.tails
-        }
-
-    def remember(self, index: int | None, incoming: Incoming) -> None:
-        """Note where the frames lie that trajectories ended with: the next ones may go on there.
-
-        Args:
-            index: The sub-pool that was asked for.
-            incoming: Transitions that were added.
-        """
-        for key in self.frames.keys() & self.finals.keys():
-            self.frames[key].tails[index] = incoming.tails(key)
 
     def drop(self, sub_pool: SubPool, stop: int) -> None:
         """Drop the transitions before number ``stop``."""
