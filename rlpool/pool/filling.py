@@ -346,15 +346,13 @@ class FilledPool(Sampler):
 
 
 def _ends_in(store: Store, index: int, state: Mapping[str, Array]) -> bool:
-    """Whether the newest transition of a sub-pool, if there is one, ended in a state.
+    """Whether the newest transition of a sub-pool ended in a state.
 
     Args:
         store: The store.
         index: Number of the sub-pool.
         state: Values by key, others than those of the state among them.
     """
-    if not len(store.sub_pools[index]):
-        return False
     newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
     stored = store.take(newest) | store.take_after(newest, newest)
     is_same = [

@@ -106,6 +106,26 @@ def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> N
         pool.get_pool()
 
 
+# Windows ----------------------------------------------------------------------------------------
+
+
+def kept(n_added: int, pool_size: int, at_once: int = 1, **options: int) -> list[int]:
+    """Numbers of the transitions that a pool holds after so many were added."""
+    pool = Pool(pool_size=pool_size, seed=0, **options)
+    for start in range(0, n_added, at_once):
+        numbers = torch.arange(start, min(n_added, start + at_once))
+        pool.extend(TemporalDictTensor({"number": numbers[None]}))
+    got: list[int] = pool.transitions()["number"].tolist()
+    return got
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 12])
+def test_examples_of_the_document(at_once: int) -> None:
+    assert kept(12, 10, at_once) == list(range(2, 12))
+    assert kept(12, 10, at_once, window_size=3) == [8, 9, 10, 11]
+    assert kept(12, 10, at_once, clearing_freq=5, window_size_=2) == list(range(4, 12))
+
+
 # Trajectories -----------------------------------------------------------------------------------
 
 
