@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import ingest
 from rlpool.pool.incoming import Incoming
-from rlpool.pool.layout import layout_of, n_bytes_of
 from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.sampling import RESULT_KEYS, Sampler
 from rlpool.pool.schema import FrameStack, Schema, stacks_of
@@ -329,11 +329,10 @@ class FilledPool(Sampler):
 
         if self._storage != "memmap":
             check_size(sizes, advice, f"a pool of {pool_size} transitions")
-        n_bytes = n_bytes_of(layout_of(schema, pool_size, n))
-        where = self._directory
-        memory = allocate(self._storage, n_bytes, directory=where, n_used=sum(sizes.values()))
+        where, n_used = self._directory, sum(sizes.values())
+        make_memory = partial(allocate, self._storage, directory=where, n_used=n_used)
         has_priorities = self._arguments["priority_exponent"] is not None
-        return Store(schema, pool_size, n, memory, self._rules, with_priorities=has_priorities)
+        return Store(schema, pool_size, n, make_memory, self._rules, with_priorities=has_priorities)
 
     def _distribute(
         self, store: Store, incoming: Incoming, sizes: Array, draws: Sequence[int | float]

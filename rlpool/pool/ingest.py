@@ -222,16 +222,11 @@ def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
     """
     n_at_once = max(1, _COMPARED_BYTES // values.array[:1].nbytes)
     for start in range(0, len(is_last) - 1, n_at_once):
-        stop = min(start + n_at_once, len(is_last) - 1)
-        here, there = (
-            widest_words(source.part(part).values().reshape(stop - start, -1))
-            for source, part in (
-                (after, slice(start, stop)),
-                (values, slice(start + 1, stop + 1)),
-            )
-        )
-        differs = (here != there).reshape(-1).nonzero()[0]
-        is_last[start + differs // here.shape[1]] = True
+        n = min(n_at_once, len(is_last) - 1 - start)
+        here = after.part(slice(start, start + n)).values().reshape(n, -1)
+        there = values.part(slice(start + 1, start + 1 + n)).values().reshape(n, -1)
+        differs = (widest_words(here) != widest_words(there)).reshape(n, -1)
+        is_last[start + differs.reshape(-1).nonzero()[0] // differs.shape[1]] = True
 
 
 def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:

@@ -56,8 +56,3 @@ def layout_of(schema: Schema, pool_size: int, n_sub_pools: int) -> dict[str, Reg
         regions[name] = Region(start, n_rows, spec)
         start += regions[name].n_bytes
     return regions
-
-
-def n_bytes_of(layout: dict[str, Region]) -> int:
-    """Bytes of the memory of a store."""
-    return sum(region.n_bytes for region in layout.values())

@@ -25,7 +25,7 @@ class PoolReader(Sampler):
     """
 
     def __init__(self, schema: Schema, pool_size: int, n_sub_pools: int, memory: Memory) -> None:
-        store = Store(schema, pool_size, n_sub_pools, memory, is_reader=True)
+        store = Store(schema, pool_size, n_sub_pools, lambda _: memory, is_reader=True)
         super().__init__(store, None)
 
     def seed(self, seed: int) -> None:

@@ -248,13 +248,10 @@ def _stack(key: str, value: int | tuple[int, int], schema: Schema) -> Stack:
         n_frames, is_last = value, shape[:1] != (value,) and shape[-1:] == (value,)
         axis = -1 if is_last else 0
     if not -len(shape) <= axis < len(shape) or shape[axis] % n_frames or 0 in shape:
-        other = f"frame_stack={{{key!r}: (4, -1)}}"
-        advice = _named_axis(key, n_frames, shape)
+        advice = _named_axis(key, n_frames, shape) or f"frame_stack={{{key!r}: (4, -1)}}"
         raise SpecError(
             f"{key!r} is {schema.columns[key]}, which has no {n_frames} frames along axis {axis}",
-            fix=f"name the axis: {advice}"
-            if advice
-            else f"give as many frames as an axis has, and the axis: {other}",
+            fix=f"give as many frames as an axis has, and the axis: {advice}",
         )
     return Stack(n_frames, axis % len(shape))
 

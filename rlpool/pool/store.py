@@ -13,7 +13,7 @@ interrupted or dies, the rows from ``oldest`` to ``next`` are whole transitions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,7 +23,7 @@ from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory
 from rlpool.pool.frames import FrameStore
 from rlpool.pool.incoming import Incoming
-from rlpool.pool.layout import layout_of, n_bytes_of
+from rlpool.pool.layout import layout_of
 from rlpool.pool.places import Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
@@ -38,7 +38,7 @@ class Store:
         schema: What is stored.
         pool_size: Rows of all sub-pools.
         n_sub_pools: Number of sub-pools; the first ones have one row more if need be.
-        memory: As large as ``layout_of`` says.
+        make_memory: Makes the memory, of so many bytes, or hands over what others have made.
         rules: When sub-pools drop transitions.
         with_priorities: Whether rows have priorities.
         is_reader: Whether the store is another process's.
@@ -66,16 +66,17 @@ class Store:
         schema: Schema,
         pool_size: int,
         n_sub_pools: int,
-        memory: Memory,
+        make_memory: Callable[[int], Memory],
         rules: WindowRules | None = None,
         *,
         with_priorities: bool = False,
         is_reader: bool = False,
     ) -> None:
-        self.schema, self.pool_size, self.memory = schema, pool_size, memory
+        self.schema, self.pool_size = schema, pool_size
         self._rules = rules or WindowRules()
         self._regions = layout_of(schema, pool_size, n_sub_pools)
-        root = memory.root()
+        self.memory = make_memory(sum(region.n_bytes for region in self._regions.values()))
+        root = self.memory.root()
         arrays = {name: region.array(root) for name, region in self._regions.items()}
         table = arrays["numbers"]
         self.numbers: Array = table[:-1, :2]
@@ -99,16 +100,14 @@ class Store:
         self._tree = PriorityTree(pool_size) if with_priorities else None
         self.final_places = Places(pool_size)
         self._is_whole = True  # no change is under way, or was interrupted
-        self.version = SequenceLock(table[-1].data, memory.shared_fd)
+        self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
-        memory.reserve(0, self._regions["numbers"].n_bytes)
+        self.memory.reserve(0, self._regions["numbers"].n_bytes)
 
     @classmethod
     def of_nothing(cls, n_sub_pools: int) -> Store:
         """What a pool has before its first transition: no columns, and nothing can be added."""
-        schema = Schema({}, ())
-        n_bytes = n_bytes_of(layout_of(schema, n_sub_pools, n_sub_pools))
-        return cls(schema, n_sub_pools, n_sub_pools, Memory.local(n_bytes))
+        return cls(Schema({}, ()), n_sub_pools, n_sub_pools, Memory.local)
 
     @property
     def has_columns(self) -> bool:
