@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from rlpool.data import dict_tensor_base as base
-from rlpool.data.dict_tensor_base import DictTensorBase, Rows, instance, kind
+from rlpool.data.dict_tensor_base import DictTensorBase, instance, kind
 from rlpool.data.rows import selected, write_rows_
 from rlpool.errors import SpecError
 
@@ -43,13 +43,11 @@ class DictTensor(DictTensorBase):
     __slots__ = ()
 
     def __init__(self, tensors: Mapping[str, Tensor] | DictTensor | None = None) -> None:
-        try:
-            self._tensors = {} if tensors is None else dict(tensors)
-        except (TypeError, ValueError, RuntimeError):
-            raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
+        own = dict(tensors) if type(tensors) is dict else base.copied_dict(tensors)
+        self._tensors: dict[str, Tensor] = own
         # One pass over what is right, which loops make at every step; ``check`` says what is not.
         device, n_rows = None, None
-        for key, tensor in self._tensors.items():
+        for key, tensor in own.items():
             if not isinstance(tensor, Tensor) or not isinstance(key, str):
                 break
             shape = tensor.shape
@@ -61,7 +59,7 @@ class DictTensor(DictTensorBase):
                 break
         else:
             return
-        base.check(self._tensors.items())
+        base.check(own.items())
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor]) -> DictTensor:
@@ -72,9 +70,6 @@ class DictTensor(DictTensorBase):
 
     def _with(self, tensors: dict[str, Tensor]) -> DictTensor:
         return DictTensor._wrap(tensors)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> DictTensor:
-        return DictTensor._wrap({key: change(tensor) for key, tensor in self._tensors.items()})
 
     def _n_rows(self) -> int:
         for key, tensor in self._tensors.items():
@@ -124,28 +119,6 @@ class DictTensor(DictTensorBase):
             {'size': torch.Size([2]), 'dtype': torch.float32}
         """
         return {k: {"size": t.shape[1:], "dtype": t.dtype} for k, t in self._tensors.items()}
-
-    def index(self, rows: Rows) -> DictTensor:
-        """Select rows; the same as ``batch[rows]``.
-
-        Args:
-            rows: An int drops the batch dimension and a slice keeps it; both give views. An int
-                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end.
-                Without keys, any selection gives an empty ``DictTensor``.
-
-        Raises:
-            IndexError: If a row does not exist (a slice is clipped, as in Python).
-            SpecError: If ``rows`` is of another kind, a mask does not have B entries, or a tensor
-                is 0-d.
-
-        Example:
-            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
-            >>> batch.index(torch.tensor([2, 0]))["action"]
-            tensor([2, 0])
-            >>> batch.index(1)["action"]
-            tensor(1)
-        """
-        return super().index(rows) if self._tensors else DictTensor()
 
     def slice(self, start: int, stop: int | None = None) -> DictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` without its batch dimension.

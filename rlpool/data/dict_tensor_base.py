@@ -47,7 +47,7 @@ class DictTensorBase:
 
     def _map(self: BatchT, change: Callable[[Tensor], Tensor]) -> BatchT:
         """Apply a function to every tensor."""
-        raise NotImplementedError
+        return self._with({key: change(tensor) for key, tensor in self._tensors.items()})
 
     def _n_rows(self) -> int:
         """Number of rows; SpecError if there is no batch dimension."""
@@ -131,18 +131,23 @@ class DictTensorBase:
 
         Args:
             rows: An int drops the batch dimension and a slice keeps it; both give views. An int
-                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end.
+                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end. Any
+                selection from a ``DictTensor`` without keys is one.
 
         Raises:
-            IndexError: If a row does not exist (a slice is cut to what exists, as in Python).
+            IndexError: If a row does not exist (a slice is clipped, as in Python).
             SpecError: If ``rows`` is of another kind, a mask does not have B entries, or there is
-                no batch dimension.
+                no batch dimension: a tensor is 0-d, or this is a single trajectory.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
             >>> batch.index(torch.tensor([2, 0]))["action"]
             tensor([2, 0])
+            >>> batch.index(1)["action"]
+            tensor(1)
         """
+        if self.device() is None:
+            return self._with({})
         found = resolve_rows(rows, self._n_rows())
         if not isinstance(found, Tensor):
             return self._map(itemgetter(found))
@@ -189,6 +194,14 @@ class DictTensorBase:
 
     def __copy__(self: BatchT) -> BatchT:
         return self._with(dict(self._tensors))
+
+
+def copied_dict(tensors: Any) -> dict[str, Tensor]:
+    """A dict of an argument, whose tensors are not copied, nor checked."""
+    try:
+        return {} if tensors is None else dict(tensors)
+    except (TypeError, ValueError, RuntimeError):
+        raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
 
 
 def check(tensors: Iterable[tuple[Any, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from copy import copy
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from torch.utils import _pytree
 
 from rlpool.data import dict_tensor_base as base
 from rlpool.data.dict_tensor import DictTensor, cat_named
-from rlpool.data.dict_tensor_base import DictTensorBase, instance, kind
-from rlpool.data.rows import as_signed, same_values, selected, taken, write_rows_
+from rlpool.data.dict_tensor_base import instance, kind
+from rlpool.data.rows import as_signed, same_values, selected, write_rows_
+from rlpool.data.time_steps import Steps, longest, steps_within
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 
 
-class TemporalDictTensor(DictTensorBase):
+class TemporalDictTensor(Steps):
     """B trajectories of up to T steps: tensors ``[B, T, ...]`` by name, on one device.
 
     Row ``b`` has ``lengths[b]`` steps, followed by padding. Methods that add padding fill it with
@@ -46,10 +46,7 @@ class TemporalDictTensor(DictTensorBase):
         torch.Size([4])
     """
 
-    __slots__ = ("_info", "_lengths")
-
-    _lengths: Tensor
-    _info: DictTensor
+    __slots__ = ()
 
     def __init__(
         self,
@@ -57,40 +54,19 @@ class TemporalDictTensor(DictTensorBase):
         lengths: Tensor | None = None,
         info: Mapping[str, Tensor] | DictTensor | None = None,
     ) -> None:
-        self._tensors = DictTensor(tensors)._tensors
+        self._tensors = base.copied_dict(tensors)
+        self._info = DictTensor._wrap(base.copied_dict(info))
         first = _check_steps(self._tensors.items())
         if lengths is None:
-            n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
-            device = None if first is None else first.device
+            n_elems, n_timesteps = (0, 0) if first is None else first[1].shape[:2]
+            device = None if first is None else first[1].device
             lengths = torch.full((n_elems,), n_timesteps, dtype=torch.int64, device=device)
         else:
-            _check_lengths(lengths, first)
+            _check_lengths(lengths, first and first[1])
         self._lengths = lengths
-        self._info = DictTensor(info)
+        named_info = [(f"info/{key}", tensor) for key, tensor in self._info.items()]
+        base.check([*([first] if first else []), ("lengths", lengths), *named_info])
         self._info._n_rows()
-        named_info = self._info.prepend_key("info/").items()
-        base.check([*self._tensors.items(), ("lengths", lengths), *named_info])
-
-    @staticmethod
-    def _wrap(tensors: dict[str, Tensor], lengths: Tensor, info: DictTensor) -> TemporalDictTensor:
-        """A ``TemporalDictTensor`` that keeps these objects themselves, unchecked."""
-        made = object.__new__(TemporalDictTensor)
-        made._tensors, made._lengths, made._info = tensors, lengths, info
-        return made
-
-    def _with(self, tensors: dict[str, Tensor]) -> TemporalDictTensor:
-        return TemporalDictTensor._wrap(tensors, self._lengths, copy(self._info))
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> TemporalDictTensor:
-        tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
-        return TemporalDictTensor._wrap(tensors, change(self._lengths), self._info._map(change))
-
-    def _n_rows(self) -> int:
-        return self.n_elems()
-
-    @property
-    def _steps(self) -> DictTensor:
-        return DictTensor._wrap(self._tensors)
 
     @classmethod
     def from_packed(
@@ -120,7 +96,7 @@ class TemporalDictTensor(DictTensorBase):
         """
         packed = DictTensor(transitions)
         _check_lengths(lengths, None)
-        n_elems, n_timesteps, n_steps = len(lengths), _longest(lengths), int(lengths.sum())
+        n_elems, n_timesteps, n_steps = len(lengths), longest(lengths), int(lengths.sum())
         if not packed.empty() and packed._n_rows() != n_steps:
             what = f"{packed.n_elems()} transitions for lengths that add up to {n_steps}"
             raise SpecError(what, fix="give one row per step of every trajectory")
@@ -132,95 +108,6 @@ class TemporalDictTensor(DictTensorBase):
             return rows.view(n_elems, n_timesteps, *tensor.shape[1:])
 
         return cls(packed._map(unpack), lengths, info)
-
-    @property
-    def lengths(self) -> Tensor:
-        """Number of steps of every row, int64 ``[B]``."""
-        return self._lengths
-
-    @property
-    def info(self) -> DictTensor:
-        """Values per trajectory: tensors ``[B, ...]``."""
-        return self._info
-
-    def n_elems(self) -> int:
-        """Number of rows B; ``SpecError`` for the result of ``index(int)``, which has no rows.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.n_elems()
-            2
-        """
-        if not self._lengths.ndim:
-            raise SpecError(
-                "a single trajectory, as index(int) gives it, has no batch dimension",
-                fix="slice(i) keeps the batch dimension",
-            )
-        return self._lengths.shape[0]
-
-    def n_timesteps(self) -> int:
-        """Size T of the time dimension; without keys, the largest length.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.n_timesteps()
-            3
-        """
-        for tensor in self._tensors.values():
-            return tensor.shape[self._lengths.ndim]
-        return _longest(self._lengths)
-
-    def device(self) -> torch.device:
-        """The device of all tensors and of the lengths.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.device()
-            device(type='cpu')
-        """
-        return self._lengths.device
-
-    def specs(self) -> dict[str, dict[str, Any]]:
-        """Per key ``{"size": shape of one step, "dtype": dtype}``.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.specs()
-            {'reward': {'size': torch.Size([]), 'dtype': torch.float32}}
-        """
-        n_leading = self._lengths.ndim + 1
-        return {k: {"size": t.shape[n_leading:], "dtype": t.dtype} for k, t in self.items()}
-
-    def mask(self) -> Tensor:
-        """float32 ``[B, T]``: 1 for steps, 0 for padding.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.mask()
-            tensor([[1., 1., 1.],
-                    [1., 0., 0.]])
-        """
-        return steps_within(self._lengths, self.n_timesteps()).to(torch.float32)
-
-    def full(self) -> bool:
-        """True if every row has T steps.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.full(), batch.slice(0).full()
-            (False, True)
-        """
-        return bool((self._lengths == self.n_timesteps()).all())
-
-    def shorten(self) -> TemporalDictTensor:
-        """Views of the first ``max(lengths)`` steps: drops steps that are padding in every row.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.slice(1).shorten()["reward"]
-            tensor([[1.]])
-        """
-        return self._with(self._in_time(0, _longest(self._lengths)))
 
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1.
@@ -234,117 +121,6 @@ class TemporalDictTensor(DictTensorBase):
             start = instance(base.resolve_rows(start, self.n_elems()), int, "start")
             stop = start + 1
         return self.index(slice(start, stop))
-
-    def temporal_slice(self, start: int, stop: int) -> TemporalDictTensor:
-        """Keep steps ``start <= t < stop`` of every trajectory.
-
-        Args:
-            start: First step kept, 0-based.
-            stop: One past the last step kept.
-
-        Returns:
-            Views ``[B, stop - start, ...]``. ``lengths`` is new: clipped to ``[0, stop - start]``.
-
-        Raises:
-            SpecError: If not ``0 <= start <= stop <= T``.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.temporal_slice(1, 3).lengths
-            tensor([2, 0])
-        """
-        start = whole_number("start", start, 0)
-        stop = whole_number("stop", stop, start)
-        if stop > self.n_timesteps():
-            raise SpecError(
-                f"steps {start} to {stop} are not within 0 to {self.n_timesteps()}",
-                fix="count steps from the start: rows end at different steps",
-            )
-        lengths = (self._lengths - start).clamp(0, stop - start)
-        return TemporalDictTensor._wrap(self._in_time(start, stop), lengths, copy(self._info))
-
-    def temporal_index(self, step: int) -> DictTensor:
-        """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.temporal_index(0)["reward"]
-            tensor([1., 1.])
-        """
-        step, dim = self._checked_step(step), self._lengths.ndim
-        return self._steps._map(lambda tensor: tensor.select(dim, step))
-
-    def temporal_multi_index(self, steps: Tensor) -> DictTensor:
-        """Copy one step of every row, a different one for each.
-
-        Args:
-            steps: Int ``[B]``, each from 0 to T - 1.
-
-        Returns:
-            Tensors ``[B, ...]``: row ``b`` is step ``steps[b]``.
-
-        Raises:
-            SpecError: If there is not one step per row, or one is out of range.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.arange(6.0).view(2, 3)})
-            >>> batch.temporal_multi_index(batch.lengths - 1)["reward"]
-            tensor([2., 5.])
-        """
-        n_elems = self.n_elems()
-        is_int = isinstance(steps, Tensor) and steps.dtype in base.INDEX_DTYPES
-        if not is_int or steps.shape != (n_elems,):
-            raise SpecError(f"steps are {kind(steps)}", fix=f"use an int64 [{n_elems}]")
-        for bound in steps.aminmax() if n_elems else ():
-            self._checked_step(int(bound))
-        rows, times = torch.arange(n_elems, device=self.device()), steps.to(self.device()).long()
-        return self._steps._map(lambda tensor: taken(tensor, rows, times))
-
-    def masked_temporal_index(self, step: int) -> tuple[DictTensor, Tensor]:
-        """Copy one step of the rows that have it.
-
-        Args:
-            step: From 0 to T - 1.
-
-        Returns:
-            Tensors ``[N, ...]`` of the rows with ``step < length``, and the numbers of these rows,
-            int64 ``[N]``, ascending.
-
-        Raises:
-            SpecError: If the step is out of range.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> steps, rows = batch.masked_temporal_index(2)
-            >>> steps["reward"], rows
-            (tensor([1.]), tensor([0]))
-        """
-        self.n_elems()  # refuses a single trajectory
-        step = self._checked_step(step)
-        rows = (self._lengths > step).nonzero().squeeze(1)
-        return self.temporal_index(step).index(rows), rows
-
-    def flatten(self, with_info: bool = False) -> DictTensor:
-        """All steps of all trajectories, without the padding.
-
-        Args:
-            with_info: Whether to add the keys of ``info``, repeated for every step of a row.
-
-        Returns:
-            Copies ``[sum(lengths), ...]`` in row-then-time order.
-
-        Raises:
-            SpecError: If ``info`` has a key of the steps.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.flatten()["reward"]
-            tensor([1., 1., 1., 1.])
-        """
-        self.n_elems()  # refuses a single trajectory
-        rows, times = steps_within(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
-        flat = self._steps._map(lambda tensor: taken(tensor, rows, times))
-        return flat + self._info.index(rows) if with_info else flat
 
     @staticmethod
     def cat(parts: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
@@ -472,8 +248,8 @@ class TemporalDictTensor(DictTensorBase):
         base.check_alike(info, source._info, 1, "the info of source", subset=True)
         read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
-        if _longest(lengths) > n_timesteps:
-            what = f"a trajectory of {_longest(lengths)} steps does not fit into {n_timesteps}"
+        if longest(lengths) > n_timesteps:
+            what = f"a trajectory of {longest(lengths)} steps does not fit into {n_timesteps}"
             raise SpecError(what, fix="cut it with temporal_slice(0, T)")
         n_common = min(n_timesteps, source.n_timesteps())
         pad = _padded(1, n_timesteps) if n_common < n_timesteps else lambda tensor: tensor
@@ -522,17 +298,6 @@ class TemporalDictTensor(DictTensorBase):
         steps = base.from_tensordict(tensordict["steps"])
         return TemporalDictTensor(steps, tensordict["lengths"], info)
 
-    def _in_time(self, start: int, stop: int) -> dict[str, Tensor]:
-        dim = self._lengths.ndim
-        return {key: t.narrow(dim, start, stop - start) for key, t in self.items()}
-
-    def _checked_step(self, step: Any) -> int:
-        fix = "temporal_multi_index(lengths - 1) gives the last step of every row"
-        number = whole_number("step", step, 0, fix=fix)
-        if number >= self.n_timesteps():
-            raise SpecError(f"step {number} of {self.n_timesteps()} steps", fix=fix)
-        return number
-
     def __reduce__(self) -> tuple[Callable[..., TemporalDictTensor], tuple[Any, ...]]:
         return _from_parts, (self._steps, base.compact(self._lengths), self._info)
 
@@ -562,15 +327,6 @@ _pytree.register_pytree_node(
 )
 
 
-def steps_within(lengths: Tensor, n_timesteps: int) -> Tensor:
-    """Bool ``[B, T]``: true for steps, false for padding (``[T]`` for a single trajectory)."""
-    return torch.arange(n_timesteps, device=lengths.device) < lengths.unsqueeze(-1)
-
-
-def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
-
-
 def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
     """A function that copies a tensor, padded with zeros to ``size`` entries in one dimension."""
 
@@ -582,14 +338,14 @@ def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
     return pad
 
 
-def _check_steps(tensors: Iterable[tuple[str, Tensor]]) -> Tensor | None:
-    """The first tensor; refuses tensors that do not share batch and time dimension."""
+def _check_steps(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
+    """The first pair; refuses tensors that do not share batch and time dimension."""
     pairs = list(tensors)
     base.check(pairs)
     for pair in pairs:
         if pair[1].ndim < 2 or pair[1].shape[1] != pairs[0][1].shape[1]:
             raise base.unlike(pair, pairs[0])
-    return pairs[0][1] if pairs else None
+    return pairs[0] if pairs else None
 
 
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:

@@ -115,10 +115,7 @@ def check_workers(
     Raises:
         SpecError: Naming what is needed, the limit and the remedy.
     """
-    for quota in worker_quotas(n_workers, descriptors_each, memory):
-        if n_workers > quota.room:
-            fits = f" ({quota.room} would fit)" if quota.room else ""
-            raise SpecError(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
+    refuse_too_many_workers(n_workers, descriptors_each, advice, memory)
     cores = n_cores()
     if n_workers > _MOST_PER_CORE * cores:
         _LOG.warning(
@@ -126,6 +123,16 @@ def check_workers(
             'mostly wait, fewer are faster (worker_count("auto") is %d)',
             *(n_workers, cores, worker_count("auto")),
         )
+
+
+def refuse_too_many_workers(
+    n_workers: int, descriptors_each: int, advice: str, memory: tuple[int, int]
+) -> None:
+    """What ``check_workers`` does, without the warning."""
+    for quota in worker_quotas(n_workers, descriptors_each, memory):
+        if n_workers > quota.room:
+            fits = f" ({quota.room} would fit)" if quota.room else ""
+            raise SpecError(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
 
 
 def worker_quotas(

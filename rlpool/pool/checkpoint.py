@@ -18,9 +18,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -28,9 +27,9 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.machine.files import file_at, replaced
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
-from rlpool.pool.schema import Schema, stacks_of
 from rlpool.pool.store import Store
 from rlpool.specs import TensorSpec
 
@@ -43,10 +42,6 @@ _KINDS = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
 _DTYPES = {"BOOL": np.dtype(bool)}
 _DTYPES |= {f"{kind[0].upper()}{8 * int(kind[1])}": np.dtype(kind) for kind in _KINDS}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_UNREADABLE = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
-    *(OverflowError, MemoryError),
-)
 
 
 class Saved(NamedTuple):
@@ -91,18 +86,17 @@ class Saved(NamedTuple):
         Raises:
             SpecError: If something is missing or damaged, or a disk is full.
         """
-        store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
+        store.numbers[...] = header["rings"]
         # Versions before 0.3 do not say, and what they stored goes on as it did.
         store.is_untold[:] = header.get("is_untold", False)
         store.origins[...] = header.get("origins", 0)  # those of versions before 0.3 were 0
-        for key, frames in store.frames.items():
-            frames.n_used = header["n_frames"][key]
-        targets = store.arrays()
+        n_extra = header["n_finals"], header.get("n_frames", {})
+        targets = arrays_of(store, header["rings"], *n_extra)
         for name in targets.keys() | self.specs.keys():
             shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
             if shapes[0] != shapes[1]:
                 raise damaged(self.name, f"{name!r} has shape {shapes[1]} instead of {shapes[0]}")
-        store.reserve_like(store)
+        store.reserve(store.pieces_in_use(), *n_extra)
         for name, target in targets.items():
             dtype = self.specs[name].dtype
             if dtype == target.dtype:
@@ -111,35 +105,58 @@ class Saved(NamedTuple):
                 wide = np.empty(target.shape, dtype)
                 self.read(name, wide)
                 target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
-        store.recover()
+        store.recover(*n_extra)
 
 
-def in_use(store: Store | None, n_sub_pools: int) -> dict[str, Any]:
-    """What a header says about a store, ``None`` if there is none yet."""
-    if store is None:
-        empty = {"rings": [[0, 0]] * n_sub_pools, "origins": [0] * n_sub_pools}
-        return {**empty, "n_finals": 0, "n_frames": {}, "schema": None}
+def arrays_of(
+    store: Store, spans: Sequence[Sequence[int]], n_finals: int, n_frames: Mapping[str, int]
+) -> dict[str, Array]:
+    """Where the values of some transitions of a store lie, views by name.
+
+    Args:
+        store: The store.
+        spans: The first transition of each sub-pool, and the one after the last.
+        n_finals: Finals that are or were in use, see ``Store.n_extra``.
+        n_frames: Frames of each stack, likewise.
+    """
+    arrays = {f"finals/{key}": array[:n_finals] for key, array in store.finals.items()}
+    arrays |= {f"frames/{key}": store.frames[key].values[:n] for key, n in n_frames.items()}
+    rows = {"is_last": store.is_last}
+    if store.schema.paired:
+        rows["final_row"] = store.final_row
+    rows |= {f"columns/{key}": array for key, array in store.columns.items()}
+    if store.tree is not None:
+        rows["priorities"] = store.tree.leaves
+    for index, (sub_pool, span) in enumerate(zip(store.sub_pools, spans, strict=True)):
+        for number, piece in enumerate(sub_pool.pieces(*span)):
+            arrays |= {f"{name}/{index}.{number}": array[piece] for name, array in rows.items()}
+    return arrays
+
+
+def take_over(store: Store, other: Store) -> None:
+    """Let a store hold what another one of the same schema holds."""
+    store.reserve(other.pieces_in_use(), *other.n_extra)
+    with InterruptsHeld(), store.changing():
+        store.drop_all()
+        in_use = other.numbers.tolist(), *other.n_extra
+        values, store.origins[...] = arrays_of(other, *in_use), other.origins
+        for name, target in arrays_of(store, *in_use).items():
+            target[...] = values[name]
+        store.numbers[...], store.is_untold[:] = other.numbers, other.is_untold
+        store.recover(*other.n_extra)
+
+
+def in_use(store: Store) -> dict[str, Any]:
+    """What a header says about a store."""
+    n_finals, n_frames = store.n_extra
     return {
         "rings": store.numbers.tolist(),
         "origins": store.origins.tolist(),
-        "n_finals": store.n_finals,
-        "n_frames": {key: frames.n_used for key, frames in store.frames.items()},
-        "schema": store.schema.plain(),
+        "n_finals": n_finals,
+        "n_frames": n_frames,
+        "is_untold": bool(store.is_untold[0]),
+        "schema": store.schema.plain() if store.has_columns else None,
     }
-
-
-def schema_of(header: Mapping[str, Any]) -> Schema | None:
-    """The schema in a header, ``None`` if the pool never held a transition."""
-    if header["schema"] is None:
-        return None
-    columns = {
-        key: TensorSpec(tuple(shape), np.dtype(text))
-        for key, (text, shape) in header["schema"]["columns"].items()
-    }
-    schema = Schema.of(Schema(columns, tuple(header["schema"]["paired"])).specs)
-    stacks = header["schema"].get("stacks", {})  # none in files of version 0.1
-    asked = {key: (int(n_frames), int(axis)) for key, (n_frames, axis) in stacks.items()}
-    return replace(schema, stacks=stacks_of(asked, schema))
 
 
 @contextmanager
@@ -149,7 +166,7 @@ def loading(name: str) -> Iterator[None]:
         yield
     except RlpoolError:
         raise
-    except _UNREADABLE as error:
+    except Exception as error:
         raise damaged(name, described(error)) from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlpool.memory.storage import Array
+from rlpool.pool.places import Places
 from rlpool.pool.schema import Stack
 from rlpool.pool.stacks import NewFrames
 from rlpool.specs import TensorSpec
@@ -27,7 +28,8 @@ class FrameStore:
         is_reader: Whether it is another process's.
 
     Attributes:
-        values: As given. The first ``n_used`` are or were in use.
+        values: As given.
+        places: Which of them are in use.
         tails: Where the frames of the last values of trajectories lie, int32
             ``[B, n_frames]``, by the sub-pool that they were added to: the next ones may go on
             there. -1 where that is not known.
@@ -36,29 +38,11 @@ class FrameStore:
     def __init__(
         self, spec: TensorSpec, stack: Stack, values: Array, *, is_reader: bool = False
     ) -> None:
-        self.values, self.n_used = values, 0
+        n = 0 if is_reader else len(values)
+        self.values, self.places = values, Places(n)
         self.tails: dict[int | None, Array] = {}
         self._shape, self._stack = spec.shape, stack
-        n = 0 if is_reader else len(values)
         self._n_references = np.zeros(n, np.int32)
-        # Places that nothing refers to any longer, a stack of the first _n_free.
-        self._free = np.empty(n, np.int32)
-        self._n_free = 0
-
-    @staticmethod
-    def most(stack: Stack, pool_size: int) -> int:
-        """Frames that there are at most: no transition shares one, before or after its step."""
-        return 2 * stack.n_frames * pool_size
-
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of a frame."""
-        return self.values[:1].nbytes
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes in use."""
-        return self.n_used * self.frame_bytes
 
     def take(self, places: Array) -> Array:
         """Whole values ``[n, ...]`` from places ``[n, n_frames]``.
@@ -82,10 +66,7 @@ class FrameStore:
             new: The frames.
             numbers: Some of their numbers.
         """
-        n_known = len(self._n_references)
-        hints = new.hints[numbers]
-        hinted = numbers[(hints >= 0) & (new.places[numbers] < 0)]
-        hinted = hinted[new.hints[hinted] < n_known]
+        hinted = numbers[(new.hints[numbers] >= 0) & (new.places[numbers] < 0)]
         hinted = hinted[self._n_references[new.hints[hinted]] > 0]
         if hinted.size:
             here = self.values[new.hints[hinted]].reshape(len(hinted), -1)
@@ -96,18 +77,10 @@ class FrameStore:
         self.refer(places[places >= 0])
         return numbers[places < 0]
 
-    def n_more(self, n: int) -> int:
-        """How many places will have been used after so many frames were put down."""
-        return self.n_used + max(0, n - self._n_free)
-
     def put(self, new: NewFrames, numbers: Array) -> None:
         """Copy new frames here, and refer to them."""
-        n_again = min(len(numbers), self._n_free)
-        self._n_free -= n_again
-        again = self._free[self._n_free : self._n_free + n_again]
-        start, self.n_used = self.n_used, self.n_used + len(numbers) - n_again
-        places = np.concatenate([again, np.arange(start, self.n_used, dtype=np.int32)])
-        n_at_once = max(1, _COPIED_BYTES // self.frame_bytes)
+        places = self.places.take(len(numbers))
+        n_at_once = max(1, _COPIED_BYTES // self.values[:1].nbytes)
         for begin in range(0, len(numbers), n_at_once):
             some = slice(begin, begin + n_at_once)
             self.values[places[some]] = new.values(numbers[some])
@@ -124,21 +97,17 @@ class FrameStore:
         if not places.size:
             return
         np.subtract.at(self._n_references, places, 1)
-        unused = np.unique(places[self._n_references[places] == 0])
-        self._free[self._n_free : self._n_free + unused.size] = unused
-        self._n_free += unused.size
+        self.places.give_back(np.unique(places[self._n_references[places] == 0]))
 
-    def clear(self) -> None:
-        """Forget all frames."""
-        self._n_references[: self.n_used] = 0
-        self.n_used = self._n_free = 0
+    def recount(self, n_used: int, named: list[Array]) -> None:
+        """Count anew.
+
+        Args:
+            n_used: Frames that are or were in use.
+            named: All places that rows refer to.
+        """
+        self._n_references[: max(n_used, self.places.n_used)] = 0
         self.tails = {}
-
-    def recount(self, places: list[Array]) -> None:
-        """Count anew, from all places that rows refer to."""
-        self._n_references[: self.n_used] = 0
-        for some in places:
-            self.refer(some)
-        unused = np.flatnonzero(self._n_references[: self.n_used] == 0)
-        self._free[: unused.size] = unused
-        self._n_free = unused.size
+        for places in named:
+            self.refer(places)
+        self.places.reset(n_used, self._n_references[:n_used] == 0)

@@ -1,33 +1,14 @@
-"""Transitions that are to be added: where their values are, without a copy."""
+"""Transitions that are to be added."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rlpool.memory.storage import Array
-
-if TYPE_CHECKING:
-    from rlpool.pool.stacks import NewFrames
-
-
-class Source(NamedTuple):
-    """Values of a key, one per transition: some rows of an array."""
-
-    array: Array
-    rows: Array
-
-    def part(self, places: slice | Array) -> Source:
-        """Some of the values, no copy."""
-        return Source(self.array, self.rows[places])
-
-    def values(self, out: Array | None = None) -> Array:
-        """The values ``[n, ...]``, copied to an array or a new one."""
-        # Clipped because that is faster than "raise", which makes a copy of the target.
-        values: Array = self.array.take(self.rows, 0, out, "clip")
-        return values
+from rlpool.pool.stacks import NewFrames, Source
 
 
 class Incoming(NamedTuple):

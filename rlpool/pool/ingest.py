@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.pool.incoming import Incoming, Source
+from rlpool.pool.incoming import Incoming
 from rlpool.pool.schema import REWARDS, Schema, Stack
-from rlpool.pool.stacks import unstacked
+from rlpool.pool.stacks import Source, unstacked, widest_words
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import (
@@ -30,9 +30,6 @@ from rlpool.specs import (
     numpy_dtype,
     refuse_missing,
 )
-
-if TYPE_CHECKING:
-    from rlpool.pool.store import Store
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
@@ -49,14 +46,13 @@ Tails = Mapping[str, Array]
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
-_WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
 _START = "initial_state"
 _FLAGS = (DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY, _START)
 _TELLING = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
 """Flags that tell every end of an episode within a row."""
 
 
-def of_trajectories(
+def from_trajectories(
     trajectories: TemporalDictTensor, schema: Schema, tails: Tails, *, is_strict: bool = True
 ) -> Incoming:
     """Every step of trajectories ``[B, T, ...]``, in row-then-time order.
@@ -76,15 +72,19 @@ def of_trajectories(
     tensors = trajectories._steps._tensors
     lengths = trajectories.lengths.cpu().numpy()
     steps = _Steps(lengths)
+    ends = np.where(lengths > 0, lengths.cumsum() - 1, -1)
     is_last = np.zeros(lengths.sum(), bool)
-    is_last[lengths.cumsum()[lengths > 0] - 1] = True
+    is_last[ends[ends >= 0]] = True
+
+    def flags(key: str) -> Array:
+        return _flags(key, steps.source(tensors[key].numpy(force=True)).values())
+
     for key in _FLAGS:
         if key in tensors and _derivation(tensors, key) is None:
-            flags = _flags(key, steps.of(tensors[key].numpy(force=True)).values())
-            is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
+            is_last[:-1] |= flags(key)[1:] if key == _START else flags(key)[:-1]
 
     def source(key: str, spec: TensorSpec) -> Source:
-        return steps.of(converted(key, tensors[key].numpy(force=True), spec.dtype))
+        return steps.source(converted(key, tensors[key].numpy(force=True), spec.dtype))
 
     columns = {key: source(key, spec) for key, spec in schema.columns.items()}
     finals = {}
@@ -99,20 +99,15 @@ def of_trajectories(
             _mark_jumps(is_last, columns[key], finals[key])
     for key in schema.apart:
         _mark_jumps(is_last, columns[key], columns[successor_key(key)])
-    ends = np.where(lengths > 0, lengths.cumsum() - 1, -1)
     # A row may hold several episodes. Values that follow from each other are no proof of one: a
     # reset may lead to the very state in which an episode ended.
     is_told = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _TELLING)
+    is_checked = bool(schema.stacks) and is_strict and DONE_KEY in tensors
     incoming = Incoming(columns, is_last, finals, {}, ends, is_told)
-    if not schema.stacks:
-        return incoming
-    is_done = None
-    if is_strict and DONE_KEY in tensors:
-        is_done = steps.of(tensors[DONE_KEY].numpy(force=True)).values().reshape(-1).astype(bool)
-    return _with_frames(incoming, schema, tails, is_done)
+    return _with_frames(incoming, schema, tails, flags(DONE_KEY) if is_checked else None)
 
 
-def of_one(values: Mapping[str, Array], schema: Schema, tails: Tails) -> Incoming:
+def from_single(values: Mapping[str, Array], schema: Schema, tails: Tails) -> Incoming:
     """A single transition of arrays without a batch dimension.
 
     Raises:
@@ -126,8 +121,6 @@ def of_one(values: Mapping[str, Array], schema: Schema, tails: Tails) -> Incomin
     columns = {key: source(key, spec) for key, spec in schema.columns.items()}
     finals = {key: source(successor_key(key), schema.columns[key]) for key in schema.paired}
     incoming = Incoming(columns, np.ones(1, bool), finals, {}, first)
-    if not schema.stacks:
-        return incoming
     return _with_frames(incoming, schema, tails, values[DONE_KEY].reshape(1))
 
 
@@ -146,26 +139,28 @@ def _with_frames(
     Raises:
         SpecError: If a value after another step is not the one before it, shifted by one frame.
     """
+    if not schema.stacks:
+        return incoming
     columns, finals, frames = dict(incoming.columns), dict(incoming.finals), {}
-    n, ends = len(incoming.is_last), incoming.ends
-    every = np.arange(n)
+    every = np.arange(len(incoming.is_last))
+    starts = np.append(0, np.maximum.accumulate(incoming.ends) + 1)
     for key, stack in schema.stacks.items():
-        # Row i begins where row i of the trajectories before it may have ended.
-        rows = np.flatnonzero(ends[: len(tails[key])] >= 0) if key in tails else every[:0]
-        begins = np.append(0, np.maximum.accumulate(ends) + 1)[rows]
-        known = (begins, tails[key][rows]) if rows.size else None
+        known = None
+        if key in tails:
+            # Row i begins where row i of the trajectories before it may have ended.
+            rows = np.flatnonzero(incoming.ends[: len(tails[key])] >= 0)
+            known = starts[rows], tails[key][rows]
         each = unstacked(columns[key], finals.get(key), incoming.is_last, stack, known)
         if is_done is not None and not (each.is_shifted | is_done).all():
-            _refuse_stack(key, stack, ends, int((each.is_shifted | is_done).argmin()))
+            _refuse_stack(key, stack, starts, int((each.is_shifted | is_done).argmin()))
         columns[key], frames[key] = Source(each.before, every), each.frames
         if each.after is not None:
             finals[key] = Source(each.after, every)
     return incoming._replace(columns=columns, finals=finals, frames=frames)
 
 
-def _refuse_stack(key: str, stack: Stack, ends: Array, number: int) -> NoReturn:
+def _refuse_stack(key: str, stack: Stack, starts: Array, number: int) -> NoReturn:
     """Raise the error for a transition whose value after the step is not what follows."""
-    starts = np.append(0, np.maximum.accumulate(ends) + 1)
     row = int(np.searchsorted(starts, number, side="right")) - 1
     raise SpecError(
         f"{successor_key(key)!r} of row {row}, step {number - starts[row]} is not {key!r} shifted "
@@ -183,7 +178,7 @@ class _Steps:
         self._lengths = lengths
         self._places: dict[int, Array] = {}  # by stride
 
-    def of(self, array: Array) -> Source:
+    def source(self, array: Array) -> Source:
         """The steps of an array, which is copied unless its rows lie at whole numbers of steps."""
         n_rows, n_times, *shape = array.shape
         step_bytes = math.prod(shape) * array.itemsize
@@ -225,15 +220,13 @@ def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
     They end a piece that can be joined to nothing, whether an episode ends there or steps are
     missing. Which of them do is told by flags.
     """
-    row_bytes = values.array[:1].nbytes
-    # Bits are compared, as NaN is not equal to itself; the widest words take the least time.
-    word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)
-    n_at_once = max(1, _COMPARED_BYTES // row_bytes)
+    n_at_once = max(1, _COMPARED_BYTES // values.array[:1].nbytes)
     for start in range(0, len(is_last) - 1, n_at_once):
-        stop = min(start + n_at_once, len(is_last) - 1)
-        here = after.part(slice(start, stop)).values().reshape(-1).view(word)
-        there = values.part(slice(start + 1, stop + 1)).values().reshape(-1).view(word)
-        is_last[start + (here != there).nonzero()[0] * word.itemsize // row_bytes] = True
+        n = min(n_at_once, len(is_last) - 1 - start)
+        here = after.part(slice(start, start + n)).values().reshape(n, -1)
+        there = values.part(slice(start + 1, start + 1 + n)).values().reshape(n, -1)
+        differs = (widest_words(here) != widest_words(there)).reshape(n, -1)
+        is_last[start + differs.reshape(-1).nonzero()[0] // differs.shape[1]] = True
 
 
 def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
@@ -320,19 +313,6 @@ def transition_of(
     if values[TERMINATED_KEY] and not values[DONE_KEY]:
         raise SpecError("terminated is true, but done is not", fix="done=True ends the episode")
     return values
-
-
-def follows(store: Store, index: int, values: Mapping[str, Array]) -> bool:
-    """Whether a transition starts where the newest one of a sub-pool ended."""
-    newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
-    held = store.take(newest) | store.take_after(newest, newest)
-    pairs = [
-        (key, after) for key in values if (after := successor_key(key)) in held and key in held
-    ]
-    return bool(pairs) and all(
-        held[after].tobytes() == values[key].astype(held[after].dtype).tobytes()
-        for key, after in pairs
-    )
 
 
 def refuse_taken(state_keys: Collection[str], what: str) -> None:

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 import numpy as np
 
-from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import instance, listed
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.data.dict_tensor_base import listed
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, real_number, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import check_size
 from rlpool.machine.one_thread import OneThread
-from rlpool.memory.storage import Array, allocate, carved_bytes
-from rlpool.pool import checkpoint, ingest
-from rlpool.pool.incoming import Incoming
-from rlpool.pool.priorities import checked_priorities
+from rlpool.memory.storage import Array, allocate
+from rlpool.pool import checkpoint
+from rlpool.pool.filling import FilledPool
 from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.sampling import RESULT_KEYS, Sampler
-from rlpool.pool.schema import Schema, checked_frame_stack, stacks_of
+from rlpool.pool.schema import Schema, checked_frame_stack
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
-from rlpool.specs import TensorSpec
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 from rlpool.workers.stack_dumps import DumpsStacks
 
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
 
 
-class Pool(Sampler, DumpsStacks):
+class Pool(FilledPool, DumpsStacks):
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
     It is filled in three ways, which may be mixed as long as transitions have the same keys:
@@ -130,150 +121,32 @@ class Pool(Sampler, DumpsStacks):
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
         processes = whole_number("processes", processes, 1)
         check_choice("random", random, (True, False))
-        rules = WindowRules(window_size, clearing_freq, window_size_)
-        if seed is not None:
-            seed = whole_number("seed", seed, 0)
-        if keys is not None:
-            keys = list(dict.fromkeys(listed(keys, str, "keys")))
-            if not keys:
-                raise SpecError("keys are empty", fix="leave keys out to store all")
+        self._rules = WindowRules(window_size, clearing_freq, window_size_)
+        seed = None if seed is None else whole_number("seed", seed, 0)
+        keys = _checked_keys(keys)
         if priority_exponent is not None:
             limits = "from 0 on, and finite"
             priority_exponent = real_number("priority_exponent", priority_exponent, limits)
         self._frame_stack = checked_frame_stack(frame_stack)
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
+        self._storage, self._directory = storage, directory
         FailurePolicy(start_method=start_method)
-        root = root_from(seed)
-        super().__init__(None, processes, [_SAMPLING, root])
-        # What a saved pool must have been made with, by the names that files use.
-        self._arguments: dict[str, Any] = {
+        self._arguments = {
             "pool_size": whole_number("pool_size", pool_size, processes),
             "processes": processes,
-            **rules.arguments(),
+            **self._rules.arguments(),
             "random": bool(random),
             "priority_exponent": priority_exponent,
             "keys": keys,
         }
-        self._rules, self._storage, self._directory = rules, storage, directory
+        root, self._open = root_from(seed), {}
+        super().__init__(Store.of_nothing(processes), [_SAMPLING, root])
         self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
-        # Sub-pool to its ``next`` when its newest transition was one that may be continued.
-        self._open: dict[int, int] = {}
-        self._has_stored = False  # the first transitions of all processes
         self._one_thread = OneThread("hand_over")
-        self._max_priority = 1.0
-        self._runner = None
+        self._runner = self._n_stacked = None
         if env is not None:
             self._runner = EpisodeRunner(env, processes, seed, policy, timeout, start_method)
-
-    # Adding ----------------------------------------------------------------------------------
-
-    def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
-        """Add every step of some trajectories, in row-then-time order.
-
-        Each row is a stream of its own, which may hold several episodes. Where they end is told by
-        ``_done``, by ``_terminated`` and ``_truncated``, or by ``initial_state``, whether these are
-        stored or not; without them n-step returns and sequences are refused until ``clear``. Rows
-        of a single step need none. The windows of a ``Batcher`` are not joined: no n-step return
-        and no sequence goes on from one window to the next, so with windows of one step they have
-        one step.
-
-        Values after a step that follow from the next step, such as ``_frame``, are not stored
-        twice. The pool keeps no reference to the trajectories. Their ``info`` is not stored, nor
-        are keys that earlier transitions did not have.
-
-        Args:
-            trajectories: ``[B, T, ...]`` with the keys of the pool, on any device.
-            index: The sub-pool to add to. By default each trajectory goes to one that is drawn with
-                probability proportional to 1 / (its length + 1).
-
-        Raises:
-            SpecError: If keys, shapes or dtypes are not those that the pool holds, what should be a
-                stack of frames is none, or a disk or the memory is full. Nothing that was stored is
-                lost.
-
-        Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
-            >>> batcher.execute(3)
-            >>> pool = Pool(pool_size=1000, seed=0)
-            >>> pool.extend(batcher.get())
-            >>> len(pool), pool.sample(8)["frame"].shape
-            (12, torch.Size([8, 1]))
-        """
-        fix = "TemporalDictTensor.from_packed(transitions, lengths) makes one of transitions"
-        instance(trajectories, TemporalDictTensor, "what extend() gets", fix)
-        index = self._checked_index(index)
-        if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
-            return
-        store, incoming = self._taken_in(trajectories, index)
-        if index is None and self._n_sub_pools > 1:
-            sizes = trajectories.lengths.cpu().numpy()
-            sizes = sizes[sizes > 0]
-            self._distribute(store, incoming, sizes, self._router.random(len(sizes)).tolist())
-        else:
-            store.add(index or 0, incoming, self._max_priority)
-        store.remember(index, incoming)
-        self._store = store
-
-    def pool(
-        self,
-        s: Any,
-        a: Any,
-        next_s: Any,
-        r: Any,
-        done: Any,
-        index: int | None = None,
-        *,
-        terminated: Any = None,
-    ) -> None:
-        """Add a single transition; calling the pool does the same.
-
-        The transitions that are added to a sub-pool are one stream, as of one environment: one that
-        starts where the one before it ended, which was not ``done``, continues its episode, and
-        the state between them is stored once. So give each of several environments an ``index`` of
-        its own. Without an index, none continues another unless there is a single sub-pool.
-
-        Args:
-            s: The state ``[*S]``, an array, tensor or number; copied.
-            a: The action ``[*A]``.
-            next_s: The state after it ``[*S]``.
-            r: The reward, a number; stored in float32.
-            done: Whether the episode ended, by itself or cut off.
-            terminated: Whether it ended by itself, and was not cut off; by default ``done``.
-            index: The sub-pool to add to. By default one at random, or the emptiest one with
-                ``random=False``.
-
-        Raises:
-            SpecError: If something does not fit what the pool holds.
-
-        Example:
-            >>> pool = Pool(pool_size=1000, seed=0)
-            >>> pool.pool(s=[0.0], a=1, next_s=[1.0], r=0.5, done=False)
-            >>> pool([1.0], 0, [2.0], 0.5, done=True)  # the same, shorter
-            >>> len(pool)
-            2
-        """
-        index = self._checked_index(index)
-        values = ingest.transition_of(s, a, next_s, r, done, terminated)
-        keys = ingest.chosen(values, self._known_keys(), "the transition")
-        specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
-        store = self._store_for(specs, "the transition")
-        incoming = ingest.of_one(values, store.schema, store.tails(source := index))
-        # In a sub-pool that was chosen here, the one before is of the same episode by chance.
-        is_chosen = index is None and self._n_sub_pools > 1
-        if index is None:
-            index = store.lengths.index(min(store.lengths))
-            if is_chosen and self._arguments["random"]:
-                (index,) = store.routes([1], [self._router.random()])
-        sub_pool = store.sub_pools[index]
-        is_open = not is_chosen and self._open.get(index) == sub_pool.next
-        joined = is_open and len(sub_pool) > 0 and ingest.follows(store, index, values)
-        store.add(index, incoming, self._max_priority, joined=joined)
-        store.remember(source, incoming)
-        if not is_chosen and not values[ingest.DONE_KEY]:
-            self._open[index] = sub_pool.next
-        self._store = store
-
-    __call__ = pool
+            self._n_stacked = self._runner.frame_stack
 
     def store(self) -> None:
         """Run one episode in each environment, each in its own process, and add them.
@@ -308,191 +181,7 @@ class Pool(Sampler, DumpsStacks):
                 self._is_unconfirmed = True
         self._is_unconfirmed = False
 
-    def _add_run(self, every: DictTensor, lengths: Sequence[int]) -> None:
-        if not self._arguments["random"] or self._n_sub_pools == 1:
-            for process, (length, stop) in enumerate(
-                zip(lengths, accumulate(lengths), strict=True)
-            ):
-                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
-            return
-        order = ingest.order_in_time(lengths)
-        store, incoming = self._taken_in(ingest.one_row(every))
-        incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
-        draws: list[int | float] = self._router.random(len(order)).tolist()
-        if not self._has_stored:  # the first of each process goes into its own sub-pool
-            draws[: len(lengths)] = range(len(lengths))
-        self._distribute(store, incoming.part(order), np.ones(len(order), int), draws)
-        self._store, self._has_stored = store, True
-
-    def clear(self) -> None:
-        """Drop all transitions; their keys stay fixed.
-
-        Example:
-            >>> pool = Pool(pool_size=1000, seed=0)
-            >>> for step in range(4):
-            ...     pool([step], 0, [step + 1], 1.0, step == 3)
-            >>> pool.clear()
-            >>> len(pool)
-            0
-        """
-        if self._store is not None:
-            self._store.clear()
-
-    def update_priorities(self, index: Any, priorities: Any) -> None:
-        """Set the priorities of transitions, usually their absolute errors plus a small constant.
-
-        New transitions have the largest priority so far, so that each is soon seen.
-
-        Args:
-            index: int64 ``[n]``, as ``sample`` gave it. Transitions that are gone are left out.
-            priorities: ``[n]``, finite and not negative.
-
-        Raises:
-            UsageError: If the pool samples uniformly.
-            SpecError: For other shapes or values.
-
-        Example:
-            >>> pool = Pool(pool_size=1000, seed=0, priority_exponent=1.0)
-            >>> for step in range(4):
-            ...     pool([step], 0, [step + 1], 1.0, step == 3)
-            >>> batch = pool.sample(4)
-            >>> errors = torch.rand(4)  # how wrong the learner's prediction was
-            >>> pool.update_priorities(batch["index"], errors + 1e-6)
-        """
-        alpha = self._arguments["priority_exponent"]
-        if alpha is None:
-            raise UsageError(
-                "the pool samples uniformly and has no priorities",
-                fix="make it with priority_exponent=0.6, for instance",
-            )
-        given, powers = checked_priorities(index, priorities, alpha)
-        store = self._store
-        if store is not None:
-            store.refuse_others()
-        if store is None or store.tree is None or not given.size:
-            return
-        numbers, sub_pools = np.divmod(given, self._n_sub_pools)
-        with store.changing():
-            oldest, after = store.numbers[sub_pools].T
-            is_held = (oldest <= numbers) & (numbers < after)
-            rows = store.rows_of(sub_pools[is_held], numbers[is_held])
-            store.tree.set(rows, powers[is_held])
-        self._max_priority = max(self._max_priority, float(powers[is_held].max(initial=0.0)))
-
-    # Inside of adding ------------------------------------------------------------------------
-
-    def _checked_index(self, index: Any) -> int | None:
-        if index is not None and whole_number("index", index, 0) >= self._n_sub_pools:
-            raise SpecError(
-                f"index should be the number of a sub-pool, got {index!r}",
-                fix=f"there are {self._n_sub_pools} (processes), counted from 0",
-            )
-        return None if index is None else operator.index(index)
-
-    def _known_keys(self) -> Sequence[str] | None:
-        keys: list[str] | None = self._arguments["keys"]
-        return keys if self._store is None else list(self.specs)
-
-    def _taken_in(
-        self, trajectories: TemporalDictTensor, index: int | None = None
-    ) -> tuple[Store, Incoming]:
-        specs = ingest.specs_of(trajectories, self._known_keys())
-        store = self._store_for(specs, "the trajectories")
-        # Stacks that were only recognised may have been changed by another wrapper.
-        is_strict = self._frame_stack is not None
-        tails = store.tails(index)
-        return store, ingest.of_trajectories(trajectories, store.schema, tails, is_strict=is_strict)
-
-    def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
-        """The store for transitions, a new one for the first ones: they decide what it holds."""
-        if self._store is not None:
-            self._store.schema.check(specs, what)
-            return self._store
-        taken = [key for key in RESULT_KEYS if key in specs]
-        if taken:
-            raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
-        return self._new_store(self._with_stacks(Schema.of(specs)))
-
-    def _with_stacks(self, schema: Schema) -> Schema:
-        """The schema with those of its columns as stacks that are to be."""
-        if self._frame_stack is not None:
-            return replace(schema, stacks=stacks_of(self._frame_stack, schema))
-        n_frames = None if self._runner is None else self._runner.frame_stack
-        try:
-            return replace(schema, stacks=stacks_of(n_frames, schema))
-        except SpecError:  # another wrapper has given them another shape
-            return schema
-
-    def _new_store(self, schema: Schema) -> Store:
-        pool_size, storage = self.pool_size, self._storage
-        sizes = carved_bytes({**schema.rows, **schema.frames}, pool_size)
-
-        def advice(n_free: int) -> str:
-            fits = pool_size * n_free // sum(sizes.values())
-            number = f" ({fits} would fit)" if fits else ""
-            return f'lower pool_size{number}, or use storage="memmap"'
-
-        if storage != "memmap":
-            what = f"a pool of {pool_size} transitions"
-            check_size(sizes, advice, what)
-        n, has_priorities = self._n_sub_pools, self._arguments["priority_exponent"] is not None
-        n_bytes = Store.n_bytes_for(schema, pool_size, n)
-        memory = allocate(storage, n_bytes, directory=self._directory, n_used=sum(sizes.values()))
-        return Store(schema, pool_size, n, memory, self._rules, with_priorities=has_priorities)
-
-    def _distribute(
-        self, store: Store, incoming: Incoming, sizes: Array, draws: Sequence[int | float]
-    ) -> None:
-        """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
-        routes = np.repeat(store.routes(sizes.tolist(), draws), sizes)
-        for index in np.unique(routes).tolist():
-            part = incoming.part(np.flatnonzero(routes == index))
-            store.add(index, part, self._max_priority)
-
-    # What there is ---------------------------------------------------------------------------
-
-    def get_pool(self) -> tuple[Array, Array, Array, Array, Array]:
-        """States, actions, next states, rewards and done flags of all transitions.
-
-        Returns:
-            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, sub-pool by
-            sub-pool, the oldest of each first; empty arrays before the first transition.
-
-        Raises:
-            UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
-                or ``_done``.
-
-        Example:
-            >>> pool = Pool(pool_size=1000, seed=0)
-            >>> for step in range(4):
-            ...     pool([step], 0, [step + 1], 1.0, step == 3)
-            >>> s, a, next_s, r, done = pool.get_pool()
-            >>> next_s.ravel(), done
-            (array([1, 2, 3, 4]), array([False, False, False,  True]))
-        """
-        s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
-        if len(self):
-            if missing := [key for key in ingest.TRANSITION_KEYS if key not in self.specs]:
-                raise UsageError(
-                    f"the pool has no {missing}, it has {list(self.specs)}",
-                    fix="use transitions(), which gives every key",
-                )
-            every = self.transitions(ingest.TRANSITION_KEYS)
-            s, a, next_s, r, done = (every[key].numpy() for key in ingest.TRANSITION_KEYS)
-        return s, a, next_s, r, done
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use: rows that were written so far, bookkeeping and priorities included."""
-        return 0 if self._store is None else self._store.nbytes
-
-    @property
-    def pool_size(self) -> int:
-        """Transitions that fit in."""
-        size: int = self._arguments["pool_size"]
-        return size
-
-    # Keeping it ------------------------------------------------------------------------------
+    # Saving ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next samples depend on, except what environments remember.
@@ -583,13 +272,12 @@ class Pool(Sampler, DumpsStacks):
     def _state(self) -> tuple[str, dict[str, Array]]:
         """A JSON text and arrays by name, which are views."""
         store = self._store
-        in_use = checkpoint.in_use(store, self._n_sub_pools)
+        in_use = checkpoint.in_use(store)
         spans = in_use["rings"]
         state = {
             "format": checkpoint.FORMAT,
             **self._arguments,
             **in_use,
-            "is_untold": store is not None and bool(store.is_untold[0]),
             "fed": [self._has_stored] * self._n_sub_pools,
             "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
             "max_priority": self._max_priority,
@@ -597,12 +285,11 @@ class Pool(Sampler, DumpsStacks):
             "routing": self._router.bit_generator.state,
             "runner": None if self._runner is None else self._runner.state_dict(),
         }
-        return json.dumps(state), {} if store is None else store.arrays()
+        return json.dumps(state), checkpoint.arrays_of(store, spans, *store.n_extra)
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         store = self._store
-        if store is not None:
-            store.refuse_others()
+        store.refuse_others()
         # Without keys of its own, a pool takes what comes.
         any_keys = self._arguments["keys"] is None
         header = saved.header(
@@ -614,21 +301,21 @@ class Pool(Sampler, DumpsStacks):
         for bits, name in zip(generators, ("sampling", "routing"), strict=True):
             bits.state = header[name]
         fresh = self._loaded(saved, header)
-        if store is None or fresh is None or self._storage == "local":
+        if not store.has_columns or self._storage == "local":
             self._store = fresh
         else:  # others may look at its memory
-            store.take_over(fresh)
+            checkpoint.take_over(store, fresh)
         self._open, self._has_stored, self._max_priority = is_open, has_stored, max_priority
         self._generator, self._router = map(np.random.Generator, generators)
         if self._runner is not None and header["runner"]:
             self._runner.load_state_dict(header["runner"])
 
-    def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store | None:
-        """A new store of what was saved, ``None`` if there never was a transition anywhere."""
-        own = None if self._store is None else self._store.schema
-        schema = checkpoint.schema_of(header)
-        if schema is None:
-            return None if own is None else self._new_store(own)
+    def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store:
+        """A new store of what was saved."""
+        own = self._store.schema if self._store.has_columns else None
+        if header["schema"] is None:  # there never was a transition
+            return Store.of_nothing(self._n_sub_pools) if own is None else self._new_store(own)
+        schema = Schema.from_plain(header["schema"])
         if own is not None and own != schema:
             raise SpecError(
                 f"the saved pool holds {schema}; this one has {own}",
@@ -646,7 +333,7 @@ class Pool(Sampler, DumpsStacks):
 
     def __reduce__(self) -> tuple[Any, ...]:
         store = self._store
-        if store is None or self._storage == "local":
+        if not store.has_columns or self._storage == "local":
             raise UsageError(
                 "the pool cannot be sent before it has a transition, nor with local memory",
                 fix='make it with storage="shared", add the first transitions, then send it',
@@ -682,5 +369,14 @@ class Pool(Sampler, DumpsStacks):
         self.close()
 
     def __repr__(self) -> str:
-        holds = "nothing yet" if self._store is None else self._store.schema
+        holds = self._store.schema if self._store.has_columns else "nothing yet"
         return f"Pool({len(self)} of {self.pool_size} transitions; {holds})"
+
+
+def _checked_keys(keys: Sequence[str] | None) -> list[str] | None:
+    if keys is None:
+        return None
+    keys = list(dict.fromkeys(listed(keys, str, "keys")))
+    if not keys:
+        raise SpecError("keys are empty", fix="leave keys out to store all")
+    return keys

@@ -88,9 +88,9 @@ class PriorityTree:
             nodes = nodes * _FANOUT + child
         missed = np.flatnonzero(self._levels[0].take(nodes) <= 0)
         if missed.size:  # rounding led to a row without a priority
-            held = np.flatnonzero(self.leaves)
-            shares = self.leaves[held] / self.leaves[held].sum()
-            nodes[missed] = generator.choice(held, missed.size, p=shares)
+            possible = np.flatnonzero(self.leaves)
+            shares = self.leaves[possible] / self.leaves[possible].sum()
+            nodes[missed] = generator.choice(possible, missed.size, p=shares)
         rows: Array = nodes
         return rows
 

@@ -25,8 +25,8 @@ class PoolReader(Sampler):
     """
 
     def __init__(self, schema: Schema, pool_size: int, n_sub_pools: int, memory: Memory) -> None:
-        store = Store(schema, pool_size, n_sub_pools, memory, is_reader=True)
-        super().__init__(store, n_sub_pools, None)
+        store = Store(schema, pool_size, n_sub_pools, lambda _: memory, is_reader=True)
+        super().__init__(store, None)
 
     def seed(self, seed: int) -> None:
         """Seed the draws; without this, every reader draws differently."""

@@ -7,26 +7,22 @@ gives each worker its environment, and an agent that asks the pool's policy.
 from __future__ import annotations
 
 import logging
-import pickle
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.utils import seeding
 
-from rlpool.agents.agent import Agent, AgentStep
 from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import refuse_no_environment
-from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
+from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.errors import (
     AgentError,
+    Reason,
     RlpoolError,
     SpecError,
     WorkerDiedError,
@@ -34,23 +30,21 @@ from rlpool.errors import (
     WorkerTimeoutError,
 )
 from rlpool.machine.arguments import checked_timeout
+from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, refuse_too_many_workers
 from rlpool.memory.sharing import Parcel, pickled
+from rlpool.pool.episode_worker import Policy, WorkerFactory
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.pool.schema import recognised_frame_stack
-from rlpool.record.failures import MISSES_OPTIONS
-from rlpool.seeding import LaneSeeds, root_from, worker_seed
-from rlpool.specs import (
-    DEFAULT_OBSERVATION_KEY,
-    structure_of_space,
-    structure_of_value,
-)
+from rlpool.record.failures import THE_AGENT
+from rlpool.seeding import LaneSeeds, root_from
+from rlpool.specs import DEFAULT_OBSERVATION_KEY
+from rlpool.workers.process_start import memory_of
 
 _LOG = logging.getLogger("rlpool")
 _HOW_TO_PICKLE = (
     "make it in the first reset() or call, which runs in the process, or leave it out in "
     "__getstate__"
 )
-_TOO_MANY = "lower n_threads"  # the advice of a batcher for more workers than the machine takes
 _WINDOW_STEPS = 128  # a round trip costs as much as many steps
 # What is stored of a window, in order: first part of its key, name in the pool, prefix of the names
 # where there are several. The last action after a step is that step's, whoever chose it.
@@ -60,9 +54,6 @@ _STORED = (
     (f"_{STATE_KEY}", f"_{DEFAULT_OBSERVATION_KEY}", "_"),
     *((key, key, "") for key in (REWARD_KEY, DONE_KEY, TERMINATED_KEY)),
 )
-
-Policy = Callable[[Any], Any]
-"""State to action, both as the environment hands them out and takes them."""
 
 
 class EpisodeRunner:
@@ -147,9 +138,6 @@ class EpisodeRunner:
             if isinstance(error, WorkerError):
                 reworded = _in_words_of_the_pool(error)
                 raise reworded from reworded.__cause__
-            if isinstance(error, SpecError):
-                what = str(error).replace(_TOO_MANY, "put fewer environments into the pool")
-                raise SpecError(what) from error
             raise
 
     def state_dict(self) -> dict[str, int]:
@@ -204,7 +192,7 @@ class EpisodeRunner:
         lane_seeds = LaneSeeds(self._root, number)
         seeds = [lane_seeds.seed(process, 0) for process in range(len(envs))]
         if not self._batchers:
-            self._start(WorkerFactory(envs, policy, seeds, self._root))
+            self._start(WorkerFactory(dict(enumerate(envs)), policy, seeds, self._root))
         for batcher, processes in self._batchers:
             batcher.reset(env_info={"seed": [seeds[process] for process in processes]})
         parts: list[list[DictTensor]] = [[] for _ in seeds]
@@ -237,17 +225,18 @@ class EpisodeRunner:
 
     def _start(self, factory: WorkerFactory) -> None:
         """Start a worker per environment."""
-        every = list(range(len(factory.envs)))
+        every = list(factory.envs)
+        memory, advice = memory_of(self._start_method), "put fewer environments into the pool"
+        refuse_too_many_workers(len(every), WORKER_DESCRIPTORS, advice, memory)
         try:
             self._batchers = [(self._make_batcher(factory), every)]
         except SpecError as error:
-            is_about_values = not isinstance(error, WorkerError) and _TOO_MANY not in str(error)
-            if not is_about_values or len(every) == 1:
+            if isinstance(error, WorkerError) or len(every) == 1:
                 raise
             # All workers of a batcher have to agree about dtypes, and these do not.
-            for process, env in enumerate(factory.envs):
-                alone = replace(factory, envs=[env], seeds=[factory.seeds[process]])
-                self._batchers.append((self._make_batcher(alone), [process]))
+            for number, env in factory.envs.items():
+                alone = replace(factory, envs={number: env})
+                self._batchers.append((self._make_batcher(alone), [number]))
 
     def _make_batcher(self, factory: WorkerFactory) -> Batcher:
         return Batcher(
@@ -295,19 +284,16 @@ def _names_in_pool(window: TemporalDictTensor) -> dict[str, str]:
 
 def _in_words_of_the_pool(error: WorkerError) -> WorkerError:
     """An error of the workers, without the names of functions that the user never wrote."""
-    error.where = error.where._replace(env_info=None)
-    process, what, fix = error.where.worker, error.what, error.fix
-    names = {"create_env": f"loading environment {process}", "create_agent": "loading policy"}
-    if isinstance(error, AgentError):
-        names |= {"the agent": "policy", "agent.update": "loading policy"}
-    for name, meaning in names.items():
-        what = what.replace(name, meaning, 1)
-    if "env_info" in fix or ("env.reset" in what and MISSES_OPTIONS.search(what)):
+    where, what, fix = error.where._replace(env_info=None), error.what, error.own_fix
+    is_policy = isinstance(error, AgentError)
+    if is_policy:
+        what = f"policy{what.removeprefix(THE_AGENT)}"
+    if error.reason is Reason.LACKS_OPTIONS:
         fix = "let its reset() do without options: a pool passes none"
-    elif "n_threads=0" in fix:
-        who = "the policy" if isinstance(error, AgentError) else "reset() and step()"
-        fix = f"call {who} of environment {process} in this process to debug"
-    return error.reworded(what=what, fix=fix, hint="")
+    elif error.hint and not fix:
+        who = "the policy" if is_policy else "reset() and step()"
+        fix = f"call {who} of environment {where.worker} in this process to debug"
+    return error.reworded(what=what, where=where, fix=fix, hint="")
 
 
 def _check_environments(envs: Any, processes: int) -> None:
@@ -322,119 +308,3 @@ def _check_environments(envs: Any, processes: int) -> None:
     for number, env in enumerate(envs):
         fix = "pass an object with reset() and step(), such as gymnasium.make(...) returns"
         refuse_no_environment(f"environment {number} is", env, fix)
-
-
-# In the workers -----------------------------------------------------------------------------------
-
-
-@dataclass
-class WorkerFactory:
-    """Makes the environment and the agent of a worker from pickles that all workers get.
-
-    Attributes:
-        envs: The environments, pickled.
-        policy: The policy or ``None``, pickled.
-        seeds: Seeds of their first episodes.
-        root: The root seed, from which follows the seed that each worker gets.
-    """
-
-    envs: list[Parcel]
-    policy: Parcel
-    seeds: list[int]
-    root: int
-
-    def create_env(self, seed: int) -> OneEnv:
-        """The environment of the worker that is created with a seed."""
-        _derive_entropy_from_process()
-        root = root_from(self.root)
-        process = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
-        env = self.envs[process].load()
-        self._env = OneEnv(env, self.seeds[process], owns_process=True)
-        return self._env
-
-    def create_agent(self) -> ActionChooser:
-        """The agent of that environment."""
-        return ActionChooser(self._env, self.policy.load())
-
-
-class ActionChooser(Agent):
-    """Actions for one environment: of the policy, random ones, or those that it takes itself.
-
-    Args:
-        env: The environment, which the agent asks what its actions look like.
-        policy: Called with one state for one action; ``None`` samples the action space.
-    """
-
-    def __init__(self, env: OneEnv, policy: Policy | None) -> None:
-        self._env = env
-        self._policy = policy
-        self._columns: Columns | None = None
-        self._first: dict[str, torch.Tensor] | None = None
-
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> AgentStep:
-        """Choose the action of the only row."""
-        if self._env.chooses_actions:
-            # The environment follows its own actions, whatever it is given.
-            leaves = self._env.action_leaves or {}
-            actions = {key: observation[f"last_{key}"] for key in leaves}
-        elif self._env.is_fresh and self._first is not None:
-            actions = self._first  # the loop asks twice: before the episode, too
-        else:
-            actions = self._chosen(observation)
-            self._first = actions if self._env.is_fresh else None
-        return DictTensor(), DictTensor(actions), DictTensor()
-
-    def update(self, info: bytes) -> None:
-        """Take over another policy.
-
-        Args:
-            info: The policy or ``None``, pickled.
-        """
-        self._policy = pickle.loads(info)
-        self._first = None
-
-    def _chosen(self, observation: DictTensor) -> dict[str, torch.Tensor]:
-        space = self._env.action_space
-        if self._policy is not None:
-            action = self._policy(self._env.state_of(dict(observation.items())))
-        elif space is not None:
-            action = space.sample()
-        else:
-            raise SpecError(
-                "the environment has no action_space to sample from",
-                fix="give it one, or pass policy=..., a function from state to action",
-            )
-        if self._columns is None:
-            if space is None:
-                structure = structure_of_value(action, keep_float64=True, name=ACTION_KEY)
-            else:
-                structure = structure_of_space(space, keep_float64=True, name="action_space")
-            self._columns = Columns({ACTION_KEY: structure}, "", 1, widens=True)
-        try:
-            self._columns.write((0,), ({ACTION_KEY: action},))
-        except ValueError as error:
-            raise SpecError(
-                f"'action' should fit {space}, got {action!r} ({error})",
-                fix="return actions of the action space's shape and kind",
-            ) from error
-        return {key: torch.from_numpy(array.copy()) for key, array in self._columns.arrays.items()}
-
-
-def _derive_entropy_from_process() -> None:
-    """Let Gymnasium's generators that nobody seeds be seeded by ``random``, which is.
-
-    Environments that choose their own actions often wrap one of Gymnasium's, and reset it and
-    sample its actions without a seed.
-    """
-    original = seeding.np_random
-
-    def np_random(seed: int | None = None) -> tuple[np.random.Generator, int]:
-        return original(random.getrandbits(31) if seed is None else seed)
-
-    seeding.np_random = np_random

@@ -36,16 +36,13 @@ class Sampler:
     rows past the end stand for those at the beginning, which costs nothing.
 
     Args:
-        store: The store, ``None`` as long as nothing was added.
-        n_sub_pools: Its sub-pools.
+        store: The store.
         seed: Seed of the generator, ``None`` for fresh entropy.
     """
 
-    def __init__(
-        self, store: Store | None, n_sub_pools: int, seed: int | Sequence[int] | None
-    ) -> None:
+    def __init__(self, store: Store, seed: int | Sequence[int] | None) -> None:
         self._store = store
-        self._n_sub_pools = n_sub_pools
+        self._n_sub_pools = len(store.sub_pools)
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self._pid = os.getpid()
 
@@ -61,17 +58,17 @@ class Sampler:
 
     def __len__(self) -> int:
         """Transitions that are held."""
-        return 0 if self._store is None else len(self._store)
+        return len(self._store)
 
     @property
     def lengths(self) -> list[int]:
         """Transitions that each sub-pool holds."""
-        return [0] * self._n_sub_pools if self._store is None else self._store.lengths
+        return self._store.lengths
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Key to shape and dtype of a transition; empty before the first one was added."""
-        return {} if self._store is None else self._store.schema.specs
+        return self._store.schema.specs
 
     def transitions(self, keys: Sequence[str] | None = None) -> DictTensor:
         """All transitions, sub-pool by sub-pool, the oldest of each first.
@@ -92,16 +89,14 @@ class Sampler:
             >>> pool.transitions(["frame", "_done"])["_done"]
             tensor([False, False, False,  True])
         """
-        if self._store is None:
+        if not self._store.has_columns:
             return DictTensor()
         known, store = self.specs, self._store
         wanted = list(known) if keys is None else listed(keys, str, "keys")
         refuse_missing("the pool", known, wanted, "choose among its keys")
 
         def look() -> dict[str, Array]:
-            pieces = [piece for sub_pool in store.sub_pools for piece in sub_pool.held()]
-            ranges = [np.arange(piece.start, piece.stop) for piece in pieces]
-            rows = np.concatenate([np.zeros(0, np.int64), *ranges])
+            rows = store.rows_in_use()
             return store.take(rows, wanted) | store.take_after(rows, self._ahead(rows, 1), wanted)
 
         arrays = self._unchanged(look)
@@ -160,17 +155,17 @@ class Sampler:
             n_step = whole_number("n_step", n_step, 1)
 
         def look() -> dict[str, Array]:
-            store = self._ready(batch_size)
-            rows = last = self._draw(store, batch_size)
+            store = self._store
+            rows = last = self._draw(batch_size)
             batch = store.take(rows)
             if n_step is not None:
-                last = self._look_ahead(store, batch, rows, n_step, discount)
+                last = self._look_ahead(batch, rows, n_step, discount)
                 ahead = [key for key in store.columns if key.startswith("_") and key != REWARD_KEY]
                 batch |= store.take(last, ahead)
             if store.schema.paired:
                 batch |= store.take_after(last, self._ahead(last, 1))
             if store.tree is not None:
-                batch[INDEX_KEY], batch[WEIGHT_KEY] = self._weights(store, store.tree, rows, beta)
+                batch[INDEX_KEY], batch[WEIGHT_KEY] = self._weights(store.tree, rows, beta)
             return batch
 
         batch = self._unchanged(look)
@@ -216,18 +211,14 @@ class Sampler:
             raise SpecError(f"length should be at most {_LONGEST}, got {length}")
 
         def look() -> tuple[dict[str, Array], Array, dict[str, Array]]:
-            store = self._ready(batch_size)
-            if length > 1:
-                _refuse_untold(store, "sequences")
-            first = self._draw(store, batch_size)
-            n_steps = min(length, max(self.lengths))  # there are no more
-            rows = self._ahead(first[:, None], np.arange(n_steps))
-            lengths = _steps_that_follow(store, rows)
-            every = rows[np.arange(n_steps) < lengths[:, None]]
+            store = self._store
+            first = self._draw(batch_size)
+            rows, lengths = self._steps_from(first, length, "sequences")
+            every = rows[np.arange(rows.shape[1]) < lengths[:, None]]
             arrays = store.take(every) | store.take_after(every, self._ahead(every, 1))
             info = {}
             if store.tree is not None:
-                info[INDEX_KEY], info[WEIGHT_KEY] = self._weights(store, store.tree, first, beta)
+                info[INDEX_KEY], info[WEIGHT_KEY] = self._weights(store.tree, first, beta)
             return arrays, lengths, info
 
         arrays, lengths, info = self._unchanged(look)
@@ -264,23 +255,21 @@ class Sampler:
 
     def _unchanged(self, look: Callable[[], _T]) -> _T:
         """The result of ``look``, during which no transition changes; may call it again."""
-        if self._store is None or self._store.is_writer:
+        if self._store.is_writer:
             return look()
         if self._pid != os.getpid():  # forked: not the draws of its siblings and its parent
             self._pid = os.getpid()
             self._generator = np.random.Generator(np.random.PCG64())
         return self._store.version.read(look)
 
-    def _ready(self, batch_size: int) -> Store:
-        if self._store is None or len(self._store) < batch_size:
+    def _draw(self, n: int) -> Array:
+        """Rows of transitions, int64 ``[n]``."""
+        store = self._store
+        if len(store) < n:
             raise NotEnoughDataError(
-                f"{batch_size} transitions were asked for, but there are {len(self)}",
+                f"{n} transitions were asked for, but there are {len(store)}",
                 fix="add more before sampling, or ask for a smaller batch",
             )
-        return self._store
-
-    def _draw(self, store: Store, n: int) -> Array:
-        """Rows of transitions, int64 ``[n]``."""
         if store.tree is not None:
             if store.tree.total <= 0:
                 raise UsageError(
@@ -306,15 +295,35 @@ class Sampler:
 
     def _ahead(self, rows: Array, n_steps: int | Array) -> Array:
         """Rows so many places after others, of the same sub-pool."""
-        if self._store is None or self._n_sub_pools == 1:
+        if self._n_sub_pools == 1:
             return rows + n_steps
         index = self._store.sub_pools_of(rows)
         return self._store.rows_at(index, rows - self._store.offsets[index] + n_steps)
 
+    def _steps_from(self, first: Array, most: int, what: str) -> tuple[Array, Array]:
+        """Steps that follow each other in an episode.
+
+        Args:
+            first: Rows of the first ones, int64 ``[n]``.
+            most: The most steps to look at; there may be fewer transitions.
+            what: What errors call them.
+
+        Returns:
+            Rows ``[n, most]``, and how many of each are steps of one episode, at least 1.
+        """
+        if most > 1:
+            _refuse_untold(self._store, what)
+        rows = self._ahead(first[:, None], np.arange(min(most, max(self.lengths))))
+        # The newest transition is a last one, so this never leaves what is stored.
+        is_last = self._store.is_last.take(rows, mode="wrap")
+        is_last[:, -1] = True
+        return rows, is_last.argmax(axis=1) + 1
+
     def _look_ahead(
-        self, store: Store, batch: dict[str, Array], rows: Array, n_step: int, discount: float
+        self, batch: dict[str, Array], rows: Array, n_step: int, discount: float
     ) -> Array:
         """Add the returns of some steps; gives the rows of the last of these steps."""
+        store = self._store
         end = TERMINATED_KEY if TERMINATED_KEY in store.columns else DONE_KEY
         for key in (REWARD_KEY, end):
             if key not in store.columns or np.prod(store.schema.columns[key].shape) != 1:
@@ -324,15 +333,11 @@ class Sampler:
                     fix="store it",
                 )
         discount = real_number("discount", discount, "from 0 to 1")
-        if n_step > 1:
-            _refuse_untold(store, "n-step returns")
-        n_step = min(n_step, max(self.lengths))  # there are no more
-        every = self._ahead(rows[:, None], np.arange(n_step))
-        n_steps = _steps_that_follow(store, every)
-        factors = np.float64(discount) ** np.arange(n_step)
+        every, n_steps = self._steps_from(rows, n_step, "n-step returns")
+        ahead = np.arange(every.shape[1])
         rewards = store.take(every.reshape(-1), [REWARD_KEY])[REWARD_KEY].reshape(every.shape)
-        is_step = np.arange(n_step) < n_steps[:, None]
-        returns = np.where(is_step, rewards * factors, 0).sum(axis=1)
+        discounted = rewards * np.float64(discount) ** ahead
+        returns = np.where(ahead < n_steps[:, None], discounted, 0).sum(axis=1)
         last: Array = every[np.arange(len(rows)), n_steps - 1]
         flags = store.take(last, [end, TRUNCATED_KEY])
         is_end = flags[end].astype(bool).reshape(-1)
@@ -343,10 +348,9 @@ class Sampler:
         batch[DISCOUNT_KEY] = discounts.astype(np.float32)
         return last
 
-    def _weights(
-        self, store: Store, tree: PriorityTree, rows: Array, beta: float
-    ) -> tuple[Array, Array]:
+    def _weights(self, tree: PriorityTree, rows: Array, beta: float) -> tuple[Array, Array]:
         """Index and importance weight of rows, relative to the largest weight among them."""
+        store = self._store
         beta = real_number("beta", beta, "from 0 on, and finite")
         index = store.sub_pools_of(rows)
         # The number of a row: the one that lies there, at most a capacity before the next one.
@@ -366,22 +370,8 @@ def _refuse_untold(store: Store, what: str) -> None:
             f"{what} need to know where episodes end, and some trajectories did not tell where "
             f"they do within a row: they had no {missing!r}",
             fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}"
-            + (f" beside {TERMINATED_KEY!r}" if has_half else ""),
+            + (f" next to {TERMINATED_KEY!r}" if has_half else ""),
         )
-
-
-def _steps_that_follow(store: Store, rows: Array) -> Array:
-    """How many of the rows ``[n, most]`` are steps of one episode, int64 ``[n]``, at least 1.
-
-    Args:
-        store: The store.
-        rows: Rows that follow each other. Those past the newest transition mean nothing.
-    """
-    # The newest transition is a last one, so this never leaves what is stored.
-    is_last = store.is_last.take(rows, mode="wrap")
-    is_last[:, -1] = True
-    lengths: Array = is_last.argmax(axis=1) + 1
-    return lengths
 
 
 def _padded(values: Array, is_step: Array) -> torch.Tensor:

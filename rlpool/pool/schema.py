@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,14 @@ class Schema:
     stacks: Mapping[str, Stack] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, specs: Mapping[str, TensorSpec]) -> Schema:
+    def from_specs(cls, specs: Mapping[str, TensorSpec]) -> Schema:
         """The schema of transitions with these keys; rewards are stored in float32.
 
         Raises:
-            SpecError: For anything but numbers of up to 64 bits and bools.
+            SpecError: For anything but numbers of up to 64 bits and bools, and without keys.
         """
+        if not specs:
+            raise SpecError("there are no keys to store", fix="add transitions that have some")
         for key, spec in specs.items():
             if spec.dtype.kind not in "biuf" or spec.dtype.itemsize > _MOST_BYTES:
                 raise SpecError(
@@ -113,18 +115,17 @@ class Schema:
             specs[key] = TensorSpec((before, after), self.columns[key].dtype)
         return specs
 
-    def layout(self, n_sub_pools: int) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-        """What lies in a store's memory: once, and per row.
-
-        The last row of numbers is the version, and whether ends of episodes are unknown.
-        """
-        control = {"numbers": TensorSpec((n_sub_pools + 1, 3), np.dtype(np.int64))}
-        rows = {"is_last": TensorSpec((), np.dtype(np.bool_))}
-        if self.paired:
-            rows["final_row"] = TensorSpec((), np.dtype(np.int32))
-        rows |= {f"columns/{key}": spec for key, spec in self.rows.items()}
-        rows |= {f"finals/{key}": self.rows[key] for key in self.paired}
-        return control, rows
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Schema:
+        """The schema that ``plain`` described, in this or an earlier version."""
+        columns = {
+            key: TensorSpec(tuple(shape), np.dtype(text))
+            for key, (text, shape) in values["columns"].items()
+        }
+        schema = cls.from_specs(cls(columns, tuple(values["paired"])).specs)
+        stacks = values.get("stacks", {})  # none in files of version 0.1
+        asked = {key: (int(n_frames), int(axis)) for key, (n_frames, axis) in stacks.items()}
+        return replace(schema, stacks=stacks_of(asked, schema))
 
     def plain(self) -> dict[str, Any]:
         """The schema as plain values."""
@@ -153,9 +154,9 @@ class Schema:
                 )
 
 
-def _fits(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
-    """Whether there are values that both hold; those that only one holds are refused later."""
-    return given.kind + held.kind in ("iu", "ui") or np.can_cast(given, held, "same_kind")
+def _fits(given: np.dtype[Any], stored: np.dtype[Any]) -> bool:
+    """Whether some values fit both dtypes; those that fit only one are refused later."""
+    return given.kind + stored.kind in ("iu", "ui") or np.can_cast(given, stored, "same_kind")
 
 
 # Stacks of frames --------------------------------------------------------------------------------
@@ -203,33 +204,34 @@ def stacks_of(frame_stack: FrameStack, schema: Schema) -> dict[str, Stack]:
         return {}
     if isinstance(frame_stack, Mapping):
         return {key: _stack(key, value, schema) for key, value in frame_stack.items()}
-    stacks: dict[str, Stack] = {}
-    vectors: dict[str, Stack] = {}
-    for key in schema.paired or schema.columns:
-        shape = schema.columns[key].shape
-        ends = [axis for axis in (0, len(shape) - 1) if shape[axis : axis + 1] == (frame_stack,)]
-        if ends and 0 not in shape and (len(shape) > 1 or key in schema.paired):
-            (stacks if len(shape) > 1 else vectors)[key] = Stack(frame_stack, ends[0])
-    if not stacks and not vectors:
-        fix = "leave frame_stack out if observations are no stacks"
-        for key in schema.paired or schema.columns:
-            shape = schema.columns[key].shape
-            if 0 not in shape and (axes := _axes_for(frame_stack, shape)):
-                named = f"frame_stack={{{key!r}: ({frame_stack}, {axes[-1]})}}"
-                fix += f", or name the key and the axis: {named}"
-                break
-        raise SpecError(
-            f"frame_stack is {frame_stack}, but no observation has {frame_stack} frames along its "
-            f"first or last axis: {schema}",
-            fix=fix,
-        )
-    # Beside images, a vector is rather one of as many numbers than a stack of single ones.
-    return stacks or vectors
+    n_frames = frame_stack
+    shapes = {key: schema.columns[key].shape for key in schema.paired or schema.columns}
+    stacks = {
+        key: Stack(n_frames, axis)
+        for key, shape in shapes.items()
+        for axis in (len(shape) - 1, 0)  # of both, the first axis counts
+        if shape and shape[axis] == n_frames and 0 not in shape
+        if len(shape) > 1 or key in schema.paired
+    }
+    if stacks:
+        # Next to images, a vector is rather one of as many numbers than a stack of single ones.
+        return {key: stack for key, stack in stacks.items() if len(shapes[key]) > 1} or stacks
+    fix = "leave frame_stack out if observations are no stacks"
+    for key, shape in shapes.items():
+        if advice := _named_axis(key, n_frames, shape):
+            fix += f", or name the key and the axis: {advice}"
+            break
+    raise SpecError(
+        f"frame_stack is {n_frames}, but no observation has {n_frames} frames along its first or "
+        f"last axis: {schema}",
+        fix=fix,
+    )
 
 
-def _axes_for(n_frames: int, shape: Sequence[int]) -> list[int]:
-    """The axes that may be made of so many frames."""
-    return [axis for axis, size in enumerate(shape) if size and size % n_frames == 0]
+def _named_axis(key: str, n_frames: int, shape: Sequence[int]) -> str:
+    """How to name the last axis that may be made of so many frames; empty if none may be."""
+    axes = [axis for axis, size in enumerate(shape) if size % n_frames == 0 and 0 not in shape]
+    return f"frame_stack={{{key!r}: ({n_frames}, {axes[-1]})}}" if axes else ""
 
 
 def _stack(key: str, value: int | tuple[int, int], schema: Schema) -> Stack:
@@ -243,16 +245,13 @@ def _stack(key: str, value: int | tuple[int, int], schema: Schema) -> Stack:
     if isinstance(value, tuple):
         n_frames, axis = value
     else:
-        n_frames = value
-        axis = next((end for end in (0, -1) if shape and shape[end] == n_frames), 0)
+        n_frames, is_last = value, shape[:1] != (value,) and shape[-1:] == (value,)
+        axis = -1 if is_last else 0
     if not -len(shape) <= axis < len(shape) or shape[axis] % n_frames or 0 in shape:
-        axes = _axes_for(n_frames, shape)
-        fix = f"give as many frames as an axis has, and the axis: frame_stack={{{key!r}: (4, -1)}}"
-        if axes:
-            fix = f"name the axis: frame_stack={{{key!r}: ({n_frames}, {axes[-1]})}}"
+        advice = _named_axis(key, n_frames, shape) or f"frame_stack={{{key!r}: (4, -1)}}"
         raise SpecError(
             f"{key!r} is {schema.columns[key]}, which has no {n_frames} frames along axis {axis}",
-            fix=fix,
+            fix=f"give as many frames as an axis has, and the axis: {advice}",
         )
     return Stack(n_frames, axis % len(shape))
 

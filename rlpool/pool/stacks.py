@@ -1,4 +1,4 @@
-"""The single frames of stacked values that follow each other.
+"""Values that are to be added, and the single frames of stacks that follow each other.
 
 The value of a step is that of the step before without its oldest frame, and with a newer one. Where
 that is so, bit by bit, only the newest frame is new. Elsewhere a run of frames begins, with all
@@ -12,11 +12,37 @@ from typing import NamedTuple
 import numpy as np
 
 from rlpool.memory.storage import Array
-from rlpool.pool.incoming import Source
 from rlpool.pool.schema import Stack
 
 _COMPARED_BYTES = 2**21  # at a time: so much stays in the cache
+
 _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
+
+
+class Source(NamedTuple):
+    """Values of a key, one per transition: some rows of an array."""
+
+    array: Array
+    rows: Array
+
+    def part(self, places: slice | Array) -> Source:
+        """Some of the values, no copy."""
+        return Source(self.array, self.rows[places])
+
+    def values(self, out: Array | None = None) -> Array:
+        """The values ``[n, ...]``, copied to an array or a new one."""
+        # Clipped because that is faster than "raise", which makes a copy of the target.
+        values: Array = self.array.take(self.rows, 0, out, "clip")
+        return values
+
+
+def widest_words(array: Array) -> Array:
+    """An array whose last axis lies in one piece, as the widest words that this axis is made of.
+
+    Bits are to be compared, as NaN is not equal to itself; the widest words take the least time.
+    """
+    n_bytes = array.shape[-1] * array.itemsize
+    return array.view(next(word for word in _WORDS if n_bytes % word.itemsize == 0))
 
 
 class NewFrames:
@@ -115,9 +141,9 @@ def unstacked(
     newest = np.cumsum(n_new) - 1
     oldest = (newest - n_new + 1)[begins].repeat(np.diff(np.append(begins, len(n_new))))
     numbers = np.maximum(newest[:, None] + np.arange(1 - n_frames, 1), oldest[:, None])
-    of = np.arange(len(n_new)).repeat(n_new)  # the value that a frame is of
-    frame = n_frames - 1 - newest[of] + np.arange(of.size)
-    frames = NewFrames(values, np.concatenate([origins[:, of], frame[None]]), dtype)
+    owner = np.arange(len(n_new)).repeat(n_new)  # the value that a frame belongs to
+    frame = n_frames - 1 - newest[owner] + np.arange(owner.size)
+    frames = NewFrames(values, np.concatenate([origins[:, owner], frame[None]]), dtype)
     if tails is not None:
         first = numbers[place[tails[0]]]
         frames.hints[first] = tails[1]
@@ -128,11 +154,9 @@ def unstacked(
 
 def _words(array: Array, stack: Stack) -> Array:
     """Values ``[n, before, n_frames, after]`` as the widest words that frames are made of."""
-    # Bits are compared, as NaN is not equal to itself; the widest words take the least time.
     # Axes that were moved, as channels of images are, have no words; all others stay in place.
-    parts = np.ascontiguousarray(array).reshape(len(array), *stack.parts(array.shape[1:]))
-    n_bytes = parts.shape[-1] * array.itemsize
-    return parts.view(next(word for word in _WORDS if n_bytes % word.itemsize == 0))
+    array = np.ascontiguousarray(array)
+    return widest_words(array.reshape(len(array), *stack.parts(array.shape[1:])))
 
 
 def _parts(numbers: Array, values: Array) -> list[Array]:

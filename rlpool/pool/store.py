@@ -1,6 +1,6 @@
 """Where a pool keeps its transitions: sub-pools, and a column of rows per key.
 
-A key ``x`` with a ``_x`` beside it, such as ``frame`` and ``_frame``, is one column. The value
+A key ``x`` that comes with ``_x``, such as ``frame`` and ``_frame``, is one column. The value
 after a step is the next row's value, unless the row is the last of its piece of an episode. The
 values after those lie in ``finals``, which grows with the number of such rows. Of a stack of frames
 both hold the places of its frames in a ``FrameStore``.
@@ -13,24 +13,22 @@ interrupted or dies, the rows from ``oldest`` to ``next`` are whole transitions.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import numpy as np
 
 from rlpool.errors import UsageError
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
-from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.memory.storage import Array, Memory
 from rlpool.pool.frames import FrameStore
 from rlpool.pool.incoming import Incoming
+from rlpool.pool.layout import layout_of
+from rlpool.pool.places import Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
 from rlpool.pool.sub_pool import SubPool, WindowRules
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import TensorSpec
 
 
 class Store:
@@ -40,7 +38,7 @@ class Store:
         schema: What is stored.
         pool_size: Rows of all sub-pools.
         n_sub_pools: Number of sub-pools; the first ones have one row more if need be.
-        memory: Of ``Store.n_bytes_for`` bytes.
+        make_memory: Makes the memory, of so many bytes, or hands over what others have made.
         rules: When sub-pools drop transitions.
         with_priorities: Whether rows have priorities.
         is_reader: Whether the store is another process's.
@@ -48,8 +46,8 @@ class Store:
     Attributes:
         columns: Key to array ``[pool_size, ...]``.
         frames: Key of a stack to its frames.
-        finals: Paired key to the values after last rows ``[pool_size, ...]``, of which the first
-            ``n_finals`` are or were in use.
+        finals: Paired key to the values after last rows ``[pool_size, ...]``.
+        final_places: Which of these are in use.
         is_last: bool ``[pool_size]``: whether the next row does not continue the episode. The
             newest row of a sub-pool always is.
         final_row: int32 ``[pool_size]``: where in ``finals`` a last row's values are.
@@ -68,68 +66,93 @@ class Store:
         schema: Schema,
         pool_size: int,
         n_sub_pools: int,
-        memory: Memory,
+        make_memory: Callable[[int], Memory],
         rules: WindowRules | None = None,
         *,
         with_priorities: bool = False,
         is_reader: bool = False,
     ) -> None:
-        self.schema, self.pool_size, self.memory = schema, pool_size, memory
+        self.schema, self.pool_size = schema, pool_size
         self._rules = rules or WindowRules()
-        control, self._layout = schema.layout(n_sub_pools)
-        self._n_control = sum(carved_bytes(control, 1).values())
-        table = carve(memory.root(), control, 1)["numbers"][0]
-        self._rows = carve(memory.root()[self._n_control :], self._layout, pool_size)
+        self._regions = layout_of(schema, pool_size, n_sub_pools)
+        self.memory = make_memory(sum(region.n_bytes for region in self._regions.values()))
+        root = self.memory.root()
+        arrays = {name: region.array(root) for name, region in self._regions.items()}
+        table = arrays["numbers"]
         self.numbers: Array = table[:-1, :2]
         self.origins: Array = table[:-1, 2]
         self.is_untold: Array = table[-1, 1:2]
-        self.columns = {key: self._rows[f"columns/{key}"] for key in schema.columns}
-        self.finals = {key: self._rows[f"finals/{key}"] for key in schema.paired}
-        self.frames: dict[str, FrameStore] = {}
-        start = self._n_control + sum(carved_bytes(self._layout, pool_size).values())
-        self._frame_starts: dict[str, int] = {}
-        for key, (n, spec) in _frames_layout(schema, pool_size).items():
-            array = carve(memory.root()[start:], {key: spec}, n)[key]
-            stack = schema.stacks[key]
-            self.frames[key] = FrameStore(schema.columns[key], stack, array, is_reader=is_reader)
-            self._frame_starts[key] = start
-            start += sum(carved_bytes({key: spec}, n).values())
-        self.is_last = self._rows["is_last"]
-        self.final_row = self._rows.get("final_row", self.is_last)  # none without pairs
+        self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
+        self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
+        self.frames = {
+            key: FrameStore(
+                schema.columns[key], stack, arrays[f"frames/{key}"], is_reader=is_reader
+            )
+            for key, stack in schema.stacks.items()
+        }
+        self.is_last = arrays["is_last"]
+        self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
         share, rest = divmod(pool_size, n_sub_pools)
         self.capacities = share + (np.arange(n_sub_pools) < rest)  # the first ones one larger
         self.offsets = np.cumsum(self.capacities) - self.capacities
         places = zip(self.offsets.tolist(), self.capacities.tolist(), table[:-1], strict=True)
         self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
         self._tree = PriorityTree(pool_size) if with_priorities else None
-        self.n_finals = 0
-        # Rows of finals that were given back, a stack of the first _n_free.
-        self._free = np.empty(pool_size, np.int32)
-        self._n_free = 0
+        self.final_places = Places(pool_size)
         self._is_whole = True  # no change is under way, or was interrupted
-        self.version = SequenceLock(table[-1].data, memory.shared_fd)
+        self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
-        memory.reserve(0, self._n_control)
+        self.memory.reserve(0, self._regions["numbers"].n_bytes)
 
-    @staticmethod
-    def n_bytes_for(schema: Schema, pool_size: int, n_sub_pools: int) -> int:
-        """Bytes of the memory of a store."""
-        control, rows = schema.layout(n_sub_pools)
-        frames = _frames_layout(schema, pool_size)
-        parts = [carved_bytes(control, 1), carved_bytes(rows, pool_size)]
-        parts += [carved_bytes({key: spec}, n) for key, (n, spec) in frames.items()]
-        return sum(sum(part.values()) for part in parts)
+    @classmethod
+    def of_nothing(cls, n_sub_pools: int) -> Store:
+        """What a pool has before its first transition: no columns, and nothing can be added."""
+        return cls(Schema({}, ()), n_sub_pools, n_sub_pools, Memory.local)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it is decided what is stored of a transition."""
+        return bool(self.columns)
 
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows written so far, bookkeeping and priorities included."""
-        n_rows = sum(sub_pool.n_used for sub_pool in self.sub_pools)
-        n_bytes = sum(
-            spec.n_bytes * (self.n_finals if name.startswith("finals/") else n_rows)
-            for name, spec in self._layout.items()
+        rows = [slice(0, sub_pool.n_used) for sub_pool in self.sub_pools]
+        n_bytes: int = sum(
+            (piece.stop - piece.start) * self._regions[name].spec.n_bytes
+            for name, pieces in self._parts(rows, *self.n_extra).items()
+            for piece in pieces
         )
-        n_bytes += sum(frames.n_bytes for frames in self.frames.values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
+
+    @property
+    def n_extra(self) -> tuple[int, dict[str, int]]:
+        """Finals, and frames of each stack, that are or were in use."""
+        frames = {key: frames.places.n_used for key, frames in self.frames.items()}
+        return self.final_places.n_used, frames
+
+    def pieces_in_use(self) -> list[slice]:
+        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first."""
+        return [
+            piece
+            for sub_pool in self.sub_pools
+            for piece in sub_pool.pieces(sub_pool.oldest, sub_pool.next)
+        ]
+
+    def rows_in_use(self) -> Array:
+        """The same rows as numbers, int64 ``[len(store)]``."""
+        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces_in_use())
+        return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+    def _parts(
+        self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]
+    ) -> dict[str, Sequence[slice]]:
+        """Parts of each array that belong to some rows, finals and frames."""
+        pieces = dict.fromkeys(self._regions, rows)
+        pieces |= {f"finals/{key}": [slice(0, n_finals)] for key in self.finals}
+        pieces |= {f"frames/{key}": [slice(0, n)] for key, n in n_frames.items()}
+        del pieces["numbers"]
+        return pieces
 
     @property
     def lengths(self) -> list[int]:
@@ -169,7 +192,7 @@ class Store:
         self.refuse_others()
         with self.version.changing():
             if not self._is_whole:
-                self.recover()
+                self.recover(*self.n_extra)
             self._is_whole = False
             yield
             self._is_whole = True
@@ -191,18 +214,18 @@ class Store:
         sub_pool, n = self.sub_pools[index], len(incoming.is_last)
         with self.changing():
             start = sub_pool.next
-            n_held = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
+            n_kept = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
             after = start + n
-            if n_held < n:  # the others would be dropped again
-                incoming = incoming.part(slice(n - n_held, n))
-            oldest, first = after - n_held, after - len(incoming.is_last)
+            if n_kept < n:  # the others would be dropped again
+                incoming = incoming.part(slice(n - n_kept, n))
+            oldest, first = after - n_kept, after - len(incoming.is_last)
             lasts = np.flatnonzero(incoming.is_last)
             pieces = sub_pool.pieces(first, after)
             # Frames that are here already are kept, even if the rows are dropped that hold them.
             named = {key: incoming.frames_named(key) for key in self.frames}
             new = {key: f.find(incoming.frames[key], named[key]) for key, f in self.frames.items()}
-            n_frames = {key: f.n_more(len(new[key])) for key, f in self.frames.items()}
-            self.reserve(pieces, self.n_finals + lasts.size, n_frames)
+            n_frames = {k: f.places.n_used_with(len(new[k])) for k, f in self.frames.items()}
+            self.reserve(pieces, self.final_places.n_used_with(lasts.size), n_frames)
             self.drop(sub_pool, min(start, oldest))
             self.is_untold |= not incoming.is_told
             for key, frames in self.frames.items():
@@ -235,7 +258,7 @@ class Store:
             self.is_last[piece] = some.is_last
             start = part.stop
         if self.schema.paired and lasts.size:
-            finals = self._take_finals(lasts.size)
+            finals = self.final_places.take(lasts.size)
             for key, source in incoming.finals.items():
                 values = source.part(lasts).values()
                 if key in self.frames:
@@ -244,21 +267,6 @@ class Store:
                 self.finals[key][finals] = values
             rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
             self.final_row[rows[lasts]] = finals
-
-    def tails(self, index: int | None) -> dict[str, Array]:
-        """Where the frames lie that the last trajectories ended with; see ``remember``."""
-        known = {key: frames.tails.get(index) for key, frames in self.frames.items()}
-        return {key: tails for key, tails in known.items() if tails is not None}
-
-    def remember(self, index: int | None, incoming: Incoming) -> None:
-        """Note where the frames lie that trajectories ended with: the next ones may go on there.
-
-        Args:
-            index: The sub-pool that was asked for.
-            incoming: Transitions that were added.
-        """
-        for key in self.frames.keys() & self.finals.keys():
-            self.frames[key].tails[index] = incoming.tails(key)
 
     def drop(self, sub_pool: SubPool, stop: int) -> None:
         """Drop the transitions before number ``stop``."""
@@ -276,50 +284,45 @@ class Store:
     def clear(self) -> None:
         """Drop all transitions; the next ones use the same rows, finals and frames."""
         with self.changing():
-            for sub_pool in self.sub_pools:
-                self.drop(sub_pool, sub_pool.next)
+            self.drop_all()
             self.origins[...] = self.numbers[:, 1]
-            self.n_finals = self._n_free = 0
             self.is_untold[:] = 0
-            for frames in self.frames.values():
-                frames.clear()
 
-    def recover(self) -> None:
-        """Make the bookkeeping of finals and priorities fit the rows that are held."""
+    def drop_all(self) -> None:
+        """Drop all transitions, within ``changing``."""
+        for sub_pool in self.sub_pools:
+            self.drop(sub_pool, sub_pool.next)
+        self.final_places.reset()
+        for frames in self.frames.values():
+            frames.recount(0, [])
+
+    def recover(self, n_finals: int, n_frames: Mapping[str, int]) -> None:
+        """Make the bookkeeping of finals, frames and priorities fit the rows in use.
+
+        Args:
+            n_finals: Finals that are or were in use, see ``n_extra``.
+            n_frames: Frames of each stack, likewise.
+        """
         self.numbers[:, 0] = self.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
+        rows = self.rows_in_use()
+        finals = self.final_row[rows[self.is_last[rows]]]
         if self.schema.paired:
-            is_free = np.ones(self.n_finals, bool)
-            for sub_pool in self.sub_pools:
-                for piece in sub_pool.held():
-                    is_free[self.final_row[piece][self.is_last[piece]]] = False
-            free = np.flatnonzero(is_free)
-            self._free[: free.size] = free
-            self._n_free = free.size
-        held = [piece for sub_pool in self.sub_pools for piece in sub_pool.held()]
+            is_free = np.ones(n_finals, bool)
+            is_free[finals] = False
+            self.final_places.reset(n_finals, is_free)
         for key, frames in self.frames.items():
-            places = [self.columns[key][piece] for piece in held]
-            if key in self.finals:
-                finals = [self.final_row[piece][self.is_last[piece]] for piece in held]
-                places += [self.finals[key][rows] for rows in finals]
-            frames.recount(places)
-
-    def _take_finals(self, n: int) -> Array:
-        """Unused rows of ``finals``, int32 ``[n]``."""
-        n_again = min(n, self._n_free)
-        self._n_free -= n_again
-        again = self._free[self._n_free : self._n_free + n_again]
-        start, self.n_finals = self.n_finals, self.n_finals + n - n_again
-        return np.concatenate([again, np.arange(start, self.n_finals, dtype=np.int32)])
+            places = [self.columns[key][rows]]
+            places += [self.finals[key][finals]] if key in self.finals else []
+            frames.recount(n_frames[key], places)
 
     def _give_back_finals(self, rows: slice) -> None:
         if self.schema.paired:
             finals = self.final_row[rows][self.is_last[rows]]
             for key in self.frames.keys() & self.finals.keys():
                 self.frames[key].release(self.finals[key][finals])
-            self._free[self._n_free : self._n_free + finals.size] = finals
-            self._n_free += finals.size
+            self.final_places.give_back(finals)
 
     def reserve(self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]) -> None:
         """Make sure that a disk has room for rows, finals and frames before they are written.
@@ -329,81 +332,10 @@ class Store:
         """
         if self.memory.kind != "memmap":
             return
-        start = self._n_control
-        for name, n_bytes in carved_bytes(self._layout, self.pool_size).items():
-            size = self._layout[name].n_bytes
-            for piece in [slice(0, n_finals)] if name.startswith("finals/") else rows:
+        for name, pieces in self._parts(rows, n_finals, n_frames).items():
+            start, size = self._regions[name].start, self._regions[name].spec.n_bytes
+            for piece in pieces:
                 self.memory.reserve(start + piece.start * size, start + piece.stop * size)
-            start += n_bytes
-        for key, n in n_frames.items():
-            start = self._frame_starts[key]
-            self.memory.reserve(start, start + n * self.frames[key].frame_bytes)
-
-    def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
-        """Sub-pools for additions, each drawn as if those before had been made.
-
-        The probability of a sub-pool is proportional to 1 / (its length + 1).
-
-        Args:
-            sizes: How many transitions are added at a time.
-            draws: A float from 0 to below 1 for each addition; an int names the sub-pool.
-        """
-        lengths, added = self.lengths, [sub_pool.next for sub_pool in self.sub_pools]
-        chosen = []
-        for size, draw in zip(sizes, draws, strict=True):
-            index = int(draw)
-            if not isinstance(draw, int):
-                ends = list(accumulate(1.0 / (length + 1.0) for length in lengths))
-                index = min(bisect_right(ends, draw * ends[-1]), len(ends) - 1)
-            capacity = self.sub_pools[index].capacity
-            lengths[index] = self._rules.length_after(capacity, lengths[index], added[index], size)
-            added[index] += size
-            chosen.append(index)
-        return chosen
-
-    # Keeping ---------------------------------------------------------------------------------
-
-    def arrays(self, like: Store | None = None) -> dict[str, Array]:
-        """Where the values of transitions lie, views by name.
-
-        Args:
-            like: The store of the same schema that says which rows are in use, by default this one.
-        """
-        like = self if like is None else like
-        whole = {k: array for k, array in self._rows.items() if not k.startswith("finals/")}
-        if self.tree is not None:
-            whole["priorities"] = self.tree.leaves
-        arrays = {f"finals/{key}": array[: like.n_finals] for key, array in self.finals.items()}
-        for key, frames in self.frames.items():
-            arrays[f"frames/{key}"] = frames.values[: like.frames[key].n_used]
-        for index, span in enumerate(like.numbers.tolist()):
-            for number, piece in enumerate(self.sub_pools[index].pieces(*span)):
-                arrays |= {f"{name}/{index}.{number}": a[piece] for name, a in whole.items()}
-        return arrays
-
-    def reserve_like(self, other: Store) -> None:
-        """Reserve room for everything that another store holds."""
-        self.reserve(
-            [piece for sub_pool in other.sub_pools for piece in sub_pool.held()],
-            other.n_finals,
-            {key: frames.n_used for key, frames in other.frames.items()},
-        )
-
-    def take_over(self, other: Store) -> None:
-        """Hold what another store of the same schema holds instead."""
-        self.reserve_like(other)
-        with InterruptsHeld(), self.changing():
-            for sub_pool in self.sub_pools:
-                self.drop(sub_pool, sub_pool.next)
-            values, self.origins[...] = other.arrays(), other.origins
-            for name, target in self.arrays(other).items():
-                target[...] = values[name]
-            self.n_finals, self.numbers[...] = other.n_finals, other.numbers
-            self.is_untold[:] = other.is_untold
-            for key, frames in self.frames.items():
-                frames.clear()
-                frames.n_used = other.frames[key].n_used
-            self.recover()
 
     # Reading ---------------------------------------------------------------------------------
 
@@ -457,11 +389,3 @@ class Store:
     def _whole(self, key: str, values: Array) -> Array:
         """Values of a column, put together from their frames if they are stacks."""
         return self.frames[key].take(values) if key in self.frames else values
-
-
-def _frames_layout(schema: Schema, pool_size: int) -> dict[str, tuple[int, TensorSpec]]:
-    """How many frames of each stack a store's memory has room for, and what each of them is."""
-    return {
-        key: (FrameStore.most(schema.stacks[key], pool_size), spec)
-        for key, spec in schema.frames.items()
-    }

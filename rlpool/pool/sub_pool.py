@@ -9,7 +9,10 @@ Nothing moves when something is added or dropped. When all is dropped, the next 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
@@ -100,10 +103,6 @@ class SubPool:
         """Where a transition lies, counted from the first row."""
         return (number - int(self.numbers[2])) % self.capacity
 
-    def held(self) -> list[slice]:
-        """Rows of all transitions that are held."""
-        return self.pieces(self.oldest, self.next)
-
     def pieces(self, start: int, stop: int) -> list[slice]:
         """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
         if start >= stop:
@@ -113,3 +112,33 @@ class SubPool:
         if last <= end:
             return [slice(first, last)]
         return [slice(first, end), slice(self.offset, last - self.capacity)]
+
+
+def routes(
+    sub_pools: Sequence[SubPool],
+    rules: WindowRules,
+    sizes: Sequence[int],
+    draws: Sequence[float],
+) -> list[int]:
+    """Numbers of sub-pools for additions, each drawn as if those before had been made.
+
+    The probability of a sub-pool is proportional to 1 / (its length + 1).
+
+    Args:
+        sub_pools: The sub-pools.
+        rules: When they drop transitions.
+        sizes: How many transitions are added at a time.
+        draws: A float from 0 to below 1 for each addition; an int names the sub-pool.
+    """
+    lengths, added = list(map(len, sub_pools)), [sub_pool.next for sub_pool in sub_pools]
+    chosen = []
+    for size, draw in zip(sizes, draws, strict=True):
+        index = int(draw)
+        if not isinstance(draw, int):
+            ends = list(accumulate(1.0 / (length + 1.0) for length in lengths))
+            index = min(bisect_right(ends, draw * ends[-1]), len(ends) - 1)
+        capacity = sub_pools[index].capacity
+        lengths[index] = rules.length_after(capacity, lengths[index], added[index], size)
+        added[index] += size
+        chosen.append(index)
+    return chosen

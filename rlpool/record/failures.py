@@ -36,7 +36,10 @@ LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error 
 ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
 """The advice for environments of a ``ParallelEnvManager``."""
 
-MISSES_OPTIONS = re.compile(
+THE_AGENT = "the agent"
+"""What errors call an agent: they begin with it, or with the method that was called."""
+
+_MISSES_OPTIONS = re.compile(
     r"\b(options|env_info|task)\b|'NoneType' object is not (subscriptable|iterable|a mapping)"
 )
 _OPTION = re.compile(r"""\b(?:options|env_info)(?:\[|\.get\()["'](\w+)["']|\b(task)\b""")
@@ -85,21 +88,29 @@ def env_error(
         cause = error.__cause__ or error
         what, fix = what_and_fix(f"env.{error.call}", cause)
         if error.call == "reset" and not fix:
-            fix, reason = reset_advice(cause, where.env_info or options, options_as)
+            given = dict(where.env_info or options or {})
+            given.pop("seed", None)  # it replaces the episode's seed, see OneEnv
+            fix, reason = reset_advice(cause, given, options_as)
         text, is_spec = text_of(cause), isinstance(cause, SpecError)
     if capsule is not None:
         place = capsule.where._replace(worker=where.worker)
         told = replace(capsule.told(what, text), where=place)
     kind = EnvSpecError if is_spec else EnvError
     return kind(
-        what, where=where, fix=fix, hint=hint, traceback_text=text, capsule=told, reason=reason
+        what,
+        where=where,
+        fix=fix,
+        hint=hint,
+        traceback_text=text,
+        capsule=told,
+        reason=reason,
     )
 
 
 def agent_error(
     error: BaseException,
     where: Where,
-    who: str = "the agent",
+    who: str = THE_AGENT,
     capsule: CrashCapsule | None = None,
 ) -> AgentError:
     """The error for an agent that raised or returned what does not fit.
@@ -116,9 +127,14 @@ def agent_error(
     text = text_of(error)
     told = None if capsule is None else capsule.told(what, text)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
-    fix, how = advice or fix, DEBUG_HINT
     return kind(
-        what, where=where, fix=fix, hint=how, traceback_text=text, capsule=told, reason=reason
+        what,
+        where=where,
+        fix=advice or fix,
+        hint=DEBUG_HINT,
+        traceback_text=text,
+        capsule=told,
+        reason=reason,
     )
 
 
@@ -157,7 +173,7 @@ def reset_advice(
         return f"let every reset() that is called on the way take {lacks[1]}, and hand it on", None
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     is_missing = key not in options if options and isinstance(key, str) else not options
-    if is_missing and MISSES_OPTIONS.search(told):
+    if is_missing and _MISSES_OPTIONS.search(told):
         found = _OPTION.search(told)
         name = found[1] or found[2] if found else key
         is_name = isinstance(name, str) and name.isidentifier()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import resource_tracker
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process.watching import Script, n_descriptors
+from process.watching import START_S, Script, in_new, n_descriptors
 
 from rlpool import Array
 from rlpool.memory import descriptors
@@ -27,8 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left", "no_descriptor_left"),
     pytest.mark.promise("I5"),
 ]
-
-JOIN_S = 60.0
 
 VIEWS: dict[str, Callable[[Array], Array]] = {
     "whole": lambda array: array,
@@ -41,25 +37,6 @@ VIEWS: dict[str, Callable[[Array], Array]] = {
     "full": lambda array: array[2].full,
     "nothing": lambda array: array[2:2],
 }
-
-
-@contextlib.contextmanager
-def in_new(method: str, function: Any, *arguments: Any, exitcode: int = 0) -> Iterator[Any]:
-    """In a new process; forked ones inherit all that is here now."""
-    context: Any = multiprocessing.get_context(method)
-    here, there = context.Pipe()
-    process = context.Process(target=function, args=(there, *arguments))
-    with warnings.catch_warnings():  # Python 3.12 warns of forking with threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    there.close()  # the end of the child ends the pipe
-    try:
-        yield here
-    finally:
-        here.close()
-        process.join(JOIN_S)
-    assert process.exitcode == exitcode
-    process.close()
 
 
 in_forked = partial(in_new, "fork")
@@ -117,7 +94,7 @@ def test_views_travel_as_arguments_and_through_pipes_and_queues(method: str, sto
         for part in (piped, piped[1:3], piped[[2, 3]]):
             pipe.send(part)
         queue.put(queued)
-        results.get(timeout=JOIN_S)[0] = 5
+        results.get(timeout=START_S)[0] = 5
         pipe.send("done")
     for name, array in arrays.items():
         expected = make("local")

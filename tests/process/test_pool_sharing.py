@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from process.watching import START_S, in_new, is_running, wait_until
 
 from rlpool import Pool, UsageError
 
 from support.transitions import WIDTH, add_numbers, is_whole, trajectories_of_numbers
 
-TIMEOUT_S = 60.0
 
-
-def read_until_told(pool: Any, pipe: Connection) -> None:
-    """Sample until a message comes; sends how often, and how often that was not whole."""
-    n_read = n_torn = 0
-    pipe.send("ready")
+def read_until_told(pipe: Connection, pool: Any) -> None:
+    """Sample until a message comes; sends its pid, how often, and how often that was not whole."""
+    n_read = n_partial = 0
+    pipe.send(os.getpid())
     while not pipe.poll():
         n_read += 1
-        n_torn += not is_whole(pool.sample(64))
-    pipe.send((n_read, n_torn))
+        n_partial += not is_whole(pool.sample(64))
+    pipe.send((n_read, n_partial))
 
 
-def fill_and_die(frame_stack: dict[str, int], pipe: Connection) -> None:
+def fill_and_die(pipe: Connection, frame_stack: dict[str, int]) -> None:
     """Make a pool, send it, and be killed while filling it."""
     pool = Pool(pool_size=200, storage="shared", frame_stack=frame_stack, seed=0)
     add_numbers(pool, 0, 200)
-    pipe.send(pool)
+    pipe.send((os.getpid(), pool))
     pipe.recv()
     number = 200
     while True:
@@ -42,22 +38,8 @@ def fill_and_die(frame_stack: dict[str, int], pipe: Connection) -> None:
         number += 60
 
 
-@contextmanager
-def child(method: str, target: Any, *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    context: Any = multiprocessing.get_context(method)
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(*arguments, there))
-    process.start()
-    there.close()
-    try:
-        yield process, here
-    finally:
-        process.join(TIMEOUT_S) if process.exitcode is None and here.closed else process.kill()
-        process.join(TIMEOUT_S)
-
-
 def received(pipe: Connection) -> Any:
-    assert pipe.poll(TIMEOUT_S), "no answer"
+    assert pipe.poll(START_S), "no answer"
     return pipe.recv()
 
 
@@ -70,32 +52,31 @@ def test_a_reader_never_sees_half_a_transition(
 ) -> None:
     pool = Pool(pool_size=150, storage=storage, frame_stack=frame_stack, seed=0)
     add_numbers(pool, 0, 150)
-    with child(method, read_until_told, pool) as (_, pipe):
-        assert received(pipe) == "ready"
+    with in_new(method, read_until_told, pool) as pipe:
+        received(pipe)
         for number in range(150, 18_150, 60):
             pool.extend(trajectories_of_numbers(number, [7, 50, 3]))
             add_numbers(pool, number, number + 3)
         pipe.send("end")
-        n_read, n_torn = received(pipe)
+        n_read, n_partial = received(pipe)
         assert n_read > 10
-        assert n_torn == 0
-    with child("fork", read_until_told, pool) as (reader, pipe):  # one that dies stops nobody
-        assert received(pipe) == "ready"
-        os.kill(reader.pid, signal.SIGKILL)
+        assert n_partial == 0
+    with in_new("fork", read_until_told, pool, exitcode=-signal.SIGKILL) as pipe:
+        os.kill(received(pipe), signal.SIGKILL)  # one that dies stops nobody
     add_numbers(pool, 0, 200)
     assert len(pool) == 150
 
 
 @pytest.mark.parametrize("frame_stack", [{}, {"frame": WIDTH}])
 def test_a_writer_that_is_killed_leaves_whole_transitions(frame_stack: dict[str, int]) -> None:
-    with child("spawn", fill_and_die, frame_stack) as (writer, pipe):
-        reader = received(pipe)
+    with in_new("spawn", fill_and_die, frame_stack, exitcode=-signal.SIGKILL) as pipe:
+        pid, reader = received(pipe)
         pipe.send("go")
         newest = reader.transitions()["action"].max()
         while reader.transitions()["action"].max() == newest:
             pass
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join(TIMEOUT_S)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid))
         for _ in range(50):
             assert is_whole(reader.sample(64))
         assert is_whole(reader.transitions())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,25 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = START_S) -> floa
 def worker_pids(pid: int | None = None) -> set[int]:
     """Processes that a process has, but for those that live as long as it."""
     return {child.pid for child in psutil.Process(pid).children(recursive=True) if not stays(child)}
+
+
+@contextlib.contextmanager
+def in_new(method: str, function: Any, *arguments: Any, exitcode: int = 0) -> Iterator[Any]:
+    """In a new process; forked ones inherit all that is here now."""
+    context: Any = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    process = context.Process(target=function, args=(there, *arguments))
+    with warnings.catch_warnings():  # Python 3.12 warns of forking with threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    there.close()  # the end of the child ends the pipe
+    try:
+        yield here
+    finally:
+        here.close()
+        process.join(START_S)
+    assert process.exitcode == exitcode
+    process.close()
 
 
 def is_running(pid: int) -> bool:

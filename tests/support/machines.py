@@ -1,8 +1,11 @@
-"""Fake machines: the files in which a kernel publishes its limits, in a directory."""
+"""Fake machines: the files in which a kernel publishes its limits, and disks that are full."""
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,18 @@ def limit_to(monkeypatch: pytest.MonkeyPatch, **limit: int) -> None:
     numbers = {getattr(resource, name): value for name, value in limit.items()}
     unlimited = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda n: (numbers.get(n, unlimited),) * 2)
+
+
+def limit_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[int, int], bool]) -> None:
+    """Give no disk space where a function of the first byte and the number of bytes says so."""
+    reserve = os.posix_fallocate
+
+    def give(fd: int, start: int, n_bytes: int) -> None:
+        if is_full(start, n_bytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(fd, start, n_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", give)
 
 
 def container(root: Path, group: str, files: dict[str, str]) -> Path:

@@ -6,9 +6,7 @@ Which elements an index means is compared with a model in the property test.
 from __future__ import annotations
 
 import copy
-import errno
 import gc
-import os
 import pickle
 import weakref
 from typing import Any
@@ -18,6 +16,8 @@ import pytest
 import torch
 
 from rlpool import Array, SpecError, UsageError
+
+from support.machines import limit_disk
 
 STORAGES = ("local", "shared", "memmap")
 each_storage = pytest.mark.parametrize("storage", STORAGES)
@@ -86,10 +86,7 @@ def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], named: s
 
 
 def test_a_memmap_reserves_its_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_full(fd: int, start: int, n_bytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", is_full)
+    limit_disk(monkeypatch, lambda start, n_bytes: True)
     with pytest.raises(SpecError, match="ENOSPC"):
         Array((1000,), "float64", storage="memmap")
 
@@ -162,14 +159,6 @@ def test_single_elements_are_arrays() -> None:
 
 
 # Other kinds of indices -------------------------------------------------------------------------
-
-
-def test_an_int_apart_from_an_index_array_puts_the_selection_first() -> None:
-    array, expected = Array((4, 3, 2), np.int64, feature_shape=(2,)), np.arange(48)
-    array[...] = expected = expected.reshape(4, 3, 2, 2)
-    for key in ((slice(None), [0, 2], slice(None), 0), (slice(1, 3), [0, 2], 1)):
-        assert array[key].shape == expected[key].shape
-        np.testing.assert_array_equal(array[key], expected[key])
 
 
 def test_only_the_first_dimension_of_a_view_of_a_table_of_steps_is_time() -> None:

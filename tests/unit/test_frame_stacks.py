@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ from rlpool.machine.limits import machine_bytes
 from rlpool.memory.storage import allocate
 
 from support.agents import ConstantAgent
-from support.envs import CountingEnv
+from support.envs import CountingEnv, assert_same_tensors
+from support.machines import limit_disk
 
 FRAME_BYTES = 12 * 12
 
@@ -60,12 +59,6 @@ def stacked_env(padding: str, length: int = 60, *, is_last: bool = False) -> Any
 def create_env(seed: int, padding: str, is_last: bool, kind: Any = GymEnv) -> GymEnv:
     envs = [stacked_env(padding, length, is_last=is_last) for length in (60, 75, 90)]
     return kind(envs, seed)
-
-
-def assert_same(first: Any, second: Any) -> None:
-    assert set(first.keys()) == set(second.keys())
-    for key, tensor in first.items():
-        assert torch.equal(tensor, second[key]), key
 
 
 def stacks(start: int, stop: int, shape: tuple[int, ...] = (4,)) -> torch.Tensor:
@@ -114,10 +107,10 @@ def test_what_batchers_give_is_sampled_bit_by_bit_from_single_frames(
             window = batcher.get()
             for pool in pools:
                 pool.extend(window)
-    assert_same(pools[0].transitions(), pools[1].transitions())
+    assert_same_tensors(pools[0].transitions(), pools[1].transitions())
     for options in ({}, {"n_step": 5}):
-        assert_same(pools[0].sample(200, **options), pools[1].sample(200, **options))
-    assert_same(pools[0].sample_sequences(50, 8), pools[1].sample_sequences(50, 8))
+        assert_same_tensors(pools[0].sample(200, **options), pools[1].sample(200, **options))
+    assert_same_tensors(pools[0].sample_sequences(50, 8), pools[1].sample_sequences(50, 8))
     assert pools[0].nbytes < 2 * FRAME_BYTES * 500  # the windows of a lane share their frames
 
 
@@ -142,7 +135,7 @@ def test_a_number_means_vectors_only_where_nothing_else_is_a_stack() -> None:
     alone.extend(vectors((4,)))
     whole = Pool(pool_size=20, seed=0)
     whole.extend(vectors((4,)))
-    assert_same(alone.sample(9), whole.sample(9))
+    assert_same_tensors(alone.sample(9), whole.sample(9))
     assert alone.nbytes < whole.nbytes
     vector = torch.rand(10, 4)  # no stack
     angles = {"angles": vector[:-1], "_angles": vector[1:]}
@@ -194,7 +187,7 @@ def test_images_whose_axes_were_moved_are_found() -> None:
     for pool, frames in zip(pools, (images, images.mT.contiguous().mT), strict=True):
         tensors = {"frame": frames[None, :10], "_frame": frames[None, 1:11], "_done": done}
         pool.extend(TemporalDictTensor(tensors))
-    assert_same(pools[0].transitions(), pools[1].transitions())
+    assert_same_tensors(pools[0].transitions(), pools[1].transitions())
     frames = images.mT.contiguous().mT.numpy()
     alone = Pool(pool_size=20, frame_stack=4)
     alone(frames[0], 0, frames[1], 0.0, False)
@@ -209,7 +202,7 @@ def test_the_wrapper_of_the_environments_of_store_is_recognised() -> None:
     with Pool(plain, 2, 50, seed=0) as pool, Pool(plain, 2, 50, seed=0, frame_stack={}) as other:
         for each in (pool, other):
             each.store()
-        assert_same(pool.transitions(), other.transitions())
+        assert_same_tensors(pool.transitions(), other.transitions())
         assert pool.nbytes < most < other.nbytes
     with Pool(envs(FlattenObservation), 2, 50, seed=0) as pool:
         pool.store()  # no stacks any longer
@@ -242,18 +235,12 @@ def test_a_disk_that_is_full_keeps_the_frames(
 ) -> None:
     pool = Pool(pool_size=5000, storage="memmap", directory=tmp_path, frame_stack=4)
     pool.extend(steps(0, 20))
-    before, reserve = pool.transitions(), os.posix_fallocate
-
-    def refuse_frames(file: int, start: int, size: int) -> None:
-        if size > 3000 * 9 * 8:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        reserve(file, start, size)
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse_frames)
+    before = pool.transitions()
+    limit_disk(monkeypatch, lambda start, n_bytes: n_bytes > 3000 * 9 * 8)  # frames
     with pytest.raises(SpecError, match="disk"):
         pool.extend(steps(20, 3800))
     monkeypatch.undo()
-    assert_same(pool.transitions(), before)
+    assert_same_tensors(pool.transitions(), before)
     pool.extend(steps(20, 3800))
     assert torch.equal(pool.transitions()["frame"], steps(0, 3800)["frame"][0])
 

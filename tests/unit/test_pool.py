@@ -28,7 +28,7 @@ from rlpool import (
 from rlpool.slots.trajectories import DerivedTensors, Successor
 
 from support.agents import FunctionAgent
-from support.envs import COUNTING_SPACE, CountingEnv
+from support.envs import COUNTING_SPACE, CountingEnv, assert_same_tensors
 
 
 def filled(n: int = 6, pool_size: int = 10, **options: Any) -> Pool:
@@ -109,7 +109,7 @@ def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> N
 # Windows ----------------------------------------------------------------------------------------
 
 
-def held(n_added: int, pool_size: int, at_once: int = 1, **options: int) -> list[int]:
+def kept(n_added: int, pool_size: int, at_once: int = 1, **options: int) -> list[int]:
     """Numbers of the transitions that a pool holds after so many were added."""
     pool = Pool(pool_size=pool_size, seed=0, **options)
     for start in range(0, n_added, at_once):
@@ -121,9 +121,9 @@ def held(n_added: int, pool_size: int, at_once: int = 1, **options: int) -> list
 
 @pytest.mark.parametrize("at_once", [1, 4, 12])
 def test_examples_of_the_document(at_once: int) -> None:
-    assert held(12, 10, at_once) == list(range(2, 12))
-    assert held(12, 10, at_once, window_size=3) == [8, 9, 10, 11]
-    assert held(12, 10, at_once, clearing_freq=5, window_size_=2) == list(range(4, 12))
+    assert kept(12, 10, at_once) == list(range(2, 12))
+    assert kept(12, 10, at_once, window_size=3) == [8, 9, 10, 11]
+    assert kept(12, 10, at_once, clearing_freq=5, window_size_=2) == list(range(4, 12))
 
 
 # Trajectories -----------------------------------------------------------------------------------
@@ -134,11 +134,7 @@ def stored(tensors: dict[str, Tensor], lengths: list[int] | None = None) -> Any:
     trajectories = TemporalDictTensor(tensors, None if lengths is None else torch.tensor(lengths))
     pool = Pool(pool_size=100, seed=0)
     pool.extend(trajectories)
-    flat, got = trajectories.flatten(), pool.transitions()
-    assert set(got.keys()) == set(flat.keys())
-    for key, tensor in flat.items():
-        assert got[key].dtype == tensor.dtype
-        assert torch.equal(got[key], tensor), key
+    assert_same_tensors(pool.transitions(), trajectories.flatten())
     return pool
 
 
@@ -230,13 +226,8 @@ def test_a_pool_holds_what_batchers_collect_bit_by_bit(restarts: bool) -> None:
     for trajectories in results:
         pool.extend(trajectories)
     expected = DictTensor.cat([trajectories.flatten() for trajectories in results])
-    got = pool.transitions()
-    n = len(pool)
-    assert n == min(30, expected.n_elems()) > 20
-    assert set(got.keys()) == set(expected.keys())
-    for key, tensor in expected.items():
-        assert got[key].dtype == tensor.dtype
-        assert torch.equal(got[key], tensor[-n:]), key
+    assert len(pool) == min(30, expected.n_elems()) > 20
+    assert_same_tensors(pool.transitions(), expected[expected.n_elems() - len(pool) :])
 
 
 def test_a_change_in_place_before_the_successor_is_looked_at_is_refused_and_nothing_is_lost() -> (
@@ -250,7 +241,7 @@ def test_a_change_in_place_before_the_successor_is_looked_at_is_refused_and_noth
         pool.extend(second)
     pool.extend(third)
     flat = DictTensor.cat([first.flatten(), third.flatten()])
-    assert all(torch.equal(tensor, flat[key]) for key, tensor in pool.transitions().items())
+    assert_same_tensors(pool.transitions(), flat)
 
 
 def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them() -> None:
@@ -347,8 +338,7 @@ def test_trajectories_that_do_not_fit_are_refused_and_nothing_is_lost(
     change(steps)
     with pytest.raises(SpecError, match=name):
         pool.extend(TemporalDictTensor(steps))
-    for key, tensor in pool.transitions().items():
-        assert torch.equal(tensor, before[key])
+    assert_same_tensors(pool.transitions(), before)
 
 
 def test_keys_and_sub_pools_that_are_not_there_are_named() -> None:

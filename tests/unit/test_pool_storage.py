@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import re
 import sys
@@ -17,7 +15,6 @@ import torch
 
 import rlpool.pool
 from rlpool import (
-    DictTensor,
     NotEnoughDataError,
     Pool,
     SpecError,
@@ -25,6 +22,9 @@ from rlpool import (
     UsageError,
 )
 from rlpool.machine.limits import memory_bounds
+
+from support.envs import assert_same_tensors
+from support.machines import limit_disk
 
 MB = 2**20
 
@@ -35,12 +35,6 @@ def trajectories(n: int, value: int = 0, size: int = 100) -> TemporalDictTensor:
     return TemporalDictTensor(steps)
 
 
-def same(first: DictTensor, second: DictTensor) -> bool:
-    return set(first.keys()) == set(second.keys()) and all(
-        torch.equal(tensor, second[key]) for key, tensor in first.items()
-    )
-
-
 # A full disk ---------------------------------------------------------------------------------
 
 
@@ -48,17 +42,14 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is reserved on the way; what is not reserved would end the process."""
-    reserve = os.posix_fallocate
     n_left = 0
 
-    def reserve_while_there_is_room(*arguments: int) -> None:
+    def is_full(start: int, n_bytes: int) -> bool:
         nonlocal n_left
         n_left -= 1
-        if n_left < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        reserve(*arguments)
+        return n_left < 0
 
-    monkeypatch.setattr(os, "posix_fallocate", reserve_while_there_is_room)
+    limit_disk(monkeypatch, is_full)
     pool = Pool(None, 3, 30_000, storage="memmap", directory=tmp_path, seed=0)
     with pytest.raises(SpecError, match=r"disk.*\n.*free some space"):
         pool.extend(trajectories(10))
@@ -75,7 +66,7 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
             pool.extend(apart, 0)
         except SpecError:
             n_refused += 1
-            assert same(pool.transitions(), before)
+            assert_same_tensors(pool.transitions(), before)
             assert pool.sample(50)["number"].min() >= 1000
             assert pool.sample_sequences(50, 1)["number"][:, 0].min() >= 1000
             assert pool.nbytes == n_bytes
@@ -89,16 +80,15 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_left = 0
         self._given: set[int] = set()
-        self._reserve = os.posix_fallocate
-        monkeypatch.setattr(os, "posix_fallocate", self.give)
+        limit_disk(monkeypatch, self.is_full)
 
-    def give(self, fd: int, start: int, n_bytes: int) -> None:
+    def is_full(self, start: int, n_bytes: int) -> bool:
         pages = set(range(start // 4096, -(-(start + n_bytes) // 4096))) - self._given
         if len(pages) > self.n_left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._reserve(fd, start, n_bytes)
+            return True
         self._given |= pages
         self.n_left -= len(pages)
+        return False
 
 
 def pages(n: int, value: int) -> TemporalDictTensor:
@@ -143,8 +133,8 @@ def test_rows_are_used_again_after_clear_and_mean_other_transitions(
     pool.save(tmp_path / "pool")
     loaded, reader = Pool(**options), pickle.loads(pickle.dumps(pool))
     loaded.load(tmp_path / "pool")
-    assert same(loaded.transitions(), pool.transitions())
-    assert same(loaded.sample(30), pool.sample(30))
+    assert_same_tensors(loaded.transitions(), pool.transitions())
+    assert_same_tensors(loaded.sample(30), pool.sample(30))
     assert len(reader) == 30
     assert set(reader.sample(30)["page"][:, 0].tolist()) == {40, 41}
 

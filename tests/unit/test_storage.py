@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import multiprocessing
 import os
@@ -23,6 +22,7 @@ from rlpool.memory.storage import PAGE_BYTES, Memory, allocate, batch_array, car
 from rlpool.specs import TensorSpec
 
 from support import named_memory
+from support.machines import limit_disk
 
 SPECS = {
     "flag": TensorSpec((), np.dtype(bool)),
@@ -148,16 +148,13 @@ def _resident_bytes() -> int:
 def test_a_memmap_is_sparse_leaves_no_file_and_can_be_reserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def is_full(fd: int, start: int, n_bytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     memory = allocate("memmap", 1 << 20, directory=tmp_path)
     assert os.stat(memory.fd).st_dev == os.stat(tmp_path).st_dev
     memory.root()[:10] = 5
     assert os.fstat(memory.fd).st_blocks * 512 < 1 << 17
     assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", is_full)
+        limit_disk(patch, lambda start, n_bytes: True)
         with pytest.raises(SpecError, match="ENOSPC"):
             memory.reserve(0, 1 << 20)
     memory.reserve(0, 1 << 20)
