@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -190,45 +188,6 @@ def test_batchers_of_several_threads_and_one_that_outlives_its_own(start_method:
         collect(handed_on, 50)
         for future in futures:
             future.result()
-
-
-# Interrupts -----------------------------------------------------------------------------------
-
-
-class Interrupt(Exception):
-    """What a handler raises."""
-
-
-def test_get_may_be_interrupted_and_repeated() -> None:
-    # As in a notebook, where Ctrl-C ends a cell and the next cell calls get() again.
-    rng, n_interrupts, lengths = random.Random(1), 0, [50, 1, 80, 3, 20]
-    info = DictTensor({"id": torch.arange(5), "length": torch.tensor(lengths)})
-    batcher = open_batcher(1, 3)
-
-    def interrupt(number: int, frame: Any) -> None:
-        if sys.version_info >= (3, 11) or batcher._dispatcher.n_pending:  # else it has returned
-            raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(60):
-            batcher.execute(5, env_info=info)
-            result = None
-            while result is None:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.0003 + 0.002 * rng.random())
-                    result = batcher.get()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Interrupt:
-                    n_interrupts += 1
-            assert result.lengths.tolist() == lengths
-            for row, length in enumerate(lengths):
-                assert result["frame"][row, :length, 1].tolist() == list(range(length))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        batcher.close()
-    assert n_interrupts > 10
 
 
 # How a script may look ------------------------------------------------------------------------
