@@ -23,7 +23,6 @@ from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.envpool_env import EnvPoolEnv
 from rlpool.envs.gym_env import GymEnv, GymEnvInf
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv
@@ -43,6 +42,7 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.integrations.envpool import EnvPoolEnv
 from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager, ParallelVectorEnv

@@ -18,7 +18,8 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.infos import options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
+from rlpool.machine.extras import imports_of
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
@@ -38,14 +39,11 @@ from rlpool.specs import (
     structure_of_space,
 )
 
-try:
+with imports_of("minari"):
     from minari import MinariDataset, create_dataset_from_buffers
     from minari.data_collector import EpisodeBuffer
     from minari.dataset.minari_dataset import parse_dataset_id
     from minari.storage.datasets_root_dir import get_dataset_path
-except ModuleNotFoundError as error:
-    what = f"Minari is not installed: {error}"
-    raise ImportError(compose(what, fix="pip install 'rlpool[minari]'")) from error
 
 __all__ = ["from_minari", "to_minari"]
 

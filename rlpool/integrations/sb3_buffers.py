@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,10 @@ from torch import Tensor
 from rlpool.data.dict_tensor_base import instance
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.integrations.sb3_policies import Observation, observed, part_of
+from rlpool.integrations.sb3_policies import Observation, mapped, observed, parts_of, whole
 from rlpool.integrations.sb3_pool import PoolReplayBuffer
 from rlpool.memory.storage import Array
 from rlpool.specs import (
-    DEFAULT_OBSERVATION_KEY,
     TensorSpec,
     fitted,
     fitted_rewards,
@@ -101,7 +101,7 @@ class _Steps:
     def __init__(
         self, trajectories: TemporalDictTensor, buffer: Any, n_steps: int | None = None
     ) -> None:
-        self._trajectories = trajectories
+        self._trajectories, self.keys = trajectories, trajectories.keys
         self._buffer = buffer
         self._has_lanes = trajectories.n_elems() == buffer.n_envs and trajectories.full()
         lengths = trajectories.lengths
@@ -151,12 +151,9 @@ class _Steps:
         """Observations before the steps, or after them with the prefix ``_``."""
         space = self._buffer.observation_space
         shown = observed(space, self, "the trajectories", prefix)
-        parts = space.spaces if isinstance(space, spaces.Dict) else {DEFAULT_OBSERVATION_KEY: space}
-        for key, array in (
-            shown.items() if isinstance(shown, dict) else [(DEFAULT_OBSERVATION_KEY, shown)]
-        ):
-            fitted(repr(prefix + key), array, np.dtype(parts[key].dtype))
-        return shown
+        for key, part in parts_of(space).items():
+            shown[key] = fitted(repr(prefix + key), shown[key], np.dtype(part.dtype))
+        return whole(space, shown)
 
 
 def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
@@ -178,7 +175,8 @@ def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
         return
     for step in range(len(done)):
         infos = [{"TimeLimit.truncated": bool(flag)} for flag in is_timeout[step]]
-        states = part_of(before, step), part_of(after, step)
+        at_step = itemgetter(step)
+        states = mapped(before, at_step), mapped(after, at_step)
         buffer.add(*states, actions[step], rewards[step], done[step], infos)
 
 
@@ -226,9 +224,10 @@ def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -
     else:
         last = torch.zeros(buffer.n_envs)
     buffer.reset()
+    columns = actions, rewards, steps.begins, values, log_probabilities
     for step in range(len(done)):
-        row = part_of(observations, step), actions[step], rewards[step], steps.begins[step]
-        buffer.add(*row, values[step], log_probabilities[step])
+        row = [column[step] for column in columns]
+        buffer.add(mapped(observations, itemgetter(step)), *row)
     buffer.compute_returns_and_advantage(last_values=last, dones=ends[-1])
 
 
@@ -256,7 +255,7 @@ def _checked(policy: Any) -> Any:
 
 def _values(policy: Any, observations: Observation, where: Array) -> Array:
     """The policy's values where a mask ``[n_steps, n_envs]`` is true, float32 ``[n]``."""
-    some = part_of(observations, where)
+    some = mapped(observations, itemgetter(where))
     with torch.no_grad():
         values = _checked(policy).predict_values(policy.obs_to_tensor(some)[0])
     flat: Array = values.cpu().numpy().flatten()
@@ -265,11 +264,7 @@ def _values(policy: Any, observations: Observation, where: Array) -> Array:
 
 def _seen(policy: Any, observations: Observation) -> Any:
     """Observations ``[n_steps, n_envs, ...]`` as the policy takes them: ``[n, ...]``."""
-    whole: Any = observations
-    if isinstance(observations, dict):
-        flat: Any = {key: each.reshape(-1, *each.shape[2:]) for key, each in observations.items()}
-    else:
-        flat = whole.reshape(-1, *whole.shape[2:])
+    flat = mapped(observations, lambda part: part.reshape(-1, *part.shape[2:]))
     return policy.obs_to_tensor(flat)[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -27,7 +27,7 @@ from rlpool.data.dict_tensor_base import kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.specs import DEFAULT_OBSERVATION_KEY
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, refuse_missing
 
 Observation = Array | dict[str, Array]
 
@@ -132,7 +132,8 @@ class Sb3Agent(Agent):
         history: TemporalDictTensor | None = None,
     ) -> AgentStep:
         """Choose actions as ``model.predict`` does."""
-        seen: Any = observed(self.policy.observation_space, observation, "the observation")
+        space = self.policy.observation_space
+        seen: Any = whole(space, observed(space, observation, "the observation"))
         if self._vec_normalize is not None:
             seen = self._vec_normalize.normalize_obs(seen)
         seen, _ = self.policy.obs_to_tensor(seen)
@@ -263,8 +264,27 @@ def _sampled(distribution: Any, noise: Tensor) -> Tensor:
 # Observations ------------------------------------------------------------------------------------
 
 
-def observed(space: Any, values: Any, what: str, prefix: str = "") -> Observation:
-    """The observation among named values, as arrays with the axes of a space.
+def parts_of(space: Any) -> dict[str, Any]:
+    """The spaces of the parts of an observation, by key."""
+    return (
+        dict(space.spaces) if isinstance(space, spaces.Dict) else {DEFAULT_OBSERVATION_KEY: space}
+    )
+
+
+def whole(space: Any, parts: dict[str, Array]) -> Observation:
+    """An observation of its parts: a dict only where the space is one."""
+    return parts if isinstance(space, spaces.Dict) else parts[DEFAULT_OBSERVATION_KEY]
+
+
+def mapped(observation: Observation, change: Callable[[Array], Any]) -> Any:
+    """Change every part of an observation."""
+    if isinstance(observation, dict):
+        return {key: change(part) for key, part in observation.items()}
+    return change(observation)
+
+
+def observed(space: Any, values: Any, what: str, prefix: str = "") -> dict[str, Array]:
+    """The parts of the observation among named values, as arrays with the axes of a space.
 
     Args:
         space: The observation space of a policy or a buffer: images have their channels first.
@@ -272,27 +292,15 @@ def observed(space: Any, values: Any, what: str, prefix: str = "") -> Observatio
         what: What errors call the values.
         prefix: Of the keys.
     """
-    is_dict = isinstance(space, spaces.Dict)
-    parts = space.spaces if is_dict else {DEFAULT_OBSERVATION_KEY: space}
+    parts = parts_of(space)
+    refuse_missing(what, values.keys(), [prefix + key for key in parts], _SAME)
     arrays = {}
     for key, part in parts.items():
-        name = prefix + key
-        if name not in values:
-            raise SpecError(
-                f"{what} should have the keys {list(parts)}, {name!r} is missing", fix=_SAME
-            )
-        array: Array = np.asarray(values[name])
+        array: Array = np.asarray(values[prefix + key])
         lead = array.shape[: array.ndim - len(part.shape)]
         flat = maybe_transpose(array.reshape(-1, *array.shape[len(lead) :]), part)
         if flat.shape[1:] != part.shape:
             got = f"{list(flat.shape[1:])}, the model has {list(part.shape)}"
-            raise SpecError(f"{name!r} of {what} has the shape {got}", fix=_SAME)
+            raise SpecError(f"{prefix + key!r} of {what} has the shape {got}", fix=_SAME)
         arrays[key] = flat.reshape(*lead, *part.shape)
-    return arrays if is_dict else arrays[DEFAULT_OBSERVATION_KEY]
-
-
-def part_of(observations: Observation, where: Any) -> Any:
-    """Rows of an observation that may be a dict."""
-    if isinstance(observations, dict):
-        return {key: each[where] for key, each in observations.items()}
-    return observations[where]
+    return arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,18 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.preprocessing import get_obs_shape
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.integrations.sb3_policies import part_of
+from rlpool.integrations.sb3_policies import mapped, parts_of, whole
 from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
 from rlpool.pool.pool import Pool
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import DEFAULT_OBSERVATION_KEY
 
 _MOST_SEED = 2**31 - 1
 
@@ -124,8 +125,16 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         for env, info in enumerate(infos):
             is_timeout = self.handle_timeout_termination and info.get("TimeLimit.truncated", False)
             ended, here = bool(done[env]), (0, env)
-            states = actions[here], part_of(after, here), float(reward[env]), ended, env
-            self.pool(part_of(before, here), *states, terminated=ended and not is_timeout)
+            state, next_state = (mapped(each, itemgetter(here)) for each in (before, after))
+            self.pool(
+                state,
+                actions[here],
+                next_state,
+                float(reward[env]),
+                ended,
+                env,
+                terminated=ended and not is_timeout,
+            )
         self._count(1)
 
     def add_steps(
@@ -216,7 +225,7 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
     @property
     def _keys(self) -> list[str]:
         """The names of the parts of an observation."""
-        return list(self.obs_shape) if self._is_dict else [DEFAULT_OBSERVATION_KEY]
+        return list(parts_of(self.observation_space))
 
     def _parts(self, observations: Any) -> dict[str, Array]:
         """The parts of observations ``[n_steps, n_envs, ...]``, in the dtypes of their spaces.
@@ -224,12 +233,10 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         Those of a ``Discrete`` come without a dimension.
         """
         parts = {}
-        for key in self._keys:
-            part, space, shape = observations, self.observation_space, self.obs_shape
-            if self._is_dict:
-                part, space, shape = part[key], space[key], shape[key]
+        for key, space in parts_of(self.observation_space).items():
+            part = observations[key] if self._is_dict else observations
             array = converted(key, np.asarray(part), np.dtype(space.dtype))
-            parts[key] = array.reshape(-1, self.n_envs, *shape)
+            parts[key] = array.reshape(-1, self.n_envs, *get_obs_shape(space))
         return parts
 
     def _actions(self, action: Array) -> Array:
@@ -240,12 +247,9 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
 
     def _seen(self, batch: DictTensor, prefix: str, env: Any) -> Any:
         """The observations of a sample, normalised, on the device."""
-        if not self._is_dict:
-            array = batch[prefix + DEFAULT_OBSERVATION_KEY].numpy()
-            return self.to_torch(self._normalize_obs(array, env), copy=False)
-        arrays = {key: batch[prefix + key].numpy() for key in self.obs_shape}
-        normalised = self._normalize_obs(arrays, env)
-        return {key: self.to_torch(array, copy=False) for key, array in normalised.items()}
+        arrays = {key: batch[prefix + key].numpy() for key in self._keys}
+        normalised = self._normalize_obs(whole(self.observation_space, arrays), env)
+        return mapped(normalised, lambda array: self.to_torch(array, copy=False))
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in vars(self).items() if key != "pool"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlpool.errors import compose
@@ -18,8 +20,15 @@ def import_extra(module: str, extra: str) -> Any:
     Raises:
         ImportError: If the package is not installed; it names the extra.
     """
-    try:
+    with imports_of(extra):
         return importlib.import_module(module)
+
+
+@contextmanager
+def imports_of(extra: str) -> Iterator[None]:
+    """A section that imports what an extra installs; see ``import_extra``."""
+    try:
+        yield
     except ImportError as error:
-        package, fix = module.partition(".")[0], f"pip install 'rlpool[{extra}]'"
-        raise ImportError(compose(f"{package} is not installed", fix=fix)) from error
+        what = f"{error.name} is not installed" if error.name else str(error)
+        raise ImportError(compose(what, fix=f"pip install 'rlpool[{extra}]'")) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from rlpool import (
 
 from support.faults import KINDS
 from support.fragile import ChancyEnv, FragileEnv, RecurrentAgent, create_fragile, failing
+from support.variants import variants
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
 
@@ -78,13 +81,22 @@ def assert_truncated(result: Any, failures: Any, whole: Any, step: int, rows: An
     assert [error.where.episode for error in failures] == list(rows)
 
 
-@pytest.mark.parametrize("n_threads", [0, 2])
-@pytest.mark.parametrize("n_timesteps", [16, 2])
-@pytest.mark.parametrize("step", [-1, 0, 1])
+@functools.cache
+def undisturbed(n_threads: int = 2) -> Any:
+    return collected(None, infos("none", 0), n_threads)[0]
+
+
+@pytest.mark.parametrize(
+    ("n_threads", "n_timesteps", "step"),
+    variants(
+        [*itertools.product([0], [16, 2], [-1, 0, 1]), (2, 16, -1), (2, 2, 1)],
+        itertools.product([2], [16, 2], [-1, 0, 1]),
+    ),
+)
 def test_an_episode_whose_environment_raises_is_truncated(
     n_threads: int, n_timesteps: int, step: int, tmp_path: Path
 ) -> None:
-    whole, _ = collected(None, infos("none", 0), n_threads)
+    whole = undisturbed(n_threads)
     env_info = infos("raise", step)
     policy: dict[str, Any] = {"on_env_error": "truncate", "max_restarts": 0}
     result, failures = collected(tmp_path, env_info, n_threads, n_timesteps, **policy)
@@ -102,7 +114,7 @@ def test_an_episode_whose_environment_raises_is_truncated(
 def test_an_episode_that_fails_twice_at_the_same_step_is_given_up(
     kind: str, on_env_error: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, _ = collected(None, infos("none", 0))
+    whole = undisturbed()
     policy: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 3, "timeout": 0.7}
     with caplog.at_level(logging.WARNING):
         result, failures = collected(tmp_path, infos(kind, 1, (3, 4, 8)), **policy)
@@ -115,12 +127,12 @@ def test_an_episode_that_kills_its_worker_again_is_an_error_of_its_request(
     kind: str, tmp_path: Path
 ) -> None:
     env_args = {"n_lanes": 2, "marks": str(tmp_path), "times": ALWAYS}
-    options: dict[str, Any] = {"timeout": 0.7, "max_restarts": 2}
+    options: dict[str, Any] = {"timeout": 0.7, "max_restarts": 1}
     error = WorkerDiedError if kind == "sigkill" else WorkerTimeoutError
     with EpisodeBatcher(
         16, 64, RecurrentAgent, {}, create_fragile, env_args, 2, 5, **options
     ) as batcher:
-        for _ in range(3):  # more failures than restarts
+        for _ in range(2):  # more failures than restarts
             batcher.execute(N, env_info=infos(kind, 1, (3,)))
             batcher.execute(5)
             with pytest.raises(error) as caught:
@@ -189,37 +201,48 @@ def test_an_environment_that_does_not_repeat_ends_its_window(
 # Environments in processes -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("envs_per_worker", [1, 3])
-@pytest.mark.parametrize(("kind", "on_env_error"), [("raise", "truncate"), ("sigkill", "restart")])
-@pytest.mark.parametrize("step", [-1, 0, 2])
+def lived(envs_per_worker: int, kind: str, on_env_error: str, step: int, marks: str | None) -> Any:
+    """What the lanes of a manager show in three episodes each, of which one fails."""
+    make = partial(FragileEnv, marks, ALWAYS)
+    options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 1}
+    rows = []
+    with ParallelEnvManager(
+        [make] * 3, seed=1, envs_per_worker=envs_per_worker, **options
+    ) as manager:
+        for first in (0, 3, 6):
+            seeds = [first, first + 1, first + 2]
+            fails = [failing(kind, step) if seed == 4 else {} for seed in seeds]
+            manager.reset_lanes([0, 1, 2], seeds, [{"length": 5, **one} for one in fails])
+            for t in range(5):
+                live = [n for n in (0, 1, 2) if not manager.current["done"][n]]
+                ended = manager.step_lanes(live, {"action": np.array([t, 2, 3])})
+                current = {key: array.copy() for key, array in manager.current.items()}
+                rows.append((ended, current))
+                if first == 3 and ended == [1]:
+                    assert manager.failures[1].where.step == max(step, 0)
+        assert not manager.failures
+    return rows
+
+
+RAISES, DIES = ("raise", "truncate"), ("sigkill", "restart")
+
+
+@pytest.mark.parametrize(
+    ("envs_per_worker", "fault", "step"),
+    variants(
+        [(1, RAISES, -1), (1, DIES, 0), (3, RAISES, 2), (3, DIES, 2)],
+        itertools.product([1, 3], [RAISES, DIES], [-1, 0, 2]),
+    ),
+)
 def test_a_manager_truncates_lanes_that_fail(
-    envs_per_worker: int, kind: str, on_env_error: str, step: int, tmp_path: Path
+    envs_per_worker: int, fault: tuple[str, str], step: int, tmp_path: Path
 ) -> None:
     """Seed 4 fails each time, all other lanes and episodes are as undisturbed."""
-
-    def lived(marks: str | None) -> list[Any]:
-        make = partial(FragileEnv, marks, ALWAYS)
-        options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 1}
-        rows = []
-        with ParallelEnvManager(
-            [make] * 3, seed=1, envs_per_worker=envs_per_worker, **options
-        ) as manager:
-            for first in (0, 3, 6):
-                seeds = [first, first + 1, first + 2]
-                fails = [failing(kind, step) if seed == 4 else {} for seed in seeds]
-                manager.reset_lanes([0, 1, 2], seeds, [{"length": 5, **one} for one in fails])
-                for t in range(5):
-                    live = [n for n in (0, 1, 2) if not manager.current["done"][n]]
-                    ended = manager.step_lanes(live, {"action": np.array([t, 2, 3])})
-                    current = {key: array.copy() for key, array in manager.current.items()}
-                    rows.append((ended, current))
-                    if first == 3 and ended == [1]:
-                        assert manager.failures[1].where.step == max(step, 0)
-            assert not manager.failures
-        return rows
-
+    marked, unmarked = (
+        lived(envs_per_worker, *fault, step, marks) for marks in (str(tmp_path), None)
+    )
     n_failed = 0
-    for number, (mine, theirs) in enumerate(zip(lived(str(tmp_path)), lived(None), strict=True)):
+    for number, (mine, theirs) in enumerate(zip(marked, unmarked, strict=True)):
         ended, current = mine
         is_failed = 5 <= number < 10
         for key, values in theirs[1].items():
@@ -239,8 +262,8 @@ def test_a_manager_truncates_lanes_that_fail(
 def test_a_manager_reports_a_lane_that_kills_its_worker_again(kind: str, tmp_path: Path) -> None:
     make = partial(FragileEnv, str(tmp_path), ALWAYS)
     error = WorkerDiedError if kind == "sigkill" else WorkerTimeoutError
-    with ParallelEnvManager([make] * 2, seed=1, max_restarts=2, timeout=0.7) as manager:
-        for _ in range(3):
+    with ParallelEnvManager([make] * 2, seed=1, max_restarts=1, timeout=0.7) as manager:
+        for _ in range(2):
             manager.reset_lanes([0, 1], [1, 2], [{"length": 5, **failing(kind, 1)}, {"length": 5}])
             actions = {"action": np.array([1, 2])}
             manager.step_lanes([0, 1], actions)

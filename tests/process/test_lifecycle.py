@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +30,7 @@ from rlpool import (
 
 from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults_at
+from support.striking import Strike
 from support.variants import variants
 
 pytestmark = [
@@ -116,26 +114,14 @@ def test_a_batcher_that_is_dropped_or_left_by_an_exception_ends_its_workers(
     assert worker_pids() == before
 
 
-class Striking:
-    """Raises ``KeyboardInterrupt`` at a line of what closes workers, as Ctrl-C does."""
-
-    FILES = ("dispatch.py", "request_workers.py", "env_workers.py", "process_end.py")
-    FUNCTIONS = ("close", "cancel", "_close", "end_all", "reap", "_end_group_of")
-
-    def __init__(self, line: int) -> None:
-        self.n_left = line
-
-    def enter(self, frame: Any, event: str, argument: Any) -> Any:
-        path, code = Path(frame.f_code.co_filename), frame.f_code
-        is_of_close = path.name in (*self.FILES, "lifecycle.py") and code.co_name in self.FUNCTIONS
-        return self.strike if is_of_close and path.parent.name != "unit" else None
-
-    def strike(self, frame: Any, event: str, argument: Any) -> Any:
-        self.n_left -= event == "line"
-        if self.n_left == 0:
-            self.n_left = -1
-            raise KeyboardInterrupt
-        return self.strike
+ENDING_FILES = (
+    "/dispatch.py",
+    "/request_workers.py",
+    "/env_workers.py",
+    "/process_end.py",
+    "/lifecycle.py",
+)
+ENDING = ("close", "cancel", "_close", "end_all", "reap", "_end_group_of")
 
 
 @pytest.mark.parametrize(
@@ -146,21 +132,19 @@ def test_close_that_was_interrupted_anywhere_ends_the_workers_when_it_is_repeate
     owner: str, every: int
 ) -> None:
     before, n_before, n_struck = worker_pids(), 0, 0
-    for line in range(2, 200, every):
+    for point in range(0, 200, every):
         opened: Any = open_batcher() if owner == "batcher" else ParallelEnvManager([CountingEnv])
-        striking, tracer = Striking(line), sys.gettrace()
-        sys.settrace(striking.enter)
+        strike = Strike(point, ENDING, files=ENDING_FILES, signal_number=signal.SIGINT, lines=True)
         try:
-            opened.close()
+            with strike:
+                opened.close()
         except KeyboardInterrupt:
             n_struck += 1
-        finally:
-            sys.settrace(tracer)
         opened.close()
         assert worker_pids() == before
         n_before = n_before or n_descriptors()
         assert n_descriptors() == n_before
-        if striking.n_left > 0:  # it has fewer lines
+        if not strike.has_struck:  # it has fewer points
             break
     assert n_struck > 3
 
@@ -204,45 +188,6 @@ def test_batchers_of_several_threads_and_one_that_outlives_its_own(start_method:
         collect(handed_on, 50)
         for future in futures:
             future.result()
-
-
-# Interrupts -----------------------------------------------------------------------------------
-
-
-class Interrupt(Exception):
-    """What a handler raises."""
-
-
-def test_get_may_be_interrupted_and_repeated() -> None:
-    # As in a notebook, where Ctrl-C ends a cell and the next cell calls get() again.
-    rng, n_interrupts, lengths = random.Random(1), 0, [50, 1, 80, 3, 20]
-    info = DictTensor({"id": torch.arange(5), "length": torch.tensor(lengths)})
-    batcher = open_batcher(1, 3)
-
-    def interrupt(number: int, frame: Any) -> None:
-        if sys.version_info >= (3, 11) or batcher._dispatcher.n_pending:  # else it has returned
-            raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(60):
-            batcher.execute(5, env_info=info)
-            result = None
-            while result is None:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.0003 + 0.002 * rng.random())
-                    result = batcher.get()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Interrupt:
-                    n_interrupts += 1
-            assert result.lengths.tolist() == lengths
-            for row, length in enumerate(lengths):
-                assert result["frame"][row, :length, 1].tolist() == list(range(length))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        batcher.close()
-    assert n_interrupts > 10
 
 
 # How a script may look ------------------------------------------------------------------------

@@ -6,12 +6,9 @@ Everything is compared with the same environments in this process, to which noth
 from __future__ import annotations
 
 import contextlib
-import linecache
-import signal
-import sys
+import functools
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -51,41 +48,11 @@ def alarm() -> Iterator[None]:
         yield
 
 
-class Tracer:
-    """Raises an alarm before a line of rlpool is run, counted from the beginning of a call.
-
-    Not before a ``return``: handlers run where functions begin, loops repeat and calls end.
-
-    Args:
-        number: Which line.
-
-    Attributes:
-        has_struck: Whether it came to that.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.has_struck = False
-        self._left = number
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        path = frame.f_code.co_filename
-        if "/rlpool/" not in path or path.endswith("interrupts.py"):
-            return None
-        is_return = linecache.getline(path, frame.f_lineno).lstrip().startswith("return")
-        if event == "line" and not is_return and not self.has_struck:
-            self._left -= 1
-            if self._left < 0:
-                self.has_struck = True
-                signal.raise_signal(signal.SIGALRM)
-        return self
-
-    def __enter__(self) -> None:
-        self._start_s, self._before = time.monotonic(), sys.gettrace()
-        sys.settrace(self)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-        assert time.monotonic() - self._start_s < STALL_S
+@contextlib.contextmanager
+def without_stall() -> Iterator[None]:
+    start_s = time.monotonic()
+    yield
+    assert time.monotonic() - start_s < STALL_S
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
@@ -172,20 +139,21 @@ def expected_states(call: str, number: int) -> list[dict[str, bytes]]:
 
 @pytest.mark.parametrize("is_repeated", [True, False], ids=["repeated", "given up"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_is_interrupted_at_any_line_may_be_repeated_or_given_up(
+def test_a_call_that_is_interrupted_at_any_point_may_be_repeated_or_given_up(
     manager: ParallelEnvManager, call: str, is_repeated: bool
 ) -> None:
-    number, reached, tracer = 0, set(), Tracer(0)
+    number, reached, strike = 0, set(), Strike(0)
     states = [expected_states(call, choice) for choice in range(3)]  # what is left over would show
-    while tracer.has_struck or not number:
+    while strike.has_struck or not number:
         # Whatever was done whole: nothing, or the first parts of the call.
         choice = number % len(states)
         expected = states[choice][:]
         manager.reset_lanes(LANES, LANES, [None] * N_LANES)
-        parts, tracer = CALLS[call][0](manager, actions(choice)), Tracer(number)
+        parts = CALLS[call][0](manager, actions(choice))
+        strike = Strike(number, lines=True)
         for part in parts:
             try:
-                with tracer:
+                with without_stall(), strike:
                     part()
             except Alarm:
                 if not is_repeated:
@@ -198,7 +166,7 @@ def test_a_call_that_is_interrupted_at_any_line_may_be_repeated_or_given_up(
         if call == "step some":
             manager.step_some(N_LANES)
         manager.step_lanes(LANES, actions(choice + 1))
-        assert state_of(manager) in expected, f"line {number}"
+        assert state_of(manager) in expected, f"point {number}"
         reached.add(len(expected) == 1 or expected.index(state_of(manager)))
         number += 1
     assert number > 30
@@ -208,18 +176,15 @@ def test_a_call_that_is_interrupted_at_any_line_may_be_repeated_or_given_up(
 def test_interrupted_calls_with_tensors_may_be_repeated(manager: ParallelEnvManager) -> None:
     """Every second step ends all episodes, which restart."""
     other, number = twin(), 0
-    tracer = Tracer(0)
+    strike = Strike(0)
     manager._n_resets = 0
-    while tracer.has_struck or not number:
+    while strike.has_struck or not number:
         output = DictTensor({"action": torch.from_numpy(actions(number)["action"])})
-        tracer = Tracer(number)
+        strike = Strike(number, lines=True)
         for name, arguments in (("reset", ()), ("step", (output,)), ("step", (output,))):
             call = getattr(manager, name)
-            try:
-                with tracer:
-                    result = call(*arguments)
-            except Alarm:
-                result = call(*arguments)
+            with without_stall():
+                result = until_done(functools.partial(call, *arguments), strike)
             assert_equal(result, getattr(other, name)(*arguments))
         number += 13
 
@@ -280,7 +245,7 @@ def test_a_batcher_over_a_manager_begins_again_and_works_on() -> None:
             other.execute(3)
             expected = other.get()
             try:
-                with contextlib.suppress(Alarm), Tracer(number):
+                with contextlib.suppress(Alarm), without_stall(), Strike(number, lines=True):
                     batcher.get()
                 result = batcher.get()
             except (EnvError, AgentError):

@@ -147,6 +147,10 @@ def assert_equal(got: Any, expected: Any, number: int) -> None:
         assert torch.equal(got.info[key], expected.info[key]), f"{key}, point {number}"
 
 
+LENGTHS = [3, 50, 9]
+"""Of episodes in slots of four steps, so that some are drained."""
+
+
 def alarm_soon(rng: random.Random) -> None:
     signal.setitimer(signal.ITIMER_REAL, 1e-6 + 0.0006 * rng.random())
 
@@ -156,20 +160,25 @@ def test_results_survive_a_storm_of_real_signals() -> None:
     rng, n_interrupts = random.Random(1), 0
     with episodes(2) as batcher:
         for number in range(60):
-            info, is_requested, result = {"id": [number, 0]}, False, None
+            ids = [number, 0, number + 1]
+            infos = {"id": ids}, {"id": ids, "length": LENGTHS}
+            is_requested, result = False, None
             while result is None:
                 try:
                     alarm_soon(rng)
                     if not is_requested:
-                        batcher.execute(2, info)
+                        batcher.execute(3, *infos)
                         is_requested = True
                     result = batcher.get()
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except Alarm:
                     n_interrupts += 1
-            assert result["info_id"][0, 0] == number
-            assert result.info["episode"].tolist() == [0, 1]
-        assert batcher._n_episodes == 120
+            assert result.lengths.tolist() == LENGTHS
+            assert result.info["episode"].tolist() == [0, 1, 2]
+            for row, length in enumerate(LENGTHS):
+                assert result["info_id"][row, :length].tolist() == [ids[row]] * length
+                assert result["frame"][row, :length, 0].tolist() == list(range(length))
+        assert batcher._n_episodes == 180
     assert n_interrupts > 15
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dis
+import functools
+import linecache
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import rlpool
 
 
 class Alarm(Exception):
@@ -30,13 +35,26 @@ def alarms() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """Trace a section, and nothing after it."""
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+LIBRARY = str(Path(rlpool.__file__).parent)
+
 _CHECKING = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 """After instructions of these kinds CPython looks whether a signal has arrived. (``CALL`` also
 matches ``CALL_FUNCTION_EX``, in which ``*args`` are passed on.)"""
 
 
 class Strike:
-    """Raises SIGALRM once, at one of the points of rlpool at which CPython looks for signals.
+    """Raises a signal once, at one of the points of rlpool at which CPython looks for signals.
 
     Not where a Python function returns that was called without ``*args``: since Python 3.11 its
     caller goes on without looking.
@@ -44,33 +62,58 @@ class Strike:
     Args:
         number: At which point, counted from 0.
         only: Count only points in functions with these names.
+        files: Count only points in files with one of these in their paths below ``rlpool/``; by
+            default in all but ``interrupts.py``, which holds signals back.
+        signal_number: The signal.
+        lines: Count lines instead, but those with a ``return``: functions begin, loops repeat and
+            calls end in others. That is many times as fast.
 
     Attributes:
         has_struck: Whether it came to that.
         n_points: Points that there were so far.
     """
 
-    def __init__(self, number: int, only: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        number: int,
+        only: Collection[str] = (),
+        *,
+        files: Collection[str] = (),
+        signal_number: int = signal.SIGALRM,
+        lines: bool = False,
+    ) -> None:
         self.has_struck, self.n_points = False, 0
-        self._number, self._only = number, only
+        self._number, self._only, self._files = number, only, files
+        self._signal_number, self._lines = signal_number, lines
         self._returned: FrameType | None = None  # to which a function has just returned
         self._opcodes: dict[Any, Any] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        if "/rlpool/" not in code.co_filename or code.co_filename.endswith("interrupts.py"):
+        if self.has_struck or (event == "call" and not self._is_counted(frame)):
             return None
-        if self.has_struck or (self._only and code.co_name not in self._only):
-            return None
+        is_point = False
         if event == "call":
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            frame.f_trace_opcodes, frame.f_trace_lines = not self._lines, self._lines
         elif event == "return":
             self._returned = frame.f_back
         elif event == "opcode":
-            self._look(frame)
+            is_point = self._is_checking(frame)
+        elif event == "line":
+            is_point = not is_return(frame.f_code.co_filename, frame.f_lineno)
+        if is_point:
+            self._count(frame)
         return self
 
-    def _look(self, frame: FrameType) -> None:
+    def _is_counted(self, frame: FrameType) -> bool:
+        path = frame.f_code.co_filename
+        if not path.startswith(LIBRARY) or (self._only and frame.f_code.co_name not in self._only):
+            return False
+        path = path.removeprefix(LIBRARY)
+        if not self._files:
+            return not path.endswith("/interrupts.py")
+        return any(part in path for part in self._files)
+
+    def _is_checking(self, frame: FrameType) -> bool:
         names = self._opcodes.get(frame.f_code)
         if names is None:
             found = list(dis.get_instructions(frame.f_code))
@@ -80,20 +123,26 @@ class Strike:
         name = names.get(frame.f_lasti, "")
         is_inlined = self._returned is frame and name != "CALL_FUNCTION_EX"
         self._returned = None
-        if not name.startswith(_CHECKING) or is_inlined:
-            return
+        return name.startswith(_CHECKING) and not is_inlined
+
+    def _count(self, frame: FrameType) -> None:
         self.n_points += 1
         if self.n_points > self._number and not is_hidden(frame):
             self.has_struck = True
-            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(self._signal_number)
 
     def __enter__(self) -> Strike:
-        self._before = sys.gettrace()
-        sys.settrace(self)
+        self._section = traced(self)
+        self._section.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
+        self._section.__exit__(None, None, None)
+
+
+@functools.cache
+def is_return(path: str, number: int) -> bool:
+    return linecache.getline(path, number).lstrip().startswith("return")
 
 
 def is_hidden(frame: FrameType | None) -> bool:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import FrameType
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import rlpool.machine.generator_states
-import rlpool.machine.interrupts
-import rlpool.seeding
 from rlpool import (
     AgentError,
     Batcher,
@@ -28,6 +23,7 @@ from rlpool import (
 from rlpool.seeding import OwnGenerators
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
+from support.striking import Strike
 
 pytestmark = pytest.mark.promise("I6")
 
@@ -198,48 +194,16 @@ def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well(n_norm
 # Interruptions ------------------------------------------------------------------------------------
 
 
-class Press:
-    """Presses Ctrl-C before a line of the modules that keep the generators, counted from 1."""
-
-    files = (
-        rlpool.seeding.__file__,
-        rlpool.machine.generator_states.__file__,
-        rlpool.machine.interrupts.__file__,
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number, self.n_lines = number, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in self.files:
-            return None
-        if event == "line":
-            self.n_lines += 1
-            if self.n_lines == self.number:
-                signal.raise_signal(signal.SIGINT)
-        return self
-
-    def during(self, action: Callable[[], Any]) -> bool:
-        """Whether the action gets that far."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            action()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        return self.n_lines >= self.number
+KEEPERS = ("/seeding.py", "/generator_states.py", "/interrupts.py")
+"""The modules that keep the generators."""
 
 
 def test_an_interruption_anywhere_gives_the_callers_generators_back() -> None:
-    generators, number = OwnGenerators(), 1
-
-    def use() -> None:
-        with generators.in_use():
-            drawn()
-
+    generators, number, strike = OwnGenerators(), 0, Strike(0)
     with untouched():
-        while Press(number).during(use):
+        while strike.has_struck or not number:
+            strike = Strike(number, files=KEEPERS, signal_number=signal.SIGINT, lines=True)
+            with suppress(KeyboardInterrupt), strike, generators.in_use():
+                drawn()
             number += 1
     assert number > 100

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 
-import rlpool
 from rlpool import Agent, Batcher, DictTensor, EpisodeBatcher
 
 from support.agents import zeros
 from support.envs import assert_same_tensors, create_counting
-from support.striking import is_hidden
+from support.striking import Strike
 
-LIBRARY = str(Path(rlpool.__file__).parent)
+NEVER = 10**9
+N_CALLS = 6
 
 
 class Remembering(Agent):
@@ -40,32 +38,6 @@ class Remembering(Agent):
 
     def update(self, info: int) -> None:
         self.version = info
-
-
-class Striking:
-    """A section in which SIGINT arrives once, at a line of the library."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __enter__(self) -> Striking:
-        self._before = sys.gettrace()
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(LIBRARY):
-            return None
-        if event == "call" and is_hidden(frame):
-            return None
-        if event == "line":
-            self.left -= 1
-            if not self.left:
-                signal.raise_signal(signal.SIGINT)
-        return self
 
 
 def episodes() -> Iterator[Any]:
@@ -103,37 +75,34 @@ LIVES: dict[str, Callable[[], Iterator[Any]]] = {
 }
 
 
-def lived(life: str, strike_at: int = 0) -> tuple[list[Any], int]:
-    """All results, and the lines that ``get`` took; one of these is interrupted, if asked for."""
-    results, n_lines = [], 0
-    for get in LIVES[life]():
-        before = n_lines
-        with Striking(strike_at - before if strike_at > before else -1) as section:
-            first, is_done = section.left, False
-            try:
-                results.append(get())
-                is_done = True
-            except KeyboardInterrupt:
-                pass
-        n_lines += first - section.left
-        if not is_done:
+def lived(life: str, strikes: Mapping[int, Strike]) -> list[Any]:
+    """All results of ``get``, called again where a strike interrupts it, by number of the call."""
+    results: list[Any] = []
+    for number, get in enumerate(LIVES[life]()):
+        with suppress(KeyboardInterrupt), strikes.get(number, nullcontext()):
             results.append(get())
-    return results, n_lines
+        if len(results) == number:
+            results.append(get())
+    return results
 
 
 @pytest.mark.promise("I3")
 @pytest.mark.parametrize("life", LIVES)
-@pytest.mark.parametrize("share", [100, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [300, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_line_is_interrupted_the_next_get_returns_the_same(life: str, share: int) -> None:
-    expected, n_lines = lived(life)
-    lines = random.Random(share).sample(range(1, n_lines + 1), n_lines // share)
-    assert len(lines) > 20
-    for line in lines:
-        found, _ = lived(life, line)
+    counts = {number: Strike(NEVER, lines=True) for number in range(N_CALLS)}
+    expected = lived(life, counts)
+    lines = [(number, line) for number, one in counts.items() for line in range(one.n_points)]
+    chosen = random.Random(share).sample(lines, len(lines) // share)
+    assert len(chosen) > 20
+    for number, line in chosen:
+        strike = Strike(line, lines=True, signal_number=signal.SIGINT)
+        found = lived(life, {number: strike})
+        assert strike.has_struck
         for got, result in zip(found, expected, strict=True):
-            assert (got is None) == (result is None), line
+            assert (got is None) == (result is None), (number, line)
             if result is None:
                 continue
-            assert got.lengths.tolist() == result.lengths.tolist(), line
+            assert got.lengths.tolist() == result.lengths.tolist(), (number, line)
             assert_same_tensors(got, dict(result.items()))
-            assert torch.equal(got.info["policy_version"], result.info["policy_version"]), line
+            assert torch.equal(got.info["policy_version"], result.info["policy_version"])

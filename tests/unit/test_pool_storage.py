@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pickle
 import re
-import sys
+import signal
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-import rlpool.pool
 from rlpool import (
     NotEnoughDataError,
     Pool,
@@ -25,6 +24,7 @@ from rlpool.machine.limits import memory_bounds
 
 from support.envs import assert_same_tensors
 from support.machines import limit_disk
+from support.striking import Strike
 
 MB = 2**20
 
@@ -182,32 +182,6 @@ def test_memory_is_taken_as_it_is_filled(storage: str, tmp_path: Path) -> None:
 # Interruptions ----------------------------------------------------------------------------------
 
 
-PACKAGE = str(Path(rlpool.pool.__file__).parent)
-
-
-class InterruptsAt:
-    """Raises ``KeyboardInterrupt`` before a line of the pool's modules is run, counted from 0."""
-
-    def __init__(self, n_lines: int) -> None:
-        self.n_left = n_lines
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            self.n_left -= 1
-            if self.n_left < 0:
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self) -> None:
-        self.before = sys.gettrace()
-        sys.settrace(self)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.before)
-
-
 def numbered(start: int, lengths: list[int]) -> TemporalDictTensor:
     number = torch.arange(start, start + sum(lengths))
     frame = number[:, None] + torch.arange(4)  # each is the one before it, shifted
@@ -233,19 +207,15 @@ def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
     storage: str, lengths: list[int], options: dict[str, Any]
 ) -> None:
     pool = Pool(pool_size=8, priority_exponent=1.0, storage=storage, seed=0, **options)
-    number = n_lines = 0
-    is_interrupted = True
-    while is_interrupted:
+    number, n_points, strike = 0, 0, Strike(0)
+    while strike.has_struck or not n_points:
         pool.extend(numbered(number, [1] * 20))  # each with a value after it of its own
         number += 20
-        try:
-            with InterruptsAt(n_lines):
-                pool.extend(numbered(number, lengths))
-            is_interrupted = False
-        except KeyboardInterrupt:
-            pass
+        strike = Strike(n_points, files=["/pool/"], signal_number=signal.SIGINT, lines=True)
+        with suppress(KeyboardInterrupt), strike:
+            pool.extend(numbered(number, lengths))
         number += sum(lengths)
-        n_lines += 1
+        n_points += 1
         held = pool.transitions()
         assert is_whole(held)
         try:
@@ -254,4 +224,4 @@ def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
             continue
         assert is_whole(batch)
         assert set(batch["number"].tolist()) <= set(held["number"].tolist())
-    assert n_lines > 100
+    assert n_points > 100

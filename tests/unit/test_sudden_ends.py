@@ -7,9 +7,8 @@ died there, and given to the caller's bookkeeping.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -23,6 +22,7 @@ from rlpool.slots.blocks import Block
 
 from support.agents import StepCounter
 from support.envs import CountingEnv, FailingEnv, create_counting
+from support.striking import traced
 
 pytestmark = [pytest.mark.promise("I3"), pytest.mark.promise("I7")]
 
@@ -46,14 +46,8 @@ class Witness:
 
         return noted
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+    def watching(self) -> AbstractContextManager[None]:
+        return traced(self._enter)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self._look if frame.f_code.co_filename.endswith(WRITERS) else None
