@@ -7,6 +7,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,10 +63,7 @@ def main(shared: Shared, place: Place, connection: Connection, control_fd: int) 
         with suppress(OSError):  # where that is not allowed
             # A worker that is woken does not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-    def make_collector(control: WorkerRecord) -> Collector:
-        return Collector(place, Pipe(connection), control, lock_fd)
-
+    make_collector = partial(Collector, place, Pipe(connection), lock_fd=lock_fd)
     run(make_collector, shared, place, control_fd)
 
 

@@ -14,7 +14,12 @@ from gymnasium.vector import AutoresetMode
 
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.errors import SpecError, VectorSpecError, WorkerError
-from rlpool.machine.arguments import checked_timeout, names_arguments, whole_number
+from rlpool.machine.arguments import (
+    check_choice,
+    checked_timeout,
+    names_arguments,
+    whole_number,
+)
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.process_lanes import ProcessLanes
@@ -331,8 +336,6 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
 
 def _checked_mode(mode: Any) -> AutoresetMode:
     """The mode that is meant, ``SpecError`` if there is none of that name."""
-    try:
-        return AutoresetMode(mode)
-    except ValueError:
-        modes = [each.value for each in AutoresetMode]
-        raise SpecError(f"autoreset_mode should be one of {modes}, got {mode!r}") from None
+    if not isinstance(mode, AutoresetMode):
+        check_choice("autoreset_mode", mode, [each.value for each in AutoresetMode])
+    return AutoresetMode(mode)

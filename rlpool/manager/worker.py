@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic_ns
 
@@ -49,10 +50,7 @@ def main(
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
     """
-
-    def make_server(control: WorkerRecord) -> EnvServer:
-        return EnvServer(place, Pipe(connection), control, wake, done)
-
+    make_server = partial(EnvServer, place, Pipe(connection), wake=wake, done=done)
     run(make_server, shared, place, control_fd)
 
 

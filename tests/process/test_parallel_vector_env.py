@@ -427,7 +427,7 @@ def test_resets_and_actions_that_do_not_fit_are_refused_and_change_nothing(
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("autoreset_mode should be one of", {"autoreset_mode": "Never"}),
+        ("autoreset_mode should be .NextStep., ", {"autoreset_mode": "Never"}),
         ("observation_mode is 'equal'", {"observation_mode": "equal"}),
         ("observation_mode is ", {"observation_mode": (spaces.Discrete(2), 2)}),
         ("envs_per_worker", {"envs_per_worker": 0}),
