@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -167,15 +168,25 @@ def create_struck(
     return VectorGymEnv(Struck(mark, kind, n_left, seeds=seeds), seed, seeding=seeding)
 
 
-def share(n_threads: int, seeds: str = "all", n_slots: int = 60, **options: Any) -> list[Any]:
-    """Two requests at the same time, and a further one."""
+TOGETHER, ALONE = ((31, 20), (7,)), ((31,), (20,), (7,))
+"""Episodes of requests: two of three are made at the same time, or each after the one before."""
+
+
+def share(
+    n_threads: int,
+    seeds: str = "all",
+    n_slots: int = 60,
+    groups: Sequence[Sequence[int]] = TOGETHER,
+    **options: Any,
+) -> list[Any]:
+    """Results of requests, those of a group made at the same time."""
     struck = {key: options.pop(key) for key in ("mark", "kind", "n_left") if key in options}
     env_args = {"seeds": seeds, **struck}
     with EpisodeBatcher(
         4, n_slots, RecurrentAgent, {}, create_struck, env_args, n_threads, 5, **options
     ) as batcher:
         results = []
-        for requests in ((31, 20), (7,)):
+        for requests in groups:
             for n_episodes in requests:
                 batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
             results += [batcher.get() for _ in requests]
@@ -235,10 +246,11 @@ def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path, n_thr
 def test_results_of_a_stream_say_that_a_worker_was_replaced_and_one_warning_explains_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    undisturbed = share(2, "nothing")
+    undisturbed = share(2, "nothing", groups=ALONE)
     assert all(result.info["reproducible"].all() for result in undisturbed)
     caplog.clear()
-    results = share(2, "nothing", mark=str(tmp_path / "mark"), kind="sigkill", n_left=44)
+    struck = {"mark": str(tmp_path / "mark"), "kind": "sigkill", "n_left": 44}
+    results = share(2, "nothing", groups=ALONE, **struck)
     assert_equal(results[0], undisturbed[0])  # it was over
     for result in results[1:]:
         assert not result.info["reproducible"].any()
