@@ -58,6 +58,8 @@ class Store:
         capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
         offsets: Row at which each begins, likewise.
         tree: The priorities, or ``None``.
+        tails: Where the frames lie that the last trajectories ended with, by the sub-pool that was
+            named for them: the next ones may go on there. See ``Incoming.tails``.
         version: Lets readers look between changes.
     """
 
@@ -99,6 +101,7 @@ class Store:
         self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
         self._tree = PriorityTree(pool_size) if with_priorities else None
         self.final_places = Places(pool_size)
+        self.tails: dict[int | None, dict[str, Array]] = {}
         self._is_whole = True  # no change is under way, or was interrupted
         self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
@@ -293,6 +296,7 @@ class Store:
         for sub_pool in self.sub_pools:
             self.drop(sub_pool, sub_pool.next)
         self.final_places.reset()
+        self.tails = {}
         for frames in self.frames.values():
             frames.recount(0, [])
 
@@ -306,6 +310,7 @@ class Store:
         self.numbers[:, 0] = self.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
+        self.tails = {}
         rows = self.rows_in_use()
         finals = self.final_row[rows[self.is_last[rows]]]
         if self.schema.paired:
