@@ -45,9 +45,12 @@ class DictTensor(DictTensorBase):
     def __init__(self, tensors: Mapping[str, Tensor] | DictTensor | None = None) -> None:
         if tensors is None:
             self._tensors = {}
-        else:
-            self._tensors = base.copied_dict(tensors)
-            base.check(self._tensors.items())
+            return
+        try:
+            self._tensors = dict(tensors)
+        except (TypeError, ValueError, RuntimeError):
+            raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
+        base.check(self._tensors.items())
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor]) -> DictTensor:
