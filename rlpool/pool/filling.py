@@ -285,7 +285,7 @@ class FilledPool(Sampler):
 
     def _known_keys(self) -> Sequence[str] | None:
         keys: list[str] | None = self._arguments["keys"]
-        return list(self.specs) or keys
+        return list(self.specs) if self._store.has_schema else keys
 
     def _taken_in(
         self, trajectories: TemporalDictTensor, index: int | None = None
@@ -301,7 +301,7 @@ class FilledPool(Sampler):
 
     def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
-        if self._store.has_columns:
+        if self._store.has_schema:
             self._store.schema.check(specs, what)
             return self._store
         taken = [key for key in RESULT_KEYS if key in specs]

@@ -61,7 +61,10 @@ class Store:
         tails: Where the frames lie that the last trajectories ended with, by the sub-pool that was
             named for them: the next ones may go on there. See ``Incoming.tails``.
         version: Lets readers look between changes.
+        has_schema: Whether it is decided what is stored of a transition.
     """
+
+    has_schema = True
 
     def __init__(
         self,
@@ -109,13 +112,10 @@ class Store:
 
     @classmethod
     def of_nothing(cls, n_sub_pools: int) -> Store:
-        """What a pool has before its first transition: no columns, and nothing can be added."""
-        return cls(Schema({}, ()), n_sub_pools, n_sub_pools, Memory.local)
-
-    @property
-    def has_columns(self) -> bool:
-        """Whether it is decided what is stored of a transition."""
-        return bool(self.columns)
+        """What a pool has before its first transition: nothing can be added."""
+        store = cls(Schema({}, ()), n_sub_pools, n_sub_pools, Memory.local)
+        store.has_schema = False
+        return store
 
     @property
     def nbytes(self) -> int:
