@@ -252,10 +252,10 @@ class FilledPool(Sampler):
         numbers, sub_pools = np.divmod(given, self._n_sub_pools)
         with store.changing():
             oldest, after = store.numbers[sub_pools].T
-            is_held = (oldest <= numbers) & (numbers < after)
-            rows = store.rows_of(sub_pools[is_held], numbers[is_held])
-            store.tree.set(rows, powers[is_held])
-        self._max_priority = max(self._max_priority, float(powers[is_held].max(initial=0.0)))
+            is_there = (oldest <= numbers) & (numbers < after)
+            rows = store.rows_of(sub_pools[is_there], numbers[is_there])
+            store.tree.set(rows, powers[is_there])
+        self._max_priority = max(self._max_priority, float(powers[is_there].max(initial=0.0)))
 
     # Inside of adding ------------------------------------------------------------------------
 

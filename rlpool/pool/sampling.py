@@ -57,7 +57,7 @@ class Sampler:
     # What there is ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Transitions that are held."""
+        """Transitions that there are."""
         return len(self._store)
 
     @property

@@ -209,7 +209,7 @@ class Store:
             index: Number of the sub-pool.
             incoming: The transitions, whose last one ends its piece of an episode.
             priority: Priority of each.
-            joined: Whether the first one continues the episode of the newest one held.
+            joined: Whether the first one continues the episode of the newest one there is.
 
         Raises:
             SpecError: If a disk is full; nothing was changed.

@@ -57,10 +57,10 @@ def test_samples_are_uniform_over_what_is_held(processes: int) -> None:
     for start in range(0, 60, 3):  # wraps round
         numbers = torch.arange(start, start + 3)[None]
         pool.extend(TemporalDictTensor({"number": numbers}), (start // 3 % 4) % processes)
-    held = pool.transitions()["number"]
+    kept = pool.transitions()["number"]
     n, size = 20_000, len(pool)
     drawn = torch.cat([pool.sample(size)["number"] for _ in range(n // size)])
-    counts = np.array([(drawn == number).sum() for number in held])
+    counts = np.array([(drawn == number).sum() for number in kept])
     assert counts.sum() == len(drawn)
     expected = len(drawn) / size
     chi_square = ((counts - expected) ** 2 / expected).sum()

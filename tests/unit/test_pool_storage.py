@@ -246,12 +246,12 @@ def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
             pass
         number += sum(lengths)
         n_lines += 1
-        held = pool.transitions()
-        assert is_whole(held)
+        kept = pool.transitions()
+        assert is_whole(kept)
         try:
             batch = pool.sample(max(1, len(pool)))
-        except (NotEnoughDataError, UsageError):  # what is held has no priority yet
+        except (NotEnoughDataError, UsageError):  # what there is has no priority yet
             continue
         assert is_whole(batch)
-        assert set(batch["number"].tolist()) <= set(held["number"].tolist())
+        assert set(batch["number"].tolist()) <= set(kept["number"].tolist())
     assert n_lines > 100
