@@ -42,11 +42,12 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is reserved on the way; what is not reserved would end the process."""
-    n_left = 0
+    n_left = n_reserved = 0
 
     def is_full(start: int, n_bytes: int) -> bool:
-        nonlocal n_left
+        nonlocal n_left, n_reserved
         n_left -= 1
+        n_reserved += n_bytes if n_left >= 0 else 0
         return n_left < 0
 
     limit_disk(monkeypatch, is_full)
@@ -72,6 +73,7 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
             assert pool.nbytes == n_bytes
     assert n_refused == 4  # is_last, final_row, frame, number, and then what follows the frames
     assert len(pool) == 9100
+    assert n_reserved > 9000 * (100 + 8 + 100)  # frame, number, and the frame that follows
 
 
 class Disk:
