@@ -43,8 +43,10 @@ class DictTensor(DictTensorBase):
     __slots__ = ()
 
     def __init__(self, tensors: Mapping[str, Tensor] | DictTensor | None = None) -> None:
-        own = dict(tensors) if type(tensors) is dict else base.copied_dict(tensors)
-        self._tensors: dict[str, Tensor] = own
+        try:
+            self._tensors = own = {} if tensors is None else dict(tensors)
+        except (TypeError, ValueError, RuntimeError):
+            raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
         # One pass over what is right, which loops make at every step; ``check`` says what is not.
         device, n_rows = None, None
         for key, tensor in own.items():

@@ -196,14 +196,6 @@ class DictTensorBase:
         return self._with(dict(self._tensors))
 
 
-def copied_dict(tensors: Any) -> dict[str, Tensor]:
-    """A dict of an argument, whose tensors are not copied, nor checked."""
-    try:
-        return {} if tensors is None else dict(tensors)
-    except (TypeError, ValueError, RuntimeError):
-        raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
-
-
 def check(tensors: Iterable[tuple[Any, Any]]) -> None:
     """Refuse values that are no tensors, or differ in device or number of rows."""
     first = device = n_rows = None

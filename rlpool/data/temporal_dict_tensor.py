@@ -54,18 +54,20 @@ class TemporalDictTensor(Steps):
         lengths: Tensor | None = None,
         info: Mapping[str, Tensor] | DictTensor | None = None,
     ) -> None:
-        self._tensors = base.copied_dict(tensors)
-        self._info = DictTensor._wrap(base.copied_dict(info))
-        first = _check_steps(self._tensors.items())
+        self._tensors = DictTensor(tensors)._tensors
+        self._info = DictTensor(info)
+        steps = list(self._tensors.items())
+        _check_times(steps)
+        first = steps[0][1] if steps else None
         if lengths is None:
-            n_elems, n_timesteps = (0, 0) if first is None else first[1].shape[:2]
-            device = None if first is None else first[1].device
+            n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
+            device = None if first is None else first.device
             lengths = torch.full((n_elems,), n_timesteps, dtype=torch.int64, device=device)
         else:
-            _check_lengths(lengths, first and first[1])
+            _check_lengths(lengths, first)
         self._lengths = lengths
         named_info = [(f"info/{key}", tensor) for key, tensor in self._info.items()]
-        base.check([*([first] if first else []), ("lengths", lengths), *named_info])
+        base.check([*steps[:1], ("lengths", lengths), *named_info])
         self._info._n_rows()
 
     @classmethod
@@ -192,7 +194,9 @@ class TemporalDictTensor(Steps):
                     [3., 2., 1.]])
         """
         n_elems = self.n_elems()
-        _check_steps([*self._tensors.items(), (key, tensor)])
+        steps = [*self._tensors.items(), (key, tensor)]
+        base.check(steps)
+        _check_times(steps)
         if not self._tensors:
             lengths = self._lengths if n_elems else None
             self._lengths = TemporalDictTensor({key: tensor}, lengths, self._info)._lengths
@@ -338,14 +342,11 @@ def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
     return pad
 
 
-def _check_steps(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
-    """The first pair; refuses tensors that do not share batch and time dimension."""
-    pairs = list(tensors)
-    base.check(pairs)
-    for pair in pairs:
-        if pair[1].ndim < 2 or pair[1].shape[1] != pairs[0][1].shape[1]:
-            raise base.unlike(pair, pairs[0])
-    return pairs[0] if pairs else None
+def _check_times(steps: list[tuple[str, Tensor]]) -> None:
+    """Refuse tensors that do not share the time dimension."""
+    for pair in steps:
+        if pair[1].ndim < 2 or pair[1].shape[1] != steps[0][1].shape[1]:
+            raise base.unlike(pair, steps[0])
 
 
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:

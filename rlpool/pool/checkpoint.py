@@ -155,7 +155,7 @@ def in_use(store: Store) -> dict[str, Any]:
         "n_finals": n_finals,
         "n_frames": n_frames,
         "is_untold": bool(store.is_untold[0]),
-        "schema": store.schema.plain() if store.has_columns else None,
+        "schema": store.schema.plain() if store.has_schema else None,
     }
 
 

@@ -110,7 +110,7 @@ class FilledPool(Sampler):
             self._distribute(store, incoming, sizes, self._router.random(len(sizes)).tolist())
         else:
             store.add(index or 0, incoming, self._max_priority)
-        _remember(store, index, incoming)
+        store.tails[index] = incoming.tails()
         self._store = store
 
     def pool(
@@ -156,7 +156,7 @@ class FilledPool(Sampler):
         keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
-        incoming = ingest.from_single(values, store.schema, _tails(store, source := index))
+        incoming = ingest.from_single(values, store.schema, store.tails.get(source := index, {}))
         # In a sub-pool that was chosen here, the one before is of the same episode by chance.
         is_chosen = index is None and self._n_sub_pools > 1
         if index is None:
@@ -167,7 +167,7 @@ class FilledPool(Sampler):
         is_open = not is_chosen and self._open.get(index) == sub_pool.next
         joined = is_open and _ends_in(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
-        _remember(store, source, incoming)
+        store.tails[source] = incoming.tails()
         if not is_chosen and not values[ingest.DONE_KEY]:
             self._open[index] = sub_pool.next
         self._store = store
@@ -252,10 +252,10 @@ class FilledPool(Sampler):
         numbers, sub_pools = np.divmod(given, self._n_sub_pools)
         with store.changing():
             oldest, after = store.numbers[sub_pools].T
-            is_held = (oldest <= numbers) & (numbers < after)
-            rows = store.rows_of(sub_pools[is_held], numbers[is_held])
-            store.tree.set(rows, powers[is_held])
-        self._max_priority = max(self._max_priority, float(powers[is_held].max(initial=0.0)))
+            is_there = (oldest <= numbers) & (numbers < after)
+            rows = store.rows_of(sub_pools[is_there], numbers[is_there])
+            store.tree.set(rows, powers[is_there])
+        self._max_priority = max(self._max_priority, float(powers[is_there].max(initial=0.0)))
 
     # Inside of adding ------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class FilledPool(Sampler):
 
     def _known_keys(self) -> Sequence[str] | None:
         keys: list[str] | None = self._arguments["keys"]
-        return list(self.specs) or keys
+        return list(self.specs) if self._store.has_schema else keys
 
     def _taken_in(
         self, trajectories: TemporalDictTensor, index: int | None = None
@@ -294,14 +294,14 @@ class FilledPool(Sampler):
         store = self._store_for(specs, "the trajectories")
         # Stacks that were only recognised may have been changed by another wrapper.
         is_strict = self._frame_stack is not None
-        tails = _tails(store, index)
+        tails = store.tails.get(index, {})
         return store, ingest.from_trajectories(
             trajectories, store.schema, tails, is_strict=is_strict
         )
 
     def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
-        if self._store.has_columns:
+        if self._store.has_schema:
             self._store.schema.check(specs, what)
             return self._store
         taken = [key for key in RESULT_KEYS if key in specs]
@@ -360,15 +360,3 @@ def _ends_in(store: Store, index: int, state: Mapping[str, Array]) -> bool:
         if (after := successor_key(key)) in stored
     ]
     return bool(is_same) and all(is_same)
-
-
-def _tails(store: Store, index: int | None) -> dict[str, Array]:
-    """Where the frames lie that the last trajectories for a sub-pool ended with."""
-    known = [key for key, frames in store.frames.items() if index in frames.tails]
-    return {key: store.frames[key].tails[index] for key in known}
-
-
-def _remember(store: Store, index: int | None, incoming: Incoming) -> None:
-    """Note where the frames lie that trajectories ended with: the next ones may go on there."""
-    for key in store.frames.keys() & store.finals.keys():
-        store.frames[key].tails[index] = incoming.tails(key)

@@ -30,9 +30,6 @@ class FrameStore:
     Attributes:
         values: As given.
         places: Which of them are in use.
-        tails: Where the frames of the last values of trajectories lie, int32
-            ``[B, n_frames]``, by the sub-pool that they were added to: the next ones may go on
-            there. -1 where that is not known.
     """
 
     def __init__(
@@ -40,7 +37,6 @@ class FrameStore:
     ) -> None:
         n = 0 if is_reader else len(values)
         self.values, self.places = values, Places(n)
-        self.tails: dict[int | None, Array] = {}
         self._shape, self._stack = spec.shape, stack
         self._n_references = np.zeros(n, np.int32)
 
@@ -107,7 +103,6 @@ class FrameStore:
             named: All places that rows refer to.
         """
         self._n_references[: max(n_used, self.places.n_used)] = 0
-        self.tails = {}
         for places in named:
             self.refer(places)
         self.places.reset(n_used, self._n_references[:n_used] == 0)

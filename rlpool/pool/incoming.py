@@ -47,8 +47,14 @@ class Incoming(NamedTuple):
             is_needed[self.finals[key].part(self.is_last).values()] = True
         return np.flatnonzero(is_needed)
 
-    def tails(self, key: str) -> Array:
-        """Where the frames after each row of the trajectories lie, int32 ``[B, n_frames]``."""
-        places = self.frames[key].places[self.finals[key].part(self.ends).values()]
-        places[self.ends < 0] = -1
-        return places
+    def tails(self) -> dict[str, Array]:
+        """Key of a stack to where the frames after each row of the trajectories lie.
+
+        int32 ``[B, n_frames]``, -1 for rows without steps.
+        """
+        tails = {}
+        for key in self.frames.keys() & self.finals.keys():
+            places = self.frames[key].places[self.finals[key].part(self.ends).values()]
+            places[self.ends < 0] = -1
+            tails[key] = places
+        return tails

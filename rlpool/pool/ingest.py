@@ -42,7 +42,7 @@ TRANSITION_KEYS = (
 """What ``get_pool`` returns."""
 
 Tails = Mapping[str, Array]
-"""Places of frames by key, int64 ``[B, n_frames]``, see ``FrameStore.tails``."""
+"""Places of frames by key, int64 ``[B, n_frames]``, see ``Store.tails``."""
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
@@ -132,7 +132,7 @@ def _with_frames(
     Args:
         incoming: Transitions with whole values.
         schema: What is stored.
-        tails: See ``FrameStore``.
+        tails: See ``Store``.
         is_done: Whether steps ended their episodes: values after those need not be what follows.
             ``None`` if none need be.
 

@@ -301,7 +301,7 @@ class Pool(FilledPool, DumpsStacks):
         for bits, name in zip(generators, ("sampling", "routing"), strict=True):
             bits.state = header[name]
         fresh = self._loaded(saved, header)
-        if not store.has_columns or self._storage == "local":
+        if not store.has_schema or self._storage == "local":
             self._store = fresh
         else:  # others may look at its memory
             checkpoint.take_over(store, fresh)
@@ -312,7 +312,7 @@ class Pool(FilledPool, DumpsStacks):
 
     def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store:
         """A new store of what was saved."""
-        own = self._store.schema if self._store.has_columns else None
+        own = self._store.schema if self._store.has_schema else None
         if header["schema"] is None:  # there never was a transition
             return Store.of_nothing(self._n_sub_pools) if own is None else self._new_store(own)
         schema = Schema.from_plain(header["schema"])
@@ -333,7 +333,7 @@ class Pool(FilledPool, DumpsStacks):
 
     def __reduce__(self) -> tuple[Any, ...]:
         store = self._store
-        if not store.has_columns or self._storage == "local":
+        if not store.has_schema or self._storage == "local":
             raise UsageError(
                 "the pool cannot be sent before it has a transition, nor with local memory",
                 fix='make it with storage="shared", add the first transitions, then send it',
@@ -369,7 +369,7 @@ class Pool(FilledPool, DumpsStacks):
         self.close()
 
     def __repr__(self) -> str:
-        holds = self._store.schema if self._store.has_columns else "nothing yet"
+        holds = self._store.schema if self._store.has_schema else "nothing yet"
         return f"Pool({len(self)} of {self.pool_size} transitions; {holds})"
 
 

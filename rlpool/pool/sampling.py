@@ -57,7 +57,7 @@ class Sampler:
     # What there is ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Transitions that are held."""
+        """Transitions that there are."""
         return len(self._store)
 
     @property
@@ -89,7 +89,7 @@ class Sampler:
             >>> pool.transitions(["frame", "_done"])["_done"]
             tensor([False, False, False,  True])
         """
-        if not self._store.has_columns:
+        if not self._store.has_schema:
             return DictTensor()
         known, store = self.specs, self._store
         wanted = list(known) if keys is None else listed(keys, str, "keys")

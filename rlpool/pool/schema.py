@@ -60,10 +60,8 @@ class Schema:
         """The schema of transitions with these keys; rewards are stored in float32.
 
         Raises:
-            SpecError: For anything but numbers of up to 64 bits and bools, and without keys.
+            SpecError: For anything but numbers of up to 64 bits and bools.
         """
-        if not specs:
-            raise SpecError("there are no keys to store", fix="add transitions that have some")
         for key, spec in specs.items():
             if spec.dtype.kind not in "biuf" or spec.dtype.itemsize > _MOST_BYTES:
                 raise SpecError(

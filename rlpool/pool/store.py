@@ -58,8 +58,13 @@ class Store:
         capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
         offsets: Row at which each begins, likewise.
         tree: The priorities, or ``None``.
+        tails: Where the frames lie that the last trajectories ended with, by the sub-pool that was
+            named for them: the next ones may go on there. See ``Incoming.tails``.
         version: Lets readers look between changes.
+        has_schema: Whether it is decided what is stored of a transition.
     """
+
+    has_schema = True
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Store:
         self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
         self._tree = PriorityTree(pool_size) if with_priorities else None
         self.final_places = Places(pool_size)
+        self.tails: dict[int | None, dict[str, Array]] = {}
         self._is_whole = True  # no change is under way, or was interrupted
         self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
@@ -106,13 +112,10 @@ class Store:
 
     @classmethod
     def of_nothing(cls, n_sub_pools: int) -> Store:
-        """What a pool has before its first transition: no columns, and nothing can be added."""
-        return cls(Schema({}, ()), n_sub_pools, n_sub_pools, Memory.local)
-
-    @property
-    def has_columns(self) -> bool:
-        """Whether it is decided what is stored of a transition."""
-        return bool(self.columns)
+        """What a pool has before its first transition: nothing can be added."""
+        store = cls(Schema({}, ()), n_sub_pools, n_sub_pools, Memory.local)
+        store.has_schema = False
+        return store
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +209,7 @@ class Store:
             index: Number of the sub-pool.
             incoming: The transitions, whose last one ends its piece of an episode.
             priority: Priority of each.
-            joined: Whether the first one continues the episode of the newest one held.
+            joined: Whether the first one continues the episode of the newest one there is.
 
         Raises:
             SpecError: If a disk is full; nothing was changed.
@@ -293,6 +296,7 @@ class Store:
         for sub_pool in self.sub_pools:
             self.drop(sub_pool, sub_pool.next)
         self.final_places.reset()
+        self.tails = {}
         for frames in self.frames.values():
             frames.recount(0, [])
 
@@ -306,6 +310,7 @@ class Store:
         self.numbers[:, 0] = self.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
+        self.tails = {}
         rows = self.rows_in_use()
         finals = self.final_row[rows[self.is_last[rows]]]
         if self.schema.paired:

@@ -48,7 +48,7 @@ class WindowRules:
 
         Args:
             capacity: The most that it holds.
-            length: Transitions held.
+            length: Transitions in it.
             n_before: Transitions ever added before.
             n_added: Transitions added.
         """
@@ -83,7 +83,7 @@ class SubPool:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest transition that is held."""
+        """Number of the oldest transition in it."""
         return int(self.numbers[0])
 
     @property

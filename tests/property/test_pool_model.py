@@ -59,7 +59,7 @@ class SubPool:
     """
 
     capacity: int
-    held: list[Transition] = field(default_factory=list)
+    kept: list[Transition] = field(default_factory=list)
     n_appended: int = 0
     last_single: Transition | None = None
     open: Transition | None = None
@@ -139,22 +139,22 @@ class PoolMachine(RuleBasedStateMachine):
     def append(self, number: int, transition: Transition) -> None:
         sub_pool, options = self.sub_pools[number], self.options
         transition.priority = self.max_priority
-        sub_pool.held.append(transition)
+        sub_pool.kept.append(transition)
         sub_pool.n_appended += 1
         sub_pool.open = None
         clearing_freq, window_size_ = options.clearing
         if clearing_freq and sub_pool.n_appended % clearing_freq == 0:
-            del sub_pool.held[:window_size_]
-        if len(sub_pool.held) > sub_pool.capacity:
+            del sub_pool.kept[:window_size_]
+        if len(sub_pool.kept) > sub_pool.capacity:
             if options.window_size is None:
-                del sub_pool.held[0]
+                del sub_pool.kept[0]
             else:
-                del sub_pool.held[: -min(options.window_size, sub_pool.capacity)]
+                del sub_pool.kept[: -min(options.window_size, sub_pool.capacity)]
 
     def route(self, router: np.random.Generator) -> int:
         if self.options.processes == 1:
             return 0
-        weights = np.array([1 / (len(sub_pool.held) + 1) for sub_pool in self.sub_pools])
+        weights = np.array([1 / (len(sub_pool.kept) + 1) for sub_pool in self.sub_pools])
         return int(router.choice(len(weights), p=weights / weights.sum()))
 
     # Adding ----------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class PoolMachine(RuleBasedStateMachine):
         elif random:
             number = self.route(router)
         else:
-            number = int(np.argmin([len(sub_pool.held) for sub_pool in self.sub_pools]))
+            number = int(np.argmin([len(sub_pool.kept) for sub_pool in self.sub_pools]))
         sub_pool = self.sub_pools[number]
         s = self.frame(self.new_frame())
         if follows and sub_pool.last_single is not None:
@@ -322,12 +322,12 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.pool.clear()
         for sub_pool in self.sub_pools:
-            sub_pool.held.clear()
+            sub_pool.kept.clear()
             sub_pool.open = None
 
     @rule(in_use=st.booleans())
     def resume(self, in_use: bool) -> None:
-        """Go on with a copy that was loaded, which may have held something else before."""
+        """Go on with a copy that was loaded, that may have been filled otherwise before."""
         written = io.BytesIO()
         torch.save(self.pool.state_dict(), written)
         written.seek(0)
@@ -339,8 +339,8 @@ class PoolMachine(RuleBasedStateMachine):
                 tensors[key] = tensors[key].to(spec.torch_dtype)
             self.pool.extend(TemporalDictTensor(tensors), 0)
         self.pool.load_state_dict(torch.load(written, weights_only=True))
-        if sum(t.priority for t in self.held):
-            expected, got = (pool.sample(len(self.held)) for pool in (stopped, self.pool))
+        if sum(t.priority for t in self.kept):
+            expected, got = (pool.sample(len(self.kept)) for pool in (stopped, self.pool))
             assert set(got.keys()) == set(expected.keys())
             for key, tensor in expected.items():
                 assert torch.equal(got[key], tensor), key
@@ -352,9 +352,9 @@ class PoolMachine(RuleBasedStateMachine):
         """What a reader in another process would see, but for the process."""
         reader = pickle.loads(pickle.dumps(self.pool))
         assert reader.lengths == self.pool.lengths
-        check_rows(reader.transitions(), self.held, self.stored)
-        if self.held:
-            batch = reader.sample_sequences(len(self.held), 3)
+        check_rows(reader.transitions(), self.kept, self.stored)
+        if self.kept:
+            batch = reader.sample_sequences(len(self.kept), 3)
             runs = self.runs()
             sequences = [runs[frame.tobytes()][:3] for frame in batch["frame"][:, 0].numpy()]
             assert batch.lengths.tolist() == [len(sequence) for sequence in sequences]
@@ -363,26 +363,26 @@ class PoolMachine(RuleBasedStateMachine):
     # Drawing ---------------------------------------------------------------------------------
 
     @property
-    def held(self) -> list[Transition]:
-        return [t for sub_pool in self.sub_pools for t in sub_pool.held]
+    def kept(self) -> list[Transition]:
+        return [t for sub_pool in self.sub_pools for t in sub_pool.kept]
 
     def runs(self) -> dict[bytes, list[Transition]]:
         """The transitions from each one on that are known to be of its episode, by its frame."""
         found = {}
         for sub_pool in self.sub_pools:
             run: list[Transition] = []
-            for transition in reversed(sub_pool.held):
+            for transition in reversed(sub_pool.kept):
                 run = [transition, *(run if transition.goes_on else [])]
                 found[transition.values["frame"].tobytes()] = run
         return found
 
     def check_refused(self, batch_size: int) -> bool:
         """Whether a batch cannot be drawn; looks at the error."""
-        if batch_size > len(self.held):
+        if batch_size > len(self.kept):
             with pytest.raises(NotEnoughDataError):
                 self.pool.sample(batch_size)
             return True
-        if self.options.alpha is not None and not sum(t.priority for t in self.held):
+        if self.options.alpha is not None and not sum(t.priority for t in self.kept):
             with pytest.raises(UsageError, match="priorities"):
                 self.pool.sample(batch_size)
             return True
@@ -396,16 +396,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(more=st.integers(1, 8))
     def sample_too_many(self, more: int) -> None:
-        assert self.check_refused(len(self.held) + more)
+        assert self.check_refused(len(self.kept) + more)
 
     @invariant()
     def draws_the_same(self) -> None:
         """Whatever happened: draw as many as there are, of each kind."""
-        n_held = len(self.held) if hasattr(self, "pool") else 0
-        if n_held:
-            self.sample(n_held, 0.4)
-            self.sample_n_steps(n_held, 1 + self.n_frames % 5, 0.5)
-            self.sample_sequences(n_held, 1 + self.n_frames % 9)
+        n_kept = len(self.kept) if hasattr(self, "pool") else 0
+        if n_kept:
+            self.sample(n_kept, 0.4)
+            self.sample_n_steps(n_kept, 1 + self.n_frames % 5, 0.5)
+            self.sample_sequences(n_kept, 1 + self.n_frames % 9)
 
     @rule(batch_size=st.integers(1, 8), beta=st.sampled_from([0.4, 1.0]))
     def sample(self, batch_size: int, beta: float) -> None:
@@ -469,7 +469,7 @@ class PoolMachine(RuleBasedStateMachine):
     def update_priorities(
         self, batch_size: int, priorities: list[float], steps_between: list[list[Step]]
     ) -> None:
-        batch_size = max(1, min(batch_size, len(self.held)))
+        batch_size = max(1, min(batch_size, len(self.kept)))
         if self.check_refused(batch_size):
             return
         batch = self.pool.sample(batch_size)
@@ -478,10 +478,10 @@ class PoolMachine(RuleBasedStateMachine):
         if steps_between:  # whereby some of those drawn may have gone
             self.extend(steps_between, 0, 0, False, 0)
         self.pool.update_priorities(batch["index"], priorities[:batch_size])
-        held = {id(transition) for transition in self.held}
+        kept = {id(transition) for transition in self.kept}
         alpha = float(self.options.alpha or 0.0)
         for transition, priority in zip(drawn, priorities, strict=False):
-            if id(transition) in held:
+            if id(transition) in kept:
                 transition.priority = priority**alpha
                 self.max_priority = max(self.max_priority, transition.priority)
 
@@ -491,20 +491,20 @@ class PoolMachine(RuleBasedStateMachine):
     def holds_the_same(self) -> None:
         if not hasattr(self, "pool"):
             return
-        pool, held = self.pool, self.held
-        assert pool.lengths == [len(sub_pool.held) for sub_pool in self.sub_pools]
-        assert len(pool) == len(held) <= self.options.pool_size
+        pool, kept = self.pool, self.kept
+        assert pool.lengths == [len(sub_pool.kept) for sub_pool in self.sub_pools]
+        assert len(pool) == len(kept) <= self.options.pool_size
         if not self.has_schema:
             assert not pool.nbytes
             return
         every = pool.transitions()
         assert set(every.keys()) == set(self.stored)
-        check_rows(every, held, self.stored)
+        check_rows(every, kept, self.stored)
         if set(SINGLE_KEYS[:5]) <= set(self.stored):
             for key, array in zip(SINGLE_KEYS, pool.get_pool(), strict=False):
-                if held:
+                if kept:
                     assert array.tobytes() == every[key].numpy().tobytes()
-                assert len(array) == len(held)
+                assert len(array) == len(kept)
 
 
 def check_rows(batch: DictTensor, expected: list[Transition], keys: Any) -> None:

@@ -274,7 +274,7 @@ def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() ->
         frame = torch.randint(256, (2, 26, size), dtype=torch.uint8)
         steps = {"frame": frame[:, :-1], "_frame": frame[:, 1:], "_reward": torch.zeros(2, 25)}
         pool.extend(TemporalDictTensor(steps))
-    # A frame more per episode, and some bytes per transition beside it.
+    # A frame more per episode, and some bytes per transition.
     assert pool.nbytes <= (200 + 10) * size + 200 * (4 + 1 + 4)
 
 

@@ -57,10 +57,10 @@ def test_samples_are_uniform_over_what_is_held(processes: int) -> None:
     for start in range(0, 60, 3):  # wraps round
         numbers = torch.arange(start, start + 3)[None]
         pool.extend(TemporalDictTensor({"number": numbers}), (start // 3 % 4) % processes)
-    held = pool.transitions()["number"]
+    kept = pool.transitions()["number"]
     n, size = 20_000, len(pool)
     drawn = torch.cat([pool.sample(size)["number"] for _ in range(n // size)])
-    counts = np.array([(drawn == number).sum() for number in held])
+    counts = np.array([(drawn == number).sum() for number in kept])
     assert counts.sum() == len(drawn)
     expected = len(drawn) / size
     chi_square = ((counts - expected) ** 2 / expected).sum()
@@ -202,8 +202,11 @@ def test_what_looks_ahead_is_refused_where_ends_of_episodes_are_not_told(
     assert refuses(pool, key)
     if storage == "shared":
         assert refuses(pickle.loads(pickle.dumps(pool)), key)
-    others = [Pool(pool_size=1000) for _ in range(2)]
-    others[0].load_state_dict(pool.state_dict())
+    others = [Pool(pool_size=1000), Pool(pool_size=1000), pool_of(untold, storage="shared")]
+    others[2].clear()
+    others[2].extend(told)  # what is loaded takes the place of what there is
+    for other in others[::2]:
+        other.load_state_dict(pool.state_dict())
     pool.save(tmp_path / "pool")
     others[1].load(tmp_path / "pool")
     for each in (pool, *others):

@@ -42,11 +42,12 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is reserved on the way; what is not reserved would end the process."""
-    n_left = 0
+    n_left = n_reserved = 0
 
     def is_full(start: int, n_bytes: int) -> bool:
-        nonlocal n_left
+        nonlocal n_left, n_reserved
         n_left -= 1
+        n_reserved += n_bytes if n_left >= 0 else 0
         return n_left < 0
 
     limit_disk(monkeypatch, is_full)
@@ -72,6 +73,7 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
             assert pool.nbytes == n_bytes
     assert n_refused == 4  # is_last, final_row, frame, number, and then what follows the frames
     assert len(pool) == 9100
+    assert n_reserved > 9000 * (100 + 8 + 100)  # frame, number, and the frame that follows
 
 
 class Disk:
@@ -216,12 +218,12 @@ def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
             pool.extend(numbered(number, lengths))
         number += sum(lengths)
         n_points += 1
-        held = pool.transitions()
-        assert is_whole(held)
+        kept = pool.transitions()
+        assert is_whole(kept)
         try:
             batch = pool.sample(max(1, len(pool)))
-        except (NotEnoughDataError, UsageError):  # what is held has no priority yet
+        except (NotEnoughDataError, UsageError):  # what there is has no priority yet
             continue
         assert is_whole(batch)
-        assert set(batch["number"].tolist()) <= set(held["number"].tolist())
+        assert set(batch["number"].tolist()) <= set(kept["number"].tolist())
     assert n_points > 100
