@@ -41,7 +41,7 @@ _MOST_VERSIONS = 2
 """Versions of the policy that are published at once."""
 
 _EPISODES_PER_LANE = 4
-"""Of a shard, unless all nodes would not get their two then: each costs caller and node 5 to 6 ms
+"""The least in a shard, as long as every node gets two shards: each costs caller and node 5 to 6 ms
 of processor time, and leaves lanes idle while its longest episode goes on."""
 
 _STORE_SHARE = 8

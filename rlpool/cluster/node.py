@@ -75,8 +75,8 @@ class Node:
                 self._ended.append(self._sets.pop(part))
             return self._sets.get(shard.part, self._first)
 
-    def cancel(self, numbers: Sequence[int]) -> None:
-        """Stop shards; nobody waits for their results."""
+    def cancel(self, numbers: Sequence[int] | None = None) -> None:
+        """Stop shards, by default all; nobody waits for their results."""
         for workers in self._all():
             workers.cancel(numbers)
 

@@ -45,11 +45,15 @@ class NodeActor:
         self._node = Node(setup, f"{address_of()} ({self._id[:6]})", number)
 
     def begin(self) -> tuple[NodeReport, str]:
-        """Wait until the workers are ready; what was sent before still runs, for nobody.
+        """Wait until the workers are ready.
+
+        A caller that could not reach this process for a while calls it again: what was sent before
+        is given up.
 
         Returns:
             What this node knows about itself, and Ray's id of it.
         """
+        self._node.cancel()
         return self._node.report(), self._id
 
     def run(self, shard: Shard) -> Outcome:

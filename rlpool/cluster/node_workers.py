@@ -102,7 +102,7 @@ class NodeWorkers:
         self._setup = setup
         self._name = name
         self._n_before = number * setup.n_workers
-        self._calls: deque[_Run | set[int]] = deque()  # to run, or to cancel
+        self._calls: deque[_Run | set[int] | None] = deque()  # to run, or to cancel: None for all
         self._lock = threading.Lock()
         self._ended: RlpoolError | None = None  # why nothing runs any more
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -140,9 +140,9 @@ class NodeWorkers:
         self._call(run)
         return run.future
 
-    def cancel(self, numbers: Sequence[int]) -> None:
-        """Stop shards; nobody waits for their results."""
-        self._call(set(numbers))
+    def cancel(self, numbers: Sequence[int] | None = None) -> None:
+        """Stop shards, by default all; nobody waits for their results."""
+        self._call(None if numbers is None else set(numbers))
 
     def look(self) -> Look:
         """What this node is doing, as far as shared memory shows."""
@@ -179,7 +179,7 @@ class NodeWorkers:
         """Whether the workers have started."""
         return self._report.done() and self._report.exception() is None
 
-    def _call(self, call: _Run | set[int]) -> None:
+    def _call(self, call: _Run | set[int] | None) -> None:
         with self._lock:
             if self._ended is None:
                 self._calls.append(call)
@@ -248,11 +248,11 @@ class NodeWorkers:
         n_slots = max(setup.n_slots, setup.least_rows(specs.n_lanes))
         return EpisodeBatcher.layout(setup.n_timesteps, n_slots, setup.n_workers, specs)
 
-    def _carry_out(self, call: _Run | set[int]) -> None:
+    def _carry_out(self, call: _Run | set[int] | None) -> None:
         if isinstance(call, _Run):
             self._submit(call)
             return
-        for run in [run for run in self._runs if run.shard.number in call]:
+        for run in [run for run in self._runs if call is None or run.shard.number in call]:
             self._runs.remove(run)
             self._dispatcher.drop(run.request)
             run.future.set_result(Outcome(None, UsageError("the shard was given up")))
