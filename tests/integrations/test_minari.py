@@ -27,7 +27,7 @@ from rlpool import (
 )
 
 from support.drifting import Drift
-from support.programs import blocks_of, run_as_main
+from support.programs import run_block
 
 pytest.importorskip("minari", reason='needs the extra: pip install "rlpool[minari]"')
 pytest.importorskip("h5py", reason='needs the extra: pip install "rlpool[minari]"')
@@ -536,9 +536,7 @@ def test_what_is_no_dataset_is_refused() -> None:
 
 
 def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:
-    script = program_folder / "program.py"
-    script.write_text(blocks_of("docs/neighbours/minari.md")[0], encoding="utf-8")
-    run_as_main(script, folder=program_folder)
+    run_block("docs/neighbours/minari.md", 0, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""
     assert "the same bits" in output

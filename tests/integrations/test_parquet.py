@@ -13,64 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpool import Batcher, DictTensor, EpisodeBatcher, SpecError, TemporalDictTensor
+from rlpool import DictTensor, SpecError, TemporalDictTensor
 from rlpool.integrations import parquet as module
 from rlpool.integrations.parquet import from_parquet, to_parquet
 
-from support.agents import ConstantAgent, StepCounter
-from support.envs import GymEnv, SpaceEnv, create_counting
-from support.programs import blocks_of, run_as_main
+from support.collected import (
+    assert_same_bits,
+    counting_episodes,
+    counting_window,
+    episodes_of_parts,
+)
+from support.programs import blocks_of, run_source
 
 pyarrow = pytest.importorskip("pyarrow", reason='needs PyArrow: pip install "rlpool[parquet]"')
 pq = pytest.importorskip("pyarrow.parquet")
-
-LENGTHS = [3, 5, 1]
-
-
-def create_image(seed: int) -> GymEnv:
-    parts = {
-        "image": spaces.Box(0, 255, (4, 3, 2), np.uint8),
-        "pose": spaces.Tuple([spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)]),
-        "is_open": spaces.MultiBinary(2),
-    }
-    return GymEnv([SpaceEnv(spaces.Dict(parts), spaces.Discrete(3)) for _ in range(2)], seed)
-
-
-def image_episodes() -> TemporalDictTensor:
-    with EpisodeBatcher(8, 8, ConstantAgent, {}, create_image, {}, n_threads=0, seeds=1) as batcher:
-        batcher.execute(3, env_info={"cost": torch.tensor([1.5, float("nan"), -0.0])})
-        return batcher.get()
-
-
-def counting_episodes() -> TemporalDictTensor:
-    with EpisodeBatcher(
-        8, 8, StepCounter, {}, create_counting, {}, n_threads=0, seeds=1
-    ) as batcher:
-        batcher.execute(3, env_info={"length": torch.tensor(LENGTHS)})
-        return batcher.get()
-
-
-def window() -> TemporalDictTensor:
-    with Batcher(
-        7, None, StepCounter, {}, create_counting, {"restarts": True}, n_threads=0, seeds=1
-    ) as batcher:
-        batcher.reset()
-        batcher.execute()
-        return batcher.get()
-
-
-def assert_same_bits(got: TemporalDictTensor, expected: TemporalDictTensor) -> None:
-    assert torch.equal(got.lengths, expected.lengths)
-    for one, other in ((got, expected), (got.info, expected.info)):
-        assert list(one.keys()) == list(other.keys())
-        for key, tensor in other.items():
-            assert one[key].dtype == tensor.dtype, key
-            assert one[key].shape == tensor.shape, key
-            assert one[key].numpy().tobytes() == tensor.numpy().tobytes(), key
 
 
 @pytest.fixture
@@ -81,11 +40,13 @@ def path(tmp_path: Path) -> Path:
 # There and back -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("collect", [image_episodes, counting_episodes, window])
+@pytest.mark.parametrize("collect", [episodes_of_parts, counting_episodes, counting_window])
 def test_what_a_batcher_returned_comes_back_bit_by_bit(collect: Any, path: Path) -> None:
     episodes = collect()
     to_parquet(episodes, path)
-    assert_same_bits(from_parquet(path), episodes)
+    got = from_parquet(path)
+    assert_same_bits(got, episodes)
+    assert list(got) == list(episodes)
 
 
 dtypes = st.sampled_from([getattr(torch, name) for name in module._DTYPES])
@@ -180,7 +141,7 @@ def test_a_file_that_arrow_has_written_again_is_read(path: Path) -> None:
 
 def assert_reads(path: Path, read: Any, *, keeps_dtype: bool = True) -> None:
     """What another library reads, as cells by column, is what the episodes are."""
-    episodes = image_episodes()
+    episodes = episodes_of_parts()
     to_parquet(episodes, path)
     columns = read(path)
     assert list(columns["length"]) == [3, 3, 3]
@@ -357,7 +318,7 @@ def without_a_column(path: Path) -> None:
 def with_a_shorter_list(path: Path) -> None:
     table = pq.read_table(path)
     field = table.schema.field("action")
-    lists = pyarrow.array([[1, 2], [3], [4]], type=field.type)
+    lists = pyarrow.array([[1, 2], [3], [4], [5]], type=field.type)
     pq.write_table(table.set_column(table.schema.get_field_index("action"), field, lists), path)
 
 
@@ -420,8 +381,8 @@ def test_files_without_checksums_are_read(path: Path, monkeypatch: pytest.Monkey
         return write(*arguments, **options)
 
     monkeypatch.setattr(pq, "ParquetWriter", plain)
-    to_parquet(window(), path)
-    assert_same_bits(from_parquet(path), window())
+    to_parquet(counting_window(), path)
+    assert_same_bits(from_parquet(path), counting_window())
 
 
 # The page -----------------------------------------------------------------------------------------
@@ -431,10 +392,8 @@ def test_the_programs_of_the_page_run(
     program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pandas", reason="pandas is to read the file")
-    for number, source in enumerate(blocks_of("docs/neighbours/parquet.md")):
-        script = program_folder / f"program_{number}.py"
-        script.write_text(source, encoding="utf-8")
-        run_as_main(script, folder=program_folder)
+    for source in blocks_of("docs/neighbours/parquet.md"):
+        run_source(source, program_folder)
     output = capfd.readouterr().out
     assert re.search(r"frame +float32 \[96, \d+, 4\]", output)
     assert re.search(r"average return: \d\d", output)

@@ -29,7 +29,7 @@ from rlpool import (
 )
 
 from support.drifting import Drift
-from support.programs import blocks_of, run_as_main
+from support.programs import run_block
 
 pytest.importorskip("stable_baselines3", reason='needs the extra: pip install "rlpool[sb3]"')
 
@@ -953,9 +953,7 @@ def test_action_noise_of_a_model_is_left_to_the_model() -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_the_programs_of_the_page_run(number: int, program_folder: Path, capfd: Any) -> None:
-    script = program_folder / "program.py"
-    script.write_text(blocks_of("docs/neighbours/sb3.md")[number], encoding="utf-8")
-    run_as_main(script, folder=program_folder)
+    run_block("docs/neighbours/sb3.md", number, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""
     assert output

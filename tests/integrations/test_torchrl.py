@@ -33,9 +33,16 @@ from rlpool import (
 )
 from rlpool.integrations.torchrl import from_torchrl, to_torchrl
 
-from support.agents import GruAgent, StepCounter
-from support.envs import SpaceEnv, create_counting
-from support.programs import blocks_of, run_as_main
+from support.agents import GruAgent
+from support.collected import (
+    assert_same_bits,
+    counting_episodes,
+    counting_window,
+    episodes_of,
+    episodes_of_parts,
+)
+from support.envs import create_counting
+from support.programs import blocks_of, run_block
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecated classes of its own, defined on import
@@ -101,81 +108,31 @@ def create_right(seed: int, kind: Any = GymEnv) -> GymEnv:
     return kind([RightEnv() for _ in range(8)], seed)
 
 
-def create_nested(seed: int) -> GymEnv:
-    parts = {
-        "image": spaces.Box(0, 255, (3, 2), np.uint8),
-        "pose": spaces.Tuple([spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)]),
-    }
-    return GymEnv([SpaceEnv(spaces.Dict(parts), spaces.Discrete(3)) for _ in range(2)], seed)
-
-
 class NestedAgent(Agent):
     def __call__(self, state, observation, agent_info=None, history=None):
         action = observation["pose/0"] % 3
         return None, DictTensor({"action": action}), None
 
 
-def episodes_of_counting() -> TemporalDictTensor:
-    """Episodes of 3, 5, 1 and 4 steps."""
-    with EpisodeBatcher(
-        8, 8, StepCounter, {}, create_counting, {}, n_threads=0, seeds=1
-    ) as batcher:
-        batcher.execute(4, env_info={"length": torch.tensor([3, 5, 1, 4])})
-        return batcher.get()
-
-
-def window_of_counting(n_timesteps: int = 7, **arguments: Any) -> TemporalDictTensor:
-    """Two lanes, whose episodes have 3 steps, by default."""
-    env_args = {"restarts": True, **arguments}
-    with Batcher(
-        n_timesteps, None, StepCounter, {}, create_counting, env_args, n_threads=0, seeds=1
-    ) as batcher:
-        batcher.reset()
-        batcher.execute()
-        return batcher.get()
-
-
 def recurrent_episodes() -> TemporalDictTensor:
-    with EpisodeBatcher(8, 8, GruAgent, {}, create_counting, {}, n_threads=0, seeds=1) as batcher:
-        batcher.execute(3)
-        return batcher.get()
-
-
-def nested_episodes() -> TemporalDictTensor:
-    with EpisodeBatcher(8, 8, NestedAgent, {}, create_nested, {}, n_threads=0, seeds=1) as batcher:
-        batcher.execute(3, env_info={"cost": torch.tensor([1.0, float("nan"), 3.0])})
-        return batcher.get()
+    return episodes_of(GruAgent, create_counting)
 
 
 def pool_of_counting(**arguments: Any) -> Pool:
     pool = Pool(pool_size=100, seed=0, **arguments)
-    pool.extend(episodes_of_counting())
+    pool.extend(counting_episodes())
     return pool
 
 
 BATCHES = {
-    "episodes": episodes_of_counting,
-    "a window": window_of_counting,
+    "episodes": counting_episodes,
+    "a window": counting_window,
     "recurrent episodes": recurrent_episodes,
-    "nested episodes": nested_episodes,
+    "nested episodes": lambda: episodes_of_parts(NestedAgent),
     "a sample": lambda: pool_of_counting().sample(5),
     "a sample by priority": lambda: pool_of_counting(priority_exponent=0.5).sample(5, n_step=2),
     "sequences": lambda: pool_of_counting(priority_exponent=0.5).sample_sequences(5, 4),
 }
-
-
-def assert_same_bits(got: Any, expected: Any) -> None:
-    assert type(got) is type(expected)
-    pairs = [(got, expected)]
-    if isinstance(got, TemporalDictTensor):
-        assert torch.equal(got.lengths, expected.lengths)
-        pairs.append((got.info, expected.info))
-    for one, other in pairs:
-        assert set(one.keys()) == set(other.keys())
-        for key, tensor in other.items():
-            assert one[key].dtype == tensor.dtype, key
-            assert one[key].shape == tensor.shape, key
-            assert one[key].numpy().tobytes() == tensor.numpy().tobytes(), key
 
 
 # The layout ---------------------------------------------------------------------------------------
@@ -210,7 +167,7 @@ def create_cartpole(seed: int) -> GymEnv:
 
 
 def test_episodes_are_masked_numbered_and_told_what_they_ran_with() -> None:
-    data = to_torchrl(episodes_of_counting())
+    data = to_torchrl(counting_episodes())
     assert data["collector", "mask"].sum(1).tolist() == [3, 5, 1, 4]
     steps = data[data["collector", "mask"]]
     assert steps["collector", "traj_ids"].tolist() == [0] * 3 + [1] * 5 + [2] + [3] * 4
@@ -222,7 +179,7 @@ def test_episodes_are_masked_numbered_and_told_what_they_ran_with() -> None:
 
 
 def test_episodes_of_a_window_have_numbers_of_their_own() -> None:
-    data = to_torchrl(window_of_counting())
+    data = to_torchrl(counting_window())
     assert data["collector", "traj_ids"].tolist() == [
         [0, 0, 0, 1, 1, 1, 2],
         [3, 3, 3, 4, 4, 4, 5],
@@ -238,8 +195,8 @@ def test_data_of_several_agents_keep_a_dimension_for_them() -> None:
 
 
 def test_nested_observations_have_nested_entries() -> None:
-    data = to_torchrl(nested_episodes())
-    assert data["image"].shape == data["next", "image"].shape == (3, 3, 3, 2)
+    data = to_torchrl(episodes_of_parts(NestedAgent))
+    assert data["image"].shape == data["next", "image"].shape == (3, 3, 4, 3, 2)
     assert data["next", "pose", "1"].shape == (3, 3, 2)
 
 
@@ -379,9 +336,9 @@ def test_a_missing_tensordict_is_asked_for_by_extra(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("ends", ["terminated", "truncated"])
-@pytest.mark.parametrize("collect", [episodes_of_counting, window_of_counting])
+@pytest.mark.parametrize("collect", [counting_episodes, counting_window])
 def test_advantages_are_those_that_rlpool_computes(collect: Any, ends: str) -> None:
-    batch = window_of_counting(ends=ends) if collect is window_of_counting else collect()
+    batch = counting_window(ends=ends) if collect is counting_window else collect()
     critic = nn.Linear(2, 1)
     data = to_torchrl(batch)
     GAE(gamma=DISCOUNT, lmbda=LAMBDA, value_network=value_module(critic))(data)
@@ -497,11 +454,11 @@ def buffer(data: Any, **sampler: Any) -> Any:
     ("data", "sampler"),
     [
         (
-            lambda: to_torchrl(window_of_counting(20, length=6)),
+            lambda: to_torchrl(counting_window(20, length=6)),
             {"traj_key": ("collector", "traj_ids")},
         ),
         (
-            lambda: to_torchrl(episodes_of_counting()),
+            lambda: to_torchrl(counting_episodes()),
             {"end_key": ("next", "done"), "strict_length": False},
         ),
     ],
@@ -520,7 +477,7 @@ def test_slices_of_a_replay_buffer_are_steps_of_one_episode(data: Any, sampler: 
 
 
 def test_slices_come_back_as_sequences() -> None:
-    data = to_torchrl(window_of_counting(20, length=6))
+    data = to_torchrl(counting_window(20, length=6))
     drawn = buffer(data.reshape(-1), traj_key=("collector", "traj_ids")).sample()
     batch = from_torchrl(drawn.reshape(10, 3))
     assert batch["frame"].shape == (10, 3, 2)
@@ -589,8 +546,6 @@ def test_split_trajectories_become_rows_with_lengths() -> None:
 def test_a_program_of_the_page_runs(
     number: int, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = program_folder / "program.py"
-    script.write_text(blocks_of("docs/neighbours/torchrl.md")[number], encoding="utf-8")
-    run_as_main(script, folder=program_folder)
+    run_block("docs/neighbours/torchrl.md", number, program_folder)
     expected = ["entropy: 0", "torch.Size([32, 8, 4]) torch.Size([32])", "_reward"]
     assert expected[number] in capfd.readouterr().out

@@ -72,33 +72,6 @@ def test_any_number_of_workers_gives_the_same_bits(
     assert_all_equal(collect(n_threads, kind=kind, start_method=start_method), serial())
 
 
-def collect_windows(n_threads: int, start_method: str) -> list[TemporalDictTensor]:
-    options = {"create_agent": RecurrentAgent, "create_env": create_fragile, "seeds": 5}
-    options |= {"env_args": {"n_lanes": 4, "restarts": True}, "start_method": start_method}
-    results = []
-    with Batcher(n_timesteps=16, n_threads=n_threads, **options) as batcher:
-        for _ in range(2):
-            batcher.reset()
-            for _ in range(4):
-                batcher.execute()
-                window = batcher.get()
-                assert window is not None
-                results.append(window)
-    return results
-
-
-@pytest.mark.parametrize("start_method", variants(["auto"], ["auto", "spawn"]))
-def test_lanes_of_windows_give_the_same_bits_for_any_number_of_workers(start_method: str) -> None:
-    alone, one, two = (collect_windows(n, start_method) for n in (0, 1, 2))
-    assert_all_equal(one, alone)
-    for window, wider in zip(alone, two, strict=True):
-        assert wider.lengths.tolist() == [16] * 8
-        for key, values in window.items():
-            assert torch.equal(values, wider[key][:4]), key
-    # The lanes of the second worker are others.
-    assert not torch.equal(two[0]["frame"][:4, 0], two[0]["frame"][4:, 0])
-
-
 # Seeds ----------------------------------------------------------------------------------------
 
 

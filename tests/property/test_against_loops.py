@@ -248,6 +248,7 @@ def scripted(
     ("kind", "share", "n_scripts", "arguments"),
     [
         ("in this process", 0.36, 1, {}),
+        ("reset together", 0.06, 1, {"over": "together"}),
         ("with workers", 0.05, 5, {"n_threads": [1, 2, 3]}),
         ("in a manager", 0.03, 5, {"over": "manager"}),
         ("in processes of Gymnasium", 0.01, 4, {"over": "async"}),

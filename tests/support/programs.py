@@ -29,6 +29,18 @@ def blocks_of(document: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+def run_block(document: str, number: int, folder: Path) -> None:
+    """Run a program that a document of the repository shows, in a folder."""
+    run_source(blocks_of(document)[number], folder)
+
+
+def run_source(source: str, folder: Path) -> None:
+    """Run a program in a folder."""
+    script = folder / "program.py"
+    script.write_text(source, encoding="utf-8")
+    run_as_main(script, folder=folder)
+
+
 def run_as_main(
     path: Path,
     *arguments: str,

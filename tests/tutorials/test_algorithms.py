@@ -22,11 +22,11 @@ CONTINUOUS = "--total-timesteps=260 --learning-starts=205 --batch-size=16 --chec
 SMALL = {
     "a2c": "--total-timesteps=400 --checkpoint-interval=4",
     "dqn": "--total-timesteps=700 --learning-starts=20 --checkpoint-interval=510",
-    "meta_rl": "--num-iters=3 --num-rollouts-per-iter=8 --envs-per-worker=2 "
-    "--num-parallel-workers=0 --checkpoint-interval=1",
+    "meta_rl": "--num-iters=2 --num-rollouts-per-iter=4 --envs-per-worker=2 "
+    "--num-parallel-workers=0 --num-eval-tasks=4 --checkpoint-interval=1",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
-    "ppo_atari": "--total-timesteps=256 --checkpoint-interval=1 --n-threads=0",
-    "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=4096 --checkpoint-interval=1",
+    "ppo_atari": "--total-timesteps=128 --checkpoint-interval=1 --n-threads=0",
+    "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=512 --checkpoint-interval=1",
     "ppo_recurrent": "--total-timesteps=2048 --checkpoint-interval=1 --evaluate=2",
     "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-threads=1",
     "sac": CONTINUOUS,
@@ -35,7 +35,8 @@ SMALL = {
 
 # Learning from whole windows takes longer than all the others together.
 CONSTANTS = {
-    "ppo_atari": {"N_STEPS": 16, "BATCH_SIZE": 8 * 16, "N_EPOCHS": 2},
+    "ppo_atari": {"N_STEPS": 8, "BATCH_SIZE": 8 * 8, "N_EPOCHS": 1},
+    "ppo_continuous": {"N_STEPS": 256, "BATCH_SIZE": 256, "N_EPOCHS": 2, "N_MINIBATCHES": 4},
     "ppo_recurrent": {"N_STEPS": 64, "BATCH_SIZE": 8 * 64, "N_EPOCHS": 2},
 }
 
@@ -98,7 +99,7 @@ SHORT = {
     "a2c": "--total-timesteps=40",
     "dqn": "--total-timesteps=0",
     "ppo": "--total-timesteps=0",
-    "ppo_atari": "--total-timesteps=128",
+    "ppo_atari": "--total-timesteps=64",
     "ppo_continuous": "--total-timesteps=0",
     "ppo_recurrent": "--total-timesteps=0 --evaluate=0",
     "reinforce": "--n-epochs=0",

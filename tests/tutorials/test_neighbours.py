@@ -7,20 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from support.programs import blocks_of, run_as_main
-
-
-def run(source: str, folder: Path) -> None:
-    script = folder / "program.py"
-    script.write_text(source, encoding="utf-8")
-    run_as_main(script, folder=folder)
+from support.programs import blocks_of, run_block, run_source
 
 
 def test_the_vector_environment_prints_returns_of_episodes(
     program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = blocks_of("docs/neighbours/gymnasium.md")
-    run(program, program_folder)
+    run_block("docs/neighbours/gymnasium.md", 0, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""
     returns = [float(number) for number in re.findall(r"\d+\.", output)]
@@ -36,7 +29,7 @@ def test_tensorboard_gets_the_numbers_of_the_windows_and_of_the_progress(
         reason='needs TensorBoard: pip install "rlpool[tutorials]"',
     )
     collecting, tensorboard, *_ = blocks_of("docs/neighbours/tracking.md")
-    run(collecting + tensorboard, program_folder)
+    run_source(collecting + tensorboard, program_folder)
     events = accumulators.EventAccumulator(str(program_folder / "runs" / "uniform"))
     events.Reload()
     returns = events.Scalars("return")

@@ -22,7 +22,7 @@ SMALL = {
     "datastructures": ("", []),
     "environments": ("--n-steps 20", []),
     "multiprocess_episode_batcher": ("--n-cartpole-episodes 40 --n-threads 1", []),
-    "nonblocking": ("--n-epochs 3 --n-episodes 8 --n-evaluation-episodes 8", []),
+    "nonblocking": ("--n-epochs 2 --n-episodes 4 --n-evaluation-episodes 4", []),
     "pool": ("", []),
 }
 PUBLIC_MODULES = {"rlpool", "rlpool.cluster", "rlpool.patterns"}

@@ -26,7 +26,6 @@ from rlpool import (
 from support.agents import (
     ConstantAgent,
     FunctionAgent,
-    HistoryAgent,
     InfoEcho,
     InitialStateCounter,
     NoisyAgent,
@@ -125,20 +124,6 @@ def test_an_agent_that_makes_its_initial_states_is_called_once_per_step(
     assert len(called) == n_calls
 
 
-def test_an_initial_state_gets_the_agent_info_of_its_rows() -> None:
-    class FromInfo(InitialStateCounter):
-        def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
-            start = torch.zeros(n, dtype=torch.int64)
-            if agent_info is not None:
-                start = agent_info["start"] * 100
-            return DictTensor({"steps": start})
-
-    info = DictTensor({"start": torch.arange(10, 20)})
-    trajectories = collect(FromInfo, agent_info=info)
-    expected = [[100 * (10 + i) + t for t in range(n)] for i, n in enumerate(LENGTHS)]
-    assert masked(trajectories, "steps") == expected
-
-
 def test_the_agent_runs_without_gradients_and_may_return_dicts() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
 
@@ -174,16 +159,6 @@ def test_rows_of_agent_info_follow_their_episodes_and_belong_to_their_request() 
 
 
 # history
-
-
-@pytest.mark.parametrize("n_timesteps", [1, 4, 100])
-def test_history_holds_all_previous_steps_across_slots(n_timesteps: int) -> None:
-    lengths = [3, 70, 1, 130, 2, 65]
-    trajectories = collect(HistoryAgent, lengths, n_timesteps=n_timesteps)
-    sums = [[sum(range(t)) for t in range(n)] for n in lengths]
-    assert masked(trajectories, "seen") == [list(range(n)) for n in lengths]
-    assert masked(trajectories, "frames") == sums
-    assert masked(trajectories, "actions") == [[s + t for t, s in enumerate(row)] for row in sums]
 
 
 @pytest.mark.parametrize("kind", [StepCounter, InitialStateCounter])
@@ -225,43 +200,6 @@ def test_noise_is_uniform_and_stored_with_the_trajectory() -> None:
 
 
 # Memory that the agent and the library share
-
-
-def shuffled(observation: DictTensor) -> None:
-    """Change every tensor of an observation in place."""
-    for tensor in observation.values():
-        if tensor.dtype == torch.bool:
-            tensor.logical_not_()
-        else:
-            tensor.add_(50)
-
-
-@pytest.mark.parametrize("n_envs", [3, 1])
-def test_an_agent_may_change_its_inputs_in_place_and_return_its_own_buffers(n_envs: int) -> None:
-    seen: dict[str, set[Any]] = {}
-    buffers = {key: torch.zeros(n_envs, dtype=torch.int64) for key in ("action", "steps")}
-    value = torch.zeros(n_envs)
-
-    def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
-        for key, tensor in observation.items():
-            seen.setdefault(key, set()).update(tensor.flatten().tolist())
-        torch.sum(observation["frame"], 1, out=value)
-        shuffled(observation)
-        if state is None:
-            state = DictTensor({"steps": zeros(observation) + 10})
-        before, steps = state.clone(), state["steps"]
-        steps += 1
-        buffers["steps"][:] = steps
-        torch.sub(steps, 10, out=buffers["action"])
-        return before, {"action": buffers["action"], "value": value}, {"steps": buffers["steps"]}
-
-    trajectories = collect(FunctionAgent(agent), n_envs=n_envs)
-    expected = counting_trajectories(LENGTHS, list(range(1, len(LENGTHS) + 1)))
-    expected["value"] = expected["frame"].sum(2)
-    assert_same_tensors(trajectories, expected)
-    if n_envs == 1:  # a single lane is never idle
-        assert all(seen[flag] == {False} for flag in ("terminated", "truncated", "done"))
-        assert seen["last_action"] == set(range(max(LENGTHS)))
 
 
 @pytest.mark.parametrize("n_envs", [1, 3])

@@ -19,7 +19,6 @@ from rlpool import (
     MonoThreadEpisodeBatcher,
     RlpoolError,
     SpecError,
-    TemporalDictTensor,
     UsageError,
     WorkerStartupError,
 )
@@ -143,37 +142,6 @@ def test_requests_queue_and_come_back_in_order(
                 if (result := batcher.get(blocking=blocking)) is not None:
                     break
             assert_same_tensors(result, expected(lengths, 10 * number))
-
-
-def test_reexecute_repeats_the_last_execute_with_new_episodes() -> None:
-    with make(create_agent=NoisyAgent) as batcher:
-        batcher.execute(1, env_info=info_of([7], 4))
-        batcher.execute(3, env_info=info_of([3, 1, 2]))
-        batcher.reexecute()
-        batcher.reexecute()
-        assert batcher.get().lengths.tolist() == [7]
-        results = [batcher.get() for _ in range(3)]
-    for result in results:
-        assert result.lengths.tolist() == [3, 1, 2]
-        assert result.info["env_info/id"].tolist() == [0, 1, 2]
-    assert len({seed for result in results for seed in result.info["seed"].tolist()}) == 9
-    assert len({str(result["noise"].tolist()) for result in results}) == 3
-
-
-@pytest.mark.promise("I2")
-def test_episodes_do_not_depend_on_how_they_are_divided_into_requests() -> None:
-    lengths = [3, 1, 2, 5, 4, 1, 1, 6]
-    with make(create_agent=NoisyAgent) as batcher, make(create_agent=NoisyAgent) as other:
-        batcher.execute(8, env_info=info_of(lengths))
-        whole = batcher.get()
-        parts = []
-        for rows in (slice(0, 3), slice(3, 4), slice(4, 8)):
-            other.execute(len(lengths[rows]), env_info=info_of(lengths[rows], rows.start))
-            parts.append(other.get())
-    together = TemporalDictTensor.cat(parts)
-    for key in ("noise", "action", "frame"):
-        assert torch.equal(whole[key], together[key]), key
-    assert whole.info["seed"].tolist() == together.info["seed"].tolist()
 
 
 @pytest.mark.parametrize("number", [np.int64, torch.tensor])

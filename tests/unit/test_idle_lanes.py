@@ -16,12 +16,11 @@ from rlpool import (
     DictTensor,
     EnvError,
     EpisodeBatcher,
-    TemporalDictTensor,
     VectorGymEnv,
 )
 
-from support.agents import FunctionAgent, HistoryAgent, NoisyAgent, Recorder, Vandal, zeros
-from support.envs import CountingEnv, FailingEnv, assert_same_tensors, create_counting
+from support.agents import FunctionAgent, Recorder, Vandal, zeros
+from support.envs import CountingEnv, FailingEnv, create_counting
 from support.vector_envs import ArrayEnv
 
 N_LANES = 4
@@ -86,27 +85,6 @@ def test_infos_of_a_request_that_failed_are_shown_to_nobody(initial: bool) -> No
             with pytest.raises(AgentError, match="no such task"):
                 run(batcher, [3] * 6, id=[2] * 6)
             assert run(batcher, lengths, id=[1] * len(lengths)).lengths.tolist() == lengths
-
-
-@pytest.mark.parametrize("create_agent", [NoisyAgent, HistoryAgent])
-def test_rows_of_idle_lanes_are_copies_of_a_running_one(create_agent: Any) -> None:
-    agent = Recorder(create_agent())
-    with make(lambda: agent, n_envs=N_LANES) as batcher:
-        run(batcher, [1, 5, 1, 3])
-        agent.calls.clear()
-        run(batcher, [2, 5])
-    assert len(agent.calls) == 5
-    for step, call in enumerate(agent.calls):
-        running = 0 if step < 2 else 1
-        idle = [0, 2, 3] if step >= 2 else [2, 3]
-        for key, rows in call.observation.items():
-            for lane in idle:
-                assert torch.equal(rows[lane], rows[running]), (step, key)
-        if call.history is not None:
-            assert call.history.lengths.tolist() == [step] * N_LANES
-            for lane in idle:
-                shown, theirs = call.history["frame"][lane], call.history["frame"][running]
-                assert torch.equal(shown, theirs)
 
 
 def test_a_capsule_has_the_rows_that_the_agent_was_shown() -> None:
@@ -237,18 +215,6 @@ def test_an_error_in_a_vector_environment_names_its_episode() -> None:
 
 
 # What an agent does in place ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("history", [False, True])
-def test_what_an_agent_does_in_place_never_reaches_the_trajectory(history: bool) -> None:
-    def collected(spares: bool) -> TemporalDictTensor:
-        create_agent = partial(Vandal, spares, history)
-        with make(create_agent, n_envs=3) as batcher:
-            batcher.execute(8, {"gain": list(range(8))}, {"length": [5, 1, 3, 40, 2, 2, 1, 6]})
-            return batcher.get()
-
-    defaced, spared = collected(False), collected(True)
-    assert_same_tensors(defaced, dict(spared.items()))
 
 
 class StrictVandal(Vandal):

@@ -95,36 +95,7 @@ def test_every_key_of_one_episode_is_as_written_here() -> None:
         assert got[key][0].tolist() == values, key
 
 
-def test_zeros_stay_where_a_longer_episode_was_before() -> None:
-    with EpisodeBatcher(
-        20,
-        6,
-        create_agent=StepCounter,
-        create_env=create_counting,
-        n_threads=0,
-        seeds=0,
-    ) as batcher:
-        for lengths in ([20] * 6, [3, 9, 1, 1, 15, 2], [2, 1, 14, 3, 1, 20], [1] * 6, [5] * 6):
-            batcher.execute(6, env_info=infos(lengths, IDS))
-            got = batcher.get()
-            assert_same_tensors(got, counting_trajectories(lengths, IDS))
-            del got
-
-
 # Shapes of requests
-
-
-@pytest.mark.promise("I8")
-@pytest.mark.parametrize("n_envs", [1, 5, 20])
-@pytest.mark.parametrize(("n_slots", "n_timesteps"), [(1, 1), (3, 5), (9, 12), (50, 30)])
-def test_slots_lanes_and_lengths_of_slots_make_no_difference(
-    n_envs: int, n_slots: int, n_timesteps: int
-) -> None:
-    ends = ["terminated", "truncated", "both"] * 2
-    got = collect(ends=ends, n_envs=n_envs, n_slots=n_slots, n_timesteps=n_timesteps)
-    assert_same_tensors(got, counting_trajectories(LENGTHS, IDS, ends))
-    assert got.info["episode"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert got.info["env_info/id"].tolist() == IDS
 
 
 def create_wide(seed: int) -> GymEnv:

@@ -22,18 +22,14 @@ from rlpool import (
 )
 
 from support.agents import (
-    ConstantAgent,
     FunctionAgent,
-    HistoryAgent,
     InfoEcho,
-    NoisyAgent,
     StepCounter,
     zeros,
 )
 from support.envs import (
     FIRST_STATE,
     CountingEnv,
-    EchoEnv,
     FailingEnv,
     create_counting,
 )
@@ -63,16 +59,6 @@ def windows(batcher: Batcher, n: int) -> list[TemporalDictTensor]:
             break
         found.append(window)
     return found
-
-
-def lane_steps(found: Sequence[TemporalDictTensor], key: str, n_lanes: int) -> list[list[Any]]:
-    """A key's values of every lane, all windows joined."""
-    joined: list[list[Any]] = [[] for _ in range(n_lanes)]
-    for window in found:
-        for row, lane in enumerate(window.info["episode"].tolist()):
-            length = int(window.lengths[row])
-            joined[lane] += window[key][row, :length].tolist()
-    return joined
 
 
 # Windows of lanes that end --------------------------------------------------------------------
@@ -131,24 +117,6 @@ def test_reset_starts_anew_whatever_is_running_or_pending() -> None:
             assert window.info["env_info/length"].tolist() == lengths
 
 
-@pytest.mark.promise("I2")
-def test_several_windows_may_be_requested_before_get() -> None:
-    def run(n_ahead: int) -> list[Any]:
-        with make(2, agent=NoisyAgent) as batcher:
-            batcher.reset(env_info=info_of([3, 9, 5]))
-            found = []
-            while not batcher.all_stopped:
-                for _ in range(n_ahead):
-                    batcher.execute()
-                found += [batcher.get() for _ in range(n_ahead)]
-        return [
-            {key: window[key].tolist() for key in window} for window in found if window is not None
-        ]
-
-    assert len(run(1)) == 5
-    assert run(1) == run(2) == run(3)
-
-
 def test_a_window_requested_after_an_interrupted_get_follows_the_one_that_it_was_for() -> None:
     with make(2) as batcher:
         batcher.reset()
@@ -165,19 +133,6 @@ def test_a_window_requested_after_an_interrupted_get_follows_the_one_that_it_was
     for one, other in zip(found, expected, strict=True):
         assert one is not None
         assert torch.equal(one["frame"], other["frame"])
-
-
-def test_history_and_agent_info_follow_their_lanes_over_windows() -> None:
-    with make(2, agent=HistoryAgent) as batcher:
-        batcher.reset(env_info=info_of([5, 3, 7]))
-        found = windows(batcher, 10)
-    assert lane_steps(found, "seen", 3) == [list(range(5)), list(range(3)), list(range(7))]
-    assert lane_steps(found, "frames", 3)[2] == [0, 0, 1, 3, 6, 10, 15]
-    with make(2, agent=InfoEcho, restarts=True) as batcher:
-        batcher.reset(DictTensor({"id": torch.tensor([7, 8, 9])}), info_of([1, 5, 3]))
-        found = windows(batcher, 5)
-    for key in ("info_id", "first_id"):
-        assert lane_steps(found, key, 3) == [[7] * 10, [8] * 10, [9] * 10]
 
 
 def test_agent_info_may_change_between_windows_without_a_reset() -> None:
@@ -211,42 +166,6 @@ def test_agent_info_may_change_between_windows_without_a_reset() -> None:
 
 
 # Lanes that restart on their own --------------------------------------------------------------
-
-
-@pytest.mark.promise("I2")
-def test_env_info_is_kept_at_automatic_resets_with_new_seeds() -> None:
-    envs, info = [EchoEnv(), EchoEnv()], info_of([2, 3])
-    with make(4, 2, ConstantAgent, create_env=lambda seed: GymEnvInf(envs, seed)) as batcher:
-        for env in envs:
-            env.resets.clear()
-        batcher.reset(env_info=info)
-        info["length"].fill_(9)  # it was copied
-        found = windows(batcher, 3)
-    for lane, env in enumerate(envs):
-        assert [options for _, options in env.resets] == [{"length": lane + 2, "id": lane + 1}] * (
-            7 - 2 * lane
-        )
-        seeds, starts = (lane_steps(found, key, 2)[lane] for key in ("seed", "initial_state"))
-        first = [seed for seed, start in zip(seeds, starts, strict=True) if start]
-        assert first == [seed for seed, _ in env.resets][: len(first)]
-        assert found[0].info["seed"][lane] == first[0]
-    drawn = [seed for env in envs for seed, _ in env.resets]
-    assert len(set(drawn)) == len(drawn)
-
-
-@pytest.mark.promise("I2")
-def test_noise_follows_from_seed_lane_and_step_alone() -> None:
-    def run(n_timesteps: int, seeds: int = 0) -> list[list[Any]]:
-        with make(n_timesteps, 2, NoisyAgent, restarts=True, seeds=seeds) as batcher:
-            lanes = []
-            for _ in range(2):
-                batcher.reset(env_info=info_of([5, 50]))
-                lanes += lane_steps(windows(batcher, 120 // n_timesteps), "noise", 2)
-        return lanes
-
-    assert run(1) == run(4) == run(40) == run(120)
-    rows = [str(step) for lane in (*run(120), *run(120, seeds=1)) for step in lane]
-    assert len(set(rows)) == len(rows) == 2 * 2 * 2 * 120
 
 
 # The order of calls ---------------------------------------------------------------------------
