@@ -44,9 +44,10 @@ class DictTensor(DictTensorBase):
 
     def __init__(self, tensors: Mapping[str, Tensor] | DictTensor | None = None) -> None:
         try:
-            self._tensors = own = {} if tensors is None else dict(tensors)
+            own: dict[Any, Any] = {} if tensors is None else dict(tensors)
         except (TypeError, ValueError, RuntimeError):
             raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
+        self._tensors = own
         # One pass over what is right, which loops make at every step; ``check`` says what is not.
         device, n_rows = None, None
         for key, tensor in own.items():
