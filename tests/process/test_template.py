@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import multiprocessing
@@ -40,6 +41,7 @@ from rlpool.workers.template_handle import Template
 
 from support.envs import CountingEnv
 from support.faults import EXIT_CODE, create_agent, create_env, faults_at
+from support.variants import variants
 
 pytestmark = [
     pytest.mark.promise("I10"),
@@ -509,8 +511,11 @@ def own_templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     templates.shutdown()
 
 
+# For each of them another template is started.
+@pytest.mark.parametrize("n_bad", variants([3], [5]))
 @pytest.mark.usefixtures("own_templates")
 def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
+    n_bad: int,
     write_module: WriteModule,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -522,11 +527,12 @@ def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
     starts_workers = "import rlpool; rlpool.ParallelEnvManager([object])"
     bad = {
         write_module("package.threads", starts_thread): "it has 2 threads",
-        write_module("with_cuda", cuda): "it has a CUDA context",
         write_module("killed", "import os; os.kill(os.getpid(), 9)"): "ended the process (exit",
-        write_module("starts_workers", starts_workers): "SystemExit",
         "missing": "No module named 'missing'",
+        write_module("with_cuda", cuda): "it has a CUDA context",
+        write_module("starts_workers", starts_workers): "SystemExit",
     }
+    bad = dict(itertools.islice(bad.items(), n_bad))
     short_thread = "import threading; t = threading.Thread(target=str); t.start(); t.join()"
     good = [write_module("first", short_thread), write_module("prints", "print('in a worker')")]
     rlpool.preload(good[0], *bad, *good[1:])

@@ -1,4 +1,4 @@
-"""Lanes that are reset together or not at all: the data of a loop written by hand, in order."""
+"""Lanes that are reset together or not at all: what is told of them, and what is refused."""
 
 from __future__ import annotations
 
