@@ -631,7 +631,8 @@ class Workers:
     def close(self) -> None:
         """End all workers; if it is repeated after an interruption, it does the rest."""
         _close(self._lives, self._logs)
-        self._end.cancel()
+        with suppress(TypeError):  # at the end of Python multiprocessing has no registry any more
+            self._end.cancel()
         self._poller = None
         reap_template()
         self.control.close()

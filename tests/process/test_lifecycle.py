@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -312,6 +313,16 @@ def test_a_handler_may_close_what_is_being_closed() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert not worker_pids()
+
+
+def test_a_batcher_may_be_closed_when_python_has_cleared_multiprocessing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, batcher = worker_pids(), open_batcher()
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.util, "_finalizer_registry", None)
+        batcher.close()
+    assert worker_pids() == before
 
 
 def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more() -> None:
