@@ -95,10 +95,11 @@ def test_whatever_line_is_interrupted_the_next_get_returns_the_same(life: str, s
     lines = [(number, line) for number, one in counts.items() for line in range(one.n_points)]
     chosen = random.Random(share).sample(lines, len(lines) // share)
     assert len(chosen) > 20
+    n_struck = 0
     for number, line in chosen:
         strike = Strike(line, lines=True, signal_number=signal.SIGINT)
         found = lived(life, {number: strike})
-        assert strike.has_struck
+        n_struck += strike.has_struck
         for got, result in zip(found, expected, strict=True):
             assert (got is None) == (result is None), (number, line)
             if result is None:
@@ -106,3 +107,4 @@ def test_whatever_line_is_interrupted_the_next_get_returns_the_same(life: str, s
             assert got.lengths.tolist() == result.lengths.tolist(), (number, line)
             assert_same_tensors(got, dict(result.items()))
             assert torch.equal(got.info["policy_version"], result.info["policy_version"])
+    assert n_struck > 0.9 * len(chosen)  # the last lines are not in every run, such as of garbage
