@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -12,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from rlpool.envs.columns import wrong_count
+from rlpool.envs.columns import Results, wrong_count
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
@@ -31,9 +30,6 @@ from rlpool.specs import (
 
 _NO_LIMIT = 2**62  # steps
 _SPACES = ("observation_space", "action_space")
-_FLAGS = frozenset([bool, np.bool_])
-_REWARDS = frozenset([float, np.float64, np.float32])
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 class GymEnv(VecEnv):
@@ -194,11 +190,7 @@ class GymEnv(VecEnv):
         if self.keeps_results:
             self.results = results
 
-    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
-        """See ``VecEnv.step_lanes``."""
-        for key, dtype in self._action_dtypes.items():
-            if key in actions and actions[key].dtype is not dtype:
-                self._refuse_unfit(key, actions[key], lanes)
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
         results: list[tuple[Any, ...]] = []
         steps, lane_in_use = self._steps, self.lane_in_use
         try:
@@ -222,16 +214,7 @@ class GymEnv(VecEnv):
         self._until_limit -= 1
         if self._until_limit <= 0:
             truncated = self._with_limits(lanes, truncated)
-        # What nearly every environment returns, whose rewards fit float32 if their norm does;
-        # anything else is converted, or refused, one by one.
-        if not (
-            _FLAGS.issuperset(map(type, terminated))
-            and _FLAGS.issuperset(map(type, truncated))
-            and _REWARDS.issuperset(map(type, rewards))
-            and math.hypot(*rewards) < _LARGEST
-        ):
-            rewards, terminated, truncated = self._checked(lanes, (rewards, terminated, truncated))
-        return self._note(lanes, actions, (rewards, terminated, truncated))
+        return rewards, terminated, truncated
 
     def _adapt(self, lane: int) -> None:
         """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""

@@ -8,6 +8,7 @@ DictTensors, which sit on the same two methods. A new kind of environments is a 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, MutableSequence, Sequence
 from typing import Any, NoReturn
@@ -43,6 +44,9 @@ Observed = tuple[DictTensor, torch.Tensor]
 """An observation ``[n, ...]`` and the numbers of its environments, int64 ``[n]``."""
 
 _ALL: Any = slice(None)
+_FLAGS = frozenset([bool, np.bool_])
+_REWARDS = frozenset([float, np.float64, np.float32])
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class LaneError(Exception):
@@ -187,12 +191,9 @@ class VecEnv(ABC):
     ) -> None:
         """Reset lanes and write their observations and infos to ``columns``."""
 
+    @abstractmethod
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        """Step lanes, write observations and infos; returns rewards, terminated, truncated.
-
-        Subclasses that do not implement it do all of ``step_lanes``.
-        """
-        raise NotImplementedError
+        """Step lanes, write observations and infos; returns rewards, terminated, truncated."""
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Close the environments."""
@@ -333,34 +334,20 @@ class VecEnv(ABC):
         for key, dtype in self._action_dtypes.items():
             if key in actions and actions[key].dtype is not dtype:
                 self._refuse_unfit(key, actions[key], lanes)
-        results = self._checked(lanes, self._step_lanes(lanes, actions))
-        return self._note(lanes, actions, results)
-
-    def _refuse_unfit(self, key: str, values: Array, lanes: Sequence[int]) -> None:
-        """Raise unless actions fit the dtype in which the environments have them."""
-        try:
-            fitted_rows(f"the action {key!r}", values, lanes, self._action_dtypes[key])
-        except SpecError as error:
-            self._fail("step", error)
-
-    def _checked(self, lanes: Sequence[int], results: Results) -> Results:
-        """See ``checked_results``."""
-        try:
-            return checked_results(lanes, results)
-        except BadValue as error:
-            self._fail("step", error)
-
-    def _note(
-        self, lanes: Sequence[int], actions: Mapping[str, Array], results: Results
-    ) -> list[int]:
-        """Write what a step led to; returns the lanes whose episode ended.
-
-        Args:
-            lanes: The lanes.
-            actions: What they did.
-            results: Rewards and flags, checked.
-        """
-        rewards, terminated, truncated = results
+        results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
+        # What nearly every environment returns, and float32 holds rewards if it holds their norm;
+        # anything else is converted, or refused, one by one.
+        if not (
+            type(rewards) is tuple
+            and _REWARDS.issuperset(map(type, rewards))
+            and _FLAGS.issuperset(map(type, terminated))
+            and _FLAGS.issuperset(map(type, truncated))
+            and math.hypot(*rewards) < _LARGEST
+        ):
+            try:
+                rewards, terminated, truncated = checked_results(lanes, results)
+            except BadValue as error:
+                self._fail("step", error)
         all_step = len(lanes) == self.n_lanes
         rows = _ALL if all_step else list(lanes)
         self._reward[rows] = rewards
@@ -380,6 +367,13 @@ class VecEnv(ABC):
             self._infos.note_end()
         lanes_over: list[int] = ended.tolist()
         return lanes_over
+
+    def _refuse_unfit(self, key: str, values: Array, lanes: Sequence[int]) -> None:
+        """Raise unless actions fit the dtype in which the environments have them."""
+        try:
+            fitted_rows(f"the action {key!r}", values, lanes, self._action_dtypes[key])
+        except SpecError as error:
+            self._fail("step", error)
 
     def step_some(
         self,

@@ -209,8 +209,8 @@ class Rollout:
         def tapes() -> dict[int, Tape]:
             made: dict[int, Tape] = {}
             for lane, episode, tape, chunks, first_step, lost, parked in lanes:
-                made[lane] = marked = Tape(tape.seed, tape.options, episode.n_restarts, first_step)
-                marked.chunks, marked.lost = chunks, lost
+                so_far = episode.n_restarts, first_step, chunks
+                made[lane] = marked = Tape(tape.seed, tape.options, *so_far, lost=lost)
                 if marked.n_steps:
                     rows = [row for _, row in parked] if parked else [a[lane] for a in kept]
                     observed = dict(zip(shown, rows, strict=False))

@@ -130,6 +130,9 @@ class RowsEnv(VecEnv):
             error.lane = self._row_of.get(error.lane, 0)
             raise
 
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
+        raise NotImplementedError  # step_lanes does all of it
+
     def _show(self) -> None:
         """Copy into every row what its lane shows; idle rows keep copying their last lane."""
         for key, array in self.current.items():

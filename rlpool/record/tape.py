@@ -59,7 +59,7 @@ _FEWEST_ROWS, _MOST_ROWS = 16, 1024
 def slot_rows(
     layout: Layout, arrays: Arrays, slot: int, start: int, stop: int, last_reward: Any
 ) -> Actions:
-    """Actions and rewards of some rows of a slot, a copy.
+    """Actions and rewards of some rows of a slot, in memory of their own.
 
     Args:
         layout: Layout of the block.

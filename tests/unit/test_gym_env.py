@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -648,3 +649,22 @@ def test_episodes_of_real_environments_can_be_replayed_by_hand(
 
 def test_no_old_gym_is_imported() -> None:
     assert "gym" not in sys.modules
+
+
+class HalfRewards(GymEnv):
+    """A subclass that changes what a step returns."""
+
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Any]) -> Any:
+        rewards, *flags = super()._step_lanes(lanes, actions)
+        return [reward / 2 for reward in rewards], *flags
+
+
+def test_a_subclass_may_change_what_a_step_returns() -> None:
+    rewards = []
+    for kind in (GymEnv, HalfRewards):
+        env = kind([CountingEnv() for _ in range(2)], seed=0)
+        env.reset()
+        (stepped, _), _ = env.step(DictTensor({"action": torch.zeros(2, dtype=torch.int64)}))
+        rewards.append(stepped["reward"])
+    assert rewards[0].all()
+    assert torch.equal(rewards[1], rewards[0] / 2)
