@@ -356,17 +356,23 @@ class VecEnv(ABC):
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        if True not in terminated and True not in truncated:
-            return []
-        over = np.logical_or(terminated, truncated)
-        ended = np.asarray(lanes)[over]
-        self.flags[0, ended] = np.asarray(terminated)[over]
-        self.flags[1, ended] = np.asarray(truncated)[over]
-        self.flags[2, ended] = True
-        if self._infos is not None:
+        ended: list[int] = []
+        if isinstance(terminated, np.ndarray) and isinstance(truncated, np.ndarray):
+            ends = np.flatnonzero(terminated | truncated).tolist()
+        elif any(terminated) or any(truncated):
+            flags = zip(terminated, truncated, strict=True)
+            ends = [row for row, (one, other) in enumerate(flags) if one or other]
+        else:
+            return ended
+        is_terminated, is_truncated, is_done, _ = self.flags
+        for row in ends:
+            lane = lanes[row]
+            is_terminated[lane], is_truncated[lane] = terminated[row], truncated[row]
+            is_done[lane] = True
+            ended.append(lane)
+        if ended and self._infos is not None:
             self._infos.note_end()
-        lanes_over: list[int] = ended.tolist()
-        return lanes_over
+        return ended
 
     def _refuse_unfit(self, key: str, values: Array, lanes: Sequence[int]) -> None:
         """Raise unless actions fit the dtype in which the environments have them."""
