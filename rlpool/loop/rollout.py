@@ -547,25 +547,23 @@ class Rollout:
             mine = lanes
             if len(bounds) > 1:
                 mine = [n for n in lanes if (running := table.get(n)) and running.bound is bound]
-            if mine:
-                self._leave_slots_of(bound, mine, is_last)
-
-    def _leave_slots_of(self, bound: BoundPlan, lanes: Sequence[int], is_last: bool) -> None:
-        if not is_last:
-            self._scene.leave_slots(lanes, self._lanes)
-        bound.leave_slots(lanes, self._lanes, is_last)
-        self._waiting += lanes
-        chunks: list[Chunk] = []
-        for lane in lanes:
-            running = self._lanes[lane]
-            chunks.append((running.episode.number, running.slot, running.chunk, is_last))
-            if is_last:
-                del self._lanes[lane]
-            else:
-                running.chunk += 1
-                running.parked = []
-                self._unsaved.add(lane)
-        bound.plan.take_chunks(chunks)
+                if not mine:
+                    continue
+            if not is_last:
+                self._scene.leave_slots(mine, table)
+            bound.leave_slots(mine, table, is_last)
+            self._waiting += mine
+            chunks: list[Chunk] = []
+            for lane in mine:
+                running = table[lane]
+                chunks.append((running.episode.number, running.slot, running.chunk, is_last))
+                if is_last:
+                    del table[lane]
+                else:
+                    running.chunk += 1
+                    running.parked = []
+                    self._unsaved.add(lane)
+            bound.plan.take_chunks(chunks)
 
     def _fill_lanes(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
