@@ -146,9 +146,7 @@ class AgentDriver:
         Args:
             lanes: The lanes that take this step, all by default.
         """
-        rows: Any = slice(None) if lanes is None else lanes
-        for key, array in self._new_state.items():
-            self.state[key][rows] = array[rows]
+        self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
     def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, Array]:
         starting = self.starting

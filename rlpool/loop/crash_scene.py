@@ -60,12 +60,10 @@ class CrashScene:
         last_rewards = self._env.current[REWARD][list(lanes)]
         steps = slot_steps(plan.layout, plan.arrays, slots, last_rewards)
         for number, lane in enumerate(lanes):
-            running, chunk = table[lane], {}
-            if -running.steps_before < plan.layout.n_timesteps:
-                start = max(0, -running.steps_before)
-                for key, array in steps.items():
-                    chunk[key] = array[number, start:]
-                (running.tape or running.tape_so_far).add(chunk, self._most_bytes)
+            running, start = table[lane], table[lane].start
+            if start < plan.layout.n_timesteps:
+                chunk = {key: array[number, start:] for key, array in steps.items()}
+                running.tape_so_far.add(chunk, self._most_bytes)
 
     def error(
         self,

@@ -202,7 +202,7 @@ class Rollout:
         kept = [array.copy() for array in arrays]
         lanes: list[tuple[int, Episode, Tape, list[Actions], int, str, Parked]] = []
         for lane, running in self._lanes.items():
-            tape = running.tape or running.tape_so_far
+            tape = running.tape_so_far
             so_far = list(tape.chunks), tape.first_step, tape.lost
             lanes.append((lane, running.episode, tape, *so_far, running.parked))
 
