@@ -95,6 +95,16 @@ def broken_references(site: Path) -> Iterator[str]:
                 yield f"{name} links to {address}, which is not there"
             elif anchor and target in pages and anchor not in pages[target].anchors:
                 yield f"{name} links to {address}: no such place on that page"
+    for name in ("llms.txt", "llms-full.md"):
+        if not (site / name).is_file():
+            yield f"{name} is missing"
+            continue
+        text = (site / name).read_text(encoding="utf-8")
+        code = r"^ *```.*?^ *```$|``.*?``|`[^`\n]*`"
+        prose = re.sub(code, "", text, flags=re.DOTALL | re.MULTILINE)
+        for address in re.findall(r"\]\((?!\w+:)([^)#\s]+)[^)\s]*\)", prose):
+            if not (site / address).is_file():
+                yield f"{name} links to {address}, which is not there"
     for path in sorted(site.rglob("*.css")):
         for address in re.findall(r"url\(['\"]?(https?:[^)]*)", path.read_text(encoding="utf-8")):
             yield f"{path.relative_to(site)} loads {address} from elsewhere"

@@ -74,7 +74,7 @@ from rlpool import EpisodeBatcher
 
 STEP_SLEEP_S = 1e-3  # of W4
 
-REQUESTS = ((32, 2), (128, 2), (512, 1), (512, 2), (8000, 1))
+REQUESTS = ((32, 1), (32, 2), (128, 2), (512, 1), (512, 2), (8000, 1))
 """Episodes per request, and requests pending."""
 
 N_WINDOW_STEPS, N_WINDOW_LANES = 128, 8

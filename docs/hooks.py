@@ -2,6 +2,9 @@
 
 Documents link to tutorials, benchmarks and the README as files of the repository, so that links
 work wherever the repository is read. On the site these files are pages, and links lead there.
+
+For programs that read documentation, the site has two more files, as https://llmstxt.org has it:
+``llms.txt`` lists the pages with a sentence for each, ``llms-full.md`` is all of them in one.
 """
 
 from __future__ import annotations
@@ -9,18 +12,21 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import griffe
 from griffe import DocstringSectionParameters, ExprName, Extension, Function, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 PAGES = {
-    "README.md": "index.md",
+    "README.md": "overview.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "licence.md",
@@ -41,6 +47,15 @@ NAMES = {
     for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
 }
 """What the reference explains, by short and by full name."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Let the site link to the repository, once pyproject.toml has its address."""
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    address = re.search(r'^urls = \{.*\bRepository = "([^"]+)"', project, flags=re.MULTILINE)
+    if address:
+        config.repo_url, config.repo_name = address[1], config.site_name
+    return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -69,6 +84,24 @@ def page_of(source: str) -> str:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links to files of the repository lead to the pages that these are on the site."""
     place = page.file.src_uri
+
+    def address_on_page(target: str) -> str:
+        return posixpath.relpath(target, posixpath.dirname(place) or ".")
+
+    TEXTS[place] = with_links(markdown, place, files, address_on_site)
+    markdown = with_links(markdown, place, files, address_on_page)
+    return markdown if place.startswith("api/") else with_names_linked(markdown)
+
+
+def with_links(markdown: str, place: str, files: Files, address: Callable[[str], str]) -> str:
+    """Let links to files of the repository lead to pages.
+
+    Args:
+        markdown: A page.
+        place: Where it is on the site.
+        files: The site's.
+        address: What to write for a page or picture of the site.
+    """
     source = SOURCES.get(place, f"docs/{place}")
 
     def lead(link: re.Match[str]) -> str:
@@ -80,12 +113,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         before = link["before"]
         if before == f"[{written}](" and path.endswith(".md"):
             before = f"[{title_of(path)}]("  # a site has pages, not files
-        relative = posixpath.relpath(target, posixpath.dirname(place) or ".")
-        return f"{before}{relative}{mark}{anchor}{link['after']}"
+        return f"{before}{address(target)}{mark}{anchor}{link['after']}"
 
     before, after = r'(?P<before>\[[^\[\]\n]*\]\(|src=")', r'(?P<after>[)"])'
-    markdown = re.sub(rf'{before}(?P<target>[^)"#:]+(#[^)"]*)?){after}', lead, markdown)
-    return markdown if place.startswith("api/") else with_names_linked(markdown)
+    return re.sub(rf'{before}(?P<target>[^)"#:]+(#[^)"]*)?){after}', lead, markdown)
 
 
 def title_of(path: str) -> str:
@@ -108,6 +139,89 @@ def with_names_linked(markdown: str) -> str:
         if not is_code and not line.startswith("#"):
             lines[number] = re.sub(r"(?<![\[`])`(\w+)`(?![\]`])", lead, line)
     return "\n".join(lines)
+
+
+# Files for programs that read ---------------------------------------------------------------------
+
+TEXTS: dict[str, str] = {}
+"""Every page as Markdown, by its place, with links from the root of the site."""
+
+NAVIGATION: list[Navigation] = []
+"""That of the site which is being made."""
+
+
+def address_on_site(target: str) -> str:
+    """Where a page or picture is, seen from the root of the site."""
+    return re.sub(r"\.md$", ".html", target)
+
+
+def on_nav(nav: Navigation, *, config: MkDocsConfig, files: Files) -> None:
+    """Note which pages there are, and in what order."""
+    NAVIGATION[:] = [nav]
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Write ``llms.txt`` and ``llms-full.md``."""
+    site, (nav,) = Path(config.site_dir), NAVIGATION
+    contents = {
+        section.title: [page for page in nav.pages if section in page.ancestors]
+        for section in nav.items
+    }
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    lines += ["All pages in one file: [llms-full.md](llms-full.md)", ""]
+    for title, pages in contents.items():
+        lines += [f"## {title}", "", *(line_about(page.file.src_uri) for page in pages), ""]
+    (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+    package = griffe.load("rlpool", search_paths=[REPOSITORY], docstring_parser="google")
+    whole = [with_docstrings(TEXTS[page.file.src_uri], package) for page in nav.pages]
+    (site / "llms-full.md").write_text("\n\n".join(whole), encoding="utf-8")
+
+
+def line_about(place: str) -> str:
+    """A link to a page, and its first sentence."""
+    text = re.sub(r"\A---\n.*?^---\n", "", TEXTS[place], flags=re.DOTALL | re.MULTILINE)
+    title, _, rest = text.partition("\n")
+    paragraphs = (part.replace("\n", " ").strip() for part in rest.split("\n\n"))
+    first = next((p for p in paragraphs if re.match(r"(?!```)[\w`\[*]", p)), "")
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first)
+    sentence = re.split(r"(?<=[.:?!]) (?=[A-Z`])", plain)[0].rstrip(".:")
+    return f"- [{title.removeprefix('# ')}]({address_on_site(place)}): {sentence}."
+
+
+def with_docstrings(text: str, package: griffe.Module) -> str:
+    """A page of the reference with what it asks for: signatures and docstrings."""
+
+    def described(entry: re.Match[str]) -> str:
+        found = package[entry[1].removeprefix("rlpool.")] if "." in entry[1] else package
+        members = entry[2].split(", ") if entry[2] else []
+        parts = descriptions(found, entry[1], members)
+        return "\n\n".join(parts)
+
+    entry = r"^::: (\S+)$(?:\n    options:\n      members: \[(.*)\]$)?(?:\n +\S.*$)*"
+    return re.sub(entry, described, text, flags=re.MULTILINE)
+
+
+def descriptions(
+    found: griffe.Object | griffe.Alias, name: str, members: list[str], level: int = 2
+) -> Iterator[str]:
+    """Names, signatures and docstrings of an object and of its members.
+
+    Args:
+        found: The object.
+        name: How users import it.
+        members: Which of its members; all public methods of a class, if there are none.
+        level: Of its heading.
+    """
+    if found.docstring is not None or level == 2:
+        parts = [f"{'#' * level} {name}"]
+        parts += [f"```python\n{found.signature()}\n```"] if found.is_function else []
+        parts += [as_markdown(found.docstring.value)] if found.docstring is not None else []
+        yield "\n\n".join(parts)
+    if found.is_class and not members:
+        methods = (each for each, value in found.all_members.items() if value.is_function)
+        members = sorted(each for each in methods if not each.startswith("_"))
+    for member in members:
+        yield from descriptions(found[member], f"{name}.{member}", [], level + 1)
 
 
 class DocstringsAsMarkdown(Extension):

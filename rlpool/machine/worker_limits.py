@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rlpool.errors import SpecError
@@ -25,6 +27,9 @@ _LOG = logging.getLogger("rlpool")
 
 _MOST_PER_CORE = 2
 """More workers per core than this are worth a warning: one steps while another one waits."""
+
+_TESTED_PROCESSORS = "x86_64", "AMD64"
+"""Names of x86-64."""
 
 WORKER_BYTES = 100 * 2**20
 """Least private memory of a process that has imported torch and holds nothing else: of a spawned
@@ -104,7 +109,7 @@ def check_workers(
     """Refuse more worker processes than descriptors, processes or memory allow.
 
     More than twice the cores are worth a warning: they help only where environments wait for
-    something other than a core.
+    something other than a core. So is a processor on which nothing was tested.
 
     Args:
         n_workers: Processes to be started.
@@ -122,6 +127,17 @@ def check_workers(
             "worker processes: %d, cores that this process may use: %d; unless environments "
             'mostly wait, fewer are faster (worker_count("auto") is %d)',
             *(n_workers, cores, worker_count("auto")),
+        )
+    _warn_of_processor(platform.machine())
+
+
+@cache  # once per process
+def _warn_of_processor(name: str) -> None:
+    if name not in _TESTED_PROCESSORS:
+        _LOG.warning(
+            "rlpool was tested on x86-64, not on %s, which may show writes to shared memory in "
+            "another order: compare results with those of n_threads=0",
+            name,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import os
 import re
 import subprocess
@@ -48,6 +49,43 @@ PROGRAMS = {
 }
 
 
+QUOTED = {
+    f"{document}-{number}": output
+    for document in DOCUMENTS
+    for number, output in enumerate(
+        re.findall(
+            r"^```python\n.*?^```$(?:\n\n```text\n(.*?)^```$)?",
+            text_of(document),
+            re.MULTILINE | re.DOTALL,
+        )
+    )
+    if output
+}
+"""What a document says that a program prints, in the block right below it."""
+
+
+def says(quoted: str, output: str) -> bool:
+    """Whether this is what was printed, where ``...`` stands for anything.
+
+    In warnings about workers numbers differ from run to run.
+    """
+
+    def comparable(text: str) -> str:
+        return re.sub(r"^WARNING:.*$", lambda line: re.sub(r"\d+", "0", line[0]), text, flags=re.M)
+
+    return doctest.OutputChecker().check_output(
+        comparable(quoted), comparable(output), doctest.ELLIPSIS
+    )
+
+
+def test_the_comparison_of_quoted_output_finds_what_is_not_printed() -> None:
+    printed = "key a\nkey b\nkey c\nkey d\nWARNING:rlpool:worker 1 died\n"
+    assert says("key a\nkey b\n...\nkey d\nWARNING:rlpool:worker 0 died\n", printed)
+    assert not says("key a\nkey c\n...\nWARNING:rlpool:worker 1 died\n", printed)
+    assert not says("key a\n...\nWARNING:rlpool:worker 1 hangs\n", printed)
+    assert not says("key a\n", printed)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = program_folder / "program.py"
@@ -60,6 +98,8 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
         output, errors = capfd.readouterr()
     assert errors == ""
     assert output
+    if name in QUOTED:
+        assert says(QUOTED[name], output), output
     if name == "README.md-0":
         returns = [float(value) for value in re.findall(r"average return (\d+)", output)]
         assert returns[0] < 50
@@ -69,6 +109,7 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
 def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
     assert set(BLOCKS) > NOT_RUN
     assert len(PROGRAMS) > 12
+    assert {"docs/tour.md-0", "docs/migration.md-0"} <= set(QUOTED) <= set(PROGRAMS)
     for name, source in BLOCKS.items():
         compile(source, name, "exec")
 
@@ -143,6 +184,12 @@ def public_names(module: str) -> list[str]:
     return [f"{module}.{name}" for name in names]
 
 
+def test_the_changelog_names_documents_that_exist() -> None:
+    named = re.findall(r"`(docs/[\w/]+\.md)`", text_of("CHANGELOG.md"))
+    assert len(named) > 12
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
 def test_every_public_name_has_one_place_in_the_reference() -> None:
     listed = []
     for page in (document for document in DOCUMENTS if document.startswith("docs/api/")):
@@ -166,7 +213,7 @@ def test_every_document_has_its_place_on_the_site() -> None:
     placed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", navigation, flags=re.MULTILINE)
     tutorials = [f"tutorials/{path.stem}.md" for path in (REPOSITORY / "tutorials").glob("*.py")]
     documents = [name.removeprefix("docs/") for name in DOCUMENTS if name != "README.md"]
-    made = ["index.md", "contributing.md", "changes.md", *tutorials]
+    made = ["overview.md", "contributing.md", "changes.md", *tutorials]
     assert sorted(placed) == sorted([*documents, *made])
 
 

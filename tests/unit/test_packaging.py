@@ -198,6 +198,17 @@ def test_version_is_the_same_everywhere() -> None:
     assert versions == {PROJECT["version"]}
 
 
+def test_the_address_of_the_project_stands_in_one_file_and_is_cited() -> None:
+    address = PROJECT.get("urls", {}).get("Repository")
+    cited = re.search(
+        r"^repository-code: [\"']?([^\"'\s]+)", _text("CITATION.cff"), flags=re.MULTILINE
+    )
+    assert (cited and cited[1]) == address
+    if address is not None:
+        others = ("README.md", "CONTRIBUTING.md", "mkdocs.yml")
+        assert [name for name in others if address in _text(name)] == []
+
+
 def test_installed_package_is_that_of_the_repository() -> None:
     def contents(package: Path) -> dict[str, bytes]:
         paths = [p for p in package.rglob("*") if p.suffix == ".py" or p.name == "py.typed"]

@@ -30,6 +30,8 @@ def site(tmp_path: Path) -> Path:
         '<link href="style.css"><h1 id="start">Start</h1><a href="guide/page.html#two">two</a>'
         '<a href="https://example.org">elsewhere</a><a href="#start">up</a>'
     )
+    (tmp_path / "llms.txt").write_text("# Site\n\n- [two](guide/page.html#two): the second.\n")
+    (tmp_path / "llms-full.md").write_text("see [start](index.html)\n\n```text\n[a](b)\n```\n")
     (tmp_path / "guide" / "page.html").write_text(
         '<link href="/style.css"><h2 id="two">Two</h2><a href="..">start</a>'
     )
@@ -72,8 +74,17 @@ def test_a_style_that_loads_from_elsewhere_is_named(site: Path) -> None:
     assert problems(site) == ["style.css loads https://fonts.example/c.woff' from elsewhere"]
 
 
+def test_a_list_of_pages_that_is_missing_or_leads_nowhere_is_named(site: Path) -> None:
+    (site / "llms.txt").write_text("- [gone](gone.html): no page of this site.")
+    (site / "llms-full.md").unlink()
+    assert problems(site) == [
+        "llms.txt links to gone.html, which is not there",
+        "llms-full.md is missing",
+    ]
+
+
 def test_a_folder_without_pages_is_a_problem(tmp_path: Path) -> None:
-    assert problems(tmp_path) == [f"{tmp_path} has no pages"]
+    assert f"{tmp_path} has no pages" in problems(tmp_path)
 
 
 # docs/hooks.py -----------------------------------------------------------------------------------
@@ -132,6 +143,29 @@ def test_the_first_mention_of_a_name_leads_to_the_reference() -> None:
     assert linked("a `Pool`, a `Pool`") == "a [`Pool`][rlpool.Pool], a `Pool`"
     for untouched in ("# `Pool`", "```\n`Pool`\n```", "[`Pool`](pools.md)", "`no_name_of_rlpool`"):
         assert linked(untouched) == untouched
+
+
+def test_a_page_is_listed_with_its_first_sentence() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    hooks = load("docs/hooks.py")
+    hooks.TEXTS["pools.md"] = (
+        "---\nsearch: 1\n---\n# Pools\n\n```bash\npip install x\n```\n\n"
+        "What a [batcher](batchers.html) makes\nflows into a `Pool`. Then more.\n"
+    )
+    line = "- [Pools](pools.html): What a batcher makes flows into a `Pool`."
+    assert hooks.line_about("pools.md") == line
+
+
+def test_the_file_of_all_pages_has_signatures_and_docstrings() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("rlpool", search_paths=[REPOSITORY], docstring_parser="google")
+    page = "# Training\n\n::: rlpool.gae\n\n::: rlpool.EpisodeStatistics\n"
+    text = load("docs/hooks.py").with_docstrings(page, package)
+    assert "\n## rlpool.gae\n\n```python\ngae(reward: Tensor, value: Tensor," in text
+    assert "Generalised advantage estimation." in text
+    assert "\n### rlpool.EpisodeStatistics.update\n" in text
+    assert ":::" not in text
 
 
 def test_a_literal_block_that_is_no_program_is_not_coloured_as_one() -> None:
