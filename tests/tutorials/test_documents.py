@@ -86,7 +86,14 @@ def test_the_comparison_of_quoted_output_finds_what_is_not_printed() -> None:
     assert not says("key a\n", printed)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+SLOW = {"docs/gpu.md-2"}
+"""It starts processes that start workers."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS],
+)
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = program_folder / "program.py"
     script.write_text(PROGRAMS[name], encoding="utf-8")

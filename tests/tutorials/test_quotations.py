@@ -1,0 +1,111 @@
+"""What documents quote without a program above it: errors, and lines of the doctor."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+import rlpool
+from rlpool import Agent, EnvError, EpisodeBatcher, GymEnv, WorkerStartupError
+
+from support.agents import StepCounter
+from support.envs import create_counting
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def quoted(document: str) -> list[str]:
+    """The blocks of text that a document shows."""
+    text = (REPOSITORY / document).read_text(encoding="utf-8")
+    return re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines without what differs from run to run: numbers, and spaces between columns."""
+    return [re.sub(r" +", " ", re.sub(r"\d+", "0", line)).strip() for line in text.splitlines()]
+
+
+class Goalless(gym.Wrapper[Any, Any, Any, Any]):
+    def step(self, action: Any) -> Any:
+        raise KeyError("goal")
+
+
+def create_goalless(seed: int) -> GymEnv:
+    return GymEnv([Goalless(gym.make("CartPole-v1")) for _ in range(2)], seed)
+
+
+def test_the_error_of_an_environment_is_the_one_that_is_quoted() -> None:
+    with EpisodeBatcher(8, 4, StepCounter, None, create_goalless, n_threads=1, seeds=0) as batcher:
+        batcher.execute(2, env_info={"task": 5})
+        with pytest.raises(EnvError) as raised:
+            batcher.get()
+    (block,) = [each for each in quoted("docs/failures.md") if each.startswith("env.step raised")]
+    assert lines_of(str(raised.value)) == lines_of(block)
+
+
+def test_the_error_of_what_cannot_be_pickled_is_the_one_that_is_quoted() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    def maker() -> Any:
+        model = Model()
+
+        def create_agent() -> Agent:
+            assert model
+            return StepCounter()
+
+        return create_agent
+
+    with pytest.raises(WorkerStartupError) as raised:
+        EpisodeBatcher(8, 4, maker(), None, create_counting, n_threads=1, seeds=0)
+    (block,) = [each for each in quoted("docs/failures.md") if "cannot be pickled" in each]
+    expected = block[block.index("WorkerStartupError") :]
+    # Which name the function has is the reader's affair.
+    said = re.sub(r"\S*<locals>\.", "", f"WorkerStartupError: {raised.value}")
+    assert lines_of(said) == lines_of(expected)
+
+
+def test_the_doctor_says_what_is_quoted() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlpool", "doctor", "--workers", "16"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100.0,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = lines_of(done.stdout)
+    blocks = [*quoted("docs/failures.md"), *quoted("docs/start_methods.md")]
+    (missing,) = [each for each in blocks if each.startswith("FAIL")]
+    (forked,) = [each for each in blocks if each.startswith("ok ")]
+    assert set(lines_of(missing)) <= set(said)
+    assert set(lines_of(forked)) <= set(said)
+
+
+def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
+    (tree,) = quoted("docs/api/errors.md")
+    above: list[tuple[int, type]] = []
+    drawn = set()
+    for line in tree.splitlines():
+        name = re.search(r"[A-Z]\w+", line)
+        assert name
+        kind = getattr(rlpool, name[0])
+        while above and above[-1][0] >= name.start():
+            above.pop()
+        if above:
+            assert above[-1][1] in kind.__bases__, line
+        above.append((name.start(), kind))
+        drawn.add(kind)
+    public = [getattr(rlpool, name) for name in rlpool.__all__]
+    kinds = {kind for kind in public if isinstance(kind, type)}
+    assert drawn == {kind for kind in kinds if issubclass(kind, rlpool.RlpoolError)}
