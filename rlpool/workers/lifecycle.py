@@ -39,6 +39,7 @@ from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.logs import Logs
+from rlpool.workers.poller import Events, Poller
 from rlpool.workers.process_end import end_all, reap, signal_name
 from rlpool.workers.process_start import (
     launch,
@@ -178,11 +179,8 @@ class Workers:
         self._watch = HangWatch(timeout_s)
         self._has_started = False
         self._lives = [Life(worker) for worker in range(n_workers)]
-        # Unlike poll(), it takes no longer for many workers than for few.
-        self._poller: select.epoll | None = select.epoll()
+        self._poller = Poller()
         self._look_for_ends_s = 0.0
-        self._worker_of: dict[int, int] = {}  # descriptor: worker
-        self._wake_fd = -1
         self.control = Control.create(n_workers)
         self.control_fd = self.control.fd
         self._logs = Logs(n_workers)
@@ -204,9 +202,7 @@ class Workers:
                 get ready.
             SpecError: If they are larger than ``max_rss_bytes`` already.
         """
-        self._wake_fd = wake_fd
-        if wake_fd >= 0 and self._poller is not None:
-            self._poller.register(wake_fd, select.POLLIN)
+        self._poller.wake_on(wake_fd)
         for n_started, life in enumerate(self._lives):
             try:
                 self._start(life)
@@ -277,7 +273,7 @@ class Workers:
             with InterruptsHeld(), suppress(ConnectionError):  # poll() notices its death
                 pipe.send(message, memory)
             if pipe.events & select.POLLOUT:
-                self._watch_writing(pipe)
+                self._poller.watch_writing(pipe)
 
     def refuse_if_dead(self) -> None:
         """Raise the error that ended everything, if there is one."""
@@ -320,42 +316,19 @@ class Workers:
         if not self.all_up:
             due_s = min(life.deadline_s for life in self._lives)
             timeout_s = min(timeout_s, max(0.0, due_s - time.monotonic()) + 0.001)
-        poller = self._poller  # open as long as it is used here, even if a handler calls close()
-        ready = [] if poller is None else poller.poll(timeout_s)
-        if len(ready) == 1 and ready[0][0] == self._wake_fd and self.all_up:
+        events = self._poller.wait(timeout_s)
+        is_woken = self._poller.is_woken_by(events)
+        if is_woken and len(events) == 1 and self.all_up:
             return True
         if not self._end.still_active():
             self._rest_at_exit()
             return False
-        self._deliver_all(ready)
+        self._deliver_all(events)
         self.deliver_logs()
         if not self.all_up:
             with InterruptsHeld():
                 self._advance()
-        return any(fd == self._wake_fd for fd, _ in ready)
-
-    def _watch_process(self, worker: int, pipe: CallerPipe, process: SpawnProcess) -> None:
-        """Let ``poll`` wait for a worker's messages and its end."""
-        for fd in (pipe.fileno(), process.sentinel):
-            self._worker_of[fd] = worker
-            if self._poller is not None:
-                self._poller.register(fd, select.POLLIN)
-
-    def _watch_writing(self, pipe: CallerPipe) -> None:
-        """Let ``poll`` wait until something can be written, if something has to be."""
-        if self._poller is not None:
-            self._poller.modify(pipe, pipe.events)
-
-    def _unwatch(self, pipe: CallerPipe, process: SpawnProcess) -> None:
-        """Forget a worker's descriptors before they are closed.
-
-        Those that a forked copy of this process has, too, would be watched for ever.
-        """
-        for fd in (pipe.fileno(), process.sentinel):
-            self._worker_of.pop(fd, None)
-            if self._poller is not None:
-                with suppress(OSError):  # it could not be registered
-                    self._poller.unregister(fd)
+        return is_woken
 
     def _rest_at_exit(self) -> None:
         """Let a daemon thread wait for the end of Python, which has ended its workers.
@@ -365,9 +338,9 @@ class Workers:
         if is_exiting() and not self._end.still_active() and threading.current_thread().daemon:
             threading.Event().wait()
 
-    def _deliver_all(self, events: Sequence[tuple[int, int]]) -> None:
+    def _deliver_all(self, events: Events) -> None:
         """Handle messages and ends of workers, and send what a pipe did not take before."""
-        ready = {self._worker_of[fd] for fd, _ in events if fd in self._worker_of}
+        ready = self._poller.workers_of(events)
         now_s = time.monotonic()
         if not events or now_s > self._look_for_ends_s:
             # A process that a dead worker had forked may keep its descriptors open.
@@ -392,7 +365,7 @@ class Workers:
         if life.pipe is not None and life.pipe.events & select.POLLOUT:
             with suppress(OSError):  # it is gone, which is handled below
                 life.pipe.flush()
-            self._watch_writing(life.pipe)
+            self._poller.watch_writing(life.pipe)
         while life.pipe is not None and life.process is not None:
             try:
                 message = life.pipe.receive()
@@ -460,7 +433,7 @@ class Workers:
     def _bury(self, life: Life, pipe: CallerPipe, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
         life.pipe = None
-        self._unwatch(pipe, process)
+        self._poller.unwatch(pipe, process)
         pipe.close()
         reap(process)
         self._set_state(life, State.DOWN)
@@ -558,7 +531,7 @@ class Workers:
             )
             self.control.rows[life.worker, Word.PID] = life.process.pid or 0
             self._set_state(life, State.STARTING)
-            self._watch_process(life.worker, life.pipe, life.process)
+            self._poller.watch(life.worker, life.pipe, life.process)
             try:
                 self._send(life, *self._client.setup(life.worker))
             except OSError:
@@ -633,7 +606,7 @@ class Workers:
         _close(self._lives, self._logs)
         with suppress(TypeError):  # at the end of Python multiprocessing has no registry any more
             self._end.cancel()
-        self._poller = None
+        self._poller.close()
         reap_template()
         self.control.close()
 

@@ -121,6 +121,7 @@ ENDING_FILES = (
     "/env_workers.py",
     "/process_end.py",
     "/lifecycle.py",
+    "/poller.py",
 )
 ENDING = ("close", "cancel", "_close", "end_all", "reap", "_end_group_of")
 
