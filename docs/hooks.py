@@ -48,6 +48,17 @@ NAMES = {
 }
 """What the reference explains, by short and by full name."""
 
+HIDDEN = re.compile(
+    "|".join(
+        re.findall(
+            r'^ +- "!(\^.*)"$',
+            (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"),
+            flags=re.MULTILINE,
+        )
+    )
+)
+"""Names of members that the reference leaves out."""
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Let the site link to the repository, once pyproject.toml has its address."""
@@ -209,7 +220,7 @@ def descriptions(
     Args:
         found: The object.
         name: How users import it.
-        members: Which of its members; all public methods of a class, if there are none.
+        members: Which of its members. If there are none, all methods of a class that users call.
         level: Of its heading.
     """
     if found.docstring is not None or level == 2:
@@ -219,7 +230,7 @@ def descriptions(
         yield "\n\n".join(parts)
     if found.is_class and not members:
         methods = (each for each, value in found.all_members.items() if value.is_function)
-        members = sorted(each for each in methods if not each.startswith("_"))
+        members = sorted(each for each in methods if not HIDDEN.search(each))
     for member in members:
         yield from descriptions(found[member], f"{name}.{member}", [], level + 1)
 

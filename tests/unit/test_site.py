@@ -168,6 +168,15 @@ def test_the_file_of_all_pages_has_signatures_and_docstrings() -> None:
     assert ":::" not in text
 
 
+def test_the_reference_leaves_out_what_users_do_not_call() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    hooks = load("docs/hooks.py")
+    for name in ("_step_lanes", "of_tape", "forget", "reworded", "layout"):
+        assert hooks.HIDDEN.search(name)
+    for name in ("save", "step_lanes", "n_lanes", "layouts"):
+        assert not hooks.HIDDEN.search(name)
+
+
 def test_a_literal_block_that_is_no_program_is_not_coloured_as_one() -> None:
     pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
     hooks = load("docs/hooks.py")
