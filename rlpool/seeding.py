@@ -37,6 +37,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 import torch
 
+from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.generator_states import Generators, current_generators, use_generators
 from rlpool.machine.interrupts import InterruptsHeld
@@ -145,6 +146,31 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
     return seeds
 
 
+def checked_seeds(seeds: Any, n_episodes: int) -> list[int]:
+    """The seeds of episodes that a user has named, as ints.
+
+    Args:
+        seeds: A sequence or a 1-d array of ints.
+        n_episodes: How many there should be.
+
+    Raises:
+        SpecError: For another number of them, and for what is no seed below ``N_SEEDS``.
+    """
+    is_list = isinstance(seeds, Sequence | np.ndarray | torch.Tensor)
+    if not is_list or isinstance(seeds, str | bytes) or getattr(seeds, "ndim", 1) == 0:
+        what = f"episode_seeds should be a list of ints, got {seeds!r:.60}"
+        raise SpecError(what, fix="name one seed per episode")
+    checked = [whole_number(f"episode_seeds[{i}]", seed, 0) for i, seed in enumerate(seeds)]
+    if len(checked) != n_episodes:
+        what = f"episode_seeds has {len(checked)} seeds for {n_episodes} episodes"
+        raise SpecError(what, fix="name one seed per episode")
+    if checked and max(checked) >= N_SEEDS:
+        row = checked.index(max(checked))
+        what = f"episode_seeds[{row}] is {checked[row]}, and seeds are below 2**31"
+        raise SpecError(what, fix="choose smaller ones: simulators in C take no more")
+    return checked
+
+
 def noise_keys(root: int, first: int, n_episodes: int) -> Words:
     """Keys of the noise of consecutive episodes: uint64 ``[n_episodes]``.
 
@@ -188,7 +214,7 @@ class LaneSeeds:
         self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
         self._seed_keys = _seed_keys(root, _LANE_SEEDS)
         self._first = n_resets + n_restarts
-        self._first_lane = first_lane
+        self.first_lane = first_lane
 
     def seed(self, lane: int, n_restarts: int) -> int:
         """Seed of a lane's ``n_restarts``-th episode since the reset, in ``[0, 2**31)``.
@@ -198,12 +224,12 @@ class LaneSeeds:
             n_restarts: 0 for the episode that the reset began; negative numbers go backwards from
                 where the lane began, into the gap that the lane before it reaches last.
         """
-        begin = int(f"{lane + self._first_lane:0{_SEED_BITS}b}"[::-1], 2)
+        begin = int(f"{lane + self.first_lane:0{_SEED_BITS}b}"[::-1], 2)
         return permuted(begin + self._first + n_restarts, self._seed_keys)
 
     def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
         """That episode's noise, ``n_noise`` numbers per step."""
-        lane += self._first_lane
+        lane += self.first_lane
         n_at_once = max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
         block, row = divmod(n_restarts, n_at_once)
         derived_from = self._noise_key, self._noise_salt, block

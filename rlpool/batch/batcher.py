@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from rlpool.errors import UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
+from rlpool.seeding import checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
@@ -84,6 +85,10 @@ class EpisodeBatcher(BatcherBase):
             results are the same, see docs/start_methods.md.
         crash_dir: A directory, created if it is missing. If an environment or an agent fails,
             what ``rlpool.replay_crash`` needs is written to a file there; the error names it.
+        agent_rows: Call the agent with this many rows every time, whatever the number of lanes: in
+            several calls if there are more, with copies in the other rows if there are fewer. Then
+            results are bitwise the same for any number of environments per worker as well, see
+            docs/reproducibility.md. By default it has a row per environment of its worker.
         progress: What ``get`` shows while it waits, unless told otherwise.
 
     Raises:
@@ -116,7 +121,7 @@ class EpisodeBatcher(BatcherBase):
 
     _progress: ShowProgress = False
     _n_episodes = 0
-    _last: tuple[int, Any, Any] | None = None
+    _last: tuple[int, Any, Any, list[int] | None] | None = None
 
     @names_arguments
     @takes_policy
@@ -133,13 +138,14 @@ class EpisodeBatcher(BatcherBase):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
+        agent_rows: int | None = None,
         progress: ShowProgress = False,
         **policy: Unpack[PolicyOptions],
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
+        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows)
 
     @cached_property
     def _meter(self) -> Meter:
@@ -151,6 +157,8 @@ class EpisodeBatcher(BatcherBase):
         n_episodes: int,
         agent_info: Info = None,
         env_info: Info = None,
+        *,
+        episode_seeds: Sequence[int] | None = None,
     ) -> None:
         """Request episodes; returns at once. Further requests queue up.
 
@@ -162,11 +170,16 @@ class EpisodeBatcher(BatcherBase):
             env_info: Likewise: row *i* reaches the environment of episode *i* as
                 ``reset(options={...})``, or ``reset(env_info={...})`` where it takes that. Without
                 ``env_info`` nothing is passed, so that the environment's own default applies.
+            episode_seeds: What the environment of each episode is reset with, ``n_episodes`` ints
+                from 0 to 2**31 - 1, as a sequence or a 1-d array; ``info["seed"]`` repeats them.
+                Any of them may occur several times. The agent's noise stays that of the number of
+                the episode. By default they derive from ``seeds``, and are all different.
 
         Raises:
-            SpecError: If an info holds anything but numbers, or has another number of rows; or if
-                rows of ``env_info`` differ, or there are fewer slots than lanes, for environments
-                that can only be reset together (see ``VectorGymEnv``).
+            SpecError: If an info holds anything but numbers, or has another number of rows; if
+                ``episode_seeds`` are no seeds or of another number; or, for environments that can
+                only be reset together (see ``VectorGymEnv``), if seeds are named, rows of
+                ``env_info`` differ, or there are fewer slots than lanes.
             UsageError: If the batcher is closed.
             WorkerDiedError: If a worker died meanwhile.
 
@@ -175,15 +188,25 @@ class EpisodeBatcher(BatcherBase):
             >>> batcher.execute(3, env_info={"length": [1, 4, 2]})
             >>> batcher.get().lengths
             tensor([1, 4, 2])
+            >>> batcher.execute(2, episode_seeds=[7, 3])
+            >>> batcher.get().info["seed"]
+            tensor([7, 3])
         """
-        self._request(self._open(), n_episodes, agent_info, env_info)
+        self._request(self._open(), n_episodes, agent_info, env_info, episode_seeds)
 
     def _request(
-        self, dispatcher: RequestQueue, n_episodes: int, agent_info: Info, env_info: Info
+        self,
+        dispatcher: RequestQueue,
+        n_episodes: int,
+        agent_info: Info,
+        env_info: Info,
+        given_seeds: Sequence[int] | None,
     ) -> None:
         n_episodes = whole_number("n_episodes", n_episodes, 1)
         infos = as_infos(agent_info, env_info, n_episodes)
-        asked = n_episodes, dispatcher.policy.version
+        if given_seeds is not None:
+            given_seeds = checked_seeds(given_seeds, n_episodes)
+        asked = n_episodes, given_seeds, dispatcher.policy.version
         if is_repeated(self._unconfirmed, asked, infos):
             return
         with InterruptsHeld():
@@ -193,11 +216,12 @@ class EpisodeBatcher(BatcherBase):
                 infos=infos,
                 policy=dispatcher.policy,
                 first=self._n_episodes,
+                given_seeds=given_seeds,
                 root=self._root,
             )
             dispatcher.check(request)
             self._n_episodes += n_episodes
-            self._last = (n_episodes, *infos)
+            self._last = (n_episodes, *infos, given_seeds)
             self._unconfirmed = asked, infos
             dispatcher.submit(request)
 
@@ -296,8 +320,10 @@ class EpisodeBatcher(BatcherBase):
     def _state(self, dispatcher: RequestQueue) -> State:
         last = None
         if self._last is not None:
-            n_episodes, *infos = self._last
+            n_episodes, *infos, seeds = self._last
             last = {"n_episodes": n_episodes, **state_of_infos((infos[0], infos[1]))}
+            if seeds is not None:
+                last["episode_seeds"] = list(seeds)
         return {
             "n_episodes": self._n_episodes,
             "last": last,
@@ -306,7 +332,7 @@ class EpisodeBatcher(BatcherBase):
 
     def _load(self, dispatcher: RequestQueue, state: State) -> None:
         last = state["last"]
-        self._last = last and (last["n_episodes"], *infos_of_state(last))
+        self._last = last and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds"))
         self._n_episodes = state["n_episodes"]
 
     @classmethod
@@ -329,6 +355,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
         env_args: Keyword arguments of ``create_env``.
         seeds: As for ``EpisodeBatcher``.
+        agent_rows: As for ``EpisodeBatcher``.
         progress: As for ``EpisodeBatcher``.
 
     Example:
@@ -352,12 +379,13 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
         *,
+        agent_rows: int | None = None,
         progress: ShowProgress = False,
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        failing = None, FailurePolicy()
-        BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *failing)
+        rest = None, FailurePolicy(), None, agent_rows
+        BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *rest)
 
     @once
     def execute(
@@ -365,6 +393,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         n_episodes: int | None = None,
         agent_info: Info = None,
         env_info: Info = None,
+        *,
+        episode_seeds: Sequence[int] | None = None,
     ) -> None:
         """Request episodes; by default as many as there are environments.
 
@@ -372,4 +402,4 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         """
         dispatcher = self._open()
         n_episodes = dispatcher.n_lanes if n_episodes is None else n_episodes
-        self._request(dispatcher, n_episodes, agent_info, env_info)
+        self._request(dispatcher, n_episodes, agent_info, env_info, episode_seeds)

@@ -77,12 +77,15 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         timeout: float | None,
         policy: FailurePolicy,
         crash_dir: CrashDir = None,
+        agent_rows: int | None = None,
     ) -> None:
         refuse_during_import()
         n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
         n_threads = whole_number("n_threads", n_threads, 0)
         if n_slots is not None:
             n_slots = whole_number("n_slots", n_slots, 1)
+        if agent_rows is not None:
+            agent_rows = whole_number("agent_rows", agent_rows, 1)
         timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
@@ -95,10 +98,11 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._is_private = n_threads == 0
         self._owner_pid = os.getpid()
         self._one_thread = OneThread("_open", "_idle")
-        functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
+        given = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
+        functions: Any = (*given, agent_rows)
         if n_threads:
             names = ("create_env", "env_args", "create_agent", "agent_args")
-            parts = dict(zip(names, functions, strict=True))
+            parts = dict(zip(names, given, strict=True))
             how = {"fix": self._HOW_TO_PICKLE, "refusal": self._SHARES_NOTHING}
             functions = pickled(parts, functions, **how)
         failing = policy, timeout if n_threads else None, crash_dir
@@ -119,8 +123,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """Start the workers.
 
         Args:
-            functions: ``(create_env, env_args, create_agent, agent_args)``, a ``Parcel`` if
-                there are worker processes.
+            functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a
+                ``Parcel`` if there are worker processes.
             n_timesteps: Steps per slot.
             n_slots: Slots in flight.
             n_threads: Number of worker processes.

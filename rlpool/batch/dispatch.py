@@ -37,8 +37,8 @@ class Dispatcher(RequestQueue):
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
         root: Root of all seeds.
-        functions: ``(create_env, env_args, create_agent, agent_args)``, a ``Parcel`` if there are
-            worker processes.
+        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a
+            ``Parcel`` if there are worker processes.
         make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
             that is larger than the machine.
         policy: What happens when workers fail.

@@ -23,8 +23,8 @@ class Setup:
     """What a worker has to create, its first message.
 
     Attributes:
-        functions: ``(create_env, env_args, create_agent, agent_args)``, pickled for another
-            process; ``None`` if the pickle is in the memory that follows.
+        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, pickled for
+            another process; ``None`` if the pickle is in the memory that follows.
         hint: What stands in place of ``DEBUG_HINT``.
         in_process: Whether the worker runs in the caller's process, where Ctrl-C may reach it.
     """
@@ -60,6 +60,7 @@ class Execute:
         number: Number of the request.
         root: Root of the episodes' seeds and noise.
         first: Episodes requested before it, from which their seeds and noise derive.
+        seeds: Seeds of all episodes of the request, if the user gave them.
         n_episodes: Episodes of the whole request.
         block: Number of the block.
         in_place: Whether episode *i* is written into slot *i*.
@@ -72,6 +73,7 @@ class Execute:
     number: int
     root: int
     first: int
+    seeds: list[int] | None
     n_episodes: int
     block: int
     in_place: bool

@@ -92,7 +92,7 @@ class EpisodePlan(_RequestPlan):
             keys = noise_keys(root, message.first, n_episodes)
             self._noise = NoiseStarts(keys, step.n_noise)
         self._given_up, self.gives_up = message.given_up, bool(message.given_up)
-        self._in_place = message.in_place
+        self._in_place, self._first = message.in_place, message.first
         self._free = message.slots[::-1]
         self._whole = self.arrays.control["whole"].data
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
@@ -102,7 +102,7 @@ class EpisodePlan(_RequestPlan):
             claimed, self.seeds = shares.of(self.worker), shares.seeds(root, message.first)
             self._exhausted.update(range(step.n_lanes))
         else:
-            self.seeds = episode_seeds(root, message.first, n_episodes)
+            self.seeds = message.seeds or episode_seeds(root, message.first, n_episodes)
             self._claims = Claims(self.arrays.control, n_episodes, site.lock_fd)
         self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
         for number in reversed(claimed):
@@ -136,7 +136,8 @@ class EpisodePlan(_RequestPlan):
             options = options_of(self.env_info, number) if self.env_info else None
             fails_at = self._given_up.get(number)
             seed = self.seeds[number]
-            episodes[lane] = Episode(number, seed, options, noise, slot, 0, fails_at)
+            running = self._first + number
+            episodes[lane] = Episode(number, seed, options, noise, slot, 0, fails_at, running)
         return episodes
 
     def _claim(self, lanes: Sequence[int]) -> None:
@@ -273,4 +274,5 @@ class WindowPlan(_RequestPlan):
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         options = options_of(self.env_info, number) if self.env_info else None
         fails_at = self._given_up.get((number, n_restarts))
-        return Episode(number, seed, options, noise, slot, n_restarts, fails_at)
+        place = self._seeds.first_lane + number
+        return Episode(number, seed, options, noise, slot, n_restarts, fails_at, place)

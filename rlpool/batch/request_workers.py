@@ -75,8 +75,8 @@ class RequestWorkers:
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
         root: Root of all seeds.
-        functions: ``(create_env, env_args, create_agent, agent_args)``, a ``Parcel`` if there are
-            worker processes.
+        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a
+            ``Parcel`` if there are worker processes.
         policy: What happens when workers fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.

@@ -17,7 +17,7 @@ from rlpool.batch.messages import Execute, Infos, Window
 from rlpool.batch.shares import Shares, check_shares
 from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, Where, WorkerError
+from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
@@ -260,15 +260,28 @@ class EpisodeRequest(Request):
 
     Attributes:
         first: How many episodes were asked for before, from which their seeds and noise derive.
+        given_seeds: Their seeds, if the user gave them.
     """
 
     first: int
+    given_seeds: list[int] | None = None
 
     def __post_init__(self) -> None:
         self._glue: Glue | None = None  # chunks that were copied out of their slots
         self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
         self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
         self._in_place = True
+
+    def check(self, layout: Layout) -> None:
+        """See ``Request.check``."""
+        super().check(layout)
+        if self.given_seeds is not None and layout.step.resets_together:
+            raise SpecError(
+                "episode_seeds names a seed per episode, and one reset serves all lanes "
+                f"(seeding is {layout.step.seeding!r})",
+                fix="leave it out, or use a vector environment whose lanes can be reset one by "
+                "one, such as SyncVectorEnv",
+            )
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode, and spare ones for episodes that are longer than a slot.
@@ -294,6 +307,7 @@ class EpisodeRequest(Request):
             number=self.number,
             root=self.root,
             first=self.first,
+            seeds=self.given_seeds,
             n_episodes=self.n_rows,
             block=block.number,
             in_place=self._in_place,
@@ -335,6 +349,8 @@ class EpisodeRequest(Request):
         """Makes the seeds of all episodes, also when the block is gone."""
         if self.running_block.layout.step.resets_together:
             return partial(self._shares.seeds, self.root, self.first)
+        if (given := self.given_seeds) is not None:
+            return lambda: given
         return partial(episode_seeds, self.root, self.first, self.n_rows)
 
     def seed_of(self, row: int) -> int:

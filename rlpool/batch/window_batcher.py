@@ -56,6 +56,7 @@ class Batcher(BatcherBase):
             2**30 steps of all lanes together, resets included.
         timeout: As for ``EpisodeBatcher``.
         crash_dir: As for ``EpisodeBatcher``.
+        agent_rows: As for ``EpisodeBatcher``.
         **policy: As for ``EpisodeBatcher``. The successor of a worker restores every running
             episode by repeating its recorded actions; if that does not lead to the same
             observation, ``get`` raises ``EnvError``. If the agent requires a history, the failure
@@ -102,11 +103,12 @@ class Batcher(BatcherBase):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
+        agent_rows: int | None = None,
         **policy: Unpack[PolicyOptions],
     ) -> None:
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
+        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows)
 
     @property
     def n_lanes(self) -> int:

@@ -200,7 +200,7 @@ class Collector(Server):
     def adopt(self, other: Collector) -> None:
         """Take over the environments and the agent of another collector in this process."""
         self._in_process, self._hint, self._closers = True, other._hint, other._closers
-        self._take_over(other.env, other.agent)
+        self._take_over(other.env, other.agent, other._agent_rows)
 
     def report(self) -> None:
         """Tell the caller what a step consists of, and that there can be work."""
@@ -212,7 +212,7 @@ class Collector(Server):
             functions = called(
                 self._here, "loading create_env and create_agent", pickle.loads, functions
             )
-        create_env, env_args, create_agent, agent_args = functions
+        create_env, env_args, create_agent, agent_args, agent_rows = functions
         # Only now: modules that were imported to load the functions may have seeded generators. In
         # the caller's process these are not the caller's generators, see LocalWorker.
         seed_generators(seed)
@@ -234,13 +234,14 @@ class Collector(Server):
         what, fix = _agent_problem(agent)
         if what:
             raise WorkerStartupError(what, where=self._here, fix=fix)
-        self._take_over(env, agent)
+        self._take_over(env, agent, agent_rows)
 
-    def _take_over(self, env: VecEnv, agent: Agent) -> None:
-        self.env, self.agent = env, agent
+    def _take_over(self, env: VecEnv, agent: Agent, agent_rows: int | None) -> None:
+        self.env, self.agent, self._agent_rows = env, agent, agent_rows
         env.lane_in_use = self._control.lane
         place = self._place
-        self._rollout = Rollout(agent, env, place.worker, self._control, place.seed)
+        here = place.worker, self._control, place.seed
+        self._rollout = Rollout(agent, env, *here, agent_rows)
 
     def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""

@@ -280,6 +280,7 @@ class NodeWorkers:
             infos=shard.infos,
             policy=policy,
             first=shard.first,
+            given_seeds=shard.given_seeds,
             root=shard.root,
         )
 

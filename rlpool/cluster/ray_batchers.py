@@ -48,6 +48,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         timeout: As for ``EpisodeBatcher``, also for a node that does not answer, and for a cluster
             that has no node left.
         crash_dir: As for ``EpisodeBatcher``, on the machine of the caller.
+        agent_rows: As for ``EpisodeBatcher``.
         require_same_bits: Refuse nodes whose processor or libraries may compute other bits, which
             are otherwise told in a warning.
         progress: As for ``EpisodeBatcher``.
@@ -84,6 +85,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
+        agent_rows: int | None = None,
         require_same_bits: bool = False,
         resources: Mapping[str, Any] | None = None,
         progress: ShowProgress = False,
@@ -93,7 +95,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         connect = _connection(n_nodes, n_threads, resources)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing
+        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows
         super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 
 
@@ -117,6 +119,7 @@ class RayBatcher(ClusterBatcher):
         seeds: As for ``RayEpisodeBatcher``.
         timeout: As for ``RayEpisodeBatcher``.
         crash_dir: As for ``RayEpisodeBatcher``.
+        agent_rows: As for ``EpisodeBatcher``.
         require_same_bits: As for ``RayEpisodeBatcher``.
         resources: As for ``RayEpisodeBatcher``.
         **policy: As for ``Batcher``; ``max_restarts`` as for ``RayEpisodeBatcher``.
@@ -146,6 +149,7 @@ class RayBatcher(ClusterBatcher):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
+        agent_rows: int | None = None,
         require_same_bits: bool = False,
         resources: Mapping[str, Any] | None = None,
         **policy: Unpack[PolicyOptions],
@@ -153,7 +157,7 @@ class RayBatcher(ClusterBatcher):
         connect = _connection(n_nodes, n_threads, resources)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing
+        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows
         super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 
 

@@ -165,6 +165,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
             number=number,
             root=self.root,
             first=self.first + rows.start,
+            given_seeds=self.given_seeds and self.given_seeds[rows.start : rows.stop],
             start=rows.start,
             n_rows=len(rows),
             infos=part_of(self.infos, rows),

@@ -25,7 +25,7 @@ class NodeSetup:
     """What every node starts with.
 
     Attributes:
-        functions: ``(create_env, env_args, create_agent, agent_args)``, pickled.
+        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, pickled.
         n_workers: Workers of a node.
         root: Root of all seeds.
         n_timesteps: Steps per slot.
@@ -75,6 +75,7 @@ class EpisodeShard:
         root: Root of all seeds.
         first: Episodes requested before the first of these, from which their seeds and noise
             derive.
+        given_seeds: Their seeds, if the user gave them.
         start: Number of the first within its ``execute``.
         n_rows: How many.
         infos: Their rows of ``agent_info`` and ``env_info``.
@@ -84,6 +85,7 @@ class EpisodeShard:
     number: int
     root: int
     first: int
+    given_seeds: list[int] | None
     start: int
     n_rows: int
     infos: Infos

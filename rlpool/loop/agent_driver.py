@@ -15,6 +15,7 @@ from rlpool.data.rows import selected
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
+from rlpool.loop.plan import Episode
 from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.storage import Array, batch_array
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -49,6 +50,7 @@ class AgentDriver:
         n_lanes: Rows of the batch.
 
     Attributes:
+        n_rows: Rows that the agent is called with.
         output_specs: The agent's outputs, ``None`` before the first call.
         state: Key to array ``[n_lanes, ...]``: each lane's state, rewritten in place.
         starting: Lanes whose state at this step is only known after ``act``.
@@ -59,7 +61,7 @@ class AgentDriver:
 
     def __init__(self, agent: Agent, n_lanes: int) -> None:
         self.agent = agent
-        self.n_lanes = n_lanes
+        self.n_lanes = self.n_rows = n_lanes
         self.state: dict[str, Array] = {}
         self.converted_actions: dict[str, np.dtype[Any]] = {}
         self._makes_initial_states = agent.makes_initial_states()
@@ -75,21 +77,25 @@ class AgentDriver:
         # "output" or "state" -> key -> shape of the batch and dtype that the agent has to return
         self._expected: dict[str, dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = {}
 
-    def start(self, lanes: Sequence[int], agent_info: DictTensor | None) -> None:
+    def start(
+        self,
+        lanes: Sequence[int],
+        agent_info: DictTensor | None,
+        episodes: Sequence[Episode] = (),
+    ) -> None:
         """Mark lanes that start an episode with the next call.
 
         Args:
             lanes: Lane numbers.
             agent_info: The batch's ``agent_info``, including the new rows of these lanes.
+            episodes: Their episodes, none in a probe.
 
         Raises:
             AgentFailure: If the agent's ``initial_state`` fails.
         """
         if self._makes_initial_states:
-            rows = rows_repeating(sorted(lanes), self.n_lanes)
-            info = None if agent_info is None else _rows_of(agent_info, torch.from_numpy(rows))
             try:
-                state = self._read("state", self.agent.initial_state(info, self.n_lanes))
+                state = self._initial_states(sorted(lanes), agent_info)
             except ctrl_c():
                 raise
             except BaseException as error:
@@ -97,6 +103,18 @@ class AgentDriver:
             self._put_state(state, list(lanes))
         elif self.state or self.output_specs is None:
             self.starting = sorted({*self.starting, *lanes})
+
+    def resume(self, lane: int, state: Mapping[str, Array], episode: Episode) -> None:
+        """Let a lane go on with an episode that was begun elsewhere, in the state it had there."""
+        for key, value in state.items():
+            self.state[key][lane] = value
+
+    def _initial_states(
+        self, lanes: Sequence[int], agent_info: DictTensor | None
+    ) -> dict[str, Array]:
+        rows = rows_repeating(lanes, self.n_lanes)
+        info = None if agent_info is None else _rows_of(agent_info, torch.from_numpy(rows))
+        return self._read("state", self.agent.initial_state(info, self.n_lanes))
 
     def act(
         self,
@@ -133,7 +151,7 @@ class AgentDriver:
                     kept[key] = torch.from_numpy(array.copy())
             else:
                 kept = self._states_of(lanes)
-            _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen)
+            _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen, lanes)
         except ctrl_c():
             raise
         except BaseException as error:
@@ -152,14 +170,14 @@ class AgentDriver:
         starting = self.starting
         others = [lane for lane in lanes if lane not in starting]
         rows = rows_repeating(starting, self.n_lanes)
-        first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
+        first, outputs, new = self._call(None, _at(rows, seen) if others else seen, starting)
         if others:
             for part in (first, outputs, new):
                 for key, array in part.items():
                     part[key] = np.array(array)  # the next call may return the same buffers
             kept = self._states_of(others)
             rows = rows_repeating(others, self.n_lanes)
-            _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen))
+            _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen), others)
             for whole, part in zip((outputs, new), theirs, strict=True):
                 for key, array in part.items():
                     whole[key][others] = array[others]
@@ -173,7 +191,7 @@ class AgentDriver:
         return {key: torch.from_numpy(array)[rows] for key, array in self.state.items()}
 
     def _call(
-        self, state: DictTensor | None, seen: Observed
+        self, state: DictTensor | None, seen: Observed, lanes: Sequence[int]
     ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
         """Call the agent; returns its initial state if ``state`` is None, outputs, new state."""
         observation, agent_info, history = seen
@@ -221,7 +239,7 @@ class AgentDriver:
                     return arrays
             except (KeyError, RuntimeError, TypeError):
                 pass  # converted or refused below
-        arrays = _as_arrays(value, name, self.n_lanes)
+        arrays = _as_arrays(value, name, self.n_rows)
         if name == "state":
             self.widened.update(k for k in arrays if value[k].dtype is torch.bfloat16)
         if expected is None:

@@ -28,6 +28,8 @@ class Episode:
         n_restarts: Number of automatic restarts of its lane before it.
         gives_up_at: Its step that fails, and is not made: it is truncated there. -1 if its reset
             does. ``None`` if none is known to fail.
+        running_number: Its number among all episodes of the batcher; of a window that of its lane
+            among all lanes.
     """
 
     number: int
@@ -37,6 +39,7 @@ class Episode:
     slot: int
     n_restarts: int = 0
     gives_up_at: int | None = None
+    running_number: int = 0
 
 
 Chunk = tuple[int, int, int, bool]

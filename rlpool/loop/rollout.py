@@ -26,10 +26,11 @@ from rlpool.agents.agent import Agent
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentDriver, AgentFailure, History, InfoRows, rows_repeating
+from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
 from rlpool.loop.blame import failing_lane
 from rlpool.loop.bound_plan import BoundPlan, Lane, Parked
 from rlpool.loop.crash_scene import CrashScene
+from rlpool.loop.fixed_rows import driver_of
 from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
@@ -52,6 +53,7 @@ class Rollout:
         worker: Number of the worker, for error messages.
         record: Is told what the rollout does; the caller watches it. By default a new one.
         worker_seed: The ``seed`` that ``env`` was created with, for crash capsules.
+        agent_rows: How many rows the agent is called with, one per lane by default.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Rollout:
         worker: int = 0,
         record: WorkerRecord | None = None,
         worker_seed: int | None = None,
+        agent_rows: int | None = None,
     ) -> None:
         self._env = env
         self._scene = CrashScene(env, worker_seed)
@@ -68,7 +71,7 @@ class Rollout:
         self._record = record if record is not None else WorkerRecord.private()
         self._record.begin_lanes(env.n_lanes)
         self._n_lanes = env.n_lanes
-        self._driver = AgentDriver(agent, env.n_lanes)
+        self._driver = driver_of(agent, env.n_lanes, agent_rows)
         self._noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
         self._history: History | None = None
         self._infos = InfoRows(env.n_lanes)
@@ -316,7 +319,8 @@ class Rollout:
             self._infos.show(bound.plan.agent_info or {}, rows)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane, running in self._lanes.items() if not running.steps_before]:
-            self._driver.start(new, self._infos.tensors)
+            episodes = [self._lanes[lane].episode for lane in new]
+            self._driver.start(new, self._infos.tensors, episodes)
             for lane in new:
                 if parked := self._lanes[lane].parked:
                     of_env = parked[: len(self._env.current)]
@@ -343,10 +347,9 @@ class Rollout:
             episode = episodes[lane]
             self._infos.show(plan.agent_info or {}, {lane: episode.number})
             if tape.n_steps:
-                for key, value in tape.state.items():
-                    self._driver.state[key][lane] = value
+                self._driver.resume(lane, tape.state, episode)
             else:
-                self._driver.start([lane], self._infos.tensors)
+                self._driver.start([lane], self._infos.tensors, [episode])
             parked = self._kept_rows(lane)
             self._lanes[lane] = Lane(episode, bound, episode.slot, 0, tape.n_steps, parked, tape)
 
@@ -688,7 +691,7 @@ class Rollout:
             mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
             if mine:
                 self._infos.show(bound.plan.agent_info or {}, mine)
-        self._driver.start(lanes, self._infos.tensors)
+        self._driver.start(lanes, self._infos.tensors, episodes)
         if self._noise is not None:
             for lane, episode in zip(lanes, episodes, strict=True):
                 if episode.noise is not None:
