@@ -83,6 +83,27 @@ AGENTS: dict[str, tuple[Callable[[], Agent], Callable[[], Any]]] = {
 }
 
 
+def compare(name: str, n_lanes: int, args: Any) -> dict[str, float]:
+    """How many times as long a batch step takes, by number of rows."""
+    create_agent, make_env = AGENTS[name]
+    n_episodes = 8 * n_lanes
+
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([make_env() for _ in range(n_lanes)], seed)
+
+    with ExitStack() as stack:
+
+        def window(rows: int | None) -> Any:
+            batcher = EpisodeBatcher(
+                100, n_episodes, create_agent, None, create_env, n_threads=0, agent_rows=rows
+            )
+            return partial(batcher_window, stack.enter_context(batcher), n_episodes)
+
+        turns = {str(rows): window(rows) for rows in args.rows}
+        _, others = in_turns(window(None), turns, args.windows, args.seconds)
+    return {rows: round(1 / quartiles(r)["median"], 2) for rows, (_, r) in others.items()}
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--agents", nargs="+", choices=list(AGENTS), default=list(AGENTS))
@@ -93,24 +114,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.agents:
-        create_agent, make_env = AGENTS[name]
         for n_lanes in args.lanes:
-
-            def create_env(seed: int, n: int = n_lanes, make: Any = make_env) -> GymEnv:
-                return GymEnv([make() for _ in range(n)], seed)
-
-            n_episodes = 8 * n_lanes
-            with ExitStack() as stack:
-
-                def window(rows: int | None, n: int = n_episodes, stack: Any = stack) -> Any:
-                    batcher = EpisodeBatcher(
-                        100, n, create_agent, None, create_env, n_threads=0, agent_rows=rows
-                    )
-                    return partial(batcher_window, stack.enter_context(batcher), n)
-
-                turns = {str(rows): window(rows) for rows in args.rows}
-                _, others = in_turns(window(None), turns, args.windows, args.seconds)
-            times = {rows: round(1 / quartiles(r)["median"], 2) for rows, (_, r) in others.items()}
+            times = compare(name, n_lanes, args)
             show({"agent": name, "lanes": n_lanes, "times": times})
 
 
