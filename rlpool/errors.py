@@ -4,11 +4,14 @@
 
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
-    │ └ EnvsClosedError(ClosedEnvironmentError)  environments in workers are closed
+    │ ├ EnvsClosedError(ClosedEnvironmentError)  environments in workers are closed
+    │ ├ PendingCallError(AlreadyPendingCallError)  a call of a vector environment is pending
+    │ └ NoPendingCallError(NoAsyncCallError)  there is none to wait for
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
     │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
+    ├ CallTimeoutError(TimeoutError)  a pending call of a vector environment takes longer
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
@@ -27,12 +30,13 @@ pickled, so that they pass through users' own process pools.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
-from gymnasium.error import ClosedEnvironmentError
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 
 class Where(NamedTuple):
@@ -127,6 +131,48 @@ class UsageError(RlpoolError, RuntimeError):
 
 class EnvsClosedError(UsageError, ClosedEnvironmentError):
     """Environments in workers are closed; also what Gymnasium's vector environments raise."""
+
+
+class PendingCallError(UsageError, AlreadyPendingCallError):
+    """A vector environment is called while an earlier call is pending.
+
+    Args:
+        what: One line that says what happened.
+        name: Which call is pending: ``"reset"``, ``"step"`` or ``"call"``.
+        fix: One line that says what to do about it.
+
+    Attributes:
+        name: As given.
+    """
+
+    def __init__(self, what: str, name: str = "", *, fix: str = "") -> None:
+        super().__init__(what, fix=fix)
+        self.name = name
+
+
+class NoPendingCallError(UsageError, NoAsyncCallError):
+    """A vector environment is told to wait for a call that was not begun.
+
+    Args:
+        what: One line that says what happened.
+        name: Which call: ``"reset"``, ``"step"`` or ``"call"``.
+        fix: One line that says what to do about it.
+
+    Attributes:
+        name: As given.
+    """
+
+    def __init__(self, what: str, name: str = "", *, fix: str = "") -> None:
+        super().__init__(what, fix=fix)
+        self.name = name
+
+
+class CallTimeoutError(RlpoolError, multiprocessing.TimeoutError, TimeoutError):
+    """A pending call of a vector environment takes longer than the ``timeout`` of its other half.
+
+    Both classes named ``TimeoutError`` catch it: Python's, and that of ``multiprocessing``, which
+    Gymnasium raises.
+    """
 
 
 class SpecError(RlpoolError, ValueError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.context import SpawnProcess
 from threading import get_ident
+from time import monotonic
 from typing import Any
 
 from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Where, WorkerError
@@ -199,8 +201,12 @@ class EnvWorkers(LaneStates):
         self.processes.look_for_hang()
         self.processes.refuse_if_dead()
 
-    def wait_finished(self, is_over: Callable[[], bool]) -> None:
+    def wait_finished(self, is_over: Callable[[], bool], until_s: float = math.inf) -> None:
         """Wait until workers have finished commands, on which a condition depends.
+
+        Args:
+            is_over: The condition.
+            until_s: The ``time.monotonic()`` at which to wait no longer.
 
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
@@ -214,12 +220,18 @@ class EnvWorkers(LaneStates):
         processes.look_from_now_on()
         done.begin()
         while not is_over():
-            sleep_s = done.pause(processes.patience_s)
+            left_s = until_s - monotonic()
+            if left_s <= 0:
+                return
+            sleep_s = done.pause(min(left_s, processes.patience_s))
             if sleep_s or not processes.all_up:
                 self.look(sleep_s)
 
-    def wait_idle(self, workers: Sequence[int]) -> None:
-        """Wait until workers have carried out their commands.
+    def wait_idle(self, workers: Sequence[int], until_s: float = math.inf) -> bool:
+        """Wait until workers have carried out their commands, or until a ``time.monotonic()``.
+
+        Returns:
+            Whether they have.
 
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
@@ -232,7 +244,8 @@ class EnvWorkers(LaneStates):
                     return False
             return True
 
-        self.wait_finished(are_idle)
+        self.wait_finished(are_idle, until_s)
+        return until_s == math.inf or are_idle()
 
     def failure(self, worker: int) -> WorkerError:
         """The error of a worker's last command, which failed."""

@@ -100,10 +100,14 @@ class Stepper:
 
     # All together -----------------------------------------------------------------------------
 
-    def step(self, lanes: list[int]) -> bool:
+    def step(self, lanes: list[int], *, waits: bool = True) -> bool:
         """Let lanes step with the actions in the buffers, and wait for all of them.
 
         A step of the same lanes that is the ``command`` already is not made again.
+
+        Args:
+            lanes: The lanes.
+            waits: Whether to wait; if not, the step is the ``command`` until somebody does.
 
         Returns:
             Whether any episode ended.
@@ -119,7 +123,7 @@ class Stepper:
                 self._last_workers = self._divide(lanes)
                 self._last_lanes = lanes[:]
             step = self._issue("step", self._last_lanes, self._last_workers)
-        return self.finish(step.workers)
+        return waits and self.finish(step.workers)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
         """Let lanes whose workers have settled begin episodes: the reset is the ``command`` then.
@@ -165,6 +169,15 @@ class Stepper:
         if command is not None and command.workers and command.kind != "some":
             self.finish(command.workers)
         self.command = None
+
+    def is_over(self, until_s: float) -> bool:
+        """Whether the last command was carried out, after waiting until a ``time.monotonic()``.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        workers = [] if self.command is None else self.command.workers
+        return not workers or self._workers.wait_idle(workers, until_s)
 
     def drop_command(self) -> None:
         """Wait for a command that was interrupted, and forget its outcome."""

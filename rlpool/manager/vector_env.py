@@ -7,32 +7,29 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import cloudpickle
 import numpy as np
 from gymnasium import Space
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.vector_infos import keep_infos_apart
 from rlpool.errors import EnvError, SpecError, UsageError, VectorSpecError, Where
 from rlpool.manager.process_lanes import ProcessLanes
-from rlpool.manager.vector_lane import (
-    ACTION_BYTES,
-    LONG,
-    Beginning,
-    Description,
-    structure_in_arrays,
-)
+from rlpool.manager.vector_halves import CallsInHalves
+from rlpool.manager.vector_lane import LONG, Beginning, Description, structure_in_arrays
+from rlpool.manager.vector_pieces import in_pieces
 from rlpool.memory.storage import Array
 from rlpool.specs import flattener, leaves_of, nester
 
 _MOST = 2**63  # seeds travel as int64
 
 
-class VectorOverLanes(VectorEnv[Any, Any, Array]):
+class VectorOverLanes(CallsInHalves):
     """A ``ParallelVectorEnv``, once its manager is made.
 
     Attributes:
@@ -102,6 +99,11 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
             EnvError: If an environment raises.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
         """
+        self._refuse_pending("reset")
+        return self._finish_reset(self._begin_reset(seed, options))
+
+    def _begin_reset(self, seed: Any, options: dict[str, Any] | None) -> list[int]:
+        """Begin a reset; returns the lanes that take part."""
         seeds = self._seeds(seed)
         lanes = self._all
         if options is not None and "reset_mask" in options:
@@ -114,7 +116,12 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
             seeded = lane not in generators
             start = Beginning(options, seeded, generators.get(lane))
             beginnings.append(None if seeded and options is None else {"options": start})
-        self.manager.reset_lanes(lanes, [seeds[lane] or 0 for lane in lanes], beginnings)
+        self.manager.begin_reset(lanes, [seeds[lane] or 0 for lane in lanes], beginnings)
+        return lanes
+
+    def _finish_reset(self, lanes: list[int]) -> tuple[Any, dict[str, Any]]:
+        """Wait for a reset."""
+        self.manager.finish_begun()
         self._ended[lanes] = False
         infos = self._infos(lanes)
         return self._observation(), infos
@@ -135,23 +142,39 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
         Raises:
             SpecError: If the actions do not fit; also a ``TypeError`` for a single number.
             EnvError: If an environment raises; the environments of its worker need a reset.
-            UsageError: If an environment needs a reset.
+            UsageError: If an environment needs a reset, or a call is pending.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
         """
+        if self._pending is not None:
+            self._refuse_pending("step")
+        return self._finish_step(self._step_arrays(actions))
+
+    def _step_arrays(self, actions: Any) -> dict[str, Array]:
+        """Actions as the manager takes them, if the environments may step."""
         if self.autoreset_mode is AutoresetMode.DISABLED and self._ended.any():
             ended = np.flatnonzero(self._ended).tolist()
             raise UsageError(
                 f"the episodes of environments {ended} have ended, and autoreset_mode is DISABLED",
                 fix="reset them, with options={'reset_mask': mask}",
             )
-        self.manager.step_lanes(self._all, self._action_arrays(actions))
+        return self._action_arrays(actions)
+
+    def _finish_step(
+        self, arrays: dict[str, Array]
+    ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step, or wait for the step with these actions that was begun."""
+        self.manager.step_lanes(self._all, arrays)
         results = self.manager.current["results"]
         rewards = results[:, 0].copy()
         terminated, truncated = results[:, 1] != 0, results[:, 2] != 0
-        if self.autoreset_mode is AutoresetMode.DISABLED:
-            self._ended = terminated | truncated
+        self._note_ended()
         infos = self._infos(self._all)
         return self._observation(), rewards, terminated, truncated, infos
+
+    def _note_ended(self) -> None:
+        """Note which episodes the last step ended, where that matters."""
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            self._ended = (self.manager.current["results"][:, 1:] != 0).any(1)
 
     def _seeds(self, seed: Any) -> list[int | None]:
         """One seed per environment."""
@@ -195,17 +218,10 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
         rows = list(iterate(self.action_space, actions))
         if len(rows) != self.num_envs:
             raise SpecError(f"got {len(rows)} actions for {self.num_envs} environments")
-        batch = np.zeros((self.num_envs, ACTION_BYTES), np.uint8)
-        for lane, row in enumerate(rows):
-            pickled = cloudpickle.dumps(row)
-            if len(pickled) > ACTION_BYTES:
-                raise SpecError(
-                    f"the action of environment {lane} takes {len(pickled)} bytes, {ACTION_BYTES} "
-                    "are the most for a space without a fixed shape",
-                    fix="wrap the environment so that its actions are arrays",
-                )
-            batch[lane, : len(pickled)] = np.frombuffer(pickled, np.uint8)
-        return {"action": batch}
+        *pieces, last = in_pieces([cloudpickle.dumps(row) for row in rows])
+        for piece in pieces:
+            self.manager.step_lanes(self._all, {"action": piece})
+        return {"action": last}
 
     # Results -----------------------------------------------------------------------------------
 
@@ -254,7 +270,19 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
         Raises:
             EnvError: If it raises in an environment, or there is none of that name.
         """
+        self._refuse_pending("call")
         return tuple(self._ask(self._all, name, *args, **kwargs))
+
+    def _begin_call(self, name: str, args: Any, kwargs: Any) -> list[int]:
+        return self._sent(dict.fromkeys(self._all, _request(name, args, kwargs)))
+
+    def _have_answered(self, lanes: Sequence[int], until_s: float) -> bool:
+        """Whether all replies are here, after waiting until a ``time.monotonic()``."""
+        remotes = self.manager.remotes
+        return all(remotes[lane].poll(max(0.0, until_s - monotonic())) for lane in lanes)
+
+    def _finish_call(self, lanes: Sequence[int], name: str) -> tuple[Any, ...]:
+        return tuple(self._received(lanes, name))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment, a copy; a method is called, as by ``call``."""
@@ -281,8 +309,9 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
                 f"got {len(values)} values of {name!r} for {self.num_envs} environments",
                 fix="pass one per environment, or one that is neither list nor tuple",
             )
+        self._refuse_pending("set_attr")
         requests = [("set_attr", {"attr": name, "value": value}) for value in values]
-        self._answers(dict(enumerate(requests)), name)
+        self._received(self._sent(dict(enumerate(requests))), name)
 
     def render(self) -> tuple[Any, ...]:
         """What ``render`` returns in every environment."""
@@ -300,22 +329,30 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
 
     def _ask(self, lanes: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of some environments, all at the same time."""
-        request = ("call", {"name": name, "args": args, "kwargs": kwargs})
-        return self._answers(dict.fromkeys(lanes, request), name)
+        sent = self._sent(dict.fromkeys(lanes, _request(name, args, kwargs)))
+        return self._received(sent, name)
 
-    def _answers(self, requests: Mapping[int, tuple[str, Any]], name: str) -> list[Any]:
-        """Send a request to each of some environments, and wait for all replies.
+    def _sent(self, requests: Mapping[int, tuple[str, Any]]) -> list[int]:
+        """Send a request to each of some environments; returns these."""
+        sent: list[int] = []
+        try:
+            for lane, request in requests.items():
+                self.manager.remotes[lane].send(request)
+                sent.append(lane)
+        except BaseException:  # no reply may be left behind: the lane could not step
+            for lane in sent:
+                self.manager.remotes[lane].recv()
+            raise
+        return sent
+
+    def _received(self, lanes: Sequence[int], name: str) -> list[Any]:
+        """Wait for the replies to requests.
 
         Raises:
             EnvError: If an environment raised.
         """
-        remotes, sent, replies = self.manager.remotes, [], []
-        try:
-            for lane, request in requests.items():
-                remotes[lane].send(request)
-                sent.append(lane)
-        finally:  # no reply may be left behind: the lane could not step
-            replies = [(lane, *remotes[lane].recv()) for lane in sent]
+        remotes = self.manager.remotes
+        replies = [(lane, *remotes[lane].recv()) for lane in lanes]
         for lane, kind, value in replies:
             if kind == "error":
                 error = remotes[lane].error or EnvError(value)
@@ -325,10 +362,10 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
                 raise error.reworded(what=what, where=Where(lane=lane))
         return [value for _, _, value in replies]
 
-    def close_extras(self, **kwargs: Any) -> None:
-        """End the workers; called by ``close``, whose arguments are not used."""
-        if hasattr(self, "manager"):  # else it was not made, which Gymnasium's __del__ does not ask
-            self.manager.close()
+
+def _request(name: str, args: Any, kwargs: Any) -> tuple[str, Any]:
+    """The request that calls a method of an environment."""
+    return "call", {"name": name, "args": args, "kwargs": kwargs}
 
 
 def _array(value: Any) -> Array:

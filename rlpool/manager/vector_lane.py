@@ -34,6 +34,7 @@ from rlpool.envs.gym_env import is_environment
 from rlpool.envs.legacy import modernised
 from rlpool.errors import SpecError
 from rlpool.machine.pickling import why_not
+from rlpool.manager.vector_pieces import PIECE_BYTES, Pieces
 from rlpool.memory.storage import Array
 from rlpool.specs import Structure, flattener, leaves_of, structure_of_space
 
@@ -42,9 +43,6 @@ LONG = 1
 
 _MESSAGE_BYTES = 1024
 """Room for the infos of a step, of some twenty numbers: what is longer takes a message more."""
-
-ACTION_BYTES = 8192
-"""Room for an action of a space without a fixed shape, pickled."""
 
 _MOST_FINAL_BYTES = 2**17
 """Room for a last observation, where lanes restart in the same step: that of most images."""
@@ -163,6 +161,9 @@ class VectorLane(gymnasium.Env[Any, Any]):
         self._has_begun = False
         self._told_generator = False
         self._long_message = b""
+        self._has_scalars = _has_scalars(env.action_space)
+        self._pieces = Pieces()
+        self._last_shown: dict[str, Any] = {}
         is_plain = structure_in_arrays(env.observation_space, "observation_space") is not None
         self._pickles_observations = not is_plain
         self._pickles_actions = structure_in_arrays(env.action_space, "action_space") is None
@@ -179,7 +180,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
         self.observation_space = LaneSpace(parts, env.observation_space)
         self.action_space = env.action_space
         if self._pickles_actions:
-            self.action_space = spaces.Box(0, 255, (ACTION_BYTES,), np.uint8)
+            self.action_space = spaces.Box(0, 255, (PIECE_BYTES,), np.uint8)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -190,6 +191,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
             base = self._env.unwrapped
             base._np_random, base._np_random_seed = beginning.generator
         self._has_begun, self._has_ended = True, False
+        self._pieces = Pieces()
         seed = seed if beginning.is_seeded else None
         observation, info = self._env.reset(seed=seed, options=beginning.options)
         return self._shown(observation, 0.0, np.zeros(2, bool), [info]), {}
@@ -197,7 +199,12 @@ class VectorLane(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step, or restart; for the manager the episode never ends."""
         if self._pickles_actions:
-            action = pickle.loads(action.tobytes())
+            pickled = self._pieces.joined(action)
+            if pickled is None:  # nothing happens before it is complete
+                return self._last_shown, 0.0, False, False, {}
+            action = pickle.loads(pickled)
+        elif self._has_scalars:
+            action = _with_scalars(action)
         infos, flags = [], np.zeros(2, bool)
         if self._has_ended and self._mode is AutoresetMode.NEXT_STEP:
             observation, info = self._env.reset()
@@ -220,9 +227,13 @@ class VectorLane(gymnasium.Env[Any, Any]):
         results[0], results[1:] = reward, flags
         told: Any = [info for info in infos if info]
         if self._pickles_observations:
-            return {"results": results, "message": self._message((told, observation))}
-        message = self._message((told, None)) if told else self._silence
-        return {"observation": observation, "results": results, "message": message}
+            shown = {"results": results, "message": self._message((told, observation))}
+        else:
+            message = self._message((told, None)) if told else self._silence
+            shown = {"observation": observation, "results": results, "message": message}
+        if self._pickles_actions:
+            self._last_shown = shown
+        return shown
 
     def _message(self, content: Any) -> Array:
         pickled = _pickled(content)
@@ -258,6 +269,23 @@ class VectorLane(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+
+def _has_scalars(space: spaces.Space[Any]) -> bool:
+    """Whether there is a ``Box`` without dimensions in a space."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return any(map(_has_scalars, parts))
+    return isinstance(space, spaces.Box) and not space.shape
+
+
+def _with_scalars(action: Any) -> Any:
+    """An action with NumPy's numbers for arrays without dimensions, as Gymnasium hands it out."""
+    if isinstance(action, dict):
+        return {key: _with_scalars(part) for key, part in action.items()}
+    if isinstance(action, tuple):
+        return tuple(map(_with_scalars, action))
+    return action[()] if isinstance(action, np.ndarray) and not action.shape else action
 
 
 def _pickled(content: tuple[Any, Any]) -> bytes:
