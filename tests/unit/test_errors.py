@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 import traceback
 from typing import Any
 
 import pytest
-from gymnasium.error import ClosedEnvironmentError
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rlpool import errors
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
+    CallTimeoutError,
     EnvError,
     EnvsClosedError,
     EnvSpecError,
+    NoPendingCallError,
     NotEnoughDataError,
     NotRepeatedError,
+    PendingCallError,
     RlpoolError,
     SpecError,
     UnknownArgumentError,
@@ -44,6 +48,9 @@ DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"
 BASES: dict[type[RlpoolError], set[type[Exception]]] = {
     UsageError: {RuntimeError},
     EnvsClosedError: {UsageError, ClosedEnvironmentError},
+    PendingCallError: {UsageError, AlreadyPendingCallError},
+    NoPendingCallError: {UsageError, NoAsyncCallError},
+    CallTimeoutError: {multiprocessing.TimeoutError, TimeoutError},
     SpecError: {ValueError},
     UnknownArgumentError: {SpecError, TypeError},
     NotEnoughDataError: {ValueError},
