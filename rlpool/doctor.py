@@ -100,7 +100,7 @@ def examine(
     workers = worker_count("auto") if workers is None else workers
     numbers = {"workers": workers, "slots": slots, "timesteps": timesteps}
     for name, number in {**numbers, "observation_bytes": observation_bytes}.items():
-        whole_number(name, number, 1)
+        whole_number(name, number, 1, fix=f"pass a number from 1 on as {name}, or leave it out")
     start_method = _start_method(start_worker)
     checks = [
         _versions(),
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     try:
         checks = examine(**options, root=root)
     except SpecError as error:
-        parser.error(str(error))
+        parser.exit(2, f"python -m rlpool doctor: {error.what}; {error.fix}\n")
     if as_json:
         report = {"ok": not has_problems(checks), "checks": [asdict(check) for check in checks]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")

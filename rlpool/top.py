@@ -10,13 +10,15 @@ import argparse
 import json
 import mmap
 import os
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,14 +27,11 @@ from rlpool.machine.limits import has_ended, human
 from rlpool.observe.control import FILE_NAME, FORMAT, Control, Head, control_bytes
 from rlpool.observe.stats import LaneStats, Stats, StatsReader, WorkerStats
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 EVERY_S = 0.5
 """Twice a second: what people can follow."""
 
 _SHOWN_LANES = 64
-"""Lanes of a worker that a table shows; JSON has all."""
+"""Lanes of a worker that are shown; JSON has all."""
 
 _OTHERS = "python -m rlpool top lists the programs that there are"
 """What to do about a process that is not there."""
@@ -43,8 +42,20 @@ _COLUMNS = (
     *("RSS", "private", "restarts", "episodes", "steps"),
 )
 
-_TEXT_COLUMNS = 3
-"""Columns at the left that hold text; the others hold numbers."""
+_TEXT_COLUMNS = ("worker", "pid", "state")
+"""Columns that hold text; the others hold numbers."""
+
+_BY_IMPORTANCE = (
+    *("pid", "steps/s", "state", "env", "agent", "worker"),
+    *("waiting", "RSS", "episodes", "restarts", "steps", "private"),
+)
+"""Columns in the order in which narrow terminals have room for them: six fit into 40 characters."""
+
+_UNLIMITED = 10_000
+"""Characters of a line where nothing says how many there are."""
+
+_EVERY_PLAIN_S = 2.0
+"""Between two tables where there is no terminal, and every one of them stays."""
 
 
 class Program:
@@ -222,57 +233,77 @@ def _show_once(program: Program, as_json: bool) -> None:
         report = {"pid": program.pid, "batchers": [asdict(stats) for stats in all_stats]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return
-    for stats in all_stats:
-        rows = [list(_COLUMNS), *(_cells(worker) for worker in stats.workers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [_title(stats)]
-        for row in rows:
-            cells = [
-                cell.ljust(width) if n < _TEXT_COLUMNS else cell.rjust(width)
-                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        lines += [f"worker {w.worker}: {_lanes(w.lanes)}" for w in stats.workers if w.lanes]
-        sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(_text(all_stats, _width()))
 
 
 def _show_live(program: Program) -> None:
-    """Show a table per batcher until the program ends, or Ctrl-C.
+    """Show a table per batcher until the program ends, or Ctrl-C; without a terminal, plain lines.
 
     Raises:
-        UsageError: If rich is not installed, or the program may no longer be looked at.
+        UsageError: If there is a terminal and rich is not installed, or the program may no longer
+            be looked at.
     """
-    try:
-        from rich.console import Group
-        from rich.live import Live
-    except ImportError:
-        what = "the display needs the package rich, which is not installed"
-        fix = 'pip install "rlpool[top]", or print it once: python -m rlpool top PID --once'
-        raise UsageError(what, fix=fix) from None
-    with Live(auto_refresh=False, screen=sys.stdout.isatty()) as display:
-        while True:
-            time.sleep(EVERY_S)
-            try:
-                all_stats = program.read()
-            except UsageError:
-                if not has_ended(program.pid):
-                    raise
-                break
-            display.update(Group(*map(_table, all_stats)), refresh=True)
+    if not sys.stdout.isatty():
+        for all_stats in _looks(program, _EVERY_PLAIN_S):
+            sys.stdout.write(_text(all_stats, _width()))
+            sys.stdout.flush()
+    else:
+        try:
+            from rich.live import Live
+            from rich.text import Text
+        except ImportError:
+            what = "the display needs the package rich, which is not installed"
+            fix = 'pip install "rlpool[top]", or print it once: python -m rlpool top PID --once'
+            raise UsageError(what, fix=fix) from None
+        with Live(auto_refresh=False, screen=True) as display:
+            for all_stats in _looks(program, EVERY_S):
+                display.update(Text(_text(all_stats, display.console.width)), refresh=True)
     sys.stdout.write(f"process {program.pid} has ended\n")
 
 
-def _table(stats: Stats) -> Table:
-    """A table of rich."""
-    from rich.table import Table
+def _looks(program: Program, every_s: float) -> Iterator[list[Stats]]:
+    """What a program's workers do, again and again until it ends."""
+    while True:
+        time.sleep(every_s)
+        try:
+            all_stats = program.read()
+        except UsageError:
+            if not has_ended(program.pid):
+                raise
+            return
+        yield all_stats
 
-    table = Table(title=_title(stats), title_justify="left")
-    for n, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if n < _TEXT_COLUMNS else "right")
-    table.add_column("lanes: episode:step", overflow="fold")
-    for worker in stats.workers:
-        table.add_row(*_cells(worker), _lanes(worker.lanes))
-    return table
+
+def _width() -> int:
+    """Characters of a line, as the terminal or the variable COLUMNS says."""
+    return shutil.get_terminal_size((_UNLIMITED, 0)).columns
+
+
+def _text(all_stats: Sequence[Stats], width: int) -> str:
+    """A table per batcher, with the columns for which a line has room, and its lanes."""
+    wrap = partial(textwrap.wrap, width=width, subsequent_indent="  ")
+    lines: list[str] = []
+    for stats in all_stats:
+        lines += wrap(_title(stats))
+        cells = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in stats.workers]
+        widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in _COLUMNS}
+        shown: set[str] = set()
+        for name in _BY_IMPORTANCE:
+            if sum(widths[each] + 2 for each in {*shown, name}) - 2 > width:
+                break
+            shown.add(name)
+        for row in ({name: name for name in _COLUMNS}, *cells):
+            aligned = [
+                row[name].ljust(widths[name])
+                if name in _TEXT_COLUMNS
+                else row[name].rjust(widths[name])
+                for name in _COLUMNS
+                if name in shown
+            ]
+            lines.append("  ".join(aligned).rstrip())
+        for worker in stats.workers:
+            lines += wrap(f"worker {worker.worker}: {_lanes(worker.lanes)}") if worker.lanes else []
+    return "\n".join([*lines, ""])
 
 
 def _title(stats: Stats) -> str:

@@ -23,11 +23,8 @@ import time
 from statistics import fmean
 
 import gymnasium as gym
-import ray
 import torch
-from ray.cluster_utils import Cluster
 from torch import nn
-from tqdm import tqdm
 
 from rlpool import (
     Agent,
@@ -37,7 +34,6 @@ from rlpool import (
     categorical_log_probability,
     sample_categorical,
 )
-from rlpool.cluster import RayEpisodeBatcher
 
 DISCOUNT = 0.99
 LAMBDA = 0.95
@@ -113,6 +109,8 @@ def learn(agent, optimizer, episodes):
 
 def train(agent, batcher, arguments):
     """Learn until the target is reached; returns the average return of every epoch."""
+    from tqdm import tqdm  # here, since --help does without it
+
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-3)
     average_returns = []
     progress = tqdm(range(arguments.n_epochs), desc="PPO", unit="epoch")
@@ -140,6 +138,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="another one is another run")
     parser.add_argument("--target", type=float, default=400.0, help="average return to reach")
     arguments = parser.parse_args()
+    try:  # here, since --help does without it
+        import ray
+        from ray.cluster_utils import Cluster
+    except ImportError:
+        parser.exit(2, 'this tutorial needs Ray: pip install "rlpool[ray]"\n')
+    from rlpool.cluster import RayEpisodeBatcher
+
     torch.set_num_threads(1)  # the workers need the other cores
     began = time.perf_counter()
 

@@ -19,7 +19,6 @@ from statistics import fmean
 import gymnasium as gym
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rlpool import Agent, Batcher, DictTensor, EpisodeStatistics, GymEnvInf, Pool, evaluate
 
@@ -98,6 +97,22 @@ def load_checkpoint(path, parts):
     return state["progress"]
 
 
+def check_arguments(parser, arguments):
+    """Refuse at the start what would fail later."""
+    path = Path(arguments.checkpoint)
+    if arguments.resume and not path.is_file():
+        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
+    try:
+        Path(f"{path}.new").touch()
+        Path(f"{path}.new").unlink()
+    except OSError as error:
+        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
+    try:
+        gym.spec(arguments.env_id)
+    except gym.error.Error as error:
+        parser.exit(2, f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)\n")
+
+
 def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
@@ -122,6 +137,9 @@ def main():
     parser.add_argument("--checkpoint-interval", type=int, default=50_000, help="in steps")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    from tqdm import tqdm  # here, since --help does without it
+
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
     env = gym.make(arguments.env_id)

@@ -12,16 +12,12 @@ You will learn
 
 import argparse
 
-import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
-from tqdm import tqdm
 
 from rlpool import DictTensor, GymEnv, GymEnvInf, SpecError
-
-gym.register_envs(ale_py)
 
 N_ENVS = 3
 
@@ -69,6 +65,8 @@ OBSERVATIONS = {
 
 
 def real_environments(n_steps):
+    from tqdm import tqdm  # here, since --help does without it
+
     for name, expected in tqdm(OBSERVATIONS.items(), desc="real environments", unit="kind"):
         env = GymEnv([gym.make(name) for _ in range(N_ENVS)], seed=0)
         env.action_space.seed(0)
@@ -217,6 +215,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--n-steps", type=int, default=300, help="at most, per environment")
     arguments = parser.parse_args()
+    import ale_py  # here, since --help does without it
+
+    gym.register_envs(ale_py)
     real_environments(arguments.n_steps)
     nested_spaces_and_env_info()
     keys_of_infos()

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box
 from torch import nn
-from tqdm import tqdm
 
 from rlpool import (
     AGENT_ARCHS,
@@ -193,6 +192,18 @@ def load_checkpoint(path, parts):
     return state["progress"]
 
 
+def check_arguments(parser, arguments):
+    """Refuse at the start what would fail later."""
+    path = Path(arguments.checkpoint)
+    if arguments.resume and not path.is_file():
+        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
+    try:
+        Path(f"{path}.new").touch()
+        Path(f"{path}.new").unlink()
+    except OSError as error:
+        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
+
+
 def save_curve(progress, title, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
@@ -218,11 +229,15 @@ def parse_arguments():
     parser.add_argument("--checkpoint", default="meta_rl.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=50, help="in iterations")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    return arguments
 
 
 def main():
     arguments = parse_arguments()
+    from tqdm import tqdm  # here, since --help does without it
+
     torch.set_num_threads(1)  # the workers need the other cores
     torch.manual_seed(arguments.seed)
     n_train, n_eval = arguments.num_train_tasks, arguments.num_eval_tasks

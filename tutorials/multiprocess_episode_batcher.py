@@ -19,7 +19,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
-from tqdm import tqdm
 
 from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, sample_categorical
 
@@ -100,6 +99,8 @@ def create_agent(n_agents):
 
 def get_with_progress(batcher, description):
     """Do what ``batcher.get()`` does, and show its progress."""
+    from tqdm import tqdm  # here, since --help does without it
+
     with tqdm(total=batcher.progress[1], desc=description, unit="episode") as bar:
         while (trajectories := batcher.get(blocking=False)) is None:
             bar.update(batcher.progress[0] - bar.n)
@@ -128,7 +129,7 @@ def main():
         n_timesteps=100,  # steps in a slot
         n_slots=128,  # slots, which bound the memory
         n_threads=n_threads,
-        seeds=list(range(n_threads)),
+        seeds=0,
         create_agent=create_agent,
         agent_args={"n_agents": n},
         create_env=create_env,

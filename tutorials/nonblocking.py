@@ -16,7 +16,6 @@ import argparse
 import gymnasium as gym
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rlpool import (
     Agent,
@@ -92,6 +91,7 @@ def main():
     parser.add_argument("--n-episodes", type=int, default=32, help="episodes per step")
     parser.add_argument("--n-evaluation-episodes", type=int, default=100)
     arguments = parser.parse_args()
+    from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the workers need the other cores
     torch.manual_seed(0)

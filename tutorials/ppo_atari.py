@@ -20,9 +20,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from ale_py.vector_env import AtariVectorEnv
 from torch import nn
-from tqdm import tqdm
 
 from rlpool import (
     Agent,
@@ -84,6 +82,8 @@ def create_env(seed, env_id, n_threads):
     # Frames are skipped, shrunk and stacked in C++. Rewards are clipped by the learner, so that
     # returns are those of the game.
     n_envs, cores = (N_ENVS // n_threads, 1) if n_threads else (N_ENVS, 0)  # 0: all
+    from ale_py.vector_env import AtariVectorEnv  # here, since --help does without it
+
     env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
     return VectorGymEnv(env, seed, auto_reset=True, info_keys={"lives": np.int32})
 
@@ -141,6 +141,22 @@ def load_checkpoint(path, parts):
     return state["progress"]
 
 
+def check_arguments(parser, arguments):
+    """Refuse at the start what would fail later."""
+    path = Path(arguments.checkpoint)
+    if arguments.resume and not path.is_file():
+        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
+    try:
+        Path(f"{path}.new").touch()
+        Path(f"{path}.new").unlink()
+    except OSError as error:
+        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
+    from ale_py import roms
+
+    if arguments.env_id not in (games := roms.get_all_rom_ids()):
+        parser.exit(2, f"--env-id: there is no game {arguments.env_id}; choose of {games}\n")
+
+
 def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
@@ -164,6 +180,10 @@ def main():
     parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    from ale_py.vector_env import AtariVectorEnv
+    from tqdm import tqdm  # here, since --help does without it
+
     torch.manual_seed(arguments.seed)
     n_actions = int(AtariVectorEnv(arguments.env_id, 1).single_action_space.n)
     sizes = {"n_actions": n_actions, "bfloat16": arguments.bfloat16}

@@ -22,7 +22,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rlpool import (
     Agent,
@@ -191,6 +190,18 @@ def load_checkpoint(path, parts):
     return state["progress"]
 
 
+def check_arguments(parser, arguments):
+    """Refuse at the start what would fail later."""
+    path = Path(arguments.checkpoint)
+    if arguments.resume and not path.is_file():
+        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
+    try:
+        Path(f"{path}.new").touch()
+        Path(f"{path}.new").unlink()
+    except OSError as error:
+        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
+
+
 def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
@@ -214,6 +225,9 @@ def main():
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
     arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    from tqdm import tqdm  # here, since --help does without it
+
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
     n_actions = int(gym.make(arguments.env_id).action_space.n)

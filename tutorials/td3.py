@@ -24,7 +24,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rlpool import (
     Agent,
@@ -171,6 +170,22 @@ def load_checkpoint(path, parts):
     return state["progress"]
 
 
+def check_arguments(parser, arguments):
+    """Refuse at the start what would fail later."""
+    path = Path(arguments.checkpoint)
+    if arguments.resume and not path.is_file():
+        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
+    try:
+        Path(f"{path}.new").touch()
+        Path(f"{path}.new").unlink()
+    except OSError as error:
+        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
+    try:
+        gym.spec(arguments.env_id)
+    except gym.error.Error as error:
+        parser.exit(2, f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)\n")
+
+
 def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
@@ -195,6 +210,9 @@ def main():
     for field in fields(Hyperparameters):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
     arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    from tqdm import tqdm  # here, since --help does without it
+
     hyper = PENDULUM if arguments.env_id == "Pendulum-v1" else Hyperparameters()
     given = {field.name: getattr(arguments, field.name) for field in fields(hyper)}
     hyper = replace(hyper, **{name: value for name, value in given.items() if value is not None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +187,7 @@ def test_without_rich_the_display_names_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.live", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with EpisodeBatcher(8, 4, create_agent, {}, create_env, {}, 0, 1):
         assert top.main([str(os.getpid())]) == 1
     assert 'pip install "rlpool[top]"' in capsys.readouterr().err
@@ -224,6 +226,24 @@ def test_the_display_shows_a_table_until_the_program_ends(tmp_path: Path) -> Non
     assert (display.returncode, display.stderr) == (0, "")
     assert f"EpisodeBatcher of process {program.pid}" in display.stdout
     assert display.stdout.endswith(f"process {program.pid} has ended\n")
+
+
+@pytest.mark.parametrize(("width", "names"), [(80, 9), (40, 5), (200, 12), (25, 2)])
+def test_narrow_terminals_show_whole_words(
+    width: int, names: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    env_args = {"n_lanes": 30}
+    with EpisodeBatcher(8, 64, create_agent, {}, create_env, env_args, 0, 1) as batcher:
+        batcher.execute(40)
+        batcher.get(blocking=False)
+        assert top.main([str(os.getpid()), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    (heading,) = (line for line in lines if "steps/s" in line and "pid" in line)
+    assert len(heading.split()) >= names
+    assert set(heading.split()) <= set(top._COLUMNS)
+    assert re.search(rf"^(\d+ +)?{os.getpid()} ", "\n".join(lines), re.MULTILINE)
 
 
 def test_a_request_that_failed_is_not_shown_although_a_worker_hangs_in_it(struck: Struck) -> None:

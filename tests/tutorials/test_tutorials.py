@@ -21,7 +21,7 @@ SMALL = {
     "arrays": ("", []),
     "datastructures": ("", []),
     "environments": ("--n-steps 20", []),
-    "multiprocess_episode_batcher": ("--n-cartpole-episodes 40 --n-threads 1", []),
+    "multiprocess_episode_batcher": ("--n-cartpole-episodes 40 --n-threads 0", []),
     "nonblocking": ("--n-epochs 2 --n-episodes 4 --n-evaluation-episodes 4", []),
     "pool": ("", []),
 }

@@ -150,7 +150,17 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str], root: Path) -> N
     assert failed(checks) == ["memory", "workers"]
 
 
-@pytest.mark.parametrize("arguments", ["", "nurse", "doctor --workers 0", "doctor now"])
+def test_a_number_that_does_not_fit_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--workers", "0"])
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+    assert "workers should be an int of at least 1, got 0; pass" in err
+
+
+@pytest.mark.parametrize("arguments", ["", "nurse", "doctor now"])
 def test_invalid_arguments_get_the_usage(
     capsys: pytest.CaptureFixture[str], arguments: str
 ) -> None:
