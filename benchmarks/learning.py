@@ -9,8 +9,8 @@ A run is a process, ``python tutorials/<script>.py --seed <seed> ...``, without 
 ``--jobs`` of them run at the same time; one that was cut off goes on from its checkpoint. Its
 curve, its result and the versions are written to ``<folder>/<task>-<seed>.json``, and a picture of
 all seeds to ``<folder>/<task>.png``. Where nothing is published for the budget, the reference is
-CleanRL's own script, unchanged, on the same seeds; its ``FOLDER`` holds ``ppo_atari.py`` and
-``sac_continuous_action.py``. Those runs are written to ``<folder>/<task>-cleanrl-<seed>.json``.
+CleanRL's own script, unchanged, on the same seeds; its ``FOLDER`` holds ``ppo_atari.py``.
+Those runs are written to ``<folder>/<task>-cleanrl-<seed>.json``.
 
 The result of a run is the mean return of the last 100 episodes of training at the end of the
 budget, as in CleanRL's tables; where the reference is an evaluation, the mean return of 50 greedy
@@ -101,11 +101,6 @@ TASKS = [
     Task("ppo_recurrent", "CartPole-v1", 100_000, 480.0, "zoo 500 ± 0", n_greedy=50),
     Task("sac", "Pendulum-v1", 20_000, -165.0, "zoo −157.0 ± 88.7", n_greedy=50),
     Task("td3", "Pendulum-v1", 20_000, -165.0, "zoo −151.9 ± 90.2", n_greedy=50),
-    Task(
-        *("sac", "HalfCheetah-v4", 200_000, None, "CleanRL's script, run here"),
-        n_seeds=1,
-        cleanrl=("sac_continuous_action.py", "--env-id=HalfCheetah-v4"),
-    ),
     Task(
         *("ppo_atari", "pong", 1_000_000, None, "CleanRL's script, run here"),
         n_seeds=3,

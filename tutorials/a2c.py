@@ -35,7 +35,7 @@ from rlpool import (
 
 # The hyper-parameters of Stable-Baselines3's A2C, with the number of environments that
 # rl-baselines3-zoo (https://github.com/DLR-RM/rl-baselines3-zoo) takes for CartPole-v1.
-LEARNING_RATE = 7e-4
+LEARNING_RATE = 7e-4  # at first; it falls linearly to 0, so that what is learned is kept
 N_ENVS, N_STEPS = 8, 5  # a window: this many steps of each environment
 BATCH_SIZE = N_ENVS * N_STEPS
 DISCOUNT = 0.99
@@ -132,10 +132,12 @@ def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
     axes = (figure := Figure(layout="constrained")).subplots()
+    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
+    n = min(100, max(1, len(progress["returns"]) // 10))
     sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
     axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
-    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
+    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
+    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
     figure.savefig(path)
 
 
@@ -181,6 +183,7 @@ def main():
         total = arguments.total_timesteps
         bar = tqdm(desc="A2C", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total:
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()

@@ -117,10 +117,12 @@ def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
     axes = (figure := Figure(layout="constrained")).subplots()
+    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
+    n = min(100, max(1, len(progress["returns"]) // 10))
     sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
     axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
-    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
+    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
+    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
     figure.savefig(path)
 
 
@@ -196,11 +198,12 @@ def main():
             greedy = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"epsilon": 0.0}}
             evaluation = evaluate(q_network, create_env, arguments.evaluate, **greedy)
             progress["evaluation"] = evaluation.returns.tolist()
-            print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
         save_checkpoint(arguments.checkpoint, parts, progress)
 
-    average = fmean(progress["returns"][-100:] or [torch.nan])
-    print(f"average return of the last 100 episodes: {average:.1f}")
+    final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
+    if arguments.evaluate:  # the policy at the end, without its exploration
+        final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
+    print(f"average return of {kind} episodes: {fmean(final):.1f}")
     save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 

@@ -161,10 +161,12 @@ def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
     axes = (figure := Figure(layout="constrained")).subplots()
+    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
+    n = min(100, max(1, len(progress["returns"]) // 10))
     sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
     axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
-    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
+    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
+    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
     figure.savefig(path)
 
 

@@ -190,10 +190,12 @@ def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
     axes = (figure := Figure(layout="constrained")).subplots()
+    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
+    n = min(100, max(1, len(progress["returns"]) // 10))
     sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"], progress["returns"], ".", color="lightgrey")
-    axes.plot(progress["steps"][9:], (sums[10:] - sums[:-10]) / 10)
-    axes.set(xlabel="environment steps", ylabel="return, average of 10 episodes")
+    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
+    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
+    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
     figure.savefig(path)
 
 
@@ -202,7 +204,7 @@ def main():
     parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
     parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
-    parser.add_argument("--evaluate", type=int, default=0, help="greedy episodes at the end")
+    parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--checkpoint", default="td3.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=10_000, help="in steps")
@@ -268,11 +270,12 @@ def main():
             greedy = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
             evaluation = evaluate(learner.actor, create_env, arguments.evaluate, **greedy)
             progress["evaluation"] = evaluation.returns.tolist()
-            print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
         save_checkpoint(arguments.checkpoint, parts, progress)
 
-    average = fmean(progress["returns"][-100:] or [torch.nan])
-    print(f"average return of the last 100 episodes: {average:.1f}")
+    final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
+    if arguments.evaluate:  # the policy at the end, without its exploration
+        final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
+    print(f"average return of {kind} episodes: {fmean(final):.1f}")
     save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 

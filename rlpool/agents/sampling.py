@@ -35,13 +35,15 @@ def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: Unnormalised log-probabilities, float ``[B, n]``.
-        noise: Uniform in [0, 1), float ``[B]`` or ``[B, 1]``.
+        noise: Uniform in [0, 1), float ``[B]`` or ``[B, 1]``, such as ``observation["noise"]`` of
+            an agent with ``n_noise = 1``.
 
     Returns:
-        Samples int64 ``[B]`` and their log-probabilities ``[B]``, differentiable in ``logits``.
+        Samples int64 ``[B]`` from 0 to n - 1, and their log-probabilities ``[B]``, differentiable
+        in ``logits``; float64 if these are, else float32.
 
     Raises:
-        SpecError: For other shapes.
+        SpecError: If the shapes are others, or ``noise`` is not float.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
@@ -63,9 +65,18 @@ def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def categorical_log_probability(logits: Tensor, action: Tensor) -> Tensor:
-    """Log-probability of actions, ints ``[...]``, under logits, float ``[..., n]``.
+    """Log-probability of actions of a categorical distribution.
 
-    ``SpecError`` for other shapes, and for actions that are no ints.
+    Args:
+        logits: Unnormalised log-probabilities, float ``[..., n]``.
+        action: Ints ``[...]`` from 0 to n - 1.
+
+    Returns:
+        Log-probabilities ``[...]``, differentiable in ``logits``; float64 if they are, else
+        float32.
+
+    Raises:
+        SpecError: If the shapes are others, or ``action`` does not consist of ints.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
@@ -86,15 +97,16 @@ def sample_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor,
 
     Args:
         mean: Means, float ``[B, n]``.
-        log_std: Logarithms of the standard deviations, float, broadcastable to ``mean``.
-        noise: Uniform in [0, 1), float ``[B, n]``.
+        log_std: Natural logarithms of the standard deviations, float, broadcastable to ``mean``.
+        noise: Uniform in [0, 1), float ``[B, n]``, such as ``observation["noise"]`` of an agent
+            with ``n_noise = n``.
 
     Returns:
-        Samples ``[B, n]``, differentiable in both parameters, and the log-probabilities ``[B]``
-        of whole rows.
+        Samples ``[B, n]``, and the log-densities ``[B]`` of whole rows. Both are differentiable
+        in ``mean`` and ``log_std``; float64 if an argument is, else float32.
 
     Raises:
-        SpecError: For other shapes.
+        SpecError: If the shapes are others, or ``noise`` is not float.
 
     Example:
         >>> mean, log_std = torch.tensor([[1.0]]), torch.tensor([0.0])
@@ -113,9 +125,19 @@ def sample_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor,
 
 
 def normal_log_probability(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """Log-probability ``[B]`` of rows of actions ``[B, n]`` under independent normals.
+    """Log-density of rows of actions under independent normal distributions.
 
-    ``mean`` is ``[B, n]`` as well, ``log_std`` broadcastable to it; ``SpecError`` otherwise.
+    Args:
+        mean: Means, float ``[B, n]``; further dimensions may come first.
+        log_std: Natural logarithms of the standard deviations, float, broadcastable to ``mean``.
+        action: Float, of the shape of ``mean``.
+
+    Returns:
+        Log-densities ``[B]``, differentiable in all three; float64 if an argument is, else
+        float32.
+
+    Raises:
+        SpecError: If the shapes are others.
 
     Example:
         >>> mean, log_std = torch.zeros(2, 1), torch.zeros(1)
@@ -131,14 +153,18 @@ def sample_tanh_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Te
 
     Args:
         mean: Means before the squashing, float ``[B, n]``.
-        log_std: Logarithms of the standard deviations, broadcastable to ``mean``.
-        noise: Uniform in [0, 1), float ``[B, n]``.
+        log_std: Natural logarithms of the standard deviations before the squashing, float,
+            broadcastable to ``mean``.
+        noise: Uniform in [0, 1), float ``[B, n]``, such as ``observation["noise"]`` of an agent
+            with ``n_noise = n``.
 
     Returns:
-        Samples ``[B, n]`` and the log-probabilities ``[B]`` of whole rows.
+        Samples ``[B, n]`` from -1 to 1, which rounding may reach, and the log-densities ``[B]`` of
+        whole rows. Both are differentiable in ``mean`` and ``log_std``; float64 if an argument is,
+        else float32.
 
     Raises:
-        SpecError: For other shapes.
+        SpecError: If the shapes are others, or ``noise`` is not float.
 
     Reference:
         Haarnoja et al. 2018, "Soft actor-critic", appendix C, equation 21, in the numerically

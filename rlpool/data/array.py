@@ -141,6 +141,28 @@ class Array(ArrayValues):
     # Views --------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> Array:
+        """A view of some elements: what is written to it is written to this array.
+
+        Args:
+            key: An int, a slice, ``...``, an array of ints or a mask, or a tuple of these, one for
+                each dimension of ``shape`` from the first on. Along the first dimension ints count
+                from the first row of the view: -1 is the row before it. Slices are clipped there.
+                In all other dimensions indices mean what they mean to NumPy.
+
+        Returns:
+            An ``Array`` of the same dtype and memory, in the shape that NumPy would give. A single
+            element is an ``Array`` as well, of shape ``()``.
+
+        Raises:
+            IndexError: If there is no such row or element, or if ``key`` is no such index.
+            UsageError: After ``close``.
+
+        Example:
+            >>> array = Array((2, 3), "int64", padding=1)
+            >>> array[-1] = 7
+            >>> array[:, 0].shape, array[-1].to_ndarray()
+            ((2,), array([7, 7, 7]))
+        """
         return self._view(self._region.index(key))
 
     def _view(self, region: View) -> Array:

@@ -194,9 +194,12 @@ def gae(
 class VTrace(NamedTuple):
     """What ``vtrace`` returns.
 
+    Both are new tensors ``[..., T]`` of the shape, dtype and device of ``reward``, without a
+    gradient. With ``lengths``, they are zero in padding.
+
     Attributes:
-        target: Target of the value function.
-        advantage: What weighs the gradient of the log-probability of each action.
+        target: Target of the value function at what each step started from.
+        advantage: By which the gradient of the log-probability of each action is weighted.
 
     Example:
         >>> reward = value = next_value = torch.ones(1, 4)

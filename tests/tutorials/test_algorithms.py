@@ -29,7 +29,7 @@ SMALL = {
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=512 --checkpoint-interval=1",
     "ppo_recurrent": "--total-timesteps=2048 --checkpoint-interval=1 --evaluate=2",
     "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-threads=1",
-    "sac": CONTINUOUS,
+    "sac": f"{CONTINUOUS} --evaluate=2",
     "td3": f"{CONTINUOUS} --evaluate=2",
 }
 
@@ -103,7 +103,7 @@ SHORT = {
     "ppo_continuous": "--total-timesteps=0",
     "ppo_recurrent": "--total-timesteps=0 --evaluate=0",
     "reinforce": "--n-epochs=0",
-    "sac": "--total-timesteps=3",
+    "sac": "--total-timesteps=3 --evaluate=0",
     "td3": "--total-timesteps=3 --evaluate=0",
 }
 
