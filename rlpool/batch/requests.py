@@ -427,6 +427,10 @@ class WindowRequest(Request):
     tapes: WindowTapes | None = None
     lanes_left: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if self.tapes is not None:
+            self._given_up.update(dict.fromkeys(self.tapes.given_up, -1))
+
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per lane."""
         return self.n_rows if n_free >= self.n_rows else 0
@@ -514,6 +518,9 @@ class WindowRequest(Request):
         self.lanes_left = (running >= 0).nonzero()[0].tolist()
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
+            tapes = self.tapes.tapes.items()
+            begin_next = {(lane, tape.n_restarts) for lane, tape in tapes if not tape.n_steps}
+            self.tapes.given_up = begin_next.intersection(self._given_up)
         lanes, seeds = self.lanes, self._seeds  # what is asked later must not hold the block
         n_together = self.n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])

@@ -25,7 +25,7 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.errors import Where, WorkerError
+from rlpool.errors import NotRepeatedError, Where, WorkerError
 from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
 from rlpool.loop.blame import failing_lane
 from rlpool.loop.bound_plan import BoundPlan, Lane, Parked
@@ -315,6 +315,8 @@ class Rollout:
         rows = {lane: running.episode.number for lane, running in self._lanes.items()}
         for running in self._lanes.values():
             running.bound = bound
+            if running.episode.gives_up_at is not None:
+                self._gives_up = True  # its reset has failed, behind the last step of a window
         if rows:
             self._infos.show(bound.plan.agent_info or {}, rows)
         # Their first step has the infos and the parameters of this window.
@@ -342,7 +344,9 @@ class Rollout:
             lane: Where(self._worker, lane, episodes[lane].number, 0, tape.seed, tape.options)
             for lane, tape in tapes.items()
         }
-        take_over_together(self._env, tapes, wheres, self._record.steps)
+        able = {n: tape for n, tape in tapes.items() if _can_begin(episodes[n], tape, wheres[n])}
+        self._env.begin_lanes([lane for lane in tapes if lane not in able])
+        take_over_together(self._env, able, wheres, self._record.steps)
         for lane, tape in tapes.items():
             episode = episodes[lane]
             self._infos.show(plan.agent_info or {}, {lane: episode.number})
@@ -791,6 +795,26 @@ _NOT_KNOWN = (
     "in a call for several episodes: which of them caused it is not known, since the agent fails "
     "for none of them alone"
 )
+
+
+def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:
+    """Whether a lane can be reset to repeat its tape: not if it was given up in its reset.
+
+    Raises:
+        NotRepeatedError: If it was given up in what it has done before.
+    """
+    fails_at = episode.gives_up_at
+    if fails_at is None or fails_at >= tape.n_steps:
+        return True
+    if tape.n_steps:
+        call = f"step {fails_at}" if fails_at >= 0 else "its reset or its first step"
+        raise NotRepeatedError(
+            f"the environment did not repeat an episode: {call} fails now, but was made before",
+            where=where._replace(step=max(fails_at, 0)),
+            fix="the log has the failure: the same seed and actions have to lead to the same in "
+            "another process",
+        )
+    return False
 
 
 def _rows_of(arrays: Mapping[str, Array], lane: int) -> list[tuple[Array, Array]]:

@@ -295,10 +295,13 @@ class WindowTapes:
     Attributes:
         tapes: Running lane, numbered across workers, to the tape of its episode. The worker fills
             in the tapes' seeds and options.
+        given_up: Lane, and restarts before, of an episode that begins with the next window and
+            whose reset is known to fail.
     """
 
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
         self.tapes: dict[int, Tape] = {}
+        self.given_up: set[tuple[int, int]] = set()
         self._most_bytes = most_bytes // n_lanes
         self._is_enough = True
 

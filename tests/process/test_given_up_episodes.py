@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from process.watching import worker_pids
 
 from rlpool import (
     Batcher,
@@ -177,6 +180,98 @@ def test_lanes_of_windows_go_on_after_an_episode_that_was_given_up(
         assert [error.where.episode for error in failures] == [1]
         assert not bool(got["_terminated"][1].any())
     assert n_failed == 7  # an episode is three steps, and the one that fails
+
+
+def windows_of_failing_resets(
+    n_threads: int, kind: str, marks: str | None, between: str = ""
+) -> list[Any]:
+    """Three windows, in which every reset of lane 1 fails, with what is done between them."""
+    env_args = {"n_lanes": 2, "restarts": True, "marks": marks, "times": ALWAYS}
+    fault = [0, KINDS.index(kind)]
+    policy: dict[str, Any] = {"on_env_error": "truncate" if kind == "raise" else "restart"}
+
+    def make() -> Batcher:
+        factories = RecurrentAgent, {}, create_fragile, env_args
+        return Batcher(3, None, *factories, n_threads, 5, **policy, max_restarts=3)
+
+    others, batcher, results = worker_pids(), make(), []
+    try:
+        batcher.reset({"gain": [0.5, 2.0]}, {"length": 3, "fault": fault, "fault_step": -1})
+        for _ in range(3):
+            batcher.execute()
+            results.append(batcher.get())
+            if between == "deaths":
+                for pid in worker_pids() - others:
+                    os.kill(pid, signal.SIGKILL)
+            elif between == "resuming":
+                state = batcher.state_dict()
+                batcher.close()
+                batcher = make()
+                batcher.load_state_dict(state)
+    finally:
+        batcher.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("n_threads", "kind", "between"),
+    [
+        (0, "raise", ""),
+        (0, "raise", "resuming"),
+        (1, "raise", ""),
+        (1, "raise", "resuming"),
+        (1, "raise", "deaths"),
+        (1, "sigkill", ""),
+    ],
+)
+def test_an_episode_whose_reset_fails_behind_a_window_is_truncated_in_the_next(
+    n_threads: int, kind: str, between: str, tmp_path: Path
+) -> None:
+    got = windows_of_failing_resets(n_threads, kind, str(tmp_path), between)
+    for window, whole in zip(got, windows_of_failing_resets(0, "none", None), strict=True):
+        assert window["_truncated"].tolist() == [[False] * 3, [True] * 3]
+        assert window["_reward"][1].tolist() == [0.0] * 3
+        for key in ("frame", "action", "_reward", "_frame", "_done"):
+            assert torch.equal(window[key][0], whole[key][0]), key
+
+
+class LicensedEnv(FragileEnv):
+    """Its second step raises once its licence is gone."""
+
+    def __init__(self, licence: str) -> None:
+        super().__init__()
+        self._licence = Path(licence)
+
+    def step(self, action: Any) -> Any:
+        if self.t == 1 and not self._licence.exists():
+            raise OSError("no licence")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("on_env_error", ["restart", "truncate"])
+def test_an_episode_that_fails_in_what_it_has_done_before_ends_its_window(
+    on_env_error: str, tmp_path: Path
+) -> None:
+    """Its worker was killed between two windows, and the successor cannot repeat the first."""
+    licence, others = tmp_path / "licence", worker_pids()
+    licence.touch()
+    env_args = {"restarts": True, "kind": LicensedEnv, "licence": str(licence)}
+    options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 9}
+    with Batcher(4, None, RecurrentAgent, {}, create_fragile, env_args, 1, 5, **options) as batcher:
+        batcher.reset(None, {"length": 100})
+        batcher.execute()
+        batcher.get()
+        licence.unlink()
+        for pid in worker_pids() - others:
+            os.kill(pid, signal.SIGKILL)
+        batcher.execute()
+        with pytest.raises(NotRepeatedError, match="step 1 fails now") as caught:
+            batcher.get()
+        assert caught.value.where.step == 1
+        licence.touch()
+        batcher.reset(None, {"length": 3})
+        batcher.execute()
+        assert batcher.get().lengths.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("on_env_error", ["restart", "truncate"])
