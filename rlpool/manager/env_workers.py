@@ -295,7 +295,10 @@ class EnvWorkers(LaneStates):
         n = self._count_failure(lane, tape, step)
         if not self._policy.gives_up(failure, n):
             return None
-        if self._policy.restarts_on_env_errors and not self.is_unanswered(lane):
+        known, known_step = self._given_up.get(lane, (None, 0))
+        fails_before = known is tape and known_step == step  # while its tape is repeated
+        is_given_up = self._policy.restarts_on_env_errors and not fails_before
+        if is_given_up and not self.is_unanswered(lane):
             self._given_up[lane], self.failures[lane] = (tape, step), failure
         else:
             self._end_call(worker, lane, failure)

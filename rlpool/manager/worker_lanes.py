@@ -103,6 +103,9 @@ class WorkerLanes:
                 self.env.attribute(lane, "set_wrapper_attr")(name, value)
         for lane, tape in predecessor.tapes.items():
             self.coming.note_begin(lane, tape.seed)
+            if not tape.n_steps and self._given_up.get(lane) == (tape.seed, -1):
+                self.env.begin_lanes([lane])  # its reset fails again
+                continue
             if lane not in not_compared:
                 tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
             try:

@@ -367,6 +367,55 @@ def test_a_manager_reports_a_lane_that_kills_its_worker_again(kind: str, tmp_pat
             assert (caught.value.where.lane, caught.value.where.step) == (0, 1)
 
 
+@pytest.mark.parametrize(("kind", "on_env_error"), [RAISES, DIES])
+def test_a_lane_that_was_given_up_in_its_reset_is_truncated_by_a_successor(
+    kind: str, on_env_error: str, tmp_path: Path
+) -> None:
+    make, others = partial(FragileEnv, str(tmp_path), ALWAYS), worker_pids()
+    options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 3}
+    with ParallelEnvManager([make] * 2, seed=1, envs_per_worker=2, **options) as manager:
+        manager.reset_lanes([0, 1], [3, 4], [{"length": 5}, failing(kind, -1)])
+        for pid in worker_pids() - others:
+            os.kill(pid, signal.SIGKILL)
+        assert manager.step_lanes([0, 1], {"action": np.array([1, 2])}) == [1]
+        assert manager.current["truncated"].tolist() == [False, True]
+        assert manager.current["frame"][0].tolist()[::2] == [1.0, 1.0]
+        manager.reset_lanes([1], [9], [{"length": 1}])
+        assert manager.step_lanes([0, 1], {"action": np.array([1, 2])}) == [1]
+        assert manager.current["terminated"].tolist() == [False, True]
+
+
+class MortalEnv(FragileEnv):
+    """Its first step kills the process once its licence is gone."""
+
+    def __init__(self, licence: str) -> None:
+        super().__init__()
+        self._licence = Path(licence)
+
+    def step(self, action: Any) -> Any:
+        if self.t == 0 and not self._licence.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_a_lane_that_kills_its_worker_while_it_is_repeated_is_an_error(tmp_path: Path) -> None:
+    """A successor that repeats what the lane has done dies of it, as often as it is tried."""
+    licence, others = tmp_path / "licence", worker_pids()
+    licence.touch()
+    options: dict[str, Any] = {"on_env_error": "truncate", "max_restarts": 6}
+    with ParallelEnvManager([partial(MortalEnv, str(licence))], seed=1, **options) as manager:
+        manager.reset_lanes([0], [3], [{"length": 9}])
+        manager.step_lanes([0], {"action": np.array([1])})
+        licence.unlink()
+        for pid in worker_pids() - others:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):
+            manager.step_lanes([0], {"action": np.array([1])})
+        licence.touch()
+        manager.reset_lanes([0], [5], [{"length": 1}])
+        assert manager.step_lanes([0], {"action": np.array([1])}) == [0]
+
+
 def test_a_vector_environment_refuses_to_truncate() -> None:
     with pytest.raises(SpecError, match="no way to tell"):
         ParallelVectorEnv([FragileEnv], on_env_error="truncate")
