@@ -1,10 +1,10 @@
-"""``python -m rlpool``: see ``rlpool.doctor`` and ``rlpool.top``."""
+"""``python -m rlpool``: see ``rlpool.demo``, ``rlpool.doctor`` and ``rlpool.top``."""
 
 from __future__ import annotations
 
 import sys
 
-from rlpool import doctor, top
+from rlpool import demo, doctor, top
 
 
 def main(arguments: list[str]) -> int:
@@ -15,6 +15,8 @@ def main(arguments: list[str]) -> int:
     """
     if arguments[:1] == ["top"]:
         return top.main(arguments[1:])
+    if arguments[:1] == ["demo"]:
+        return demo.main(arguments[1:])
     return doctor.main(arguments)
 
 

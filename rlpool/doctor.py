@@ -128,8 +128,11 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m rlpool")
     text = "print what this machine offers and which of its limits would be hit"
+    version = f"rlpool {sys.modules['rlpool'].__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser("doctor", help=text, description=f"{text} (exit code 1)")
+    commands.add_parser("demo", help="learn CartPole in ten seconds, with a curve")
     commands.add_parser("top", help="show what the workers of a running program do, by its pid")
     add_number = partial(doctor.add_argument, type=int, metavar="N")
     add_number("--workers", help="worker processes (default: all cores but two)")

@@ -1,0 +1,214 @@
+"""``python -m rlpool demo``: in ten seconds CartPole is learnt, with a curve in the terminal.
+
+It is a program like those that users write: an agent, a batcher with workers, a loop of update,
+execute and get. The algorithm is proximal policy optimisation (PPO), as in tutorials/ppo.py.
+
+References:
+    Schulman et al. 2017, "Proximal policy optimization algorithms".
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from statistics import fmean
+from typing import Any
+
+import gymnasium
+import torch
+from torch import nn
+
+from rlpool.agents.agent import Agent, AgentStep
+from rlpool.agents.sampling import categorical_log_probability, sample_categorical
+from rlpool.batch.window_batcher import Batcher
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.gym_env import GymEnvInf
+from rlpool.machine.limits import n_cores
+from rlpool.training.returns import gae
+from rlpool.training.statistics import EpisodeStatistics
+
+N_ENVS, N_STEPS = 16, 64  # a window: this many steps of each environment
+DISCOUNT, LAMBDA, CLIP = 0.99, 0.95, 0.2
+N_ROWS = 8  # height of the curve, in lines
+FULL = 500.0  # the most that an episode of CartPole-v1 can return
+
+
+class ActorCritic(nn.Module, Agent):
+    """Chooses actions from observations ``[n, 4]``, and says what they are worth."""
+
+    n_noise = 1  # random numbers per step, the same in every run
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+        self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> AgentStep:
+        """Choose an action for every row; runs in the workers."""
+        logits = self.actor(observation["frame"])
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "log_probability": log_probability}
+        return DictTensor(), DictTensor(output), DictTensor()
+
+    def update(self, info: Any) -> None:
+        """Take over the parameters that ``batcher.update`` sends."""
+        self.load_state_dict(info)
+
+
+def create_env(seed: int, n_envs: int) -> GymEnvInf:
+    """Some environments of a worker, which restart by themselves."""
+    return GymEnvInf([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed)
+
+
+def learn(agent: ActorCritic, optimizer: torch.optim.Optimizer, window: TemporalDictTensor) -> None:
+    """Learn from a window ``[N_ENVS, N_STEPS]``."""
+    with torch.no_grad():
+        value, next_value = (agent.critic(window[key]).squeeze(-1) for key in ("frame", "_frame"))
+        reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
+        advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
+    parts = [window["frame"], window["action"], window["log_probability"]]
+    parts = [part.flatten(0, 1) for part in (*parts, advantage, advantage + value)]
+    for _ in range(4):
+        for rows in torch.randperm(done.numel()).chunk(4):
+            frame, action, old, gain, target = (part[rows] for part in parts)
+            logits = agent.actor(frame)
+            ratio = (categorical_log_probability(logits, action) - old).exp()
+            gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+            gain = torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
+            error = (agent.critic(frame).squeeze(-1) - target).square().mean()
+            entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+            optimizer.zero_grad()
+            (0.5 * error - gain - 0.01 * entropy).backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            optimizer.step()
+
+
+def run(seconds: float, show: Callable[[str, list[float]], None]) -> tuple[int, list[float]]:
+    """Collect and learn for some seconds.
+
+    Args:
+        seconds: How long.
+        show: Gets a line about now, and the average return after every window.
+
+    Returns:
+        How many steps were made, and the averages.
+    """
+    torch.manual_seed(1)
+    agent, episodes = ActorCritic(), EpisodeStatistics()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3)
+    returns: list[float] = []
+    curve: list[float] = []
+    n_workers, n_steps = n_workers_here(), 0
+    with Batcher(
+        n_timesteps=N_STEPS,
+        create_agent=ActorCritic,
+        create_env=create_env,
+        env_args={"n_envs": N_ENVS // n_workers},
+        n_threads=n_workers,
+        seeds=1,
+    ) as batcher:
+        began_s = time.monotonic()
+        batcher.reset()
+        while (now_s := time.monotonic() - began_s) < seconds:
+            batcher.update(agent.state_dict())
+            batcher.execute()
+            window = batcher.get()
+            if window is None:  # only if it were not waited for
+                continue
+            learn(agent, optimizer, window)
+            n_steps += N_ENVS * N_STEPS
+            returns += episodes.update(window).returns.tolist()
+            if returns:
+                curve.append(fmean(returns[-30:]))
+                show(f"{now_s:4.1f} s  {n_steps:7,} steps  return {curve[-1]:5.1f}", curve)
+    return n_steps, curve
+
+
+def n_workers_here() -> int:
+    """Worker processes: two, or one where there is one core."""
+    return min(2, n_cores())
+
+
+def drawn(curve: Sequence[float], width: int) -> str:
+    """A curve from 0 to the best return as lines of text."""
+    points = [curve[n * len(curve) // width] for n in range(width)] if len(curve) > width else curve
+    heights = [round(point / FULL * N_ROWS * 8) for point in points]
+    lines = []
+    for row in reversed(range(N_ROWS)):
+        bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, height - 8 * row))] for height in heights)
+        lines.append(f"{FULL * (row + 1) / N_ROWS:5.0f} |{bars}")
+    return "\n".join([*lines, f"    0 +{'-' * width}"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``python -m rlpool demo``; returns the exit code.
+
+    Args:
+        arguments: What follows ``demo``, by default that of this process.
+    """
+    text = "learn CartPole in ten seconds, with a curve in the terminal"
+    parser = argparse.ArgumentParser(prog="python -m rlpool demo", description=text)
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long (default: 10)")
+    options = parser.parse_args(arguments)
+    if not options.seconds > 0:
+        parser.exit(2, f"--seconds is {options.seconds}; give a number above 0\n")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the workers need the other cores
+    try:
+        with ExitStack() as stack:
+            n_steps, curve = run(options.seconds, _display(stack))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        torch.set_num_threads(threads)
+    average = f"from {curve[0]:.0f} to {curve[-1]:.0f}" if curve else "unknown: no episode ended"
+    sys.stdout.write(
+        f"Average return {average}, in {n_steps:,} steps.\n"
+        f"What ran: {N_ENVS} CartPole-v1 environments in {n_workers_here()} worker processes, in "
+        f"windows of {N_STEPS} steps;\nthis process learnt from them by PPO: {__file__}\n"
+        "Next: docs/tour.md goes through a first program of your own.\n"
+    )
+    return 0
+
+
+def _display(stack: ExitStack) -> Callable[[str, list[float]], None]:
+    """What shows the curve: live with rich in a terminal, else a line per second."""
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:
+        return _plain()
+    if not sys.stdout.isatty():
+        return _plain()
+    live = stack.enter_context(Live(auto_refresh=False))
+    width = max(10, min(72, shutil.get_terminal_size().columns - 8))
+
+    def show(line: str, curve: list[float]) -> None:
+        live.update(Text(f"{line}\n{drawn(curve, width)}"), refresh=True)
+
+    return show
+
+
+def _plain() -> Callable[[str, list[float]], None]:
+    last_s = 0.0
+
+    def show(line: str, curve: list[float]) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s >= 1.0:
+            last_s = now_s
+            sys.stdout.write(f"{line}  {'#' * round(30 * curve[-1] / FULL)}\n")
+            sys.stdout.flush()
+
+    return show
