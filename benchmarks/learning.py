@@ -92,6 +92,7 @@ class Task:
 
 
 TASKS = [
+    Task("a2c", "CartPole-v1", 500_000, 475.0, "zoo 500 ± 0 (greedy)"),
     Task("ppo", "CartPole-v1", 500_000, 485.0, "CleanRL 490.0 ± 6.1"),
     Task("ppo", "Acrobot-v1", 500_000, -88.0, "CleanRL −86.4 ± 1.3"),
     Task("ppo_continuous", "HalfCheetah-v4", 1_000_000, 1400.0, "CleanRL 1442.6 ± 46.0"),

@@ -7,6 +7,8 @@ A table stands between ``<!-- name -->`` and ``<!-- /name -->``. It stays as it 
 lacks its raw results:
 
 - ``returns``: what tutorials learn, from the files that ``learning.py`` writes, one per run.
+- ``trials``: what ``meta_rl.py`` prints at its end, from ``meta_rl.jsonl``: agent, seed, and the
+  average return of each episode of a trial, on tasks that were not trained on.
 - ``figures``: batchers beside the bare loop, from ``throughput.jsonl``, which holds what
   ``throughput.py --workloads W1 W2 W3 W4`` prints.
 """
@@ -19,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 
 from learning import TASKS, cleanrl_path, mean_and_spread, results_of
 
@@ -54,6 +57,22 @@ def returns(folder: Path) -> Iterator[str]:
         yield re.sub(r"(?<=[ |])-(?=\d)", "−", row)
 
 
+def trials(folder: Path) -> Iterator[str]:
+    """What a memory is worth, for the same seeds one agent after the other."""
+    path = folder / "meta_rl.jsonl"
+    if not path.exists():
+        return
+    yield "| agent | seeds | first episode of a trial | second episode |"
+    yield "|---|---|---|---|"
+    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for agent in dict.fromkeys(run["agent"] for run in runs):
+        own = sorted((run for run in runs if run["agent"] == agent), key=lambda run: run["seed"])
+        seeds = ", ".join(str(run["seed"]) for run in own)
+        episodes = zip(*(run["returns"] for run in own), strict=True)
+        cells = [f"{fmean(e):.1f} ({', '.join(f'{one:.1f}' for one in e)})" for e in episodes]
+        yield f"| `{agent}` | {seeds} | {' | '.join(cells)} |"
+
+
 def figures(folder: Path) -> Iterator[str]:
     """Batchers, as a share of the bare loop's speed."""
     path = folder / "throughput.jsonl"
@@ -67,7 +86,9 @@ def figures(folder: Path) -> Iterator[str]:
         yield f"| {name} | {WORKLOADS[name]} | {median:.2f} | {low:.2f} to {high:.2f} |"
 
 
-TABLES: dict[str, Callable[[Path], Iterator[str]]] = {"returns": returns, "figures": figures}
+TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
+    each.__name__: each for each in (returns, trials, figures)
+}
 
 
 def with_tables(text: str, folder: Path = FOLDER) -> str:

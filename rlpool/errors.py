@@ -92,7 +92,7 @@ class RlpoolError(Exception):
     Attributes:
         what: As given.
         fix: As given.
-        hint: What ``fix`` is where nothing better is known: how to debug it. Empty if nothing is.
+        hint: How to debug it, which ``fix`` says where nothing better is known; may be empty.
 
     Example:
         >>> try:
@@ -228,7 +228,7 @@ class WorkerError(RlpoolError, RuntimeError):
         what: One line that says what happened.
         where: Where it happened.
         fix: One line that says what to do about it, empty if nothing is known.
-        hint: One line that says how to debug it, which is ``fix`` if that is empty.
+        hint: One line that says how to debug it; it takes the place of an empty ``fix``.
         traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
         capsule: What is needed to repeat the episode that failed.
         reason: Why it failed, ``None`` if that is not known.

@@ -48,9 +48,9 @@ class GymEnv(VecEnv):
         info_keys: Keys of ``info`` that become keys of a step, with their dtypes:
             ``{"success": bool, "action_mask": (np.int8, 4), "episode/r": float}``. A value is a
             dtype, ``(dtype, shape)``, a space, a dict of these, or ``None``, as in a list of names,
-            to learn it. That is done in the first reset, which makes a step with a random action
-            and resets again if the first infos do not show it. The value of a step is zero if its
-            info has no such key.
+            to learn it from the first reset, which makes a step with a random action and resets
+            again if the first infos do not show it. The value of a step is zero if its info has no
+            such key.
 
     Attributes:
         observation_space: The environments' space of observations, ``None`` if they have none.

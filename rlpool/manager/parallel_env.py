@@ -223,7 +223,7 @@ class ParallelVectorEnv(VectorOverLanes):
 
         envs = rlpool.ParallelVectorEnv([make_env] * 8)
 
-    Beside that, workers that die or hang are replaced: a new one resets their environments as they
+    In addition, workers that die or hang are replaced: a new one resets their environments as they
     were reset and repeats all actions since, automatic restarts included. If that leads to the
     same observations, the caller sees no difference; otherwise the environments raise ``EnvError``
     until they are reset. See docs/neighbours/gymnasium.md.

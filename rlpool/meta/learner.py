@@ -149,7 +149,7 @@ class Learner:
 
     Attributes:
         n_env_steps_total: Steps of all rollouts that were stored.
-        n_rollouts_total: Their number.
+        n_rollouts_total: Number of rollouts that were stored.
 
     Example:
         >>> class Storage(list):

@@ -58,9 +58,9 @@ class CrashCapsule:
     """An episode up to the call that failed, for ``rlpool.replay_crash``.
 
     It is made where the failure happened and travels with the error as ``WorkerError.capsule``.
-    All arrays are copies, with the values of that moment; what the episode shared with other
-    processes is not in it, and a replay reads its values of then. It can be pickled, and saved to
-    a file that holds no pickle.
+    All arrays are copies with the values at that moment. What the episode shared with other
+    processes is not among them, and a replay reads what is there at its own time. A capsule can be
+    pickled, and saved to a file that holds no pickle.
 
     Attributes:
         call: What failed: the environment's ``"reset"`` or ``"step"``, or the agent (``"agent"``

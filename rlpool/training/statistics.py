@@ -67,7 +67,7 @@ class EndedEpisodes(NamedTuple):
     Attributes:
         returns: float32 ``[N]`` (float64 if the rewards are): sums over whole episodes, steps in
             earlier windows included, as far as these were added.
-        lengths: int64 ``[N]``: how many steps that are.
+        lengths: int64 ``[N]``: their numbers of steps, counted likewise.
         rows: int64 ``[N]``: the row of this window in which each of them ended.
 
     Example:
@@ -84,7 +84,7 @@ class EndedEpisodes(NamedTuple):
 
 
 class EpisodeStatistics:
-    """Returns and lengths of the episodes in the windows of a ``Batcher``, which go on across them.
+    """Returns and lengths of episodes in windows of a ``Batcher``, also of those that span several.
 
     Args:
         key: What is summed up: one number per step, ``[B, T]`` or ``[B, T, 1]``. ``"_success"`` or
