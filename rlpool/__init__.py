@@ -143,8 +143,8 @@ __all__ = [
 __getattr__ = _removed_names(
     __name__,
     {
-        "WorkerSuggestion": "time n_threads 0, 1 and 2 with stats() as docs/choosing.md does",
-        "suggest_workers": "time n_threads 0, 1 and 2 with stats() as docs/choosing.md does",
+        "WorkerSuggestion": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
+        "suggest_workers": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
         "trace": "use stats() or `python -m rlpool top`, and py-spy for a timeline",
     },
 )

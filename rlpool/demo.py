@@ -115,7 +115,7 @@ def run(seconds: float, show: Callable[[str, list[float]], None]) -> tuple[int, 
         create_agent=ActorCritic,
         create_env=create_env,
         env_args={"n_envs": N_ENVS // n_workers},
-        n_threads=n_workers,
+        n_workers=n_workers,
         seeds=1,
     ) as batcher:
         began_s = time.monotonic()

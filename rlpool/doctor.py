@@ -135,7 +135,12 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     commands.add_parser("demo", help="learn CartPole in ten seconds, with a curve")
     commands.add_parser("top", help="show what the workers of a running program do, by its pid")
     add_number = partial(doctor.add_argument, type=int, metavar="N")
-    add_number("--workers", help="worker processes (default: all cores but two)")
+    add_number(
+        "--n-workers",
+        "--workers",
+        dest="workers",
+        help="worker processes (default: all cores but two)",
+    )
     add_number("--slots", default=128, help="n_slots of a batcher (default: 128)")
     add_number("--timesteps", default=128, help="n_timesteps of a batcher (default: 128)")
     add_number("--observation-bytes", default=1024, help="of one observation (default: 1024)")

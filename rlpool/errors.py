@@ -119,7 +119,7 @@ class UsageError(RlpoolError, RuntimeError):
     """Calls in the wrong order, a closed object, nothing pending, a missing ``__main__`` guard.
 
     Example:
-        >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+        >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
         >>> try:
         ...     batcher.get()
         ... except UsageError as error:
@@ -295,7 +295,7 @@ class WorkerStartupError(WorkerError):
         >>> def forgets_to_return(seed):
         ...     GymEnv([CountingEnv()], seed)
         >>> try:
-        ...     EpisodeBatcher(8, 4, create_agent, {}, forgets_to_return, n_threads=0)
+        ...     EpisodeBatcher(8, 4, create_agent, {}, forgets_to_return, n_workers=0)
         ... except WorkerStartupError as error:
         ...     print(error)
         create_env returned NoneType, not a VecEnv
@@ -394,7 +394,7 @@ class WorkerDiedError(WorkerError):
         >>> def deadly(seed):
         ...     return GymEnv([FaultyEnv("sigkill", at_step=1)], seed)
         >>> with EpisodeBatcher(
-        ...     8, 4, create_agent, {}, deadly, n_threads=1, on_worker_failure="raise"
+        ...     8, 4, create_agent, {}, deadly, n_workers=1, on_worker_failure="raise"
         ... ) as batcher:
         ...     batcher.execute(1)
         ...     try:
@@ -433,7 +433,7 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
         ...     create_agent,
         ...     {},
         ...     endless,
-        ...     n_threads=1,
+        ...     n_workers=1,
         ...     timeout=1.0,
         ...     on_worker_failure="raise",
         ... ) as batcher:

@@ -8,7 +8,7 @@ You will learn
 
 On a real cluster, with the same versions installed on every node (docs/cluster.md says how):
 
-    python tutorials/cluster.py --address auto --n-threads 8
+    python tutorials/cluster.py --address auto --n-workers 8
 
 Needs Ray: ``pip install "rlpool[ray]"``.
 
@@ -132,7 +132,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--address", help='of a running cluster, or "auto"; simulate one if absent')
     parser.add_argument("--n-nodes", type=int, default=2, help="nodes to simulate")
-    parser.add_argument("--n-threads", type=int, default=1, help="worker processes per node")
+    parser.add_argument(
+        "--n-workers", "--n-threads", type=int, default=1, help="worker processes per node"
+    )
     parser.add_argument("--n-epochs", type=int, default=40, help="at most")
     parser.add_argument("--n-episodes", type=int, default=64, help="episodes per epoch")
     parser.add_argument("--seed", type=int, default=0, help="another one is another run")
@@ -152,7 +154,7 @@ def main():
     # processors of its own. The first is the head, which every cluster has.
     cluster, others = None, []
     if arguments.address is None:
-        size = {"num_cpus": arguments.n_threads, "object_store_memory": 200 * 2**20}
+        size = {"num_cpus": arguments.n_workers, "object_store_memory": 200 * 2**20}
         cluster = Cluster(initialize_head=True, head_node_args=size)
         others = [cluster.add_node(**size) for _ in range(arguments.n_nodes - 1)]
     # What workers log reaches the loggers of this process, without Ray's help.
@@ -166,12 +168,12 @@ def main():
         "create_env": create_env,
     }
     agent = create_agent(arguments.seed)
-    with RayEpisodeBatcher(**common, n_threads=arguments.n_threads) as batcher:
+    with RayEpisodeBatcher(**common, n_workers=arguments.n_workers) as batcher:
         average_returns = train(agent, batcher, arguments)
 
     # The trained policy once more, on other episodes.
     n_episodes = 2 * arguments.n_episodes
-    with RayEpisodeBatcher(**common, n_threads=arguments.n_threads) as batcher:
+    with RayEpisodeBatcher(**common, n_workers=arguments.n_workers) as batcher:
         batcher.update(agent.state_dict())
         batcher.execute(n_episodes)
         if others:
@@ -183,7 +185,7 @@ def main():
         cluster.shutdown()
 
     # The same episodes without a cluster: not one bit differs.
-    with EpisodeBatcher(**common, n_threads=0) as batcher:
+    with EpisodeBatcher(**common, n_workers=0) as batcher:
         batcher.update(agent.state_dict())
         batcher.execute(n_episodes)
         expected = batcher.get()

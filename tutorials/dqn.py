@@ -131,7 +131,9 @@ def main():
     parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
     parser.add_argument("--total-timesteps", type=int, default=500_000)
     parser.add_argument("--learning-starts", type=int, default=LEARNING_STARTS)
-    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument(
+        "--n-workers", "--n-threads", type=int, default=0, help="worker processes, 0 for none"
+    )
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--evaluate", type=int, default=0, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
@@ -160,7 +162,13 @@ def main():
         writer = SummaryWriter(arguments.track)
     env_args = {"env_id": arguments.env_id}  # one environment, or one in each worker
     with Batcher(
-        N_STEPS, None, QNetwork, sizes, create_env, env_args, arguments.n_threads, arguments.seed
+        n_timesteps=N_STEPS,
+        n_workers=arguments.n_workers,
+        seed=arguments.seed,
+        create_agent=QNetwork,
+        agent_args=sizes,
+        create_env=create_env,
+        env_args=env_args,
     ) as batcher:
         batcher.reset()
         parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}

@@ -221,7 +221,7 @@ def parse_arguments():
     parser.add_argument("--agent", default="rl2", choices=["rl2", "markov", "oracle"])
     parser.add_argument("--num-train-tasks", type=int, default=80)
     parser.add_argument("--num-eval-tasks", type=int, default=40, help="never trained on")
-    parser.add_argument("--num-parallel-workers", type=int, default=2, help="1 or less: none")
+    parser.add_argument("--n-workers", "--num-parallel-workers", type=int, default=2, help="or 0")
     parser.add_argument("--envs-per-worker", type=int, default=16)
     parser.add_argument("--num-iters", type=int, default=250)
     parser.add_argument("--num-rollouts-per-iter", type=int, default=64, help="trials")
@@ -244,7 +244,7 @@ def main():
     n_train, n_eval = arguments.num_train_tasks, arguments.num_eval_tasks
     shared = {"n_tasks": n_train + n_eval, "oracle": arguments.agent == "oracle"}
     # Without other processes everything runs here, with the same results to the last bit.
-    n_envs, n_workers = arguments.envs_per_worker, arguments.num_parallel_workers
+    n_envs, n_workers = arguments.envs_per_worker, arguments.n_workers
     train_env = GymEnv([make_env(PointRobot, N_EPISODES, **shared) for _ in range(n_envs)])
     parallel_env = None
     if n_workers > 1:

@@ -117,9 +117,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--n-episodes", type=int, default=32, help="on the windy line")
     parser.add_argument("--n-cartpole-episodes", type=int, default=500)
-    parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
+    parser.add_argument("--n-workers", "--n-threads", type=int, default=2, help="worker processes")
     arguments = parser.parse_args()
-    n, n_threads = arguments.n_episodes, arguments.n_threads
+    n, n_workers = arguments.n_episodes, arguments.n_workers
 
     # One agent and one environment per episode.
     agent_info = DictTensor({"agent_id": torch.arange(n)})
@@ -128,7 +128,7 @@ def main():
     with EpisodeBatcher(
         n_timesteps=100,  # steps in a slot
         n_slots=128,  # slots, which bound the memory
-        n_threads=n_threads,
+        n_workers=n_workers,
         seeds=0,
         create_agent=create_agent,
         agent_args={"n_agents": n},
@@ -170,7 +170,7 @@ def main():
         # emptied and reused while get() waits.
         n_timesteps=100,
         n_slots=128,
-        n_threads=n_threads,
+        n_workers=n_workers,
         seeds=42,
         create_agent=CarefulAgent,
         agent_args={"n_agents": n},

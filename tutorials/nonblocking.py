@@ -59,7 +59,7 @@ def create_batcher(n_episodes, seed, is_greedy):
     return EpisodeBatcher(
         n_timesteps=500,
         n_slots=2 * n_episodes,
-        n_threads=1,
+        n_workers=1,
         seeds=seed,
         create_agent=create_agent,
         agent_args={"is_greedy": is_greedy},

@@ -48,7 +48,7 @@ class Walker:
 
 def environments_that_act():
     """``store()`` runs one episode in each environment, all at the same time."""
-    with Pool(env=[Walker(), Walker()], processes=2, pool_size=50, seed=0) as pool:
+    with Pool(env=[Walker(), Walker()], n_workers=2, pool_size=50, seed=0) as pool:
         pool.store()
         state, action, next_state, reward, done = pool.get_pool()
         assert state.shape == next_state.shape == (20, 4)
@@ -88,7 +88,7 @@ def gymnasium_environments():
         return int(state[2] > 0)  # to the side that the pole leans to
 
     envs = [gym.make("CartPole-v1") for _ in range(2)]
-    with Pool(envs, 2, pool_size=1_000, random=False, policy=policy, seed=0) as pool:
+    with Pool(envs, n_workers=2, pool_size=1_000, random=False, policy=policy, seed=0) as pool:
         pool.store()
         state, action, _, _, done = pool.get_pool()
         assert (action == (state[:, 2] > 0)).all()

@@ -78,10 +78,10 @@ class ActorCritic(nn.Module, Agent):
     update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
-def create_env(seed, env_id, n_threads):
+def create_env(seed, env_id, n_workers):
     # Frames are skipped, shrunk and stacked in C++. Rewards are clipped by the learner, so that
     # returns are those of the game.
-    n_envs, cores = (N_ENVS // n_threads, 1) if n_threads else (N_ENVS, 0)  # 0: all
+    n_envs, cores = (N_ENVS // n_workers, 1) if n_workers else (N_ENVS, 0)  # 0: all
     from ale_py.vector_env import AtariVectorEnv  # here, since --help does without it
 
     env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
@@ -174,7 +174,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="pong", help="a game of ale-py: space_invaders, ...")
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
-    parser.add_argument("--n-threads", type=int, default=2, choices=(0, 1, 2, 4, 8), help="workers")
+    parser.add_argument(
+        "--n-workers", "--n-threads", type=int, default=2, choices=(0, 1, 2, 4, 8), help="workers"
+    )
     parser.add_argument("--bfloat16", action="store_true", help="faster if the CPU multiplies them")
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
@@ -199,12 +201,12 @@ def main():
         writer = SummaryWriter(arguments.track)
     with Batcher(
         n_timesteps=N_STEPS,
-        n_threads=arguments.n_threads,
+        n_workers=arguments.n_workers,
         seeds=arguments.seed,
         create_agent=ActorCritic,
         agent_args=sizes,
         create_env=create_env,
-        env_args={"env_id": arguments.env_id, "n_threads": arguments.n_threads},
+        env_args={"env_id": arguments.env_id, "n_workers": arguments.n_workers},
     ) as batcher:
         batcher.reset()
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}

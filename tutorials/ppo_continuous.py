@@ -183,7 +183,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="HalfCheetah-v4", help="with a vector as observation")
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
-    parser.add_argument("--n-threads", type=int, default=0, choices=(0, 1), help="worker processes")
+    parser.add_argument(
+        "--n-workers", "--n-threads", type=int, default=0, choices=(0, 1), help="worker processes"
+    )
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--checkpoint", default="ppo_continuous.pt", help="its curve is a .png")
@@ -208,12 +210,12 @@ def main():
         writer = SummaryWriter(arguments.track)
     with Batcher(
         n_timesteps=N_STEPS,
-        n_threads=arguments.n_threads,
+        n_workers=arguments.n_workers,
         seeds=arguments.seed,
         create_agent=ActorCritic,
         agent_args=sizes,
         create_env=create_env,
-        env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_threads)},
+        env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
     ) as batcher:
         batcher.reset()
         parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}

@@ -129,7 +129,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
     parser.add_argument("--n-epochs", type=int, default=40, help="gradient steps")
-    parser.add_argument("--n-threads", type=int, default=2, help="worker processes, 0 for none")
+    parser.add_argument(
+        "--n-workers", "--n-threads", type=int, default=2, help="worker processes, 0 for none"
+    )
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--checkpoint", default="reinforce.pt", help="its curve is a .png")
@@ -155,7 +157,7 @@ def main():
     with EpisodeBatcher(
         n_timesteps=env.spec.max_episode_steps,  # one slot per episode
         n_slots=2 * N_EPISODES,
-        n_threads=arguments.n_threads,
+        n_workers=arguments.n_workers,
         seeds=arguments.seed,
         create_agent=Policy,
         agent_args=sizes,

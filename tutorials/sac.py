@@ -202,7 +202,9 @@ def save_curve(progress, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
-    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument(
+        "--n-workers", "--n-threads", type=int, default=0, help="worker processes, 0 for none"
+    )
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
@@ -233,7 +235,13 @@ def main():
         writer = SummaryWriter(arguments.track)
     env_args = {"env_id": arguments.env_id}  # one environment, or one in each worker
     with Batcher(
-        1, None, Actor, sizes, create_env, env_args, arguments.n_threads, arguments.seed
+        n_timesteps=1,
+        n_workers=arguments.n_workers,
+        seed=arguments.seed,
+        create_agent=Actor,
+        agent_args=sizes,
+        create_env=create_env,
+        env_args=env_args,
     ) as batcher:
         batcher.reset()
         parts = {"learner": learner, "pool": pool, "batcher": batcher, "episodes": episodes}

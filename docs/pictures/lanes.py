@@ -110,7 +110,7 @@ def run() -> tuple[list[Bar], list[float]]:
             create_agent=Still,
             create_env=create_env,
             env_args={"notes": str(notes)},
-            n_threads=N_WORKERS,
+            n_workers=N_WORKERS,
             seeds=0,
         ) as batcher:
             start_s = time.monotonic()

@@ -56,7 +56,7 @@ def collect(n_timesteps: int) -> TemporalDictTensor:
     """Run all episodes, in slots of so many steps."""
     factories = {"create_agent": Still, "create_env": create_env}
     with EpisodeBatcher(
-        n_timesteps, len(LENGTHS), **factories, n_threads=N_WORKERS, seeds=0
+        n_timesteps, len(LENGTHS), **factories, n_workers=N_WORKERS, seeds=0
     ) as batcher:
         batcher.execute(len(LENGTHS), env_info={"length": LENGTHS})
         episodes = batcher.get()

@@ -22,7 +22,7 @@ AgentStep = tuple[DictTensor, DictTensor, DictTensor]
 class Agent:
     """Chooses the actions of a batch of lanes. Subclass it and implement ``__call__``.
 
-    An instance lives in each worker process (or in the caller's with ``n_threads=0``) and runs
+    An instance lives in each worker process (or in the caller's with ``n_workers=0``) and runs
     there under ``torch.inference_mode`` with one torch thread.
 
     A call always gets one row per lane of the worker, even when fewer episodes are left than

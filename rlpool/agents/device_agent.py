@@ -23,7 +23,7 @@ class DeviceAgent(Agent):
     All inputs go to the device in one transfer, and all outputs come back in one; for a CUDA GPU
     through page-locked memory. For ``device="cpu"``, calls are passed on unchanged.
 
-    In a batcher with ``n_threads=0`` over a ``ParallelEnvManager`` this gives central inference:
+    In a batcher with ``n_workers=0`` over a ``ParallelEnvManager`` this gives central inference:
     one batch of all lanes per step. Outside a batcher, without ``torch.inference_mode`` (as in
     ``replay_agent``), arguments are moved and results stay on the device.
 

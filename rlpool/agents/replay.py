@@ -75,7 +75,7 @@ def replay_agent(
         ...         logits = self.net(observation["frame"])
         ...         output = DictTensor({"action": logits.argmax(1), "logits": logits})
         ...         return DictTensor(), output, DictTensor()
-        >>> batcher = EpisodeBatcher(8, 4, Linear, {}, create_env, n_threads=0, seeds=0)
+        >>> batcher = EpisodeBatcher(8, 4, Linear, {}, create_env, n_workers=0, seeds=0)
         >>> batcher.execute(2)
         >>> logits = replay_agent(Linear(), batcher.get())["logits"]
         >>> logits.shape, logits.requires_grad

@@ -15,7 +15,7 @@ from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_uns
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds
@@ -36,7 +36,7 @@ class EpisodeBatcher(BatcherBase):
 
     Row *i* of a result is episode *i* of its ``execute``: it ran with row *i* of ``agent_info``
     and of ``env_info``. With the same ``seeds`` and the same number of environments per worker,
-    results are bitwise the same for any ``n_threads``. Use a batcher from one thread at a time.
+    results are bitwise the same for any ``n_workers``. Use a batcher from one thread at a time.
 
     Args:
         n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
@@ -48,14 +48,14 @@ class EpisodeBatcher(BatcherBase):
             else processes of ``torch.multiprocessing`` share, are shared with the workers, here
             as in ``env_args`` and closures; all else is copied.
         create_env: Called as ``create_env(seed=..., **env_args)`` in every worker (with
-            ``n_threads=0`` in this process), without ``seed`` if it takes none. Returns a
-            ``VecEnv``: a ``GymEnv`` or, with ``n_threads=0``, a ``ParallelEnvManager``. Each worker
+            ``n_workers=0`` in this process), without ``seed`` if it takes none. Returns a
+            ``VecEnv``: a ``GymEnv`` or, with ``n_workers=0``, a ``ParallelEnvManager``. Each worker
             resets its environments once before the first request, to learn keys, shapes and
             dtypes; a wrapper that counts or records episodes (``RecordVideo``) sees that reset as
             an episode without steps.
         env_args: Keyword arguments of ``create_env``. A ``seed`` among them replaces the one that
             differs from worker to worker.
-        n_threads: Number of worker processes; 0 runs everything in this process while ``get``
+        n_workers: Number of worker processes; 0 runs everything in this process while ``get``
             waits: for debuggers and profilers, with the same results.
         seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
             ``None`` draws one and logs it. Environments and agents get seeds below 2**31; the first
@@ -104,7 +104,7 @@ class EpisodeBatcher(BatcherBase):
         ...     n_slots=128,
         ...     create_agent=create_agent,
         ...     create_env=create_env,
-        ...     n_threads=2,
+        ...     n_workers=2,
         ...     seeds=42,
         ... ) as batcher:
         ...     batcher.execute(n_episodes=32)
@@ -123,7 +123,7 @@ class EpisodeBatcher(BatcherBase):
     _n_episodes = 0
     _last: tuple[int, Any, Any, list[int] | None] | None = None
 
-    @names_arguments
+    @also_takes(n_threads="n_workers", seed="seeds")
     @takes_policy
     def __init__(
         self,
@@ -133,7 +133,7 @@ class EpisodeBatcher(BatcherBase):
         agent_args: Mapping[str, Any] | None = None,
         create_env: CreateEnv | None = None,
         env_args: Mapping[str, Any] | None = None,
-        n_threads: int = 1,
+        n_workers: int = 1,
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
@@ -145,7 +145,7 @@ class EpisodeBatcher(BatcherBase):
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows)
+        super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @cached_property
     def _meter(self) -> Meter:
@@ -184,7 +184,7 @@ class EpisodeBatcher(BatcherBase):
             WorkerDiedError: If a worker died meanwhile.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.execute(3, env_info={"length": [1, 4, 2]})
             >>> batcher.get().lengths
             tensor([1, 4, 2])
@@ -233,7 +233,7 @@ class EpisodeBatcher(BatcherBase):
             UsageError: Before the first ``execute``.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.execute(3, env_info={"length": [1, 4, 2]})
             >>> batcher.reexecute()
             >>> first, second = batcher.get(), batcher.get()
@@ -253,11 +253,11 @@ class EpisodeBatcher(BatcherBase):
 
         Args:
             blocking: Wait for it; otherwise return ``None`` until all of it is there. With
-                ``n_threads=0`` nothing runs but in calls like this one, so it waits in any case.
+                ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
             progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
                 there: one of tqdm if that is installed, otherwise a line on stderr. A function is
                 called instead with a ``Progress``, at the beginning, a few times a second and at
-                the end; with ``n_threads=0`` only when an episode has ended or filled a slot. It
+                the end; with ``n_workers=0`` only when an episode has ended or filled a slot. It
                 may look at the batcher's ``progress``, but not call ``get``. By default as the
                 batcher was told.
 
@@ -276,11 +276,11 @@ class EpisodeBatcher(BatcherBase):
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             Exception: What a function given as ``progress`` raises. ``get`` can be called again:
-                episodes of workers go on meanwhile; with ``n_threads=0`` those that were running
+                episodes of workers go on meanwhile; with ``n_workers=0`` those that were running
                 begin again then.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.execute(2, env_info={"length": [2, 3]})
             >>> trajectories = batcher.get()
             >>> trajectories["_reward"]
@@ -304,7 +304,7 @@ class EpisodeBatcher(BatcherBase):
     def progress(self) -> tuple[int, int]:
         """Episodes finished and requested, of the oldest request that was not handed out.
 
-        Looks at what workers have reported, and returns at once. With ``n_threads=0`` there is
+        Looks at what workers have reported, and returns at once. With ``n_workers=0`` there is
         nobody else to run the request: as in ``get``, all of it runs here, unless it is a function
         that shows progress which looks.
 
@@ -370,7 +370,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
     _LOWERABLE = ()
 
-    @names_arguments
+    @also_takes(seed="seeds")
     def __init__(
         self,
         create_agent: CreateAgent | None = None,

@@ -72,7 +72,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         agent_args: Mapping[str, Any] | None,
         create_env: CreateEnv | None,
         env_args: Mapping[str, Any] | None,
-        n_threads: int,
+        n_workers: int,
         seeds: Seeds,
         timeout: float | None,
         policy: FailurePolicy,
@@ -81,7 +81,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     ) -> None:
         refuse_during_import()
         n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
-        n_threads = whole_number("n_threads", n_threads, 0)
+        n_workers = whole_number("n_workers", n_workers, 0)
         if n_slots is not None:
             n_slots = whole_number("n_slots", n_slots, 1)
         if agent_rows is not None:
@@ -89,24 +89,24 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
-        n_seeds = n_threads if self._ONE_SEED_PER_WORKER else 0
+        n_seeds = n_workers if self._ONE_SEED_PER_WORKER else 0
         self._root = root_from(_checked_seeds(seeds, n_seeds))
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
-        self._n_workers = max(1, n_threads)
+        self._n_workers = max(1, n_workers)
         self._n_timesteps = n_timesteps
-        self._is_private = n_threads == 0
+        self._is_private = n_workers == 0
         self._owner_pid = os.getpid()
         self._one_thread = OneThread("_open", "_idle")
         given = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         functions: Any = (*given, agent_rows)
-        if n_threads:
+        if n_workers:
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, given, strict=True))
             how = {"fix": self._HOW_TO_PICKLE, "refusal": self._SHARES_NOTHING}
             functions = pickled(parts, functions, **how)
-        failing = policy, timeout if n_threads else None, crash_dir
-        self._dispatcher = self._started(functions, n_timesteps, n_slots, n_threads, *failing)
+        failing = policy, timeout if n_workers else None, crash_dir
+        self._dispatcher = self._started(functions, n_timesteps, n_slots, n_workers, *failing)
         if self._dispatcher.control is not None:
             self._dispatcher.control.name = type(self).__name__
 
@@ -115,7 +115,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         functions: Any,
         n_timesteps: int,
         n_slots: int | None,
-        n_threads: int,
+        n_workers: int,
         policy: FailurePolicy,
         timeout_s: float | None,
         crash_dir: CrashDir,
@@ -127,16 +127,16 @@ class BatcherBase(ProcessOwner, DumpsStacks):
                 ``Parcel`` if there are worker processes.
             n_timesteps: Steps per slot.
             n_slots: Slots in flight.
-            n_threads: Number of worker processes.
+            n_workers: Number of worker processes.
             policy: What happens when workers fail.
             timeout_s: Seconds without progress after which a worker counts as hanging.
             crash_dir: Where the capsules of failures are written.
         """
-        if n_threads:
+        if n_workers:
             memory = memory_of(policy.start_method)
-            check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads", memory)
+            check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers", memory)
         return Dispatcher(
-            n_threads,
+            n_workers,
             self._root,
             functions,
             # Not a method of this object: a batcher that is dropped, as when a notebook's cell is
@@ -188,7 +188,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Example:
             >>> policy = torch.nn.Linear(4, 2)
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.update(policy.state_dict())
             >>> batcher.execute(2)
             >>> batcher.get().info["policy_version"]
@@ -217,7 +217,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             UsageError: If results are pending, or the batcher is closed.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.execute(2)
             >>> trajectories = batcher.get()
             >>> torch.save(batcher.state_dict(), "batcher.pt")
@@ -258,8 +258,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             UsageError: If results are pending, or the batcher is closed.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
-            >>> other = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> other = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> other.load_state_dict(batcher.state_dict())
             >>> for each in (batcher, other):
             ...     each.execute(2)
@@ -317,7 +317,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             >>> def create_broken_env(seed):
             ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
             >>> batcher = EpisodeBatcher(
-            ...     8, 4, create_agent, {}, create_broken_env, n_threads=0, on_env_error="truncate"
+            ...     8, 4, create_agent, {}, create_broken_env, n_workers=0, on_env_error="truncate"
             ... )
             >>> batcher.execute(2)
             >>> trajectories = batcher.get()
@@ -337,14 +337,14 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Returns:
             Numbers per worker and lane; rates and shares are those of the time since the previous
-            call, see ``WorkerStats``. With ``n_threads=0`` this process is worker 0, and whatever
+            call, see ``WorkerStats``. With ``n_workers=0`` this process is worker 0, and whatever
             it does outside of rlpool counts as waiting.
 
         Raises:
             UsageError: If the batcher is closed.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.execute(n_episodes=6)
             >>> trajectories = batcher.get()
             >>> worker = batcher.stats().workers[0]
@@ -364,7 +364,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         Results that were handed out stay valid.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.close()  # a "with" statement does that, too
             >>> batcher.closed
             True
@@ -413,7 +413,7 @@ def refuse_no_factory(name: str, function: Any) -> None:
     raise SpecError(f"{name} is {what}", fix=fix)
 
 
-def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
+def _checked_seeds(seeds: Any, n_workers: int) -> Seeds:
     """Seeds as an int, or a list of them that is as long as there are workers, if there are any."""
     if seeds is None:
         return None
@@ -422,9 +422,9 @@ def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
     except TypeError:
         return whole_number("seeds", seeds, 0, fix="give one int, or one per worker")
     # In this process any list is fine: one from a run with workers gives the same data.
-    if not numbers or (n_threads and len(numbers) != n_threads):
+    if not numbers or (n_workers and len(numbers) != n_workers):
         raise SpecError(
-            f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
+            f"seeds has {len(numbers)} entries, n_workers is {n_workers}",
             fix="give one int, or one per worker",
         )
     return numbers

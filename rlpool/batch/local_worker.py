@@ -1,4 +1,4 @@
-"""The worker of ``n_threads=0``: it does the same in the caller's process, without a pipe."""
+"""The worker of ``n_workers=0``: it does the same in the caller's process, without a pipe."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Progress(NamedTuple):
     Example:
         >>> def show(progress):
         ...     print(progress.n_finished, "of", progress.n_episodes, "episodes")
-        >>> with EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0) as batcher:
+        >>> with EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0) as batcher:
         ...     batcher.execute(2)
         ...     episodes = batcher.get(progress=show)
         0 of 2 episodes

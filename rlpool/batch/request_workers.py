@@ -124,7 +124,7 @@ class RequestWorkers:
                 self._functions = Memory.shared(len(functions), "rlpool-setup")
                 self._functions.root()[:] = memoryview(functions)
                 functions = None
-        debug_hint = f"{DEBUG_HINT}: {owner_name}(..., n_threads=0)" if n_workers else LOCAL_HINT
+        debug_hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
         self._setup = Setup(functions, debug_hint, in_process=not n_workers)
         self.processes: Workers | LocalWorker
         if n_workers:

@@ -22,7 +22,7 @@ from rlpool.batch.resuming import (
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
-from rlpool.machine.arguments import names_arguments
+from rlpool.machine.arguments import also_takes
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
 from rlpool.record.tape import WindowTapes
@@ -51,7 +51,7 @@ class Batcher(BatcherBase):
         agent_args: As for ``EpisodeBatcher``.
         create_env: As for ``EpisodeBatcher``.
         env_args: As for ``EpisodeBatcher``.
-        n_threads: As for ``EpisodeBatcher``.
+        n_workers: As for ``EpisodeBatcher``.
         seeds: As for ``EpisodeBatcher``, but lanes that restart on their own share no seed for
             2**30 steps of all lanes together, resets included.
         timeout: As for ``EpisodeBatcher``.
@@ -65,7 +65,7 @@ class Batcher(BatcherBase):
     Example:
         >>> def create_endless_env(seed):
         ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
-        >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+        >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_workers=0)
         >>> batcher.reset()
         >>> for _ in range(2):
         ...     batcher.execute()
@@ -88,7 +88,7 @@ class Batcher(BatcherBase):
     # What windows run with that wait for the previous one.
     _queued: tuple[tuple[Policy, Infos], ...] = ()
 
-    @names_arguments
+    @also_takes(n_threads="n_workers", seed="seeds")
     @takes_policy
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Batcher(BatcherBase):
         agent_args: Mapping[str, Any] | None = None,
         create_env: CreateEnv | None = None,
         env_args: Mapping[str, Any] | None = None,
-        n_threads: int = 1,
+        n_workers: int = 1,
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
@@ -108,7 +108,7 @@ class Batcher(BatcherBase):
     ) -> None:
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows)
+        super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @property
     def n_lanes(self) -> int:
@@ -137,7 +137,7 @@ class Batcher(BatcherBase):
         Example:
             >>> def create_endless_env(seed):
             ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
-            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_workers=0)
             >>> batcher.reset(env_info={"length": [2, 4]})
             >>> batcher.execute()
             >>> batcher.get()["_done"]
@@ -175,7 +175,7 @@ class Batcher(BatcherBase):
         Example:
             >>> def create_endless_env(seed):
             ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
-            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_workers=0)
             >>> batcher.reset()
             >>> batcher.execute()
             >>> batcher.execute()  # windows queue up: learn from one while the next is collected
@@ -207,7 +207,7 @@ class Batcher(BatcherBase):
 
         Args:
             blocking: Wait for it; otherwise return ``None`` until it is there. With
-                ``n_threads=0`` nothing runs but in calls like this one, so it waits in any case.
+                ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
 
         Returns:
             Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to
@@ -222,7 +222,7 @@ class Batcher(BatcherBase):
         Example:
             >>> def create_endless_env(seed):
             ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
-            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_workers=0)
             >>> batcher.reset()
             >>> batcher.execute()
             >>> window = batcher.get()

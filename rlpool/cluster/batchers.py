@@ -58,7 +58,7 @@ class _OnNodes(BatcherBase):
         functions: Any,
         n_timesteps: int,
         n_slots: int | None,
-        n_threads: int,
+        n_workers: int,
         policy: FailurePolicy,
         timeout_s: float | None,
         crash_dir: CrashDir,
@@ -69,10 +69,10 @@ class _OnNodes(BatcherBase):
         transport.reserve()
         n_nodes = transport.n_expected
         if self._has_fixed_lanes:
-            n_slots, self._n_workers = None, n_threads * n_nodes
+            n_slots, self._n_workers = None, n_workers * n_nodes
         n_node_slots = None if n_slots is None else max(1, n_slots // n_nodes)
         setup = NodeSetup(
-            functions.data, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
+            functions.data, n_workers, self._root, n_timesteps, n_node_slots, policy, timeout_s
         )
         return ClusterDispatcher(
             transport,

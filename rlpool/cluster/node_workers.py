@@ -224,7 +224,7 @@ class NodeWorkers:
     def _start(self) -> None:
         setup = self._setup
         memory = memory_of(setup.policy.start_method)
-        check_workers(setup.n_workers, WORKER_DESCRIPTORS, "lower n_threads", memory)
+        check_workers(setup.n_workers, WORKER_DESCRIPTORS, "lower n_workers", memory)
         self._dispatcher = Dispatcher(
             setup.n_workers,
             setup.root,

@@ -11,7 +11,7 @@ from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
 from rlpool.cluster.transport import Transport
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments, real_number, whole_number
+from rlpool.machine.arguments import also_takes, real_number, whole_number
 from rlpool.record.capsule_files import CrashDir
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
@@ -42,7 +42,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         agent_args: As for ``EpisodeBatcher``.
         create_env: As for ``EpisodeBatcher``, with the same restriction.
         env_args: As for ``EpisodeBatcher``.
-        n_threads: Worker processes on each node, each with a processor of its own.
+        n_workers: Worker processes on each node, each with a processor of its own.
         n_nodes: How many nodes to use; ``None`` for all that there are, and those that join later.
         seeds: As for ``EpisodeBatcher``; a list may have any length.
         timeout: As for ``EpisodeBatcher``, also for a node that does not answer, and for a cluster
@@ -69,7 +69,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         torch.Size([12, 4, 1])
     """
 
-    @names_arguments
+    @also_takes(n_threads="n_workers", seed="seeds")
     @takes_policy
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         agent_args: Mapping[str, Any] | None = None,
         create_env: CreateEnv | None = None,
         env_args: Mapping[str, Any] | None = None,
-        n_threads: int = 1,
+        n_workers: int = 1,
         n_nodes: int | None = None,
         seeds: Seeds = None,
         *,
@@ -92,10 +92,10 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         **policy: Unpack[PolicyOptions],
     ) -> None:
         self._progress = checked_progress(progress)
-        connect = _connection(n_nodes, n_threads, resources)
+        connect = _connection(n_nodes, n_workers, resources)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows
+        arguments = n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows
         super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 
 
@@ -113,7 +113,7 @@ class RayBatcher(ClusterBatcher):
         agent_args: As for ``RayEpisodeBatcher``.
         create_env: As for ``RayEpisodeBatcher``.
         env_args: As for ``RayEpisodeBatcher``.
-        n_threads: As for ``RayEpisodeBatcher``.
+        n_workers: As for ``RayEpisodeBatcher``.
         n_nodes: How many nodes to use; ``None`` for all that there are. The number of lanes follows
             from it, and stays.
         seeds: As for ``RayEpisodeBatcher``.
@@ -133,7 +133,7 @@ class RayBatcher(ClusterBatcher):
         torch.Size([2, 3, 1])
     """
 
-    @names_arguments
+    @also_takes(n_threads="n_workers", seed="seeds")
     @takes_policy
     def __init__(
         self,
@@ -143,7 +143,7 @@ class RayBatcher(ClusterBatcher):
         agent_args: Mapping[str, Any] | None = None,
         create_env: CreateEnv | None = None,
         env_args: Mapping[str, Any] | None = None,
-        n_threads: int = 1,
+        n_workers: int = 1,
         n_nodes: int | None = None,
         seeds: Seeds = None,
         *,
@@ -154,15 +154,15 @@ class RayBatcher(ClusterBatcher):
         resources: Mapping[str, Any] | None = None,
         **policy: Unpack[PolicyOptions],
     ) -> None:
-        connect = _connection(n_nodes, n_threads, resources)
+        connect = _connection(n_nodes, n_workers, resources)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing, agent_rows
+        arguments = n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows
         super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 
 
 def _connection(
-    n_nodes: int | None, n_threads: int, resources: Mapping[str, Any] | None
+    n_nodes: int | None, n_workers: int, resources: Mapping[str, Any] | None
 ) -> Callable[[], Transport]:
     """What connects with the cluster, once the other arguments were checked.
 
@@ -172,7 +172,7 @@ def _connection(
     """
     from rlpool.cluster.ray_transport import RayTransport
 
-    n_threads = whole_number("n_threads", n_threads, 1)
+    n_workers = whole_number("n_workers", n_workers, 1)
     if n_nodes is not None:
         n_nodes = whole_number("n_nodes", n_nodes, 1, fix="pass n_nodes=None for all there are")
     amounts = _checked_mapping("resources", resources, 'pass numbers by Ray\'s names: {"GPU": 1}')
@@ -180,9 +180,9 @@ def _connection(
         "resources['labels']", amounts.pop("labels", None), 'pass strings: {"zone": "a"}', str
     )
     if "CPU" in amounts:
-        raise SpecError("resources has 'CPU'", fix="n_threads says how many processors a node uses")
+        raise SpecError("resources has 'CPU'", fix="n_workers says how many processors a node uses")
     bundle = {key: real_number(f"resources[{key!r}]", amounts[key], "above 0") for key in amounts}
-    return partial(RayTransport, n_nodes, {"CPU": n_threads, **bundle}, labels)
+    return partial(RayTransport, n_nodes, {"CPU": n_workers, **bundle}, labels)
 
 
 def _checked_mapping(name: str, value: Any, fix: str, kind: type = object) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Reservation:
         return SpecError(
             f"the cluster has no {', '.join([n_cpus, *others])} on {wanted} "
             f"(in all, used ones included: {', '.join(sizes)})",
-            fix="lower n_nodes, n_threads or resources, end what uses them, or start more nodes "
+            fix="lower n_nodes, n_workers or resources, end what uses them, or start more nodes "
             "(ray start --address=..., or ray.autoscaler.sdk.request_resources and wait for them)",
         )
 

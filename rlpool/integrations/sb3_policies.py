@@ -59,7 +59,7 @@ def from_sb3(
     Example::
 
         agent = from_sb3(PPO.load("ppo.zip"), deterministic=True)
-        print(evaluate(agent, create_env, 100, n_threads=4).returns.mean())
+        print(evaluate(agent, create_env, 100, n_workers=4).returns.mean())
     """
     if not isinstance(model, BaseAlgorithm):
         got = f"the class {model.__name__}" if isinstance(model, type) else kind(model)
@@ -157,7 +157,7 @@ class Sb3Agent(Agent):
 
         Example::
 
-            Batcher(128, None, from_sb3(model).copy, {}, create_env, {}, n_threads=4)
+            Batcher(128, None, from_sb3(model).copy, {}, create_env, {}, n_workers=4)
         """
         return copy.deepcopy(self)
 

@@ -19,7 +19,7 @@ ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
 
 _SYNONYMS = (
-    "n_threads num_threads n_workers num_workers workers n_processes num_processes processes",
+    "n_workers n_threads num_threads num_workers workers n_processes num_processes processes",
     "seeds seed random_seed root_seed rng_seed",
     "n_timesteps n_steps num_steps num_timesteps timesteps steps rollout_length",
     "n_slots num_slots slots",
@@ -138,6 +138,39 @@ def _python_number(value: Any) -> Any:
         with suppress(RuntimeError):  # of torch's meta tensors, which have no values
             return value.item()
     return value
+
+
+def also_takes(
+    **meant: str,
+) -> Callable[[Callable[ParametersT, ResultT]], Callable[ParametersT, ResultT]]:
+    """Decorate a function whose arguments have second names, in place of ``names_arguments``.
+
+    Args:
+        **meant: By second name the name of the argument, which is the one in the signature. As
+            ``seed`` stands for ``seeds``, it has to be one int.
+
+    Raises:
+        UnknownArgumentError: By the function, if an argument is given by both names.
+    """
+
+    def decorated(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
+        checked, positions = names_arguments(function), list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def renamed(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
+            for name in meant.keys() & kwargs:
+                target, value = meant[name], kwargs.pop(name)
+                if target in kwargs or target in positions[: len(args)]:
+                    what = f"both {target} and {name} are given, two names of the same argument"
+                    raise UnknownArgumentError(what, fix=f"pass {target} alone")
+                if name == "seed" and value is not None:
+                    value = whole_number(name, value, 0, fix="several are given as seeds")
+                kwargs[target] = value
+            return checked(*args, **kwargs)
+
+        return renamed
+
+    return decorated
 
 
 def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:

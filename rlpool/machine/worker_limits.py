@@ -82,11 +82,11 @@ class Quota:
         return f"{who} at least {wanted} {of}{self.noun}, but only {self.bound}"
 
 
-def worker_count(num_workers: int | str) -> int:
-    """Turn ``num_workers`` into a number of worker processes.
+def worker_count(n_workers: int | str) -> int:
+    """Turn ``n_workers`` into a number of worker processes.
 
     Args:
-        num_workers: A number from 1, or ``"auto"`` for all cores that this process may use but
+        n_workers: A number from 1, or ``"auto"`` for all cores that this process may use but
             two, one of which is for the policy; at least 1.
 
     Raises:
@@ -98,9 +98,9 @@ def worker_count(num_workers: int | str) -> int:
         >>> worker_count("auto") >= 1
         True
     """
-    if num_workers == "auto":
+    if n_workers == "auto":
         return max(1, n_cores() - 2)
-    return whole_number("num_workers", num_workers, 1, fix="or pass 'auto'")
+    return whole_number("n_workers", n_workers, 1, fix="or pass 'auto'")
 
 
 def check_workers(
@@ -136,7 +136,7 @@ def _warn_of_processor(name: str) -> None:
     if name not in _TESTED_PROCESSORS:
         _LOG.warning(
             "rlpool was tested on x86-64, not on %s, which may show writes to shared memory in "
-            "another order: compare results with those of n_threads=0",
+            "another order: compare results with those of n_workers=0",
             name,
         )
 

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 class ParallelEnvManager(ProcessLanes):
     """Gymnasium environments in worker processes that all step at the same time.
 
-    It is a ``VecEnv``: pass it to a batcher with ``n_threads=0``, whose agent then runs in this
+    It is a ``VecEnv``: pass it to a batcher with ``n_workers=0``, whose agent then runs in this
     process, on the whole batch of lanes at once::
 
         def create_env(seed):
             return ParallelEnvManager([make_env] * 8, seed=seed)
 
 
-        batcher = EpisodeBatcher(..., create_env=create_env, n_threads=0)
+        batcher = EpisodeBatcher(..., create_env=create_env, n_workers=0)
 
     gives bitwise the same episodes as the same number of environments in a ``GymEnv``. It can also
     be driven by hand: with ``reset`` and ``step``, with ``reset_lanes`` and ``step_lanes``, or one

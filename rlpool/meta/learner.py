@@ -94,7 +94,7 @@ def collect_rollouts_parallel(
         ...     def add_sample(self, observation, action, reward, terminal, next_observation):
         ...         self.append((observation, action, reward))
         >>> learner = Learner(create_agent(), Storage(), train_tasks=None, seed=0)
-        >>> with make_parallel_env("CartPole-v1", 2, num_workers=1) as parallel_env:
+        >>> with make_parallel_env("CartPole-v1", 2, n_workers=1) as parallel_env:
         ...     n_steps = collect_rollouts_parallel(learner, 3, parallel_env=parallel_env)
         >>> n_steps == learner.n_env_steps_total == len(learner.policy_storage)
         True

@@ -12,7 +12,7 @@ import gymnasium
 from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.legacy import seed_before_task
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.trials import VariBadWrapper
@@ -74,11 +74,11 @@ def _refuse_no_maker(env_id: Any) -> None:
         )
 
 
-@names_arguments
+@also_takes(num_workers="n_workers")
 def make_parallel_env(
     env_id: str | Callable[..., Any],
     episodes_per_task: int,
-    num_workers: int | str,
+    n_workers: int | str,
     seed: int | None = None,
     oracle: bool = False,
     *,
@@ -93,7 +93,7 @@ def make_parallel_env(
     Args:
         env_id: As for ``make_env``; it is resolved in the workers, where its module is imported.
         episodes_per_task: Episodes of a trial.
-        num_workers: Number of processes; ``"auto"`` for ``max(1, cores - 2)``.
+        n_workers: Number of processes; ``"auto"`` for ``max(1, cores - 2)``.
         seed: Determines all seeds; no two environments share a stream.
         oracle: Append the task to the observations.
         envs_per_worker: Environments in each process.
@@ -107,7 +107,7 @@ def make_parallel_env(
             those of ``ParallelEnvManager``; all others are for the environment.
 
     Returns:
-        A ``VecEnv`` of ``num_workers * envs_per_worker`` lanes.
+        A ``VecEnv`` of ``n_workers * envs_per_worker`` lanes.
 
     Raises:
         SpecError: For wrong numbers, an ``env_id`` that is neither an id nor callable, or more
@@ -115,14 +115,14 @@ def make_parallel_env(
         WorkerStartupError: If an environment cannot be made.
 
     Example:
-        >>> with make_parallel_env("CartPole-v1", 2, num_workers=1, envs_per_worker=3) as env:
+        >>> with make_parallel_env("CartPole-v1", 2, n_workers=1, envs_per_worker=3) as env:
         ...     print(env.n_lanes, env.horizon_bamdp)
         3 1000
     """
     _refuse_no_maker(env_id)
     whole_number("episodes_per_task", episodes_per_task, 1)
     whole_number("envs_per_worker", envs_per_worker, 1)
-    n_workers = worker_count(num_workers)
+    n_workers = worker_count(n_workers)
     root = root_from(seed)
     policy = {
         each.name: kwargs.pop(each.name) for each in fields(FailurePolicy) if each.name in kwargs

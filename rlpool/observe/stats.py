@@ -120,7 +120,7 @@ class Stats:
             The requests of a node are the groups of episodes that it runs.
 
     Example:
-        >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+        >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
         >>> batcher.execute(n_episodes=6)
         >>> trajectories = batcher.get()
         >>> stats = batcher.stats()

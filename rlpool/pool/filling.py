@@ -91,7 +91,7 @@ class FilledPool(Sampler):
                 lost.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> batcher.execute(3)
             >>> pool = Pool(pool_size=1000, seed=0)
             >>> pool.extend(batcher.get())
@@ -279,7 +279,7 @@ class FilledPool(Sampler):
         if index is not None and whole_number("index", index, 0) >= self._n_sub_pools:
             raise SpecError(
                 f"index should be the number of a sub-pool, got {index!r}",
-                fix=f"there are {self._n_sub_pools} (processes), counted from 0",
+                fix=f"there are {self._n_sub_pools} (n_workers), counted from 0",
             )
         return None if index is None else operator.index(index)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlpool.data.dict_tensor_base import listed
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import check_choice, names_arguments, real_number, whole_number
+from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.one_thread import OneThread
 from rlpool.memory.storage import Array, allocate
@@ -38,7 +38,7 @@ class Pool(FilledPool, DumpsStacks):
     its own environments, and ``pool(s, a, next_s, r, done)`` adds a single transition. Rewards are
     stored in float32, whichever way they come in.
 
-    The pool is divided into ``processes`` sub-pools whose capacities add up to ``pool_size``. Each
+    The pool is divided into ``n_workers`` sub-pools whose capacities add up to ``pool_size``. Each
     keeps its newest transitions: when one is added to a full one, the oldest goes, or with
     ``window_size`` all but the newest ``window_size``. Adding costs the same however full the pool
     is, and never moves what is there.
@@ -50,7 +50,7 @@ class Pool(FilledPool, DumpsStacks):
 
     Args:
         env: Environments for ``store()``, one per process; see ``store``.
-        processes: Number of sub-pools, and of processes of ``store()``. By default as many as there
+        n_workers: Number of sub-pools, and of processes of ``store()``. By default as many as there
             are environments, or 1.
         pool_size: Transitions to hold in all.
         window_size: What a sub-pool keeps when it overflows, at most its capacity.
@@ -96,11 +96,11 @@ class Pool(FilledPool, DumpsStacks):
 
     _is_unconfirmed = False  # to the caller of store(), in which a handler has raised
 
-    @names_arguments
+    @also_takes(processes="n_workers")
     def __init__(
         self,
         env: Sequence[Any] | None = None,
-        processes: int | None = None,
+        n_workers: int | None = None,
         pool_size: int | None = None,
         window_size: int | None = None,
         clearing_freq: int | None = None,
@@ -117,9 +117,9 @@ class Pool(FilledPool, DumpsStacks):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         start_method: str = "auto",
     ) -> None:
-        if processes is None:
-            processes = max(1, len(env)) if isinstance(env, Sequence) else 1
-        processes = whole_number("processes", processes, 1)
+        if n_workers is None:
+            n_workers = max(1, len(env)) if isinstance(env, Sequence) else 1
+        n_workers = whole_number("n_workers", n_workers, 1)
         check_choice("random", random, (True, False))
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
@@ -132,20 +132,20 @@ class Pool(FilledPool, DumpsStacks):
         self._storage, self._directory = storage, directory
         FailurePolicy(start_method=start_method)
         self._arguments = {
-            "pool_size": whole_number("pool_size", pool_size, processes),
-            "processes": processes,
+            "pool_size": whole_number("pool_size", pool_size, n_workers),
+            "processes": n_workers,
             **self._rules.arguments(),
             "random": bool(random),
             "priority_exponent": priority_exponent,
             "keys": keys,
         }
         root, self._open = root_from(seed), {}
-        super().__init__(Store.of_nothing(processes), [_SAMPLING, root])
+        super().__init__(Store.of_nothing(n_workers), [_SAMPLING, root])
         self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
         self._one_thread = OneThread("hand_over")
         self._runner = self._n_stacked = None
         if env is not None:
-            self._runner = EpisodeRunner(env, processes, seed, policy, timeout, start_method)
+            self._runner = EpisodeRunner(env, n_workers, seed, policy, timeout, start_method)
             self._n_stacked = self._runner.frame_stack
 
     def store(self) -> None:

@@ -243,7 +243,7 @@ class EpisodeRunner:
             _WINDOW_STEPS,
             create_agent=factory.create_agent,
             create_env=factory.create_env,
-            n_threads=len(factory.envs),
+            n_workers=len(factory.envs),
             seeds=self._root,
             timeout=self._timeout,
             on_worker_failure="raise",
@@ -302,7 +302,7 @@ def _check_environments(envs: Any, processes: int) -> None:
         raise SpecError(f"env is {envs!r}", fix="pass a list of one environment per process")
     if len(envs) != processes:
         raise SpecError(
-            f"env has {len(envs)} environments, processes is {processes}",
+            f"env has {len(envs)} environments, n_workers is {processes}",
             fix="pass one environment per process",
         )
     for number, env in enumerate(envs):

@@ -98,7 +98,7 @@ class AgentChecks(Checks):
         if isinstance(vec, GymEnv):
             vec.wrap(lambda env: TimeLimit(env, next(limits)))
         create: Any = {"create_agent": lambda: recorder, "create_env": lambda: vec}
-        create |= {"n_threads": 0, "seeds": self.root}
+        create |= {"n_workers": 0, "seeds": self.root}
         with EpisodeBatcher(_N_STEPS, n_episodes, **create) as batcher:
             recorder.calls.clear()  # of the call by which the batcher learns the keys
             batcher.execute(n_episodes, info, self.envs.options)

@@ -245,7 +245,7 @@ class FaultyEnv(CountingEnv):
     ``at_step`` for this episode. ``faults(n_rows, row, kind, step)`` makes such an ``env_info``.
 
     Kinds that end, stop or block a process do so to yours if the environment lives there, as with
-    ``n_threads=0``.
+    ``n_workers=0``.
 
     Args:
         fault: One of ``rlpool.testing.KINDS``.

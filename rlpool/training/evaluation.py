@@ -23,7 +23,7 @@ from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.memory.sharing import Parcel, pickled
 from rlpool.seeding import episode_seeds, evaluation_root, root_from
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -74,7 +74,7 @@ class Evaluation:
     failures: tuple[WorkerError, ...] = ()
 
 
-@names_arguments
+@also_takes(n_threads="n_workers", seed="seeds")
 @takes_policy
 def evaluate(
     agent: Agent,
@@ -82,7 +82,7 @@ def evaluate(
     n_episodes: int,
     *,
     env_args: Mapping[str, Any] | None = None,
-    n_threads: int = 0,
+    n_workers: int = 0,
     seeds: int = 0,
     agent_info: Info = None,
     env_info: Info = None,
@@ -94,7 +94,7 @@ def evaluate(
     """Run complete episodes with a copy of an agent, without gradients.
 
     The agent itself is not touched: its copy is put into evaluation mode (``nn.Module.eval``), and
-    may change what it likes. The same seeds give the same results for any ``n_threads``, if
+    may change what it likes. The same seeds give the same results for any ``n_workers``, if
     ``create_env`` makes as many environments each time, whose ``seeding`` is not ``"request"`` or
     ``"stream"`` (see ``VectorGymEnv``).
 
@@ -108,7 +108,7 @@ def evaluate(
         create_env: As for ``EpisodeBatcher``.
         n_episodes: How many episodes, from 1.
         env_args: As for ``EpisodeBatcher``.
-        n_threads: As for ``EpisodeBatcher``.
+        n_workers: As for ``EpisodeBatcher``.
         seeds: A non-negative int, from which all seeds derive, apart from those of training: a
             batcher made with the same one runs other episodes.
         agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
@@ -139,7 +139,7 @@ def evaluate(
     n_episodes = whole_number("n_episodes", n_episodes, 1)
     seeds = whole_number("seeds", seeds, 0)
     infos = as_infos(agent_info, env_info, n_episodes)
-    agent_args = {"agent": _checked_agent(agent, n_threads)}
+    agent_args = {"agent": _checked_agent(agent, n_workers)}
     root = evaluation_root(seeds)
     filmed = _filmed_seeds(video_episodes, n_episodes, root) if video is not None else {}
     with _filming(create_env, video, filmed) as (create, folder):
@@ -147,7 +147,7 @@ def evaluate(
         # As many slots as its own layout says.
         n_slots: Any = None
         with _Evaluator(
-            _N_TIMESTEPS, n_slots, *factories, n_threads, root, timeout=timeout, **policy
+            _N_TIMESTEPS, n_slots, *factories, n_workers, root, timeout=timeout, **policy
         ) as batcher:
             outcomes = [_outcome(part) for part in batcher.parts(n_episodes, infos)]
         films = [film for n in filmed.values() for film in folder.glob(f"episode-{n:03d}-*")]
@@ -215,14 +215,14 @@ def _outcome(
 # The agent ---------------------------------------------------------------------------------------
 
 
-def _checked_agent(agent: Any, n_threads: int) -> Any:
+def _checked_agent(agent: Any, n_workers: int) -> Any:
     """A copy of the agent, pickled for workers.
 
     Raises:
         SpecError: If it is a class, no agent, or cannot be copied.
     """
     refuse_no_agent(agent)
-    if n_threads:
+    if n_workers:
         fix = "leave out in its __getstate__ what it does not need for acting"
         return pickled({"agent": agent}, agent, fix=fix, copies=True)
     try:

@@ -93,7 +93,7 @@ class EpisodeStatistics:
     Example:
         >>> def create_endless_env(seed):
         ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
-        >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+        >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_workers=0)
         >>> batcher.reset()
         >>> statistics = EpisodeStatistics()
         >>> for _ in range(2):  # windows of 6 steps, episodes of 4

@@ -43,7 +43,7 @@ class DumpsStacks(ABC):
         Workers answer from within a signal handler in C, so this works whatever they do: sleep,
         loop endlessly, or run C code that holds Python's lock. They go on as if nothing had
         happened. If a worker cannot answer (it is stopped, still importing, or dead), the text says
-        so; this waits 2 s at most. With ``n_threads=0`` it is the stacks of this process. To get
+        so; this waits 2 s at most. With ``n_workers=0`` it is the stacks of this process. To get
         stacks while your program is stuck, see ``rlpool.dump_stacks_on_signal``.
 
         Args:
@@ -56,7 +56,7 @@ class DumpsStacks(ABC):
             UsageError: If this is closed.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
             >>> text = batcher.dump_stacks(file=None)
             >>> "most recent call" in text
             True

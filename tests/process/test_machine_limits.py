@@ -41,7 +41,7 @@ def episode_batcher(n_workers: int, **arguments: Any) -> Any:
 
 
 OWNERS: list[tuple[Callable[[int], Any], str]] = [
-    (episode_batcher, "lower n_threads (2"),
+    (episode_batcher, "lower n_workers (2"),
     (lambda n: ParallelEnvManager([CountingEnv] * n), "use fewer workers"),
     (lambda n: Pool([ActingEnv() for _ in range(n)], n, 1000).store(), "put fewer"),
 ]

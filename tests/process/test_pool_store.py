@@ -231,7 +231,7 @@ def test_environments_that_the_caller_changed_are_sent_again(make: Any) -> None:
     envs[0] = ActingEnv(8)
     assert_same(stored(pool)[0], ActingEnv.expected(8, n_resets=1))
     envs.append(ActingEnv())
-    with pytest.raises(SpecError, match="2 environments, processes is 1"):
+    with pytest.raises(SpecError, match="2 environments, n_workers is 1"):
         pool.store()
 
 

@@ -81,7 +81,7 @@ def test_nobody_is_told_to_run_here_what_ran_here(parts: Any) -> None:
 
 
 def test_what_ran_in_processes_is_to_be_run_here() -> None:
-    assert "n_threads=0" in fix_of(error_of(FailingAgent, n_threads=1))
+    assert "n_workers=0" in fix_of(error_of(FailingAgent, n_threads=1))
     fix = fix_of(error_of(env=lambda seed: ParallelEnvManager([FailingEnv], seed=seed)))
     assert fix == "step it in this process to debug: GymEnv([env_fn()])"
 
@@ -111,7 +111,7 @@ def evaluation_error_of(create_agent: Any, n_threads: int) -> RlpoolError:
 )
 def test_the_same_class_or_function_is_to_be_run_here(run: Any, name: str) -> None:
     fix = fix_of(run(FailingAgent, n_threads=1))
-    assert fix == f"run it in this process to debug: {name}(..., n_threads=0)"
+    assert fix == f"run it in this process to debug: {name}(..., n_workers=0)"
 
 
 # Functions that cannot be called ----------------------------------------------------------------
@@ -378,13 +378,13 @@ def test_objects_in_place_of_functions_are_refused() -> None:
 
 COMMON: dict[str, Any] = {"create_agent": ConstantAgent, "create_env": create_env}
 WRONG_NAMES = [
-    (EpisodeBatcher, "n_workers", "pass n_threads"),
+    (EpisodeBatcher, "num_workers", "pass n_workers"),
     (EpisodeBatcher, "n_slot", "pass n_slots"),
     (EpisodeBatcher, "num_envs", "let create_env return"),
     (EpisodeBatcher, "device", "it takes n_timesteps, n_slots, create_agent"),
     (ParallelEnvManager, "seeds", "pass seed"),
-    (Pool, "n_threads", "pass processes"),
-    (make_parallel_env, "n_threads", "pass num_workers"),
+    (Pool, "n_threads", "pass n_workers"),
+    (make_parallel_env, "n_threads", "pass n_workers"),
 ]
 
 

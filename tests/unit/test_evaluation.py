@@ -337,7 +337,7 @@ def test_only_environments_of_a_gym_env_can_be_filmed(tmp_path: Path) -> None:
         ({"video": False}, "video is False, not a path"),
         ({"env_info": {"length": [1]}}, "'length' in env_info has 1 rows, 2 were expected"),
         ({"create_env": None}, "create_env is None"),
-        ({"num_workers": 2}, "pass n_threads"),
+        ({"num_workers": 2}, "pass n_workers"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(

@@ -137,7 +137,7 @@ def test_cores_are_those_of_affinity_and_container(
     monkeypatch.setattr(worker_limits, "n_cores", lambda: n_cores(root))
     assert (worker_count("auto"), worker_count(3)) == (max(1, expected - 2), 3)
     for wrong in (0, True, "many", 1.5, None):
-        with pytest.raises(SpecError, match="num_workers should be"):
+        with pytest.raises(SpecError, match="n_workers should be"):
             worker_count(wrong)  # type: ignore[arg-type]
 
 

@@ -314,6 +314,6 @@ def test_a_function_that_returns_no_environment_is_refused(made: Any) -> None:
 @pytest.mark.parametrize("n_workers", ["all", 100_000])
 def test_a_number_of_workers_that_cannot_be_is_refused(n_workers: Any) -> None:
     n_before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(SpecError, match=r"num_workers should be|100000 workers need"):
+    with pytest.raises(SpecError, match=r"n_workers should be|100000 workers need"):
         make_parallel_env(TaskEnv, 2, n_workers)
     assert len(os.listdir("/proc/self/fd")) == n_before
