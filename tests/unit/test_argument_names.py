@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlpool import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher, Pool, evaluate
+from rlpool import (
+    Batcher,
+    EpisodeBatcher,
+    MonoThreadEpisodeBatcher,
+    Pool,
+    evaluate,
+    make_parallel_env,
+)
 from rlpool.cluster import RayBatcher, RayEpisodeBatcher
 from rlpool.errors import SpecError
-from rlpool.meta import make_parallel_env
 
 from support.agents import ConstantAgent
 from support.examples import create_env

@@ -164,8 +164,8 @@ def test_all_is_exactly_what_the_package_imports_and_has_docstrings() -> None:
 
 
 GONE = {
-    "WorkerSuggestion": r"time n_threads 0, 1 and 2 with stats\(\) as docs/choosing.md does",
-    "suggest_workers": r"time n_threads 0, 1 and 2 with stats\(\) as docs/choosing.md does",
+    "WorkerSuggestion": r"time n_workers 0, 1 and 2 with stats\(\) as docs/choosing.md does",
+    "suggest_workers": r"time n_workers 0, 1 and 2 with stats\(\) as docs/choosing.md does",
     "trace": r"use stats\(\) or `python -m rlpool top`, and py-spy for a timeline",
 }
 """Names that were public once, and what to use, as a regular expression."""
