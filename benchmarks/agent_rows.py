@@ -95,7 +95,7 @@ def compare(name: str, n_lanes: int, args: Any) -> dict[str, float]:
 
         def window(rows: int | None) -> Any:
             batcher = EpisodeBatcher(
-                100, n_episodes, create_agent, None, create_env, n_threads=0, agent_rows=rows
+                100, n_episodes, create_agent, None, create_env, n_workers=0, agent_rows=rows
             )
             return partial(batcher_window, stack.enter_context(batcher), n_episodes)
 

@@ -53,7 +53,9 @@ from rlpool.meta.trials import VariBadWrapper
 from rlpool.observe.stats import Stats
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.training.evaluation import Evaluation, evaluate
+from rlpool.training.evaluation import evaluate
+from rlpool.training.evaluation_result import Evaluation
+from rlpool.training.figures import Aggregate, Comparison, Estimate, Summary, aggregate, compare
 from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
 from rlpool.training.statistics import (
     EndedEpisodes,
@@ -61,6 +63,7 @@ from rlpool.training.statistics import (
     episode_lengths,
     episode_returns,
 )
+from rlpool.training.verification import Verification, verify
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
@@ -77,8 +80,10 @@ __all__ = [
     "Agent",
     "AgentError",
     "AgentSpecError",
+    "Aggregate",
     "Array",
     "Batcher",
+    "Comparison",
     "CrashCapsule",
     "DeviceAgent",
     "DictTensor",
@@ -88,6 +93,7 @@ __all__ = [
     "EnvSpecError",
     "EpisodeBatcher",
     "EpisodeStatistics",
+    "Estimate",
     "Evaluation",
     "GymEnv",
     "GymEnvInf",
@@ -103,20 +109,24 @@ __all__ = [
     "RlpoolError",
     "SpecError",
     "Stats",
+    "Summary",
     "TemporalDictTensor",
     "UsageError",
     "VTrace",
     "VariBadWrapper",
     "VecEnv",
     "VectorGymEnv",
+    "Verification",
     "Where",
     "WorkerDiedError",
     "WorkerError",
     "WorkerStartupError",
     "WorkerTimeoutError",
     "__version__",
+    "aggregate",
     "categorical_log_probability",
     "collect_rollouts_parallel",
+    "compare",
     "discounted_returns",
     "dump_stacks_on_signal",
     "episode_lengths",
@@ -136,6 +146,7 @@ __all__ = [
     "sample_normal",
     "sample_tanh_normal",
     "shutdown",
+    "verify",
     "vtrace",
     "worker_count",
 ]

@@ -1,10 +1,11 @@
-"""``python -m rlpool``: see ``rlpool.demo``, ``rlpool.doctor`` and ``rlpool.top``."""
+"""``python -m rlpool``: ``doctor``, ``top``, ``demo``, ``evaluate``, ``compare`` and ``verify``."""
 
 from __future__ import annotations
 
 import sys
 
 from rlpool import demo, doctor, top
+from rlpool.training import evaluation_command
 
 
 def main(arguments: list[str]) -> int:
@@ -17,6 +18,8 @@ def main(arguments: list[str]) -> int:
         return top.main(arguments[1:])
     if arguments[:1] == ["demo"]:
         return demo.main(arguments[1:])
+    if arguments[:1] and arguments[0] in evaluation_command.COMMANDS:
+        return evaluation_command.main(arguments)
     return doctor.main(arguments)
 
 

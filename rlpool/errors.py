@@ -372,10 +372,10 @@ class AgentSpecError(AgentError, SpecError):
         ...     def __call__(self, state, observation, agent_info=None, history=None):
         ...         return DictTensor(), DictTensor({"action": torch.zeros(1)}), DictTensor()
         >>> try:
-        ...     evaluate(Short(), create_env, n_episodes=1)  # two lanes
+        ...     evaluate(Short(), create_env, n_episodes=1)  # calls it with 16 rows
         ... except AgentSpecError as error:
         ...     print(error.what)
-        the agent: 'action' in the agent's output should have 2 rows, got shape [1]
+        the agent: 'action' in the agent's output should have 16 rows, got shape [1]
     """
 
 

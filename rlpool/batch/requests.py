@@ -271,6 +271,7 @@ class EpisodeRequest(Request):
         self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
         self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
         self._in_place = True
+        self.n_repeats = np.zeros(self.n_rows, np.int64)  # how often a row began again
 
     def check(self, layout: Layout) -> None:
         """See ``Request.check``."""
@@ -319,9 +320,11 @@ class EpisodeRequest(Request):
 
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
+        control = self.running_block.arrays.control
+        running = control["running"][worker]
+        self.n_repeats[running[running >= 0]] += 1
         if self.running_block.layout.step.resets_together:
             return self._give_back_share(worker)
-        control = self.running_block.arrays.control
         claims = Claims(control, self.n_rows)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
         self._note_writing(worker)
@@ -339,6 +342,13 @@ class EpisodeRequest(Request):
         self._arrived[share] = False
         self.drop_chunks(share)
         return bool(share)
+
+    def note_failure(self, worker: int, where: Where, failure: WorkerError) -> int:
+        """See ``Request.note_failure``."""
+        row = where.episode or 0
+        if row not in self.running_block.arrays.control["running"][worker]:
+            self.n_repeats[row] += 1  # others are counted when they are given back
+        return super().note_failure(worker, where, failure)
 
     @property
     def _shares(self) -> Shares:

@@ -14,7 +14,6 @@ from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest
 from rlpool.batch.window_batcher import Batcher
-from rlpool.cluster.fingerprint import fingerprint
 from rlpool.cluster.shards import (
     EpisodeShard,
     Look,
@@ -30,6 +29,7 @@ from rlpool.cluster.shards import (
 )
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, WorkerDiedError, WorkerError, described
+from rlpool.machine.fingerprint import fingerprint
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.memory.sharing import Parcel, Shared
 from rlpool.observe.stats import Stats

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlpool.batch.agreement import other_lanes
 from rlpool.batch.requests import Request
-from rlpool.cluster.fingerprint import PINS, doubts
 from rlpool.cluster.homes import Homes
 from rlpool.cluster.requests import Flight
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome
@@ -26,6 +26,7 @@ from rlpool.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
+from rlpool.machine.fingerprint import PINS, versions
 from rlpool.workers.failure_policy import final_error
 
 _LOG = logging.getLogger("rlpool")
@@ -158,7 +159,7 @@ class Nodes:
         if report.n_lanes != first.n_lanes:
             names = f"a worker of node {first.name}", f"one of node {report.name}"
             raise other_lanes(*names, first.n_lanes, report.n_lanes)
-        for what in doubts(first, report):
+        for what in _doubts(first, report):
             fix = f"install the same versions, and set {PINS} to what all processors can do"
             error = SpecError(what, fix=fix)
             if self._require_same_bits:
@@ -398,3 +399,21 @@ class Nodes:
         if now_s > self._alone_s + patience_s:
             what = f"{len(self.states)} of {n_wanted} nodes are ready after {patience_s:g} s"
             self._owner.fail(self._final_error(what, None, fix))
+
+
+def _doubts(first: NodeReport, other: NodeReport) -> Iterator[str]:
+    """Why a node may compute other bits than the first one, and than this process."""
+    own, theirs = versions(), other.fingerprint
+    # Simulators need not be where the program learns.
+    own = {name: own[name] for name in own if name in theirs or name == "rlpool"}
+    for whose, expected, found in (
+        (f"nodes {first.name}", first.fingerprint, theirs),
+        ("the calling process", own, {name: theirs[name] for name in own if name in theirs}),
+    ):
+        differing = "; ".join(
+            f"{name}: {expected.get(name, 'none')} and {found.get(name, 'none')}"
+            for name in {**expected, **found}
+            if expected.get(name) != found.get(name)
+        )
+        if differing:
+            yield f"{whose} and {other.name} may compute different bits: {differing}"

@@ -42,6 +42,7 @@ _LIMITS = {
     "above 0": (math.ulp(0.0), math.inf),
     "from 0 to 1": (0.0, 1.0),
     "from 0 on, and finite": (0.0, sys.float_info.max),
+    "that is finite": (-sys.float_info.max, sys.float_info.max),
 }
 """The smallest and the largest number that an argument may be."""
 

@@ -5,34 +5,43 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.batcher import EpisodeBatcher
-from rlpool.batch.batcher_base import CreateEnv
+from rlpool.batch.batcher_base import CreateEnv, refuse_no_factory
 from rlpool.batch.messages import Infos
+from rlpool.batch.progress import Progress
 from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
 from rlpool.machine.arguments import also_takes, whole_number
+from rlpool.machine.extras import import_extra
 from rlpool.memory.sharing import Parcel, pickled
-from rlpool.seeding import episode_seeds, evaluation_root, root_from
+from rlpool.memory.storage import Array
+from rlpool.record.capsule_files import CrashDir
+from rlpool.seeding import checked_seeds, evaluation_root, root_from
+from rlpool.seeding import episode_seeds as episode_seeds_of
 from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.training.evaluation_result import Entry, Evaluation, Record, plain_rows
+from rlpool.training.protocol import Telling, described_infos, modules_of, protocol_of
 from rlpool.training.statistics import episode_returns, numbers_of
 from rlpool.training.video import Filming
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, PolicyOptions, takes_policy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+AGENT_ROWS = 16
+"""Rows that an agent is called with, so that no result depends on the number of environments."""
 
 _N_TIMESTEPS = 128
 """Steps per slot; longer episodes are joined from several."""
@@ -44,59 +53,35 @@ the number of episodes; and their size does not depend on the number of workers,
 _N_VIDEOS = 3
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """What ``evaluate`` found, episode by episode.
-
-    Attributes:
-        returns: float32 ``[n_episodes]``: sums of rewards, not discounted.
-        lengths: int64 ``[n_episodes]``, in steps.
-        successes: bool ``[n_episodes]``, ``None`` if the environments do not say.
-        seeds: int64 ``[n_episodes]``: what each episode was reset with.
-        videos: The files that were written, in order of episodes.
-        failed: bool ``[n_episodes]``: those that were given up since their environment failed,
-            ``None`` with ``on_env_error="raise"``.
-        failures: Why, in order; ``where.episode`` is the number of the episode.
-
-    Example:
-        >>> lengths = {"length": [2, 3]}
-        >>> evaluation = evaluate(create_agent(), create_env, n_episodes=2, env_info=lengths)
-        >>> evaluation.returns, evaluation.lengths
-        (tensor([3., 6.]), tensor([2, 3]))
-    """
-
-    returns: Tensor
-    lengths: Tensor
-    successes: Tensor | None
-    seeds: Tensor
-    videos: tuple[Path, ...] = ()
-    failed: Tensor | None = None
-    failures: tuple[WorkerError, ...] = ()
-
-
 @also_takes(n_threads="n_workers", seed="seeds")
 @takes_policy
 def evaluate(
     agent: Agent,
     create_env: CreateEnv,
-    n_episodes: int,
+    n_episodes: int | None = None,
     *,
     env_args: Mapping[str, Any] | None = None,
     n_workers: int = 0,
     seeds: int = 0,
     agent_info: Info = None,
     env_info: Info = None,
+    episode_seeds: Sequence[int] | None = None,
+    agent_rows: int | None = AGENT_ROWS,
+    infos: Sequence[str] = (),
+    record: str | os.PathLike[str] | None = None,
+    progress: bool = False,
     video: str | Path | None = None,
     video_episodes: int | Sequence[int] = _N_VIDEOS,
     timeout: float | None = DEFAULT_TIMEOUT_S,
+    crash_dir: CrashDir = None,
     **policy: Unpack[PolicyOptions],
 ) -> Evaluation:
     """Run complete episodes with a copy of an agent, without gradients.
 
     The agent itself is not touched: its copy is put into evaluation mode (``nn.Module.eval``), and
-    may change what it likes. The same seeds give the same results for any ``n_workers``, if
-    ``create_env`` makes as many environments each time, whose ``seeding`` is not ``"request"`` or
-    ``"stream"`` (see ``VectorGymEnv``).
+    may change what it likes. The same seeds give the same bits for any ``n_workers`` and any number
+    of environments that ``create_env`` makes, if their ``seeding`` is not ``"request"`` or
+    ``"stream"`` (see ``VectorGymEnv``) and ``agent_rows`` is a number.
 
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
@@ -106,7 +91,7 @@ def evaluate(
         agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
             be able to copy it.
         create_env: As for ``EpisodeBatcher``.
-        n_episodes: How many episodes, from 1.
+        n_episodes: How many episodes, from 1; as many as there are ``episode_seeds`` by default.
         env_args: As for ``EpisodeBatcher``.
         n_workers: As for ``EpisodeBatcher``.
         seeds: A non-negative int, from which all seeds derive, apart from those of training: a
@@ -114,6 +99,15 @@ def evaluate(
         agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
             the agent greedy, say.
         env_info: Likewise.
+        episode_seeds: What the environment of each episode is reset with, such as ``range(200)``:
+            all different, as for ``EpisodeBatcher.execute``. Noise still derives from ``seeds``.
+        agent_rows: As for ``EpisodeBatcher``, but a number by default, so that no result depends on
+            the number of environments. ``None`` calls the agent with a row per environment.
+        infos: Keys of the environments' infos (see ``info_keys`` of ``GymEnv``) or observations
+            whose value after the last step is recorded in ``entries``.
+        record: A file, to which episodes are appended when they are complete. If it holds some
+            already, since an evaluation like this one was killed, only the others are run.
+        progress: Show a bar (tqdm).
         video: A directory, created if it is missing, for one file per filmed episode, such as
             ``episode-002-seed-1703251-return-200.mp4``. Needs the extra ``video``. ``create_env``
             has to make a ``GymEnv`` of environments with ``render_mode="rgb_array"``; Gymnasium's
@@ -121,11 +115,12 @@ def evaluate(
             memory until its end.
         video_episodes: How many of the first episodes to film, or the numbers of those to film.
         timeout: As for ``EpisodeBatcher``.
-        **policy: As for ``EpisodeBatcher``. With ``on_env_error="truncate"`` an episode whose
-            environment fails ends there, and ``failed`` says so.
+        crash_dir: As for ``EpisodeBatcher``.
+        **policy: As for ``EpisodeBatcher``. An episode whose environment fails for good ends
+            there with ``on_env_error="truncate"`` or ``"restart"``, and ``failed`` says so.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size.
+        SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation.
         WorkerStartupError: If ``create_env`` raises, or its environments cannot be filmed.
         EnvError, AgentError: If the user's code fails.
         WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
@@ -136,41 +131,112 @@ def evaluate(
         >>> evaluation.returns, evaluation.returns.mean()
         (tensor([ 3.,  6., 10.]), tensor(6.3333))
     """
-    n_episodes = whole_number("n_episodes", n_episodes, 1)
+    n_episodes, given = _checked_episodes(n_episodes, episode_seeds)
     seeds = whole_number("seeds", seeds, 0)
-    infos = as_infos(agent_info, env_info, n_episodes)
-    agent_args = {"agent": _checked_agent(agent, n_workers)}
+    rows = as_infos(agent_info, env_info, n_episodes)
+    agent_args = {"agent": checked_agent(agent, n_workers)}
     root = evaluation_root(seeds)
-    filmed = _filmed_seeds(video_episodes, n_episodes, root) if video is not None else {}
+    all_seeds = given or episode_seeds_of(root_from(root), 0, n_episodes)
+    filmed = _filmed_seeds(video_episodes, all_seeds) if video is not None else {}
+    settings = {
+        "n_episodes": n_episodes,
+        "seeds": seeds,
+        "episode_seeds": given,
+        "agent_rows": agent_rows,
+        "on_env_error": policy.get("on_env_error", "raise"),
+        "infos": list(infos),
+        **described_infos(rows),
+    }
     with _filming(create_env, video, filmed) as (create, folder):
-        factories = _in_evaluation_mode, agent_args, create, env_args
-        # As many slots as its own layout says.
-        n_slots: Any = None
-        with _Evaluator(
-            _N_TIMESTEPS, n_slots, *factories, n_workers, root, timeout=timeout, **policy
-        ) as batcher:
-            outcomes = [_outcome(part) for part in batcher.parts(n_episodes, infos)]
+        failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
+        with Evaluator(agent_args, create, env_args, n_workers, root, agent_rows, failing) as runs:
+            protocol = protocol_of(agent, runs.environment, env_args or {}, **settings)
+            entries = _entries(runs, rows, all_seeds if given else None, protocol, record, progress)
         films = [film for n in filmed.values() for film in folder.glob(f"episode-{n:03d}-*")]
         videos = tuple(film.replace(folder.parent / film.name) for film in films)
-    returns, lengths, successes, used, failed = zip(*outcomes, strict=True)
-    success, gave_up = (
-        torch.cat(parts) if parts else None
-        for parts in ([p for p in each if p is not None] for each in (successes, failed))
-    )
-    measured = torch.cat(returns), torch.cat(lengths), success, torch.cat(used)
-    return Evaluation(*measured, videos, gave_up, tuple(batcher.found))
+    return Evaluation.of_entries(entries, protocol, videos, _all_failures(entries, runs.found))
 
 
-class _Evaluator(EpisodeBatcher):
+def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | None]:
+    """How many episodes, and their seeds if the user has named them."""
+    if given is None:
+        return whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds"), None
+    size = len(given) if hasattr(given, "__len__") else 0
+    n_episodes = whole_number("n_episodes", size if n_episodes is None else n_episodes, 1)
+    seeds = checked_seeds(given, n_episodes)
+    if len(set(seeds)) < len(seeds):
+        twice = next(seed for row, seed in enumerate(seeds) if seed in seeds[:row])
+        what = f"episode_seeds has the seed {twice} {seeds.count(twice)} times"
+        raise SpecError(what, fix="name every seed once: the same episode again is no further one")
+    return n_episodes, seeds
+
+
+def _entries(
+    runs: Evaluator,
+    infos: Infos,
+    given: list[int] | None,
+    protocol: Mapping[str, Any],
+    path: Any,
+    progress: bool,
+) -> list[Entry]:
+    """Run the episodes that are not recorded yet; returns all of them."""
+    n_episodes, keys = protocol["n_episodes"], protocol["infos"]
+    with ExitStack() as stack:
+        entries = list[Entry]()
+        written = None
+        if path is not None:
+            written = stack.enter_context(closing(Record(path, protocol)))
+            entries += written.entries
+        show = None
+        if progress:
+            tqdm = import_extra("tqdm.auto", "evaluation").tqdm
+            bar = stack.enter_context(tqdm(total=n_episodes, unit="episode", initial=len(entries)))
+
+            def show(so_far: Progress) -> None:
+                bar.update(len(entries) + so_far.n_finished - bar.n)
+
+        for part in runs.parts(range(len(entries), n_episodes), infos, given, keys, show):
+            if written is not None:
+                written.append(part)
+            entries += part
+    return entries
+
+
+def _all_failures(
+    entries: Sequence[Entry], found: Mapping[int, WorkerError]
+) -> tuple[WorkerError, ...] | None:
+    """Why episodes were given up; ``None`` if some of that is only known from a record."""
+    failed = [entry["episode"] for entry in entries if entry["error"]]
+    return tuple(found[n] for n in failed) if all(n in found for n in failed) else None
+
+
+class Evaluator(EpisodeBatcher):
     """Runs the episodes of an evaluation in requests of a size that memory has room for.
 
     Attributes:
-        found: Why episodes were given up.
+        found: Number of an episode to why it was given up.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.found: list[WorkerError] = []
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        agent_args: Mapping[str, Any],
+        create_env: Any,
+        env_args: Mapping[str, Any] | None,
+        n_workers: int,
+        root: int,
+        agent_rows: int | None,
+        failing: Mapping[str, Any],
+    ) -> None:
+        self.found: dict[int, WorkerError] = {}
+        self._agent_rows = agent_rows
+        refuse_no_factory("create_env", create_env)
+        self._telling = Telling(create_env)
+        # As many slots as its own layout says.
+        n_slots: Any = None
+        factories = in_evaluation_mode, agent_args, self._telling, env_args
+        super().__init__(
+            _N_TIMESTEPS, n_slots, *factories, n_workers, root, agent_rows=agent_rows, **failing
+        )
 
     _NAME = "evaluate"
 
@@ -181,41 +247,98 @@ class _Evaluator(EpisodeBatcher):
         """See ``BatcherBase.layout``: room for two requests."""
         return Layout(specs, 2 * _PER_LANE * specs.n_lanes, n_timesteps, n_workers).checked(())
 
-    def parts(self, n_episodes: int, infos: Infos) -> Iterator[TemporalDictTensor]:
-        """The episodes, one request after the other."""
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the environments are; their number only if results depend on it."""
+        told = self._telling.environment
+        if self._agent_rows is not None:
+            told.pop("n_lanes", None)
+        return told
+
+    def parts(
+        self,
+        numbers: range,
+        infos: Infos,
+        given: list[int] | None,
+        keys: Sequence[str],
+        show: Callable[[Progress], None] | None = None,
+    ) -> Iterator[list[Entry]]:
+        """The episodes of these numbers, one request after the other.
+
+        Args:
+            numbers: Numbers of the episodes.
+            infos: ``agent_info`` and ``env_info`` of all episodes.
+            given: The seeds of all episodes, if the user has named them.
+            keys: What else to record.
+            show: Is told how far the request is.
+        """
+        self._n_episodes = numbers.start  # seeds, noise and rows follow from it
         size = _PER_LANE * self._open().n_lanes
-        starts = range(0, n_episodes, size)
-        for start in starts:
-            stop = min(start + size, n_episodes)
-            self.execute(stop - start, *part_of(infos, range(start, stop)))
-        for start in starts:
-            if (part := self.get()) is not None:
-                for failure in self.failures:
-                    episode = start + (failure.where.episode or 0)
-                    where = failure.where._replace(episode=episode)
-                    self.found.append(failure.reworded(where=where))
-                yield part
+        parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        for part in parts:
+            seeds = given and given[part.start : part.stop]
+            self.execute(len(part), *part_of(infos, part), episode_seeds=seeds)
+        for part in parts:
+            request: Any = self._open().pending[0]
+            trajectories = self.get(progress=show or False)
+            for failure in self.failures:
+                number = part.start + (failure.where.episode or 0)
+                where = failure.where._replace(episode=number)
+                self.found[number] = failure.reworded(where=where)
+            if trajectories is not None:
+                yield self._recorded(part, trajectories, request.n_repeats, infos, keys)
+
+    def _recorded(
+        self,
+        numbers: range,
+        part: TemporalDictTensor,
+        n_repeats: Array,
+        infos: Infos,
+        keys: Sequence[str],
+    ) -> list[Entry]:
+        """What is recorded of some episodes."""
+        missing = [key for key in keys if f"_{key}" not in part]
+        if missing:
+            what = f"infos names {missing[0]!r}, which the environments do not say"
+            fix = f"name it in info_keys of GymEnv; there are {list(part.keys())}"
+            raise SpecError(what, fix=fix)
+        last = torch.arange(len(numbers)), part.lengths - 1
+        returns, successes = episode_returns(part).tolist(), _successes(part)
+        terminated = part["_terminated"][last].tolist()
+        seeds, lengths = part.info["seed"].tolist(), part.lengths.tolist()
+        told = {key: part[f"_{key}"][last].tolist() for key in keys}
+        agent_info, env_info = infos
+        return [
+            {
+                "episode": number,
+                "seed": seeds[row],
+                "return": returns[row],
+                "length": lengths[row],
+                "terminated": terminated[row],
+                "success": None if successes is None else bool(successes[row]),
+                "restarts": int(n_repeats[row]),
+                "error": str(self.found[number]) if number in self.found else None,
+                "infos": {key: values[row] for key, values in told.items()},
+                "agent_info": plain_rows(agent_info, number),
+                "env_info": plain_rows(env_info, number),
+            }
+            for row, number in enumerate(numbers)
+        ]
 
 
-def _outcome(
-    part: TemporalDictTensor,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Returns, lengths, successes and seeds of some episodes, and which failed, as copies."""
-    success = None
+def _successes(part: TemporalDictTensor) -> Tensor | None:
     if "_success" in part:
-        success = episode_returns(part, "_success") != 0
-    elif "_is_success" in part:
+        return episode_returns(part, "_success") != 0
+    if "_is_success" in part:
         last = part.lengths[:, None] - 1
-        success = numbers_of(part, "_is_success").gather(1, last)[:, 0] != 0
-    failed = part.info["failed"].clone() if "failed" in part.info else None
-    seeds = part.info["seed"].clone()
-    return episode_returns(part), part.lengths.clone(), success, seeds, failed
+        return numbers_of(part, "_is_success").gather(1, last)[:, 0] != 0
+    return None
 
 
 # The agent ---------------------------------------------------------------------------------------
 
 
-def _checked_agent(agent: Any, n_workers: int) -> Any:
+def checked_agent(agent: Any, n_workers: int) -> Any:
     """A copy of the agent, pickled for workers.
 
     Raises:
@@ -234,32 +357,20 @@ def _checked_agent(agent: Any, n_workers: int) -> Any:
         ) from error
 
 
-def _in_evaluation_mode(agent: Any) -> Any:
+def in_evaluation_mode(agent: Any) -> Any:
     """Make the agent of a worker: all its modules are in evaluation mode."""
     agent = agent.load() if isinstance(agent, Parcel) else agent
-    seen: set[int] = set()
-    parts = [agent]
-    while parts:
-        part = parts.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, nn.Module):
-            part.eval()
-        if isinstance(part, Agent):
-            parts += vars(part).values()
-        elif isinstance(part, Mapping):
-            parts += part.values()
-        elif isinstance(part, list | tuple):
-            parts += part
+    for module in modules_of(agent):
+        module.eval()
     return agent
 
 
 # Videos ------------------------------------------------------------------------------------------
 
 
-def _filmed_seeds(video_episodes: Any, n_episodes: int, root: int) -> dict[int, int]:
+def _filmed_seeds(video_episodes: Any, seeds: Sequence[int]) -> dict[int, int]:
     """The seeds of the episodes to film, each with the number of its episode, in their order."""
+    n_episodes = len(seeds)
     if isinstance(video_episodes, Iterable):
         name = "each of video_episodes"
         numbers = sorted({whole_number(name, number, 0) for number in video_episodes})
@@ -270,7 +381,6 @@ def _filmed_seeds(video_episodes: Any, n_episodes: int, root: int) -> dict[int, 
     if last >= n_episodes:
         what = f"video_episodes has episode {last}, there are {n_episodes}"
         raise SpecError(what, fix="number them from 0")
-    seeds = episode_seeds(root_from(root), 0, last + 1)
     return {seeds[number]: number for number in numbers}
 
 

@@ -29,8 +29,8 @@ from rlpool import (
 from rlpool.cluster import node_workers
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
 from rlpool.cluster.dispatch import ClusterDispatcher
-from rlpool.cluster.fingerprint import fingerprint
 from rlpool.cluster.transport import Finished
+from rlpool.machine.fingerprint import fingerprint
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import faults

@@ -10,15 +10,12 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-from rlpool.cluster.shards import NodeReport
 
 PINS = "ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, MKL_CBWR and NPY_DISABLE_CPU_FEATURES"
 """The environment variables by which processors can be made to agree."""
@@ -51,24 +48,6 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def doubts(first: NodeReport, other: NodeReport) -> Iterator[str]:
-    """Why a node may compute other bits than the first one, and than this process."""
-    own, theirs = versions(), other.fingerprint
-    # Simulators need not be where the program learns.
-    own = {name: own[name] for name in own if name in theirs or name == "rlpool"}
-    for whose, expected, found in (
-        (f"nodes {first.name}", first.fingerprint, theirs),
-        ("the calling process", own, {name: theirs[name] for name in own if name in theirs}),
-    ):
-        differing = "; ".join(
-            f"{name}: {expected.get(name, 'none')} and {found.get(name, 'none')}"
-            for name in {**expected, **found}
-            if expected.get(name) != found.get(name)
-        )
-        if differing:
-            yield f"{whose} and {other.name} may compute different bits: {differing}"
 
 
 def _processor_flags() -> str:

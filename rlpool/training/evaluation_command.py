@@ -1,0 +1,184 @@
+"""``python -m rlpool evaluate``, ``compare`` and ``verify``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpool.errors import RlpoolError, SpecError
+from rlpool.machine.extras import import_extra
+from rlpool.training.evaluation import AGENT_ROWS, evaluate
+from rlpool.training.evaluation_result import Evaluation
+from rlpool.training.figures import compare, returns_of
+from rlpool.training.verification import verify
+
+COMMANDS = ("evaluate", "compare", "verify")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one of the commands.
+
+    Args:
+        arguments: What follows ``python -m rlpool``.
+
+    Returns:
+        The exit code: 1 if ``verify`` finds a difference, 2 for what cannot be done.
+    """
+    args = _parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except (RlpoolError, ImportError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rlpool")
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        return made
+
+    def add_subject(made: argparse.ArgumentParser) -> None:
+        made.add_argument("create_env", help="module:function, as for evaluate()")
+        made.add_argument("load_agent", help="module:function without arguments: the agent")
+        made.add_argument("--env-args", type=json.loads, default={}, help="JSON: {...}")
+        made.add_argument("--workers", type=int, default=0, help="worker processes")
+
+    one = command("evaluate", _evaluate, "Evaluate an agent, show figures, write a record.")
+    add_subject(one)
+    one.add_argument("--episodes", type=int, help="how many")
+    one.add_argument("--seed", type=int, default=0, help="from which all seeds derive")
+    one.add_argument("--episode-seeds", type=_seeds, help="seeds of the episodes: 0:200, or 3,5,8")
+    one.add_argument("--agent-rows", type=int, default=AGENT_ROWS, help="see evaluate()")
+    one.add_argument("--infos", nargs="+", default=[], help="keys of infos to record")
+    one.add_argument("--on-env-error", default="raise", help="raise, restart or truncate")
+    one.add_argument("--record", help="append episodes to this file, and go on from it")
+    one.add_argument("--out", help="write the record to this JSON file")
+    one.add_argument("--plot", help="draw returns and intervals into this file")
+    one.add_argument("--failures", type=_failures, help="how failed episodes count")
+
+    two = command("compare", _compare, "Compare two records, episode by episode of one seed.")
+    two.add_argument("first")
+    two.add_argument("second")
+    two.add_argument("--failures", type=_failures, help="exclude, or the return that they get")
+    two.add_argument("--plot", help="draw both into this file")
+
+    three = command("verify", _verify, "Run some episodes of a record again.")
+    three.add_argument("record")
+    add_subject(three)
+    three.add_argument("--episodes", type=int, default=5, help="how many")
+    return parser
+
+
+def _seeds(text: str) -> Sequence[int]:
+    if ":" in text:
+        return range(*map(int, text.split(":")))
+    return [int(seed) for seed in text.split(",")]
+
+
+def _failures(text: str) -> str | float:
+    return text if text == "exclude" else float(text)
+
+
+def _function(name: str) -> Any:
+    """What ``module:function`` names; modules of the working directory are found."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise SpecError(f"{name!r} is no module:function", fix="such as my_module:create_env")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    made: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        if not hasattr(made, part):
+            raise SpecError(f"{module} has no {attribute}", fix="name a function of that module")
+        made = getattr(made, part)
+    return made
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    found = evaluate(
+        _function(args.load_agent)(),
+        _function(args.create_env),
+        args.episodes,
+        env_args=args.env_args,
+        n_workers=args.workers,
+        seeds=args.seed,
+        episode_seeds=args.episode_seeds,
+        agent_rows=args.agent_rows or None,
+        infos=args.infos,
+        record=args.record,
+        progress=sys.stderr.isatty(),
+        on_env_error=args.on_env_error,
+    )
+    if args.out:
+        found.save(args.out)
+    sys.stdout.write(f"{found.summary(failures=args.failures)}\n")
+    if args.plot:
+        plot({args.load_agent: found}, args.plot, failures=args.failures)
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    first, second = Evaluation.load(args.first), Evaluation.load(args.second)
+    for name, each in ((args.first, first), (args.second, second)):
+        sys.stdout.write(f"{name}\n{each.summary(failures=args.failures)}\n\n")
+    sys.stdout.write(f"{compare(first, second, failures=args.failures)}\n")
+    if args.plot:
+        plot({args.first: first, args.second: second}, args.plot, failures=args.failures)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = verify(
+        Evaluation.load(args.record),
+        _function(args.load_agent)(),
+        _function(args.create_env),
+        n_episodes=args.episodes,
+        env_args=args.env_args,
+        n_workers=args.workers,
+    )
+    sys.stdout.write(f"{found}\n")
+    return int(bool(found.differences))
+
+
+def plot(
+    evaluations: Mapping[str, Evaluation],
+    path: str | os.PathLike[str],
+    *,
+    failures: str | float | None = None,
+) -> None:
+    """Draw returns, mean returns with their intervals, and performance profiles.
+
+    Args:
+        evaluations: By name, what to draw.
+        path: The picture, of a kind that matplotlib writes.
+        failures: See ``Evaluation.summary``.
+    """
+    figure_kind = import_extra("matplotlib.figure", "evaluation").Figure
+    figure = figure_kind(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, (name, evaluation) in enumerate(evaluations.items()):
+        returns = np.sort(returns_of(evaluation, failures)[0])
+        mean = evaluation.summary(failures=failures).mean
+        spread = np.linspace(-0.2, 0.2, len(returns))
+        left.scatter(number + spread, returns, s=6, alpha=0.5, color=f"C{number}")
+        bars = np.nan_to_num([[mean.value - mean.low], [mean.high - mean.value]])
+        left.errorbar([number], [mean.value], bars, fmt="o", capsize=8, color="black")
+        above = 1 - np.arange(len(returns) + 1) / len(returns)
+        right.step(np.append(returns, returns[-1]), above, where="post", label=name)
+    left.set_xticks(range(len(evaluations)), [Path(name).name for name in evaluations])
+    left.set(ylabel="return", title="episodes, mean and its 95 % interval")
+    right.set(xlabel="return", ylabel="share of episodes above it", title="performance profile")
+    right.legend()
+    figure.savefig(path, dpi=120)

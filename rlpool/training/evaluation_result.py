@@ -1,0 +1,266 @@
+"""What an evaluation found, as a record that others can check: JSON, one entry per episode.
+
+::
+
+    {"format": "rlpool evaluation", "version": 1,
+     "protocol": {"environment": {...}, "agent": ..., "parameters": "sha256:...", "machine": {...},
+                  "n_episodes": ..., "seeds": ..., "agent_rows": ..., ...},
+     "episodes": [{"episode": 0, "seed": ..., "return": ..., "length": ..., "terminated": ...,
+                   "success": ..., "restarts": ..., "error": ..., "agent_info": {...},
+                   "env_info": {...}, "infos": {...}}, ...]}
+
+A file that is appended to has the same in lines: everything but the episodes in the first one, then
+an episode each. Numbers are written with as many digits as it takes to read the same bits again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpool.errors import SpecError, Where, WorkerError
+from rlpool.machine.files import file_at, replaced
+from rlpool.training.figures import Summary, summary_of
+from rlpool.training.protocol import differences
+
+FORMAT, VERSION = "rlpool evaluation", 1
+
+Entry = dict[str, Any]
+"""What is recorded of an episode."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What ``evaluate`` found, episode by episode.
+
+    Attributes:
+        returns: float32 ``[n_episodes]``: sums of rewards, not discounted.
+        lengths: int64 ``[n_episodes]``, in steps.
+        successes: bool ``[n_episodes]``, ``None`` if the environments do not say.
+        seeds: int64 ``[n_episodes]``: what each episode was reset with.
+        videos: The files that were written, in order of episodes.
+        failed: bool ``[n_episodes]``: those that were given up since their environment failed,
+            ``None`` with ``on_env_error="raise"``.
+        failures: Why, in order; ``where.episode`` is the number of the episode.
+        entries: What is recorded of each episode: the above, ``terminated`` (else it was
+            truncated), ``restarts`` (how often it was run again, since its worker had ended),
+            ``error``, ``infos`` and its rows of ``agent_info`` and ``env_info``.
+        protocol: How it was made: versions, the environment's specification, seeds, ``agent_rows``,
+            a digest of the parameters, the processor.
+
+    Example:
+        >>> lengths = {"length": [2, 3]}
+        >>> evaluation = evaluate(create_agent(), create_env, n_episodes=2, env_info=lengths)
+        >>> evaluation.returns, evaluation.lengths
+        (tensor([3., 6.]), tensor([2, 3]))
+    """
+
+    returns: Tensor
+    lengths: Tensor
+    successes: Tensor | None
+    seeds: Tensor
+    videos: tuple[Path, ...] = ()
+    failed: Tensor | None = None
+    failures: tuple[WorkerError, ...] = ()
+    entries: Sequence[Entry] = field(default=(), repr=False)
+    protocol: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_entries(
+        cls,
+        entries: Sequence[Entry],
+        protocol: Mapping[str, Any],
+        videos: tuple[Path, ...] = (),
+        failures: tuple[WorkerError, ...] | None = None,
+    ) -> Evaluation:
+        """The evaluation that consists of these episodes."""
+        success = [entry["success"] for entry in entries]
+        tells = protocol.get("on_env_error", "raise") != "raise"
+        failed = [entry for entry in entries if entry["error"]]
+        if failures is None:
+            failures = tuple(
+                WorkerError(each["error"], where=Where(episode=each["episode"], seed=each["seed"]))
+                for each in failed
+            )
+        return cls(
+            returns=torch.tensor([entry["return"] for entry in entries]),
+            lengths=torch.tensor([entry["length"] for entry in entries]),
+            successes=None if None in success or not success else torch.tensor(success),
+            seeds=torch.tensor([entry["seed"] for entry in entries]),
+            videos=videos,
+            failed=torch.tensor([bool(entry["error"]) for entry in entries]) if tells else None,
+            failures=failures,
+            entries=tuple(entries),
+            protocol=protocol,
+        )
+
+    @property
+    def n_failed(self) -> int:
+        """How many episodes failed for good."""
+        return 0 if self.failed is None else int(self.failed.sum())
+
+    def env_info_of(self, episode: int) -> Any:
+        """An episode's row of ``env_info``, as it is recorded."""
+        return self.entries[episode]["env_info"] if self.entries else None
+
+    def summary(self, *, failures: str | float | None = None) -> Summary:
+        """Mean, median, interquartile mean and spread of the returns, with intervals.
+
+        The interval of the mean is a bootstrap's (BCa), that of the success rate Wilson's, both of
+        95 %. They are over episodes of one agent: they say nothing of other training runs, see
+        ``aggregate``. Needs the extra ``evaluation``.
+
+        Args:
+            failures: How episodes count that failed for good: "exclude", or the return that they
+                get (their success is what it was). There is no default if there are any.
+
+        Raises:
+            SpecError: If there are such episodes, and it is not said how they count.
+
+        Example:
+            >>> lengths = {"length": [2, 3, 4, 5]}
+            >>> evaluation = evaluate(create_agent(), create_env, n_episodes=4, env_info=lengths)
+            >>> evaluation.summary().median
+            8.0
+        """
+        return summary_of(self, failures)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the record to a JSON file, which appears whole or not at all.
+
+        Example:
+            >>> evaluate(create_agent(), create_env, n_episodes=2).save("evaluation.json")
+            >>> Evaluation.load("evaluation.json").returns
+            tensor([10., 10.])
+        """
+        whole = {**header_of(self.protocol), "episodes": list(self.entries)}
+        with replaced(file_at(path)) as unfinished:
+            unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Evaluation:
+        """Read what ``save`` has written, or a complete ``record`` of ``evaluate``.
+
+        Raises:
+            SpecError: For another format or version, and a record that is not complete.
+        """
+        text = Path(path).read_text()
+        try:
+            whole = json.loads(text)
+        except ValueError:
+            lines = text.splitlines()
+            whole, entries = parsed_lines(path, lines)
+            whole = {**whole, "episodes": entries}
+        refuse_other_formats(path, whole)
+        n_episodes, n_found = whole["protocol"]["n_episodes"], len(whole["episodes"])
+        if n_found < n_episodes:
+            what = f"{path} has {n_found} of {n_episodes} episodes"
+            raise SpecError(what, fix="call evaluate with the same record again: it runs the rest")
+        return cls.of_entries(whole["episodes"], whole["protocol"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: vars(self)[name] for name in ("returns", "lengths", "successes", "seeds")}
+        texts = [str(film) for film in self.videos], json.dumps(list(self.entries))
+        protocol = json.dumps(dict(self.protocol))
+        return {**state, "videos": texts[0], "entries": texts[1], "protocol": protocol}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        entries, protocol = json.loads(state["entries"]), json.loads(state["protocol"])
+        videos = tuple(map(Path, state["videos"]))
+        loaded = Evaluation.of_entries(entries, protocol, videos)
+        for name, value in vars(loaded).items():
+            object.__setattr__(self, name, value)
+
+
+torch.serialization.add_safe_globals([Evaluation])  # torch.load(weights_only=True) reads it
+
+
+def header_of(protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record begins with."""
+    return {"format": FORMAT, "version": VERSION, "protocol": dict(protocol)}
+
+
+def refuse_other_formats(path: Any, whole: Any) -> None:
+    """Raise for what is no record of this version."""
+    found = whole if isinstance(whole, Mapping) else {}
+    if found.get("format") != FORMAT:
+        what = f"{path} is no record of an evaluation: its format is {found.get('format')!r}"
+        raise SpecError(what, fix="pass what Evaluation.save or evaluate(record=...) has written")
+    if found.get("version") != VERSION:
+        what = f"{path} has version {found.get('version')!r} of the format, this is {VERSION}"
+        raise SpecError(what, fix="read it with the version of rlpool that has written it")
+    lacks = [key for key in ("protocol", "episodes") if key not in found]
+    if lacks or "n_episodes" not in found["protocol"]:
+        raise SpecError(f"{path} lacks {lacks or 'n_episodes'}", fix="it was changed: make it anew")
+
+
+def parsed_lines(path: Any, lines: Sequence[str]) -> tuple[dict[str, Any], list[Entry]]:
+    """The header and the episodes of a record in lines; a torn last line is left out."""
+    parsed: list[Any] = []
+    for number, line in enumerate(lines):
+        try:
+            parsed.append(json.loads(line))
+        except ValueError:
+            if number < len(lines) - 1:
+                what = f"line {number + 1} of {path} cannot be read"
+                raise SpecError(what, fix="only the last line may be torn") from None
+    header = parsed[0] if parsed else {}
+    refuse_other_formats(path, {**header, "episodes": []} if isinstance(header, dict) else header)
+    return header, parsed[1:]
+
+
+class Record:
+    """A file to which an evaluation appends every episode.
+
+    Args:
+        path: The file; it need not exist.
+        protocol: How the evaluation is made.
+
+    Attributes:
+        entries: The episodes that are there already.
+
+    Raises:
+        SpecError: If the file is of another evaluation.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], protocol: Mapping[str, Any]) -> None:
+        self.entries = list[Entry]()
+        file = Path(path)
+        data = file.read_bytes() if file.exists() else b""
+        header = json.dumps(header_of(protocol)).encode() + b"\n"
+        whole = data[: data.rfind(b"\n") + 1]  # a torn last line is written again
+        if whole:
+            found, self.entries = parsed_lines(path, whole.decode().splitlines())
+            differs = differences(found["protocol"], json.loads(header)["protocol"])
+            if differs:
+                what = f"{path} is the record of another evaluation: {'; '.join(differs[:3])}"
+                raise SpecError(what, fix="choose another file, or evaluate as it was done there")
+        elif not header.startswith(data):
+            refuse_other_formats(path, None)
+        self._file = file.open("ab")
+        self._file.truncate(len(whole))
+        self._file.write(b"" if whole else header)
+        self._file.flush()
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Write episodes that are complete."""
+        self._file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
+        self._file.flush()
+        self.entries += entries
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def plain_rows(info: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """A row of infos in JSON."""
+    return {key: np.asarray(array)[row].tolist() for key, array in info.items()}

@@ -1,0 +1,457 @@
+"""Figures of evaluations with their uncertainty: of one, of two on the same seeds, of many runs.
+
+SciPy computes them, by the extra ``evaluation``. Bootstraps are seeded, so that figures repeat.
+
+References:
+    Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
+    NeurIPS 2021: interquartile mean, optimality gap, performance profile, stratified bootstrap.
+    Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
+    McNemar, "Note on the sampling error of the difference between correlated proportions", 1947.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import names_arguments, real_number
+from rlpool.machine.extras import import_extra
+from rlpool.memory.storage import Array
+
+if TYPE_CHECKING:
+    from rlpool.training.evaluation_result import Evaluation
+
+N_RESAMPLES = 9_999
+_SEED = 0
+_BATCH = 500  # resamples in memory at a time
+_LEVEL = 0.95
+
+
+class Estimate(NamedTuple):
+    """A figure with its 95 % interval.
+
+    Attributes:
+        value: The figure.
+        low: Lower end of the interval, NaN where there are too few values for one.
+        high: Upper end.
+
+    Example:
+        >>> print(Estimate(3.25, 2.0, 4.5))
+        3.25 [2, 4.5]
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+class Summary(NamedTuple):
+    """Figures of one evaluation, see ``Evaluation.summary``.
+
+    Attributes:
+        n_episodes: Episodes that the figures are of.
+        n_failed: Episodes that failed for good, whether or not they count.
+        mean: Mean return with its bootstrap interval (BCa).
+        median: Median return.
+        interquartile_mean: Mean of the middle half of the returns.
+        std: Standard deviation over episodes (with n - 1); NaN for a single one.
+        mean_length: Mean number of steps.
+        success_rate: Rate of successes with Wilson's interval, ``None`` if the environments do not
+            say.
+
+    Example:
+        >>> lengths = {"length": [2, 3, 4, 5]}
+        >>> print(evaluate(create_agent(), create_env, 4, env_info=lengths).summary().mean_length)
+        3.5
+    """
+
+    n_episodes: int
+    n_failed: int
+    mean: Estimate
+    median: float
+    interquartile_mean: float
+    std: float
+    mean_length: float
+    success_rate: Estimate | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"episodes             {self.n_episodes}"
+            + (f" ({self.n_failed} failed)" if self.n_failed else ""),
+            f"mean return          {self.mean}",
+            f"median               {self.median:.4g}",
+            f"interquartile mean   {self.interquartile_mean:.4g}",
+            f"standard deviation   {self.std:.4g} (over episodes)",
+            f"mean length          {self.mean_length:.4g}",
+        ]
+        if self.success_rate is not None:
+            lines.append(f"success rate         {self.success_rate}")
+        return "\n".join(lines)
+
+
+class Comparison(NamedTuple):
+    """Two evaluations, episode by episode of the same seed; see ``compare``.
+
+    Attributes:
+        n_pairs: Episodes with a seed that both have.
+        n_unpaired: Episodes of either that have no partner, which do not count.
+        difference: Mean of the first one's returns minus the second one's.
+        probability_of_improvement: How often the first one has the higher return; ties count half.
+        success_difference: The first one's success rate minus the second one's, ``None`` if one of
+            them has no successes.
+        mcnemar_p: p-value of McNemar's exact test of equal success rates.
+
+    Example:
+        >>> one, other = (evaluate(create_agent(), create_env, n_episodes=4) for _ in range(2))
+        >>> compare(one, other).n_pairs
+        4
+    """
+
+    n_pairs: int
+    n_unpaired: int
+    difference: Estimate
+    probability_of_improvement: Estimate
+    success_difference: float | None
+    mcnemar_p: float | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"pairs                        {self.n_pairs}"
+            + (f" ({self.n_unpaired} episodes without a partner)" if self.n_unpaired else ""),
+            f"difference of returns        {self.difference}",
+            f"probability of improvement   {self.probability_of_improvement}",
+        ]
+        if self.success_difference is not None:
+            lines.append(f"difference of success rates  {self.success_difference:.4g}")
+            lines.append(f"McNemar's test               p = {self.mcnemar_p:.3g}")
+        return "\n".join(lines)
+
+
+class Aggregate(NamedTuple):
+    """Figures over runs and tasks, see ``aggregate``.
+
+    Attributes:
+        scores: float64 ``[runs, tasks]``, normalised.
+        mean: Mean score.
+        median: Median over tasks of the mean over runs.
+        interquartile_mean: Mean of the middle half of all scores.
+        optimality_gap: By how much scores fall short of ``gamma`` on average.
+        thresholds: float64 ``[n]``.
+        profile: Per threshold, the share of scores above it.
+
+    Example:
+        >>> aggregate([[0.2, 0.4], [0.6, 0.8]], thresholds=[0.5]).profile[0].value
+        0.5
+    """
+
+    scores: Array
+    mean: Estimate
+    median: Estimate
+    interquartile_mean: Estimate
+    optimality_gap: Estimate
+    thresholds: Array
+    profile: tuple[Estimate, ...]
+
+    def __str__(self) -> str:
+        n_runs, n_tasks = self.scores.shape
+        return "\n".join(
+            [
+                f"runs × tasks         {n_runs} × {n_tasks}",
+                f"interquartile mean   {self.interquartile_mean}",
+                f"mean                 {self.mean}",
+                f"median               {self.median}",
+                f"optimality gap       {self.optimality_gap}",
+            ]
+        )
+
+
+def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
+    """See ``Evaluation.summary``."""
+    stats = _stats()
+    returns, counts = returns_of(evaluation, failures)
+    successes = evaluation.successes
+    rate = None
+    if successes is not None:
+        rate = _rate(int(successes.numpy()[counts].sum()), int(counts.sum()))
+    return Summary(
+        n_episodes=len(returns),
+        n_failed=evaluation.n_failed,
+        mean=_interval((returns,), np.mean, "BCa"),
+        median=float(np.median(returns)),
+        interquartile_mean=float(stats.trim_mean(returns, 0.25)),
+        std=float(returns.std(ddof=1)) if len(returns) > 1 else float("nan"),
+        mean_length=float(evaluation.lengths.numpy()[counts].mean()),
+        success_rate=rate,
+    )
+
+
+def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[Array, Array]:
+    """Returns that count, float64, and which episodes these are, bool ``[n_episodes]``.
+
+    Args:
+        evaluation: The evaluation.
+        failures: See ``Evaluation.summary``.
+
+    Raises:
+        SpecError: If episodes failed for good and it is not said how they count, or none is left.
+    """
+    returns = evaluation.returns.double().numpy().copy()
+    counts = np.ones(len(returns), bool)
+    if failures is not None and failures != "exclude":
+        failures = real_number("failures", failures, "that is finite")
+    if evaluation.n_failed and evaluation.failed is not None:
+        failed = evaluation.failed.numpy()
+        if failures is None:
+            rows = np.flatnonzero(failed)
+            raise SpecError(
+                f"{len(rows)} of {len(returns)} episodes failed for good, the first is episode "
+                f"{rows[0]}: {evaluation.failures[0].what if evaluation.failures else 'unknown'}",
+                fix='say how they count: failures="exclude", or failures=0.0 for a return of 0',
+            )
+        if failures == "exclude":
+            counts = ~failed
+        else:
+            returns[failed] = failures
+    if not counts.any():
+        raise SpecError("all episodes failed", fix="pass a number as failures")
+    return returns[counts], counts
+
+
+@names_arguments
+def compare(
+    first: Evaluation, second: Evaluation, *, failures: str | float | None = None
+) -> Comparison:
+    """Compare two evaluations on the seeds that both have.
+
+    Pairs share the seed of their environment, so that what the seed decides (the start, the goal)
+    is no part of the difference. Needs the extra ``evaluation``.
+
+    Args:
+        first: An evaluation.
+        second: Another one, of the same environment; ``evaluate`` gives both the same seeds by
+            the same ``seeds`` or ``episode_seeds``.
+        failures: See ``Evaluation.summary``; "exclude" leaves out the pair.
+
+    Returns:
+        Figures of the pairs.
+
+    Raises:
+        SpecError: If they share no seed, are of different environments or infos, or failed
+            episodes are not told how to count.
+
+    Example:
+        >>> one, other = (evaluate(create_agent(), create_env, n_episodes=4) for _ in range(2))
+        >>> compare(one, other).difference
+        Estimate(value=0.0, low=0.0, high=0.0)
+    """
+    stats = _stats()
+    _refuse_other_environments(first, second)
+    rows = [_by_seed(each, failures) for each in (first, second)]
+    seeds = [seed for seed in rows[0] if seed in rows[1]]
+    if not seeds:
+        names = [", ".join(map(str, list(each)[:3])) for each in rows]
+        raise SpecError(
+            f"the evaluations share no seed: {names[0]}, ... and {names[1]}, ...",
+            fix="evaluate both with the same seeds, or the same episode_seeds",
+        )
+    pairs = np.array([[rows[0][seed], rows[1][seed]] for seed in seeds])
+    returns = pairs[:, :, 0]
+    differences = returns[:, 0] - returns[:, 1]
+    better = (np.sign(differences) + 1) / 2
+    success, p_value = None, None
+    if first.successes is not None and second.successes is not None:
+        one, other = pairs[:, 0, 1] > 0, pairs[:, 1, 1] > 0
+        only_first, only_second = int((one & ~other).sum()), int((other & ~one).sum())
+        n_differing = only_first + only_second
+        success = float(one.mean() - other.mean())
+        p_value = stats.binomtest(only_first, n_differing).pvalue if n_differing else 1.0
+    return Comparison(
+        n_pairs=len(seeds),
+        n_unpaired=len(rows[0]) + len(rows[1]) - 2 * len(seeds),
+        difference=_interval((differences,), np.mean, "BCa"),
+        probability_of_improvement=_interval((better,), np.mean, "percentile"),
+        success_difference=success,
+        mcnemar_p=None if p_value is None else float(p_value),
+    )
+
+
+@names_arguments
+def aggregate(
+    scores: Any,
+    *,
+    normalize: Any = None,
+    gamma: float = 1.0,
+    thresholds: Sequence[float] | Array | None = None,
+    failures: str | float | None = None,
+    n_resamples: int = N_RESAMPLES,
+) -> Aggregate:
+    """Figures over training seeds and tasks, with stratified bootstrap intervals.
+
+    Runs are drawn anew within each task. Needs the extra ``evaluation``.
+
+    Args:
+        scores: A mapping of tasks to the evaluations of their runs, a list of the evaluations of
+            the runs of one task, or a matrix ``[runs, tasks]``. The score of an evaluation is its
+            mean return.
+        normalize: ``(low, high)``, or a mapping of tasks to that: what has the scores 0 and 1, such
+            as a random policy and a person. By default scores stay as they are.
+        gamma: The score that the optimality gap is measured from.
+        thresholds: Of the performance profile; 101 from the lowest to the highest score by default.
+        failures: See ``Evaluation.summary``.
+        n_resamples: How many resamples the intervals are made of.
+
+    Returns:
+        The figures. With a single run per task the intervals are NaN.
+
+    Raises:
+        SpecError: For tasks with different numbers of runs, scores that are no numbers, or ranges
+            without an extent.
+
+    Reference:
+        Agarwal et al. 2021, as in rliable.
+
+    Example:
+        >>> figures = aggregate([[0.2, 0.4], [0.6, 0.8], [0.3, 0.9], [0.5, 0.5]])
+        >>> round(figures.interquartile_mean.value, 3), round(figures.optimality_gap.value, 3)
+        (0.5, 0.475)
+    """
+    stats = _stats()
+    matrix = _matrix_of(scores, normalize, failures)
+    gamma = real_number("gamma", gamma, "that is finite")
+    columns = tuple(matrix.T)
+
+    def of_all(statistic: Callable[..., Any]) -> Estimate:
+        def joined(*samples: Array, axis: int = -1) -> Any:
+            return statistic(np.stack(samples, -2))
+
+        return _interval(columns, joined, "percentile", n_resamples)
+
+    def flattened(drawn: Array) -> Array:
+        return drawn.reshape(*drawn.shape[:-2], -1)
+
+    if thresholds is None:
+        thresholds = np.linspace(matrix.min(), matrix.max(), 101)
+    taus = np.asarray(thresholds, np.float64)
+    return Aggregate(
+        scores=matrix,
+        mean=of_all(lambda drawn: drawn.mean(-1).mean(-1)),
+        median=of_all(lambda drawn: np.median(drawn.mean(-1), -1)),
+        interquartile_mean=of_all(lambda drawn: stats.trim_mean(flattened(drawn), 0.25, axis=-1)),
+        optimality_gap=of_all(lambda drawn: gamma - np.minimum(flattened(drawn), gamma).mean(-1)),
+        thresholds=taus,
+        profile=tuple(
+            of_all(lambda drawn, tau=tau: (flattened(drawn) > tau).mean(-1)) for tau in taus
+        ),
+    )
+
+
+def _stats() -> Any:
+    """``scipy.stats``."""
+    return import_extra("scipy.stats", "evaluation")
+
+
+def _interval(
+    samples: tuple[Array, ...],
+    statistic: Callable[..., Any],
+    method: str,
+    n_resamples: int = N_RESAMPLES,
+) -> Estimate:
+    """A figure of samples, each of which is drawn anew by itself, and its bootstrap interval."""
+    value = float(statistic(*samples, axis=-1))
+    if any(len(sample) < 2 for sample in samples):
+        return Estimate(value, float("nan"), float("nan"))
+    if all(np.ptp(sample) == 0 for sample in samples):
+        return Estimate(value, value, value)
+    bounds = (
+        _stats()
+        .bootstrap(
+            samples,
+            statistic,
+            n_resamples=n_resamples,
+            batch=_BATCH,
+            vectorized=True,
+            confidence_level=_LEVEL,
+            method=method,
+            random_state=np.random.default_rng(_SEED),
+        )
+        .confidence_interval
+    )
+    return Estimate(value, float(bounds.low), float(bounds.high))
+
+
+def _rate(n_successes: int, n: int) -> Estimate:
+    interval = _stats().binomtest(n_successes, n).proportion_ci(_LEVEL, method="wilson")
+    return Estimate(n_successes / n, float(interval.low), float(interval.high))
+
+
+def _by_seed(evaluation: Evaluation, failures: str | float | None) -> dict[int, tuple[float, bool]]:
+    """Seed of an episode to its return and success."""
+    returns, counts = returns_of(evaluation, failures)
+    seeds = evaluation.seeds.numpy()[counts].tolist()
+    if len(set(seeds)) < len(seeds):
+        twice = next(seed for seed in seeds if seeds.count(seed) > 1)
+        what = f"seed {twice} occurs {seeds.count(twice)} times in one evaluation"
+        raise SpecError(what, fix="name every seed once")
+    success = np.zeros(len(seeds), bool)
+    if evaluation.successes is not None:
+        success = evaluation.successes.numpy()[counts]
+    return dict(zip(seeds, zip(returns.tolist(), success.tolist(), strict=True), strict=True))
+
+
+def _refuse_other_environments(first: Evaluation, second: Evaluation) -> None:
+    """Raise for evaluations of different environments, or of pairs with different ``env_info``."""
+    one, other = (each.protocol.get("environment") for each in (first, second))
+    keys = ("class", "spec", "args")
+    if one and other and [one.get(key) for key in keys] != [other.get(key) for key in keys]:
+        raise SpecError(
+            "the evaluations are of different environments: "
+            + " and ".join(str([each.get(key) for key in keys]) for each in (one, other)),
+            fix="compare policies on the same environment",
+        )
+    infos = [
+        {seed: each.env_info_of(i) for i, seed in enumerate(each.seeds.tolist())}
+        for each in (first, second)
+    ]
+    for seed in infos[0].keys() & infos[1].keys():
+        if infos[0][seed] != infos[1][seed]:
+            what = f"episodes of seed {seed} had env_info {infos[0][seed]} and {infos[1][seed]}"
+            raise SpecError(what, fix="evaluate both with the same env_info")
+
+
+def _matrix_of(scores: Any, normalize: Any, failures: str | float | None) -> Array:
+    """Scores ``[runs, tasks]``, normalised."""
+    tasks: list[Any] = [0]
+    if isinstance(scores, Mapping):
+        tasks, scores = list(scores), list(scores.values())
+        columns = [[_score(run, failures) for run in runs] for runs in scores]
+    elif isinstance(scores, list | tuple) and scores and hasattr(scores[0], "returns"):
+        columns = [[_score(run, failures) for run in scores]]
+    else:
+        columns = np.atleast_2d(np.asarray(scores, np.float64)).T.tolist()
+        tasks = list(range(len(columns)))
+    sizes = {str(task): len(column) for task, column in zip(tasks, columns, strict=True)}
+    if not sizes or not all(sizes.values()) or len(set(sizes.values())) > 1:
+        what = f"numbers of runs by task: {sizes}"
+        raise SpecError(what, fix="give every task as many runs, at least one")
+    matrix: Array = np.array(columns, np.float64).T
+    if not np.isfinite(matrix).all():
+        raise SpecError("scores are not finite", fix="leave out runs that diverged, and say so")
+    for column, task in enumerate(tasks if normalize is not None else ()):
+        low, high = normalize[task] if isinstance(normalize, Mapping) else normalize
+        if not high > low:
+            what = f"normalize has the range {low} to {high}"
+            raise SpecError(what, fix="pass (low, high) with low < high")
+        matrix[:, column] = (matrix[:, column] - low) / (high - low)
+    return matrix
+
+
+def _score(run: Any, failures: str | float | None) -> float:
+    if isinstance(run, int | float | np.number):
+        return float(run)
+    return float(returns_of(run, failures)[0].mean())
