@@ -23,8 +23,7 @@ shards of it, and not less than four rows of lanes, or half of what it has in al
 busy with shards, bytes and looks; the store with shards and bytes; the caller's network with bytes.
 ``n_nodes`` is how many of them keep the busiest of the three 0.9 busy: with more, they wait. Rates
 of W1 and W2 are those of ``cluster.py`` here; ``llm`` are steps of 1 s, with observations of 4096
-tokens. Not modelled are
-switches of a network, Ray's own head node, and memory bandwidth.
+tokens. The model leaves out the switches of a network, Ray's own head node, and memory bandwidth.
 
 Prints a JSON line per run, one with what was fitted and one per prediction.
 """

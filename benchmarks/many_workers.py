@@ -27,8 +27,8 @@ again, plus what is serial whatever the number of cores:
 
 ``efficiency`` is the time that a bare sleep takes, as a share of the cycle. Steps take longer in
 larger runs so that the cores suffice (``RUNS``), and ``p`` is that of each run: processes that
-share a core also share its cache. Not modelled are memory bandwidth, what cores cost each other in
-clock rate, and the kernel's own locks.
+share a core also share its cache. The model leaves out memory bandwidth, what cores cost each other
+in clock rate, and the kernel's own locks.
 
 Prints a JSON line per run with ``cycle_ms`` and what the model expects for it, that of 64
 workers also with what their start took and what memory each of them has; then one per prediction.
