@@ -199,8 +199,15 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
     raise SpecError(
         f"{name} is a {type(space).__name__} space, which has no fixed shape to put into a tensor",
         fix="wrap the environment so that it uses Box, Discrete, MultiDiscrete, MultiBinary, "
-        "Dict or Tuple",
+        f"Dict or Tuple; {PADDING}",
     )
+
+
+PADDING = (
+    'docs/episodes.md, "Values of different lengths", has a wrapper that pads texts, sequences and '
+    "arrays, with a key for their length"
+)
+"""What to do about values of no fixed shape."""
 
 
 def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structure:
@@ -226,7 +233,7 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
     if array.dtype.kind not in "fiub":
         raise SpecError(
             f"{name} is a {type(value).__name__} of dtype {array.dtype}, not numbers",
-            fix="return numbers, NumPy arrays, or dicts and tuples of them",
+            fix=f"return numbers, NumPy arrays, or dicts and tuples of them; {PADDING}",
         )
     dtype = stored_dtype(array.dtype, keep_float64)
     return Leaf(TensorSpec(array.shape, dtype), is_scalar=array.ndim == 0)

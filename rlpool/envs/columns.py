@@ -15,7 +15,17 @@ import torch
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
-from rlpool.specs import Leaf, Structure, TensorSpec, fitted, fitted_rewards, flattener, leaves_of
+from rlpool.specs import (
+    PADDING,
+    Leaf,
+    Structure,
+    TensorSpec,
+    fitted,
+    fitted_rewards,
+    flattener,
+    is_action,
+    leaves_of,
+)
 
 Results = tuple[Any, Any, Any]
 """Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""
@@ -62,7 +72,9 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
     """
     array = as_array(value)
     if array.shape != spec.shape:
-        raise SpecError(f"{key!r} should have shape {list(spec.shape)}, got {list(array.shape)}")
+        what = f"{key!r} should have shape {list(spec.shape)}, got {list(array.shape)}"
+        is_ragged = bool(spec.shape) and array.ndim == len(spec.shape) and not is_action(key)
+        raise SpecError(what, fix=f"if it varies from step to step: {PADDING}" if is_ragged else "")
     source, target = array.dtype.kind, spec.dtype.kind
     # Python numbers have no dtype: any int may become a float.
     has_dtype = isinstance(value, np.ndarray | np.generic)
