@@ -21,6 +21,10 @@ SMALL = {
     "arrays": ("", []),
     "datastructures": ("", []),
     "environments": ("--n-steps 20", []),
+    "evaluation": (
+        "--n-iterations 2 --n-directions 2 --n-steps 20 --n-episodes 4 --n-workers 0",
+        ["early.json", "late.json", "evaluation.png"],
+    ),
     "multiprocess_episode_batcher": ("--n-cartpole-episodes 40 --n-threads 0", []),
     "nonblocking": ("--n-epochs 2 --n-episodes 4 --n-evaluation-episodes 4", []),
     "pool": ("", []),

@@ -1,0 +1,135 @@
+"""Evaluation: two checkpoints of one policy, compared on the same episodes, for others to repeat.
+
+You will learn
+
+- how ``agent_info`` gives every episode parameters of its own, so that a batcher evaluates a whole
+  population of policies at once (here: random search, Mania et al. 2018),
+- how ``evaluate`` runs exactly the episodes with the seeds that you name, with the same bits for
+  any number of workers and environments,
+- what ``summary``, ``compare`` and ``verify`` say, and how to do the same from the command line.
+
+References:
+    Mania, Guy and Recht 2018, "Simple random search of static policies is competitive for
+    reinforcement learning".
+"""
+
+import argparse
+import subprocess
+import sys
+
+import gymnasium as gym
+import torch
+from torch import nn
+
+from rlpool import (
+    Agent,
+    DictTensor,
+    EpisodeBatcher,
+    Evaluation,
+    GymEnv,
+    compare,
+    episode_returns,
+    evaluate,
+    verify,
+)
+
+ENV_ID, N_INPUTS, N_ACTIONS = "HalfCheetah-v5", 17, 6
+LEARNING_RATE, NOISE = 0.05, 0.1  # of a step, and of the policies around the current one
+
+
+class Linear(nn.Module, Agent):
+    """Actions are linear in the observation; ``agent_info`` may give every row its own weights."""
+
+    def __init__(self, weights=None):
+        super().__init__()
+        self.weights = nn.Parameter(
+            torch.zeros(N_ACTIONS, N_INPUTS) if weights is None else weights
+        )
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        frame = observation["frame"]
+        if agent_info is None:
+            action = frame @ self.weights.T
+        else:
+            action = (agent_info["weights"] @ frame[:, :, None])[:, :, 0]
+        return DictTensor(), DictTensor({"action": action.clamp(-1, 1)}), DictTensor()
+
+
+def create_env(seed, n_steps, n_envs=8):
+    make = gym.make
+    return GymEnv([make(ENV_ID, max_episode_steps=n_steps) for _ in range(n_envs)], seed)
+
+
+def search(weights, batcher, n_directions):
+    """One step of random search: towards the directions with the higher returns."""
+    directions = torch.randn(n_directions, N_ACTIONS, N_INPUTS)
+    population = torch.cat([weights + NOISE * directions, weights - NOISE * directions])
+    # Both policies of a direction run an episode with the same seed.
+    seeds = torch.randint(2**31, (n_directions,)).repeat(2)
+    batcher.execute(len(population), agent_info={"weights": population}, episode_seeds=seeds)
+    plus, minus = episode_returns(batcher.get()).chunk(2)
+    spread = torch.cat([plus, minus]).std() + 1e-8
+    gradient = ((plus - minus)[:, None, None] * directions).mean(0) / spread
+    return weights + LEARNING_RATE * gradient
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--n-iterations", type=int, default=60, help="steps of random search")
+    parser.add_argument("--n-directions", type=int, default=16, help="of each step")
+    parser.add_argument("--n-steps", type=int, default=250, help="of an episode")
+    parser.add_argument("--n-episodes", type=int, default=50, help="of each evaluation")
+    parser.add_argument("--n-workers", type=int, default=2, help="worker processes")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    arguments = parser.parse_args()
+    from tqdm import tqdm  # here, since --help does without it
+
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    env_args = {"n_steps": arguments.n_steps}
+
+    # The policy after a fifth of the search, and at its end.
+    weights = torch.zeros(N_ACTIONS, N_INPUTS)
+    checkpoints = {"early": weights}
+    with EpisodeBatcher(
+        arguments.n_steps,
+        2 * arguments.n_directions,
+        create_agent=Linear,
+        create_env=create_env,
+        env_args=env_args,
+        n_workers=arguments.n_workers,
+        seeds=arguments.seed,
+    ) as batcher:
+        for iteration in tqdm(range(arguments.n_iterations), "search"):
+            weights = search(weights, batcher, arguments.n_directions)
+            if iteration == arguments.n_iterations // 5:
+                checkpoints["early"] = weights
+    checkpoints["late"] = weights
+
+    # Exactly these episodes, the same for both. Whoever reads the record can repeat them.
+    for name, parameters in checkpoints.items():
+        evaluation = evaluate(
+            Linear(parameters),
+            create_env,
+            env_args=env_args,
+            episode_seeds=range(arguments.n_episodes),
+            n_workers=arguments.n_workers,
+        )
+        evaluation.save(f"{name}.json")
+        print(f"{name}\n{evaluation.summary()}\n")
+
+    # The intervals above overlap or not by chance of the episodes; pairs take that chance out.
+    early, late = Evaluation.load("early.json"), Evaluation.load("late.json")
+    print(f"late beside early\n{compare(late, early)}\n")
+
+    # Without workers, and with another number of environments: the same bits.
+    print(verify(late, Linear(weights), create_env, n_episodes=3, env_args=env_args))
+
+    # The same from the command line, with a picture.
+    command = [sys.executable, "-m", "rlpool", "compare", "late.json", "early.json"]
+    subprocess.run([*command, "--plot", "evaluation.png"], check=True, stdout=subprocess.DEVNULL)
+    print("evaluation.png shows returns, intervals and performance profiles")
+
+
+if __name__ == "__main__":
+    main()
