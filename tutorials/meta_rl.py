@@ -12,7 +12,7 @@ You will learn
 A point robot starts in the middle of a half circle on which a goal is hidden, and is rewarded only
 while it is there. It has two episodes. In the first, it can do no better than to walk along the
 half circle; in the second, an agent that remembers goes almost straight to the goal, and earns
-about 11 of at most 13 (docs/results.md has the returns of several seeds).
+9 to 12 of at most 13, depending on the seed (docs/results.md).
 
 References:
     Duan et al. 2016, "RL²: fast reinforcement learning via slow reinforcement learning".
