@@ -163,13 +163,18 @@ class _Replay:
         """Call a function of the agent, which may need an ``agent_info`` that is not there."""
         try:
             return function(*inputs)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, KeyError) as error:
             lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)[1:]]
-            needs = "NoneType" in str(error) and any("agent_info" in line for line in lines)
-            if self._agent_info is not None or not needs:
+            is_key = isinstance(error, KeyError) and self._agent_info is not None
+            needs = is_key or (self._agent_info is None and "NoneType" in str(error))
+            if not needs or not any("agent_info" in line for line in lines):
                 raise
-            what = f"the agent reads agent_info, and the trajectories have none: {error}"
-            fix = "keep the keys agent_info/... of their info, which execute(agent_info=...) gave"
+            has = [] if self._agent_info is None else list(self._agent_info)
+            what = f"the agent reads agent_info, and the trajectories have {has or 'none'}: {error}"
+            fix = (
+                "keep the keys agent_info/... of their info, which execute(agent_info=...) gave; "
+                "a pool keeps them with info_keys=['agent_info']"
+            )
             raise SpecError(what, fix=fix) from error
 
     def _as_collected(self, part: Any, n_rows: int) -> DictTensor:

@@ -37,6 +37,7 @@ class FilledPool(Sampler):
         _arguments: Those of ``Pool`` that a saved pool must have been made with, by the names that
             files use.
         _rules: When sub-pools drop transitions.
+        _info_keys: Which keys of the trajectories' ``info`` are kept.
         _frame_stack: Which keys are stacks, as the user says.
         _n_stacked: Frames that the environments are seen to stack, if the user does not say.
         _router: Chooses sub-pools.
@@ -48,6 +49,7 @@ class FilledPool(Sampler):
     _rules: WindowRules
     _storage: str
     _directory: str | Path | None
+    _info_keys: list[str]
     _frame_stack: FrameStack
     _n_stacked: int | None
     _router: np.random.Generator
@@ -77,8 +79,9 @@ class FilledPool(Sampler):
         one step.
 
         Values after a step that follow from the next step, such as ``_frame``, are not stored
-        twice. The pool keeps no reference to the trajectories. Their ``info`` is not stored, nor
-        are keys that earlier transitions did not have.
+        twice. The pool keeps no reference to the trajectories. Of their ``info`` it stores what
+        ``info_keys`` names, with every transition; keys that earlier transitions did not have are
+        not stored.
 
         Args:
             trajectories: ``[B, T, ...]`` with the keys of the pool, on any device.
@@ -290,16 +293,27 @@ class FilledPool(Sampler):
     def _taken_in(
         self, trajectories: TemporalDictTensor, index: int | None = None
     ) -> tuple[Store, Incoming]:
-        specs = ingest.specs_of(trajectories, self._known_keys())
-        store = self._store_for(specs, "the trajectories")
+        known, schema = self._known_keys(), self._store.schema
+        infos = ingest.infos_of(
+            trajectories,
+            schema.infos if self._store.has_schema else self._info_keys,
+            are_exact=self._store.has_schema,
+        )
+        if known is not None:
+            known = [key for key in known if key not in infos]
+        specs = ingest.specs_of(trajectories, known)
+        specs |= {key: ingest.spec_of(key, tensor) for key, tensor in infos.items()}
+        store = self._store_for(specs, "the trajectories", tuple(infos))
         # Stacks that were only recognised may have been changed by another wrapper.
         is_strict = self._frame_stack is not None
         tails = store.tails.get(index, {})
         return store, ingest.from_trajectories(
-            trajectories, store.schema, tails, is_strict=is_strict
+            trajectories, store.schema, tails, infos, is_strict=is_strict
         )
 
-    def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
+    def _store_for(
+        self, specs: Mapping[str, TensorSpec], what: str, infos: tuple[str, ...] = ()
+    ) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
         if self._store.has_schema:
             self._store.schema.check(specs, what)
@@ -307,7 +321,8 @@ class FilledPool(Sampler):
         taken = [key for key in RESULT_KEYS if key in specs]
         if taken:
             raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
-        return self._new_store(self._with_stacks(Schema.from_specs(specs)))
+        schema = self._with_stacks(Schema.from_specs(specs))
+        return self._new_store(replace(schema, infos=infos))
 
     def _with_stacks(self, schema: Schema) -> Schema:
         """The schema with those of its columns as stacks that are to be."""

@@ -6,7 +6,7 @@ Nothing is copied on the way, unless it has another dtype than what is stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,8 +52,50 @@ _TELLING = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
 """Flags that tell every end of an episode within a row."""
 
 
+def infos_of(
+    trajectories: TemporalDictTensor, names: Sequence[str], *, are_exact: bool
+) -> dict[str, torch.Tensor]:
+    """Values of the ``info`` of trajectories for every step, ``[B, T, ...]``, not copied.
+
+    Args:
+        trajectories: The trajectories.
+        names: Keys of their ``info``.
+        are_exact: Whether the names are whole keys. Otherwise ``"agent_info"`` means all keys that
+            begin with it and a slash.
+
+    Raises:
+        SpecError: If there is no such key, or the steps have the same one.
+    """
+    found, n_times = {}, trajectories.mask().shape[1]
+    for name in names:
+        keys = [k for k in (name,) if k in trajectories.info]
+        keys = keys if are_exact else matching(name, trajectories.info)
+        if not keys:
+            raise SpecError(
+                f"the info of the trajectories has no {name!r}, it has {list(trajectories.info)}",
+                fix="execute(agent_info=..., env_info=...) gives keys of these names; name others "
+                "in info_keys, or use another pool",
+            )
+        if taken := [key for key in keys if key in trajectories]:
+            raise SpecError(f"steps and info both have {taken}", fix="rename one of them")
+        for key in keys:
+            tensor = trajectories.info[key].unsqueeze(1)
+            found[key] = tensor.expand(len(tensor), n_times, *tensor.shape[2:])
+    return found
+
+
+def matching(name: str, keys: Iterable[str]) -> list[str]:
+    """The keys that a name of ``info_keys`` stands for."""
+    return [key for key in keys if key == name or key.startswith(join_key(name, ""))]
+
+
 def from_trajectories(
-    trajectories: TemporalDictTensor, schema: Schema, tails: Tails, *, is_strict: bool = True
+    trajectories: TemporalDictTensor,
+    schema: Schema,
+    tails: Tails,
+    infos: Mapping[str, torch.Tensor],
+    *,
+    is_strict: bool = True,
 ) -> Incoming:
     """Every step of trajectories ``[B, T, ...]``, in row-then-time order.
 
@@ -63,6 +105,7 @@ def from_trajectories(
         trajectories: The trajectories.
         schema: What is stored.
         tails: Where the frames of the first steps' stacks may lie already.
+        infos: Columns that are not among the steps, see ``infos_of``.
         is_strict: Whether to refuse stacks that are not shifted by each step.
 
     Raises:
@@ -84,7 +127,8 @@ def from_trajectories(
             is_last[:-1] |= flags(key)[1:] if key == _START else flags(key)[:-1]
 
     def source(key: str, spec: TensorSpec) -> Source:
-        return steps.source(converted(key, tensors[key].numpy(force=True), spec.dtype))
+        tensor = infos[key] if key in infos else tensors[key]
+        return steps.source(converted(key, tensor.numpy(force=True), spec.dtype))
 
     columns = {key: source(key, spec) for key, spec in schema.columns.items()}
     finals = {}
@@ -254,15 +298,23 @@ def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> di
     for key in chosen(tensors, keys, "the trajectories"):
         # A derived value after a step is like the value before it.
         is_derived = isinstance(_derivation(tensors, key), Successor)
-        tensor = tensors[key.removeprefix("_") if is_derived else key]
-        dtype = numpy_dtype(tensor.dtype)
-        if dtype.kind == "O":
-            raise SpecError(
-                f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
-                fix="convert it, to float32 say",
-            )
-        specs[key] = TensorSpec(tuple(tensor.shape[2:]), dtype)
+        specs[key] = spec_of(key, tensors[key.removeprefix("_") if is_derived else key])
     return specs
+
+
+def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
+    """Shape and dtype of a step in a tensor ``[B, T, ...]``.
+
+    Raises:
+        SpecError: For a dtype that NumPy lacks.
+    """
+    dtype = numpy_dtype(tensor.dtype)
+    if dtype.kind == "O":
+        raise SpecError(
+            f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
+            fix="convert it, to float32 say",
+        )
+    return TensorSpec(tuple(tensor.shape[2:]), dtype)
 
 
 def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> list[str]:

@@ -16,7 +16,7 @@ from rlpool.machine.arguments import also_takes, check_choice, real_number, whol
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.one_thread import OneThread
 from rlpool.memory.storage import Array, allocate
-from rlpool.pool import checkpoint
+from rlpool.pool import checkpoint, ingest
 from rlpool.pool.filling import FilledPool
 from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
@@ -66,6 +66,11 @@ class Pool(FilledPool, DumpsStacks):
         seed: Root seed of sampling, of the choice of sub-pools and of ``store()``; ``None`` draws
             one.
         keys: Keys of trajectories to store, by default all.
+        info_keys: Keys of the trajectories' ``info`` to store with every transition, such as
+            ``"env_info/task"`` or ``"seed"``; ``"agent_info"`` stands for all that begin with it
+            and a slash. Samples have them among their keys, sequences in their ``info``, where
+            ``replay_agent`` takes ``agent_info`` from. Transitions of ``store()`` and ``pool()``
+            have no info.
         storage: ``"local"``, ``"shared"`` (for readers in other processes) or ``"memmap"`` (a file
             without a name, for pools beyond memory).
         directory: Directory of the file of ``"memmap"``, by default that of temporary files.
@@ -110,6 +115,7 @@ class Pool(FilledPool, DumpsStacks):
         policy: Any = None,
         seed: int | None = None,
         keys: Sequence[str] | None = None,
+        info_keys: Sequence[str] = (),
         storage: str = "local",
         directory: str | Path | None = None,
         priority_exponent: float | None = None,
@@ -124,6 +130,7 @@ class Pool(FilledPool, DumpsStacks):
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
         keys = _checked_keys(keys)
+        self._info_keys = list(dict.fromkeys(listed(info_keys, str, "info_keys")))
         if priority_exponent is not None:
             limits = "from 0 on, and finite"
             priority_exponent = real_number("priority_exponent", priority_exponent, limits)
@@ -326,6 +333,12 @@ class Pool(FilledPool, DumpsStacks):
                 f"the saved pool holds {schema}; this one has frame_stack={self._frame_stack}",
                 fix="load it into a pool with the same frame_stack, or without any: that one takes "
                 "what is saved",
+            )
+        missing = [n for n in self._info_keys if not ingest.matching(n, schema.infos)]
+        if missing:
+            raise SpecError(
+                f"the saved pool holds no {missing}, which info_keys of this one name",
+                fix="load it into a pool without info_keys: that one takes what is saved",
             )
         store = self._new_store(schema)
         saved.fill(store, header)

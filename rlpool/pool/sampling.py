@@ -188,7 +188,8 @@ class Sampler:
         Returns:
             Every key ``[batch_size, length, ...]``, copies, zero-padded past ``lengths``; see
             ``mask()``. The agent's state that a sequence starts from is the first step of the
-            state's keys. With priorities ``info`` has ``index`` and ``weight`` of the first steps.
+            state's keys. ``info`` has what ``info_keys`` of the pool names; with priorities also
+            ``index`` and ``weight`` of the first steps.
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
@@ -216,7 +217,8 @@ class Sampler:
             rows, lengths = self._steps_from(first, length, "sequences")
             every = rows[np.arange(rows.shape[1]) < lengths[:, None]]
             arrays = store.take(every) | store.take_after(every, self._ahead(every, 1))
-            info = {}
+            starts = np.cumsum(lengths) - lengths
+            info = {key: arrays.pop(key)[starts] for key in store.schema.infos}
             if store.tree is not None:
                 info[INDEX_KEY], info[WEIGHT_KEY] = self._weights(store.tree, first, beta)
             return arrays, lengths, info

@@ -49,11 +49,13 @@ class Schema:
         columns: Key to the values of a row.
         paired: Those of them whose value after the step, ``_key``, follows from the next row.
         stacks: Those whose frames are stored once each. A row holds where they are.
+        infos: Those that come from the ``info`` of trajectories: one value per trajectory.
     """
 
     columns: Mapping[str, TensorSpec]
     paired: tuple[str, ...]
     stacks: Mapping[str, Stack] = field(default_factory=dict)
+    infos: tuple[str, ...] = ()
 
     @classmethod
     def from_specs(cls, specs: Mapping[str, TensorSpec]) -> Schema:
@@ -123,13 +125,15 @@ class Schema:
         schema = cls.from_specs(cls(columns, tuple(values["paired"])).specs)
         stacks = values.get("stacks", {})  # none in files of version 0.1
         asked = {key: (int(n_frames), int(axis)) for key, (n_frames, axis) in stacks.items()}
-        return replace(schema, stacks=stacks_of(asked, schema))
+        infos = tuple(values.get("infos", ()))  # none in files of version 0.3
+        return replace(schema, stacks=stacks_of(asked, schema), infos=infos)
 
     def plain(self) -> dict[str, Any]:
         """The schema as plain values."""
         columns = {key: [s.dtype.str, list(s.shape)] for key, s in self.columns.items()}
         stacks = {key: [stack.n_frames, stack.axis] for key, stack in self.stacks.items()}
-        return {"columns": columns, "paired": list(self.paired), "stacks": stacks}
+        plain = {"columns": columns, "paired": list(self.paired), "stacks": stacks}
+        return {**plain, "infos": list(self.infos)} if self.infos else plain
 
     def __str__(self) -> str:
         each = {key: f"{key} {spec}" for key, spec in self.specs.items()}

@@ -1,0 +1,179 @@
+"""Pools that keep agent_info and other columns of the info of trajectories."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    GymEnvInf,
+    Pool,
+    SpecError,
+    TemporalDictTensor,
+    replay_agent,
+)
+from rlpool.agents.agent import AgentStep
+
+from support.envs import CountingEnv
+
+INFOS = ["agent_info", "env_info/level"]
+
+
+class TunedAgent(torch.nn.Module, Agent):
+    """Its output follows from its agent_info, and from a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+    def __call__(
+        self, state: Any, observation: Any, agent_info: Any = None, history: Any = None
+    ) -> AgentStep:
+        gain = agent_info["gain"]
+        output = {
+            "action": (observation["frame"][:, 0] % 2).long(),
+            "score": gain * self.weight * observation["frame"][:, 0],
+            "shift": agent_info["shift"].sum(1),
+        }
+        return DictTensor(), DictTensor(output), DictTensor()
+
+
+def create_env(seed: int) -> GymEnv:
+    return GymEnv([CountingEnv(length=5) for _ in range(2)], seed)
+
+
+def create_windows(seed: int) -> GymEnv:
+    return GymEnvInf([CountingEnv(length=5) for _ in range(2)], seed)
+
+
+N = 6
+AGENT_INFO = {"gain": torch.arange(N) / 4, "shift": torch.arange(2.0 * N).reshape(N, 2)}
+
+
+@pytest.fixture(scope="module")
+def episodes() -> Any:
+    with EpisodeBatcher(8, 8, TunedAgent, {}, create_env, {}, 0, seeds=1) as batcher:
+        batcher.execute(N, agent_info=AGENT_INFO, env_info={"level": torch.arange(N)})
+        return batcher.get()
+
+
+@pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("keys", [None, ["frame", "action", "score", "shift", "initial_state"]])
+def test_samples_sequences_and_replays_have_what_is_kept(
+    storage: str, processes: int, keys: Any, episodes: Any, tmp_path: Path
+) -> None:
+    pool = Pool(
+        pool_size=60, processes=processes, storage=storage, keys=keys, info_keys=INFOS, seed=0
+    )
+    pool.extend(episodes)
+    for source in (pool, saved_and_loaded(pool, tmp_path)):
+        batch = source.sample(20)
+        assert torch.equal(batch["agent_info/shift"].sum(1), batch["shift"])
+        assert torch.equal(batch["agent_info/gain"] * 4, batch["env_info/level"].float())
+        assert set(source.transitions()["env_info/level"].tolist()) == set(range(N))
+        sequences = source.sample_sequences(10, 3)
+        assert [k for k in sequences if "info" in k] == []
+        assert set(sequences.info) == {"agent_info/gain", "agent_info/shift", "env_info/level"}
+        if keys is None:
+            agent = TunedAgent()
+            for state in ("recompute", "stored"):
+                replayed = replay_agent(agent, sequences, state=state)  # type: ignore[arg-type]
+                assert torch.equal(replayed["score"].detach(), sequences["score"])
+                assert torch.equal(replayed["shift"], sequences["shift"])
+            replayed["score"].sum().backward()
+            assert agent.weight.grad
+    pool.extend(episodes)
+    if keys is None:
+        batch = pool.sample(20, n_step=3)
+        assert torch.equal(batch["agent_info/shift"].sum(1), batch["shift"])
+
+
+def saved_and_loaded(pool: Pool, folder: Path) -> Pool:
+    pool.save(folder / "pool")
+    other = Pool(pool_size=60, processes=len(pool.lengths), keys=pool._arguments["keys"])
+    other.load(folder / "pool")
+    again = Pool(
+        pool_size=60,
+        processes=len(pool.lengths),
+        keys=pool._arguments["keys"],
+        info_keys=["agent_info/gain"],
+    )
+    again.load_state_dict(other.state_dict())
+    return again
+
+
+def read(reader: Any, answers: Any) -> None:
+    batch = reader.sample(10)
+    same = torch.equal(batch["agent_info/shift"].sum(1), batch["shift"])
+    answers.put((same, sorted(reader.sample_sequences(2, 2).info)))
+
+
+def test_readers_in_other_processes_have_them(episodes: Any) -> None:
+    pool = Pool(pool_size=60, storage="shared", info_keys=INFOS)
+    pool.extend(episodes)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=read, args=(pool, answers))
+    process.start()
+    told = answers.get(timeout=60.0)
+    process.join()
+    assert told == (True, ["agent_info/gain", "agent_info/shift", "env_info/level"])
+
+
+def test_windows_have_them_per_lane() -> None:
+    with Batcher(
+        n_timesteps=4,
+        create_agent=TunedAgent,
+        create_env=create_windows,
+        n_threads=0,
+        seeds=1,
+    ) as batcher:
+        pool = Pool(pool_size=100, info_keys=["agent_info"])
+        batcher.reset(agent_info={"gain": [1.0, 2.0], "shift": torch.ones(2, 3)})
+        for _ in range(3):
+            batcher.execute()
+            window: Any = batcher.get()
+            pool.extend(window)
+    sequences = pool.sample_sequences(10, 4)
+    score = replay_agent(TunedAgent(), sequences)["score"].detach()
+    assert torch.equal(score, sequences["score"])
+    assert set(sequences.info["agent_info/gain"].tolist()) == {1.0, 2.0}
+
+
+def test_what_is_missing_is_named(episodes: Any) -> None:
+    without = TemporalDictTensor(dict(episodes.items()), episodes.lengths)
+    pool = Pool(pool_size=60, info_keys=["agent_info"])
+    with pytest.raises(SpecError, match="has no 'agent_info'"):
+        pool.extend(without)
+    pool.extend(episodes)
+    with pytest.raises(SpecError, match="has no 'agent_info/gain'"):
+        pool.extend(without)
+    with pytest.raises(SpecError, match="agent_info/gain"):
+        pool.pool([0.0], 0, [1.0], 0.5, done=True)
+    with pytest.raises(SpecError, match=r"info_keys of this one name"):
+        Pool(pool_size=60, info_keys=["env_info"]).load_state_dict(pool.state_dict())
+    plain = Pool(pool_size=60)
+    plain.extend(episodes)
+    assert "agent_info/gain" not in plain.specs
+    with pytest.raises(SpecError, match=r"have none.*\n.*info_keys=\['agent_info'\]"):
+        replay_agent(TunedAgent(), plain.sample_sequences(2, 2))
+    partly = Pool(pool_size=60, info_keys=["agent_info/gain"])
+    partly.extend(episodes)
+    with pytest.raises(SpecError, match=r"have \['gain'\].*'shift'"):
+        replay_agent(TunedAgent(), partly.sample_sequences(2, 2))
+
+
+def test_names_that_are_no_list_of_names_are_refused() -> None:
+    for bad in ("agent_info", [3]):
+        with pytest.raises(SpecError, match="info_keys"):
+            Pool(pool_size=60, info_keys=bad)  # type: ignore[arg-type]
