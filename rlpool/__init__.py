@@ -18,6 +18,7 @@ from rlpool.agents.sampling import (
 )
 from rlpool.batch.batcher import EpisodeBatcher, MonoThreadEpisodeBatcher
 from rlpool.batch.progress import Progress
+from rlpool.batch.waiting import wait
 from rlpool.batch.window_batcher import Batcher
 from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
@@ -148,6 +149,7 @@ __all__ = [
     "shutdown",
     "verify",
     "vtrace",
+    "wait",
     "worker_count",
 ]
 

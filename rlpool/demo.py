@@ -124,8 +124,6 @@ def run(seconds: float, show: Callable[[str, list[float]], None]) -> tuple[int, 
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()
-            if window is None:  # only if it were not waited for
-                continue
             learn(agent, optimizer, window)
             n_steps += N_ENVS * N_STEPS
             returns += episodes.update(window).returns.tolist()

@@ -12,6 +12,7 @@
     │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     ├ CallTimeoutError(TimeoutError)  a pending call of a vector environment takes longer
+    ├ ResultTimeoutError(TimeoutError)  get() waited as long as its timeout allows
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
@@ -172,6 +173,22 @@ class CallTimeoutError(RlpoolError, multiprocessing.TimeoutError, TimeoutError):
 
     Both classes named ``TimeoutError`` catch it: Python's, and that of ``multiprocessing``, which
     Gymnasium raises.
+    """
+
+
+class ResultTimeoutError(RlpoolError, TimeoutError):
+    """The result of a request is not there after the ``timeout`` of ``get``; nothing is lost.
+
+    Example:
+        >>> def create_slow_env(seed):
+        ...     return GymEnv([FaultyEnv("hang", at_step=1)], seed)
+        >>> with EpisodeBatcher(8, 4, create_agent, {}, create_slow_env, n_workers=1) as batcher:
+        ...     batcher.execute(1)
+        ...     try:
+        ...         batcher.get(timeout=0.1)
+        ...     except TimeoutError as error:
+        ...         print(error.what)
+        the result is not there after 0.1 s
     """
 
 

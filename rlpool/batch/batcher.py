@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
-from rlpool.batch.progress import Meter, ShowProgress, checked_progress
+from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, as_infos
@@ -119,7 +118,6 @@ class EpisodeBatcher(BatcherBase):
     _NAME = "EpisodeBatcher"
     _EPISODES = EpisodeRequest
 
-    _progress: ShowProgress = False
     _n_episodes = 0
     _last: tuple[int, Any, Any, list[int] | None] | None = None
 
@@ -146,10 +144,6 @@ class EpisodeBatcher(BatcherBase):
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
-
-    @cached_property
-    def _meter(self) -> Meter:
-        return Meter()
 
     @once
     def execute(
@@ -245,15 +239,39 @@ class EpisodeBatcher(BatcherBase):
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
         self._request(dispatcher, *self._last)
 
+    @overload
+    def get(
+        self,
+        blocking: Literal[True] = True,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor: ...
+
+    @overload
+    def get(
+        self,
+        blocking: bool,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor | None: ...
+
     @once
     def get(
-        self, blocking: bool = True, *, progress: ShowProgress | None = None
+        self,
+        blocking: bool = True,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
     ) -> TemporalDictTensor | None:
         """Take the result of the oldest request.
 
         Args:
             blocking: Wait for it; otherwise return ``None`` until all of it is there. With
                 ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
+            timeout: Seconds to wait at most; ``None`` for no limit. The request goes on, and
+                another ``get`` returns its result. With ``n_workers=0`` it is not looked at.
             progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
                 there: one of tqdm if that is installed, otherwise a line on stderr. A function is
                 called instead with a ``Progress``, at the beginning, a few times a second and at
@@ -272,6 +290,7 @@ class EpisodeBatcher(BatcherBase):
 
         Raises:
             UsageError: If nothing is pending or the batcher is closed.
+            TimeoutError: If the result is not there after ``timeout``: a ``ResultTimeoutError``.
             EnvError, AgentError: If the user's code failed. The request is lost, the batcher
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
@@ -289,30 +308,8 @@ class EpisodeBatcher(BatcherBase):
             >>> trajectories["frame"].shape, trajectories.lengths
             (torch.Size([2, 3, 1]), tensor([2, 3]))
         """
-        dispatcher = self._open()
-        progress = self._progress if progress is None else checked_progress(progress)
-        with self._meter.shown(progress, dispatcher.so_far) as look:
-            request = dispatcher.wait(blocking=blocking, look=look)
+        request = self._taken(self._open(), blocking, timeout, progress)
         return None if request is None else request.trajectories
-
-    def close(self) -> None:
-        """See ``BatcherBase.close``."""
-        super().close()
-        self._meter.close()
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Episodes finished and requested, of the oldest request that was not handed out.
-
-        Looks at what workers have reported, and returns at once. With ``n_workers=0`` there is
-        nobody else to run the request: as in ``get``, all of it runs here, unless it is a function
-        that shows progress which looks.
-
-        Raises:
-            RlpoolError: If that request failed, or a worker died or hangs for good; ``get`` raises
-                the same.
-        """
-        return self._open().finished_episodes()
 
     _KIND = "EpisodeBatcher"
     _KEYS = ("n_episodes", "last")

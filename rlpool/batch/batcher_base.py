@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from threading import get_ident
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import nn
 from rlpool.agents.agent import Agent
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.messages import Infos
+from rlpool.batch.progress import Meter, ShowProgress, checked_progress
 from rlpool.batch.request_queue import RequestQueue
+from rlpool.batch.requests import Request
 from rlpool.batch.resuming import FORMAT, State, checked_state
 from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerError
-from rlpool.machine.arguments import checked_timeout, whole_number
+from rlpool.machine.arguments import checked_timeout, checked_wait, whole_number
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
@@ -48,6 +50,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     _dispatcher: RequestQueue | None = None
     _unconfirmed: tuple[Any, Infos] | None = None  # see ``once``
+    _progress: ShowProgress = False
 
     _SHARES_NOTHING = ""
     """Why the workers cannot share anything with this process, if they cannot."""
@@ -168,6 +171,84 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._dispatcher is None or self._dispatcher.is_closed
+
+    @property
+    def n_lanes(self) -> int:
+        """Lanes of all workers: environments that run at the same time."""
+        return self._not_closed().n_lanes * self._n_workers
+
+    @property
+    def n_pending(self) -> int:
+        """Requests whose results were not taken with ``get``."""
+        return self._not_closed().n_pending
+
+    @property
+    def patience_s(self) -> float:
+        """How many seconds a program that waits for ``fileno`` may let pass between two calls."""
+        return self._not_closed().patience_s
+
+    def has_outcome(self) -> bool:
+        """Whether ``get`` would return a result, or raise an error, without waiting for workers.
+
+        With ``n_workers=0`` that is so if anything is pending: ``get`` runs it then.
+        """
+        return self._open().has_outcome()
+
+    def fileno(self) -> int:
+        """A descriptor for ``asyncio``, ``selectors`` and the like, open until ``close``.
+
+        It can be read when a worker has sent something or has ended, which need not be a whole
+        result. So ask with ``get(blocking=False)`` first, wait for the descriptor only after
+        ``None``, and ask again when it can be read; also after a second without, because workers
+        that failed are started again inside of calls. Do not read from it. With ``n_workers=0``
+        it can always be read. docs/asynchronous.md has a program.
+
+        Raises:
+            UsageError: If the batcher is closed, or on a cluster.
+        """
+        return self._not_closed().fileno()
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self.closed or self._dispatcher is None:
+            return f"{name}(closed)"
+        n_workers = 0 if self._is_private else self._n_workers
+        dispatcher = self._dispatcher
+        state = "failed" if dispatcher.fatal is not None else "open"
+        n_lanes, n_pending = dispatcher.n_lanes * self._n_workers, dispatcher.n_pending
+        return f"{name}(n_workers={n_workers}, n_lanes={n_lanes}, n_pending={n_pending}, {state})"
+
+    @cached_property
+    def _meter(self) -> Meter:
+        return Meter()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Rows finished and requested, of the oldest request that was not handed out.
+
+        Rows are episodes; of a ``Batcher`` they are lanes, which count once their worker is done
+        with the window. Looks at what workers have reported, and returns at once. With
+        ``n_workers=0`` there is nobody else to run the request: as in ``get``, all of it runs
+        here, unless it is a function that shows progress which looks.
+
+        Raises:
+            RlpoolError: If that request failed, or a worker died or hangs for good; ``get`` raises
+                the same.
+        """
+        return self._open().finished_episodes()
+
+    def _taken(
+        self,
+        dispatcher: RequestQueue,
+        blocking: bool,
+        timeout: float | None,
+        progress: ShowProgress | None,
+    ) -> Request | None:
+        """The oldest request, finished; see ``EpisodeBatcher.get``."""
+        timeout = checked_wait(timeout)
+        progress = self._progress if progress is None else checked_progress(progress)
+        with self._meter.shown(progress, dispatcher.so_far) as look:
+            return dispatcher.wait(blocking=blocking, look=look, timeout_s=timeout)
 
     def update(self, info: Any) -> None:
         """Hand new parameters to every worker's ``agent.update``.
@@ -371,6 +452,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """
         if self._dispatcher is not None:
             self._dispatcher.close()
+        if "_meter" in vars(self):
+            self._meter.close()
 
     def _has_processes(self) -> bool:
         return self._dispatcher is not None

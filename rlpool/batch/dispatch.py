@@ -110,9 +110,20 @@ class Dispatcher(RequestQueue):
         """Requests that were sent, and are not yet done in every worker."""
         return self._workers.running
 
-    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+    def wait_until(
+        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
+    ) -> None:
         """Handle messages until a condition holds, and look for workers that hang."""
-        self._processes.wait_until(is_over, every_s)
+        self._processes.wait_until(is_over, every_s, until_s)
+
+    def fileno(self) -> int:
+        """See ``RequestQueue.fileno``."""
+        return self._processes.fileno()
+
+    @property
+    def patience_s(self) -> float:
+        """See ``RequestQueue.patience_s``."""
+        return self._processes.patience_s
 
     def look(self) -> None:
         """Handle the messages that have arrived, and look for workers that hang."""
@@ -278,7 +289,7 @@ class Dispatcher(RequestQueue):
         """See ``RequestQueue.n_finished``."""
         if request.is_complete:
             return request.n_rows
-        return self._workers.control.n_finished(request.number)
+        return request.n_finished(self._workers.control)
 
     def _abort(self) -> None:
         self._processes.abort()

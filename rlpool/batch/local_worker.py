@@ -55,6 +55,8 @@ class LocalWorker:
     n_restarts = 0
     failures: tuple[WorkerError, ...] = ()
     up = (0,)
+    patience_s = math.inf
+    _fd = -1
 
     def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
@@ -121,13 +123,22 @@ class LocalWorker:
         if self.fatal is not None:
             raise self.fatal
 
-    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+    def fileno(self) -> int:
+        """A descriptor that can always be read: whoever asks need not wait for anybody else."""
+        if self._fd < 0:
+            self._fd = os.eventfd(1, os.EFD_CLOEXEC)
+        return self._fd
+
+    def wait_until(
+        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
+    ) -> None:
         """Carry out messages until a condition holds.
 
         Args:
             is_over: The condition.
             every_s: If it is finite, the condition is also tested whenever an episode ends or
                 fills a slot.
+            until_s: Not looked at: what is carried out here is not interrupted.
         """
         self._look = is_over if every_s < math.inf else None
         self._is_awaited = True
@@ -245,6 +256,9 @@ class LocalWorker:
             with self._at_work():
                 self._collector.close()
             self.control.close()
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
             self._is_closed = True  # last: if it was interrupted, it may be repeated
 
     @contextmanager

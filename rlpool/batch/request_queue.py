@@ -7,6 +7,7 @@ to the user. If it fails or is given up, its block is used again once nobody wri
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 from rlpool.batch.progress import SHOW_EVERY_S, SoFar
 from rlpool.batch.requests import Policy, Request
-from rlpool.errors import RlpoolError, UsageError, WorkerError
+from rlpool.errors import ResultTimeoutError, RlpoolError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control
 from rlpool.observe.stats import Stats
@@ -68,13 +69,38 @@ class RequestQueue(ABC):
         """Requests that were sent, and of which something still runs."""
 
     @abstractmethod
-    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+    def wait_until(
+        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
+    ) -> None:
         """Handle what arrives until a condition holds, and look for what hangs.
 
         Args:
             is_over: The condition.
             every_s: How often to test it, whether or not anything arrives.
+            until_s: When to give up, by ``time.monotonic``; what runs here is finished first.
         """
+
+    def fileno(self) -> int:
+        """A descriptor that can be read when something has arrived.
+
+        Raises:
+            UsageError: If there is none.
+        """
+        raise UsageError("a batcher on a cluster has no descriptor", fix="use get(timeout=...)")
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for that descriptor at most before ``look`` is called."""
+        return math.inf
+
+    def has_outcome(self) -> bool:
+        """Whether ``wait`` would return or raise at once, or run the request here."""
+        if self.pending and not self.runs_here:
+            self.look()
+        if not self.pending:
+            return self.fatal is not None
+        request = self.pending[0]
+        return self.runs_here or request.trajectories is not None or self._is_settled(request)
 
     @abstractmethod
     def look(self) -> None:
@@ -133,6 +159,11 @@ class RequestQueue(ABC):
         """Requests whose results were not handed out yet."""
         return len(self.pending)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the oldest request has."""
+        return bool(self.pending) and self.pending[0].error is not None
+
     def next_number(self) -> int:
         """A number for a new request."""
         self._n_requests += 1
@@ -159,7 +190,13 @@ class RequestQueue(ABC):
             self._queued.append(request)
             self._advance()
 
-    def wait(self, *, blocking: bool, look: Callable[[], None] | None = None) -> Request | None:
+    def wait(
+        self,
+        *,
+        blocking: bool,
+        look: Callable[[], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> Request | None:
         """The oldest request, finished; ``None`` if it is not and ``blocking`` is false.
 
         It stays the oldest one, even if it failed.
@@ -167,8 +204,10 @@ class RequestQueue(ABC):
         Args:
             blocking: Whether to wait for it.
             look: Is called a few times a second meanwhile.
+            timeout_s: How long to wait at most, ``None`` for no limit.
 
         Raises:
+            ResultTimeoutError: If it takes longer.
             RlpoolError: If it failed.
         """
         if not self.pending:
@@ -185,22 +224,28 @@ class RequestQueue(ABC):
                     look()
                 return None
             if look is not None or not is_settled:
-                self._wait_for(request, look)
+                self._wait_for(request, look, timeout_s)
+            if not self._is_settled(request):
+                what = f"the result is not there after {timeout_s:g} s"
+                raise ResultTimeoutError(what, fix="call get() again: the request goes on")
             with self._whole():
                 self._settle(request)
         self.failures = tuple(request.failures[row] for row in sorted(request.failures))
         return request
 
-    def _wait_for(self, request: Request, look: Callable[[], None] | None) -> None:
+    def _wait_for(
+        self, request: Request, look: Callable[[], None] | None, timeout_s: float | None
+    ) -> None:
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         if look is None:
-            self.wait_until(lambda: self._is_settled(request))
+            self.wait_until(lambda: self._is_settled(request), until_s=until_s)
             return
 
         def is_over() -> bool:
             look()
             return self._is_settled(request)
 
-        self.wait_until(is_over, SHOW_EVERY_S)
+        self.wait_until(is_over, SHOW_EVERY_S, until_s)
 
     def _is_settled(self, request: Request) -> bool:
         return request.is_complete or request.error is not None or self.fatal is not None

@@ -19,6 +19,7 @@ from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
 from rlpool.memory.storage import Array
+from rlpool.observe.control import Control
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
 from rlpool.slots.blocks import Block, Layout, StepSpecs, successor_key
@@ -86,6 +87,10 @@ class Request(ABC):
     def is_complete(self) -> bool:
         """Whether all rows are there."""
         return self.block is not None and not self.remaining and self.error is None
+
+    def n_finished(self, control: Control) -> int:
+        """Rows that are finished, as far as shared memory and messages tell."""
+        return control.n_finished(self.number)
 
     @property
     def n_steps(self) -> int:
@@ -487,6 +492,21 @@ class WindowRequest(Request):
         first = bisect_left(self.lanes, worker * self.n_lanes)
         stop = bisect_left(self.lanes, (worker + 1) * self.n_lanes)
         return list(enumerate(self.lanes[first:stop], first))
+
+    def n_finished(self, control: Control) -> int:
+        """Rows of workers that are done with the window."""
+        return len(self._rows_done())
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of workers that are done; a lane that has ended counts with a full window."""
+        return 0 if self.block is None else len(self._rows_done()) * self.block.layout.n_timesteps
+
+    def _rows_done(self) -> list[tuple[int, int]]:
+        if self.block is None:
+            return []
+        done = set(range(self.block.layout.n_workers)) - self.remaining
+        return [row for worker in done for row in self._rows_of(worker)]
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """See ``Request.tapes_for``."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.messages import Infos
+from rlpool.batch.progress import ShowProgress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, WindowRequest, as_infos
@@ -111,11 +112,6 @@ class Batcher(BatcherBase):
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @property
-    def n_lanes(self) -> int:
-        """Lanes of all workers."""
-        return self._not_closed().n_lanes * self._n_workers
-
-    @property
     def all_stopped(self) -> bool:
         """Whether every lane has ended, so that ``get`` returns ``None``."""
         return self._has_stopped(self._not_closed())
@@ -201,13 +197,40 @@ class Batcher(BatcherBase):
             elif self._running:
                 self._submit(dispatcher, dispatcher.policy, infos)
 
+    @overload
+    def get(
+        self,
+        blocking: Literal[True] = True,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor: ...
+
+    @overload
+    def get(
+        self,
+        blocking: bool,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor | None: ...
+
     @once
-    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+    def get(
+        self,
+        blocking: bool = True,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor | None:
         """Take the oldest window.
 
         Args:
             blocking: Wait for it; otherwise return ``None`` until it is there. With
                 ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
+            timeout: As for ``EpisodeBatcher.get``.
+            progress: As for ``EpisodeBatcher.get``, with lanes in place of episodes: they count
+                once their worker is done with the window.
 
         Returns:
             Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to
@@ -216,6 +239,7 @@ class Batcher(BatcherBase):
 
         Raises:
             UsageError: If nothing was requested.
+            TimeoutError: If the window is not there after ``timeout``.
             EnvError, AgentError: If the user's code failed; call ``reset`` to go on.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
 
@@ -233,10 +257,12 @@ class Batcher(BatcherBase):
         if self._has_stopped(dispatcher):
             return None
         try:
-            request = dispatcher.wait(blocking=blocking)
+            request = self._taken(dispatcher, blocking, timeout, progress)
         except UsageError:
             raise
         except RlpoolError:
+            if not dispatcher.has_failed:
+                raise
             with InterruptsHeld():
                 dispatcher.drop_pending(first=1)
                 self._is_reset = False

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -124,10 +125,12 @@ class ClusterDispatcher(RequestQueue):
         for part in range(homes.n_parts):
             homes.move(part)
 
-    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+    def wait_until(
+        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
+    ) -> None:
         """Handle events until a condition holds, and look for nodes that hang."""
-        while not is_over():
-            self._handle(min(self._nodes.look_every_s, every_s))
+        while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
+            self._handle(min(self._nodes.look_every_s, every_s, left_s))
 
     def look(self) -> None:
         """Handle the events that have arrived, and look for nodes that hang."""

@@ -75,6 +75,16 @@ class Steps(DictTensorBase):
             )
         return self._lengths.shape[0]
 
+    def __len__(self) -> int:
+        """Number of rows, as ``n_elems``; ``TypeError`` for the result of ``index(int)``."""
+        if not self._lengths.ndim:
+            raise TypeError("a single trajectory, as index(int) gives it, has no len()")
+        return self.n_elems()
+
+    def __bool__(self) -> bool:
+        """True, also without rows: ``None`` is what ``get`` returns for nothing."""
+        return True
+
     def n_timesteps(self) -> int:
         """Size T of the time dimension; without keys, the largest length.
 

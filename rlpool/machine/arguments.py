@@ -121,6 +121,14 @@ def checked_timeout(timeout: Any) -> float | None:
     return real_number("timeout", timeout, "above 0", fix=fix)
 
 
+def checked_wait(timeout: Any) -> float | None:
+    """How many seconds to wait for a result, ``None`` for no limit; SpecError if it is negative."""
+    if timeout is None:
+        return None
+    fix = "pass seconds, or timeout=None for no limit"
+    return real_number("timeout", timeout, "from 0 on, and finite", fix=fix)
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str | bool], *, fix: str = "") -> None:
     """Refuse an argument that is none of some texts and flags; NumPy's flags are accepted.
 

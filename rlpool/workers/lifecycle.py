@@ -284,18 +284,28 @@ class Workers:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait at most before looking for workers that hang."""
-        return self._watch.patience_s
+        """How long to wait at most before looking for workers that hang or are due to start."""
+        if self.all_up:
+            return self._watch.patience_s
+        due_s = min(life.deadline_s for life in self._lives)
+        return min(self._watch.patience_s, max(0.0, due_s - time.monotonic()) + 0.001)
 
-    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+    def fileno(self) -> int:
+        """A descriptor that can be read when a worker has sent something or has ended."""
+        return self._poller.fileno()
+
+    def wait_until(
+        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
+    ) -> None:
         """Handle messages until a condition holds, and look for workers that hang.
 
         Args:
             is_over: The condition.
             every_s: How often to test it, whether or not a message arrives.
+            until_s: When to give up, by ``time.monotonic``.
         """
-        while not is_over():
-            self.poll(min(self.patience_s, every_s))
+        while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
+            self.poll(min(self.patience_s, every_s, left_s))
             if not is_over():
                 self.look_for_hang()
 
@@ -314,8 +324,7 @@ class Workers:
             Whether the wake descriptor can be read.
         """
         if not self.all_up:
-            due_s = min(life.deadline_s for life in self._lives)
-            timeout_s = min(timeout_s, max(0.0, due_s - time.monotonic()) + 0.001)
+            timeout_s = min(timeout_s, self.patience_s)
         events = self._poller.wait(timeout_s)
         is_woken = self._poller.is_woken_by(events)
         if is_woken and len(events) == 1 and self.all_up:

@@ -50,6 +50,10 @@ class Poller:
                 with suppress(OSError):  # it could not be registered
                     self._epoll.unregister(fd)
 
+    def fileno(self) -> int:
+        """The descriptor of what is waited for, open until ``close``; -1 after it."""
+        return -1 if self._epoll is None else self._epoll.fileno()
+
     def wait(self, timeout_s: float) -> Events:
         """Wait until something can be read, or written where that is watched.
 

@@ -200,11 +200,11 @@ def test_memory_of_dropped_results_is_used_again() -> None:
     [
         *({"n_timesteps": value} for value in (0, -1, 1.5, True, None)),
         *({"n_slots": value} for value in (0, -2, "8")),
-        *({"n_threads": value} for value in (-1, 0.5, None)),
+        *({"n_workers": value} for value in (-1, 0.5, None)),
         *({"timeout": value} for value in (0, -1.0)),
         *({"seeds": value} for value in (-1, [1, -2], "abc", [1.5], 3.5)),
-        {"seeds": [1, 2], "n_threads": 3},
-        {"seeds": [], "n_threads": 1},
+        {"seeds": [1, 2], "n_workers": 3},
+        {"seeds": [], "n_workers": 1},
         *({"create_env": value} for value in (None, 5)),
         *({"create_agent": value} for value in (None, 7)),
     ],
@@ -212,7 +212,7 @@ def test_memory_of_dropped_results_is_used_again() -> None:
 )
 @pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
 def test_wrong_arguments_are_refused_by_name(kind: Any, changes: dict[str, Any]) -> None:
-    arguments = {"n_timesteps": 4, "n_slots": 8, "n_threads": 0, "seeds": 0}
+    arguments = {"n_timesteps": 4, "n_slots": 8, "n_workers": 0, "seeds": 0}
     arguments |= {"create_agent": StepCounter, "create_env": create_counting}
     with pytest.raises(SpecError, match=next(iter(changes))):
         kind(**{**arguments, **changes})

@@ -1,0 +1,215 @@
+"""Waiting for results: with a limit, for several batchers, by descriptors; nothing gets lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import selectors
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rlpool
+from rlpool import (
+    Batcher,
+    EpisodeBatcher,
+    GymEnv,
+    GymEnvInf,
+    SpecError,
+    TemporalDictTensor,
+    UsageError,
+)
+from rlpool.testing import CountingEnv
+
+from support.agents import ConstantAgent
+
+
+class WaitingEnv(CountingEnv):
+    """Waits in its first step until a file is there."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__(length=4)
+        self.gate = Path(gate)
+
+    def step(self, action: Any) -> Any:
+        while not self.gate.exists():
+            os.sched_yield()
+        return super().step(action)
+
+
+def create_waiting(seed: int, gate: str) -> GymEnv:
+    return GymEnv([WaitingEnv(gate)], seed)
+
+
+def create_endless(seed: int, gate: str) -> GymEnvInf:
+    return GymEnvInf([WaitingEnv(gate)], seed)
+
+
+def open_batcher(kind: Any, gate: Path, n_workers: int = 1) -> Any:
+    create = create_endless if kind is Batcher else create_waiting
+    # The trial step that tells the keys waits as well: let that pass.
+    gate.touch()
+    batcher = kind(
+        6,
+        8,
+        create_agent=ConstantAgent,
+        create_env=create,
+        env_args={"gate": str(gate)},
+        n_workers=n_workers,
+        seed=3,
+    )
+    gate.unlink()
+    if kind is Batcher:
+        batcher.reset()
+    return batcher
+
+
+def request(batcher: Any) -> None:
+    batcher.execute(*() if isinstance(batcher, Batcher) else (2,))
+
+
+@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
+def test_a_get_that_takes_too_long_loses_nothing(kind: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with open_batcher(kind, gate) as batcher:
+        request(batcher)
+        request(batcher)
+        for timeout in (0, 0.05):
+            with pytest.raises(TimeoutError, match="the result is not there after"):
+                batcher.get(timeout=timeout)
+        gate.touch()
+        results = [batcher.get(timeout=60) for _ in range(2)]
+        assert batcher.n_pending == 0
+    with open_batcher(kind, gate) as batcher:
+        gate.touch()
+        request(batcher)
+        request(batcher)
+        for result in results:
+            assert torch.equal(result["frame"], batcher.get()["frame"])
+
+
+def test_a_timeout_that_is_none_is_refused_and_loses_nothing(tmp_path: Path) -> None:
+    with open_batcher(Batcher, tmp_path / "gate") as batcher:
+        request(batcher)
+        (tmp_path / "gate").touch()
+        for timeout in (-1, "soon", float("nan")):
+            with pytest.raises(SpecError, match="timeout should be a number"):
+                batcher.get(timeout=timeout)
+        assert len(batcher.get(timeout=60)) == 1
+
+
+@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
+def test_wait_returns_those_with_a_result(kind: Any, tmp_path: Path) -> None:
+    gates = [tmp_path / "a", tmp_path / "b"]
+    with open_batcher(kind, gates[0]) as slow, open_batcher(kind, gates[1]) as fast:
+        request(slow)
+        assert rlpool.wait([slow, fast], timeout=0.05) == []
+        request(fast)
+        gates[1].touch()
+        assert rlpool.wait([slow, fast], timeout=60) == [fast]
+        fast.get(timeout=0)
+        gates[0].touch()
+        assert rlpool.wait([slow, fast]) == [slow]
+        slow.get(timeout=0)
+        with pytest.raises(UsageError, match="nothing is pending"):
+            rlpool.wait([slow, fast])
+
+
+def test_wait_goes_on_while_workers_die(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with open_batcher(EpisodeBatcher, gate) as batcher:
+        request(batcher)
+        pid = batcher.stats().workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        gate.touch()
+        assert rlpool.wait([batcher], timeout=60) == [batcher]
+        assert len(batcher.get(timeout=0)) == 2
+
+
+def test_wait_finds_batchers_without_workers_and_errors(tmp_path: Path) -> None:
+    with open_batcher(EpisodeBatcher, tmp_path / "gate", n_workers=0) as batcher:
+        (tmp_path / "gate").touch()
+        request(batcher)
+        assert rlpool.wait([batcher], timeout=0) == [batcher]
+        other: Any = object()
+        with pytest.raises(SpecError, match="is no batcher"):
+            rlpool.wait([batcher, other])
+    with pytest.raises(UsageError, match="closed"):
+        rlpool.wait([batcher])
+
+
+def test_a_process_that_waits_sleeps(tmp_path: Path) -> None:
+    with open_batcher(EpisodeBatcher, tmp_path / "gate") as batcher:
+        request(batcher)
+        before_s = time.process_time()
+        assert rlpool.wait([batcher], timeout=0.5) == []
+        assert time.process_time() - before_s < 0.25
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_selectors_wait_for_a_batcher(n_workers: int, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with open_batcher(EpisodeBatcher, gate, n_workers) as batcher, selectors.DefaultSelector() as s:
+        gate.touch()
+        request(batcher)
+        s.register(batcher, selectors.EVENT_READ)
+        while (result := batcher.get(blocking=False)) is None:
+            s.select(1.0)
+        assert len(result) == 2
+        s.unregister(batcher)
+    with pytest.raises(UsageError, match="closed"):
+        batcher.fileno()
+
+
+async def result_of(batcher: Any) -> TemporalDictTensor:
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(batcher.fileno(), arrived.set)
+    try:
+        while (result := batcher.get(blocking=False)) is None:
+            arrived.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(arrived.wait(), timeout=1.0)
+        return result
+    finally:
+        loop.remove_reader(batcher.fileno())
+
+
+def test_asyncio_awaits_two_batchers(tmp_path: Path) -> None:
+    async def both() -> None:
+        request(one)
+        request(other)
+        gate.touch()
+        for result in await asyncio.gather(result_of(one), result_of(other)):
+            assert len(result) == 2
+
+    gate = tmp_path / "gate"
+    with open_batcher(EpisodeBatcher, gate) as one, open_batcher(EpisodeBatcher, gate) as other:
+        asyncio.run(both())
+
+
+def test_a_window_has_progress(tmp_path: Path) -> None:
+    seen = []
+    with open_batcher(Batcher, tmp_path / "gate") as batcher:
+        request(batcher)
+        assert batcher.progress == (0, 1)
+        (tmp_path / "gate").touch()
+        batcher.get(progress=seen.append)
+        assert batcher.progress == (0, 0)
+    assert (seen[-1].n_finished, seen[-1].n_episodes, seen[-1].n_steps) == (1, 1, 6)
+    assert np.all(np.diff([each.n_finished for each in seen]) >= 0)
+
+
+@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
+def test_a_batcher_says_what_it_is(kind: Any, tmp_path: Path) -> None:
+    with open_batcher(kind, tmp_path / "gate") as batcher:
+        request(batcher)
+        expected = f"{kind.__name__}(n_workers=1, n_lanes=1, n_pending=1, open)"
+        assert (repr(batcher), batcher.n_lanes) == (expected, 1)
+    assert repr(batcher) == f"{kind.__name__}(closed)"
