@@ -25,10 +25,10 @@ SMALL = {
     "meta_rl": "--num-iters=2 --num-rollouts-per-iter=4 --envs-per-worker=2 "
     "--num-parallel-workers=0 --num-eval-tasks=4 --checkpoint-interval=1",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
-    "ppo_atari": "--total-timesteps=128 --checkpoint-interval=1 --n-threads=0",
+    "ppo_atari": "--total-timesteps=128 --checkpoint-interval=1 --n-workers=0",
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=512 --checkpoint-interval=1",
     "ppo_recurrent": "--total-timesteps=2048 --checkpoint-interval=1 --evaluate=2",
-    "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-threads=1",
+    "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-workers=1",
     "sac": f"{CONTINUOUS} --evaluate=2",
     "td3": f"{CONTINUOUS} --evaluate=2",
 }
@@ -123,12 +123,12 @@ def test_only_workers_that_share_the_environments_are_accepted(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        run(name, program_folder, "--n-threads=3")
-    assert "argument --n-threads: invalid choice: 3" in capfd.readouterr().err
+        run(name, program_folder, "--n-workers=3")
+    assert "--n-workers/--n-threads: invalid choice: 3" in capfd.readouterr().err
     script = runpy.run_path(str(FOLDER / f"{name}.py"))
     with pytest.raises(SystemExit):
         run(name, program_folder, "--help")
-    shown = re.search(r"--n-threads \{([0-9,]+)\}", capfd.readouterr().out)
+    shown = re.search(r"--n-workers \{([0-9,]+)\}", capfd.readouterr().out)
     assert shown is not None
     n_envs = script["N_ENVS"]
     sizes = [n for n in range(1, n_envs + 1) if n_envs % n == 0]
