@@ -135,6 +135,7 @@ class OneEnv(GymEnv):
         dtypes: Key to dtype, for values that are not stored in their own dtype.
         owns_process: Seed the process's global generators (``random``, NumPy's, torch's) for
             every episode, for environments and policies that draw from them.
+        info_keys: Keys of ``info`` that become keys of a step, see ``GymEnv``.
 
     Attributes:
         is_fresh: Whether there was one reset and no step yet.
@@ -149,10 +150,11 @@ class OneEnv(GymEnv):
         *,
         dtypes: Mapping[str, np.dtype[Any]] | None = None,
         owns_process: bool = False,
+        info_keys: Sequence[str] = (),
     ) -> None:
         self._dtypes = dict(dtypes or {})
         self._env = ActingEnv(env)
-        super().__init__([self._env], keep_float64=True)
+        super().__init__([self._env], keep_float64=True, info_keys=list(info_keys) or None)
         self._forget_columns()
         self.is_declared, self.is_fresh = False, False  # the first reset declares
         self._first_seed = first_seed

@@ -39,12 +39,14 @@ class WorkerFactory:
         policy: The policy or ``None``, pickled.
         seeds: Seeds of the first episodes of all environments of the pool.
         root: The root seed, from which follows the seed that each worker gets.
+        info_keys: Keys of the environments' ``info`` to keep.
     """
 
     envs: Mapping[int, Parcel]
     policy: Parcel
     seeds: Sequence[int]
     root: int
+    info_keys: Sequence[str] = ()
 
     def create_env(self, seed: int) -> OneEnv:
         """The environment of the worker that is created with a seed."""
@@ -55,7 +57,12 @@ class WorkerFactory:
         self._where = Where(worker=number)
 
         def load() -> OneEnv:
-            return OneEnv(self.envs[number].load(), self.seeds[number], owns_process=True)
+            return OneEnv(
+                self.envs[number].load(),
+                self.seeds[number],
+                owns_process=True,
+                info_keys=self.info_keys,
+            )
 
         env: OneEnv = called(self._where, f"loading environment {number}", load)
         self._env = env

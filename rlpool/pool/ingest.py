@@ -68,6 +68,8 @@ def infos_of(
     """
     found, n_times = {}, trajectories.mask().shape[1]
     for name in names:
+        if name in trajectories and name not in trajectories.info:
+            continue  # a key of the steps, kept as such
         keys = [k for k in (name,) if k in trajectories.info]
         keys = keys if are_exact else matching(name, trajectories.info)
         if not keys:

@@ -69,8 +69,9 @@ class Pool(FilledPool, DumpsStacks):
         info_keys: Keys of the trajectories' ``info`` to store with every transition, such as
             ``"env_info/task"`` or ``"seed"``; ``"agent_info"`` stands for all that begin with it
             and a slash. Samples have them among their keys, sequences in their ``info``, where
-            ``replay_agent`` takes ``agent_info`` from. Transitions of ``store()`` and ``pool()``
-            have no info.
+            ``replay_agent`` takes ``agent_info`` from. For ``store()`` they are keys of the
+            environments' ``info``, whose values before and after each step are kept, ``"cost"``
+            and ``"_cost"``.
         storage: ``"local"``, ``"shared"`` (for readers in other processes) or ``"memmap"`` (a file
             without a name, for pools beyond memory).
         directory: Directory of the file of ``"memmap"``, by default that of temporary files.
@@ -152,7 +153,14 @@ class Pool(FilledPool, DumpsStacks):
         self._one_thread = OneThread("hand_over")
         self._runner = self._n_stacked = None
         if env is not None:
-            self._runner = EpisodeRunner(env, n_workers, seed, policy, timeout, start_method)
+            of_steps = [
+                name
+                for name in self._info_keys
+                if name.split("/")[0] not in ("agent_info", "env_info")
+            ]
+            self._runner = EpisodeRunner(
+                env, n_workers, seed, policy, timeout, start_method, of_steps
+            )
             self._n_stacked = self._runner.frame_stack
 
     def store(self) -> None:

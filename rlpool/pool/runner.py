@@ -77,6 +77,7 @@ class EpisodeRunner:
         timeout: Seconds without a step after which a process counts as hanging, ``None`` for
             never.
         start_method: How processes are started, as for ``Batcher``.
+        info_keys: Keys of the environments' ``info`` that become keys of a step.
 
     Attributes:
         closed: Whether ``close`` was called.
@@ -97,10 +98,12 @@ class EpisodeRunner:
         policy: Policy | None,
         timeout: float | None,
         start_method: str,
+        info_keys: Sequence[str] = (),
     ) -> None:
         if policy is not None and not callable(policy):
             raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
         self.closed = False
+        self._info_keys = info_keys
         self._envs, self._n_processes, self._policy = envs, processes, policy
         self._timeout, self._start_method = checked_timeout(timeout), start_method
         self._root, self.n_runs = root_from(seed), 0
@@ -192,7 +195,8 @@ class EpisodeRunner:
         lane_seeds = LaneSeeds(self._root, number)
         seeds = [lane_seeds.seed(process, 0) for process in range(len(envs))]
         if not self._batchers:
-            self._start(WorkerFactory(dict(enumerate(envs)), policy, seeds, self._root))
+            every = dict(enumerate(envs))
+            self._start(WorkerFactory(every, policy, seeds, self._root, self._info_keys))
         for batcher, processes in self._batchers:
             batcher.reset(env_info={"seed": [seeds[process] for process in processes]})
         parts: list[list[DictTensor]] = [[] for _ in seeds]
@@ -215,7 +219,7 @@ class EpisodeRunner:
             if len(self._batchers) > 1:
                 error.where = error.where._replace(worker=lanes[0])
             raise
-        names = _names_in_pool(window)
+        names = _names_in_pool(window, self._info_keys)
         flat = window.get(list(names)).flatten()
         steps = DictTensor({name: flat[key] for key, name in names.items()})
         lengths = window.lengths.tolist()
@@ -270,7 +274,7 @@ def _joined(parts: list[list[DictTensor]]) -> tuple[DictTensor, list[int]]:
     return DictTensor({key: torch.from_numpy(array) for key, array in arrays.items()}), lengths
 
 
-def _names_in_pool(window: TemporalDictTensor) -> dict[str, str]:
+def _names_in_pool(window: TemporalDictTensor, info_keys: Sequence[str]) -> dict[str, str]:
     """What a pool calls the keys of a window that it stores, in its order."""
     names: dict[str, str] = {}
     for start, name, prefix in _STORED:
@@ -278,6 +282,8 @@ def _names_in_pool(window: TemporalDictTensor) -> dict[str, str]:
             first, _, part = key.partition("/")
             if first == start:
                 names[key] = prefix + part if part else name
+    for key in info_keys:
+        names |= {name: name for name in (key, f"_{key}") if name in window}
     refuse_taken([names[key] for key in names if key.split("/")[0] == STATE_KEY], "state")
     return names
 

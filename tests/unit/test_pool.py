@@ -286,7 +286,7 @@ def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() ->
     [
         ({"pool_size": None}, "pool_size"),
         ({"pool_size": True}, "pool_size"),
-        ({"processes": 0}, "processes"),
+        ({"processes": 0}, "n_workers"),
         ({"processes": 11}, "pool_size should be an int of at least 11"),
         ({"window_size": 0}, "window_size"),
         ({"clearing_freq": 1, "window_size_": 0}, "window_size_"),
@@ -302,7 +302,7 @@ def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() ->
         ({"env": []}, "env is"),
         ({"env": "CartPole"}, "env is"),
         ({"env": [1]}, "environment 0"),
-        ({"env": [CountingEnv()], "processes": 2}, "1 environments, processes is 2"),
+        ({"env": [CountingEnv()], "processes": 2}, "1 environments, n_workers is 2"),
         ({"env": [CountingEnv]}, "environment 0"),
         ({"env": [GymEnv([CountingEnv()])]}, "environment 0"),
         ({"env": [CountingEnv()], "policy": 3}, "policy is 3"),

@@ -150,6 +150,26 @@ def test_windows_have_them_per_lane() -> None:
     assert set(sequences.info["agent_info/gain"].tolist()) == {1.0, 2.0}
 
 
+class CostlyEnv(CountingEnv):
+    """Tells a cost, which is its observation over four."""
+
+    def step(self, action: Any) -> Any:
+        observation, *others, _ = super().step(action)
+        return observation, *others, {"cost": float(observation[0]) / 4}
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_store_keeps_infos_of_its_environments(n_envs: int) -> None:
+    envs = [CostlyEnv(length=3) for _ in range(n_envs)]
+    with Pool(envs, pool_size=100, info_keys=["cost"], seed=0) as pool:
+        pool.store()
+        pool.store()
+    assert len(pool) == 6 * n_envs
+    batch = pool.sample(6 * n_envs)
+    assert torch.equal(batch["_cost"].float(), batch["_frame"][:, 0] / 4)
+    assert torch.equal(batch["cost"].float(), batch["frame"][:, 0] / 4)
+
+
 def test_what_is_missing_is_named(episodes: Any) -> None:
     without = TemporalDictTensor(dict(episodes.items()), episodes.lengths)
     pool = Pool(pool_size=60, info_keys=["agent_info"])
