@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -54,8 +55,8 @@ class Agent:
         self,
         state: DictTensor | None,
         observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
+        agent_info: DictTensor | Any = None,
+        history: TemporalDictTensor | Any = None,
     ) -> AgentStep:
         """Choose one action per row.
 
@@ -115,17 +116,21 @@ class Agent:
         """Whether ``__call__`` needs ``history``. Called once."""
         return False
 
-    def update(self, info: Any) -> None:
-        """Apply the object passed to ``batcher.update(info)``, such as a state dict.
+    if TYPE_CHECKING:
+        update: Callable[..., Any]  # also nn.Module.load_state_dict
+    else:
 
-        Args:
-            info: The caller's object. Its tensors may be views of memory that is released after
-                the call: copy them, as ``load_state_dict`` does.
-        """
-        raise UsageError(
-            f"{type(self).__name__} does not implement update(info)",
-            fix="define update(self, info), for instance self.model.load_state_dict(info)",
-        )
+        def update(self, info: Any) -> None:
+            """Apply the object passed to ``batcher.update(info)``, such as a state dict.
+
+            Args:
+                info: The caller's object. Its tensors may be views of memory that is released after
+                    the call: copy them, as ``load_state_dict`` does.
+            """
+            raise UsageError(
+                f"{type(self).__name__} does not implement update(info)",
+                fix="define update(self, info), for instance self.model.load_state_dict(info)",
+            )
 
     def seed(self, seed: int) -> None:
         """Seed the agent's own generators. Called once.

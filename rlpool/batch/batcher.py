@@ -21,8 +21,9 @@ from rlpool.seeding import checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
+    BatcherOptions,
     FailurePolicy,
-    PolicyOptions,
+    policy_of,
     takes_policy,
 )
 
@@ -138,11 +139,11 @@ class EpisodeBatcher(BatcherBase):
         crash_dir: CrashDir = None,
         agent_rows: int | None = None,
         progress: ShowProgress = False,
-        **policy: Unpack[PolicyOptions],
+        **policy: Unpack[BatcherOptions],
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, FailurePolicy(**policy), crash_dir
+        failing = timeout, policy_of(policy), crash_dir
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @once
@@ -376,6 +377,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
         *,
+        seed: int | None = None,  # seeds, by the time that it arrives here
         agent_rows: int | None = None,
         progress: ShowProgress = False,
     ) -> None:

@@ -191,6 +191,12 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """Whether ``get`` would return a result, or raise an error, without waiting for workers.
 
         With ``n_workers=0`` that is so if anything is pending: ``get`` runs it then.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.execute(2)
+            >>> batcher.has_outcome()
+            True
         """
         return self._open().has_outcome()
 
@@ -205,6 +211,17 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Raises:
             UsageError: If the batcher is closed, or on a cluster.
+
+        Example:
+            >>> import selectors
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.execute(2)
+            >>> with selectors.DefaultSelector() as selector:
+            ...     key = selector.register(batcher, selectors.EVENT_READ)
+            ...     while (trajectories := batcher.get(blocking=False)) is None:
+            ...         events = selector.select(timeout=1.0)
+            >>> len(trajectories)
+            2
         """
         return self._not_closed().fileno()
 

@@ -30,8 +30,8 @@ from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
-    FailurePolicy,
-    PolicyOptions,
+    BatcherOptions,
+    policy_of,
     takes_policy,
 )
 
@@ -105,10 +105,10 @@ class Batcher(BatcherBase):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
         agent_rows: int | None = None,
-        **policy: Unpack[PolicyOptions],
+        **policy: Unpack[BatcherOptions],
     ) -> None:
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, FailurePolicy(**policy), crash_dir
+        failing = timeout, policy_of(policy), crash_dir
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @property

@@ -15,8 +15,8 @@ from rlpool.machine.arguments import also_takes, real_number, whole_number
 from rlpool.record.capsule_files import CrashDir
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
-    FailurePolicy,
-    PolicyOptions,
+    BatcherOptions,
+    policy_of,
     takes_policy,
 )
 
@@ -89,12 +89,12 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         require_same_bits: bool = False,
         resources: Mapping[str, Any] | None = None,
         progress: ShowProgress = False,
-        **policy: Unpack[PolicyOptions],
+        **policy: Unpack[BatcherOptions],
     ) -> None:
         self._progress = checked_progress(progress)
         connect = _connection(n_nodes, n_workers, resources)
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, FailurePolicy(**policy), crash_dir
+        failing = timeout, policy_of(policy), crash_dir
         arguments = n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows
         super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 
@@ -152,11 +152,11 @@ class RayBatcher(ClusterBatcher):
         agent_rows: int | None = None,
         require_same_bits: bool = False,
         resources: Mapping[str, Any] | None = None,
-        **policy: Unpack[PolicyOptions],
+        **policy: Unpack[BatcherOptions],
     ) -> None:
         connect = _connection(n_nodes, n_workers, resources)
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, FailurePolicy(**policy), crash_dir
+        failing = timeout, policy_of(policy), crash_dir
         arguments = n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows
         super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 

@@ -35,7 +35,7 @@ from rlpool.training.evaluation_result import Entry, Evaluation, Record, plain_r
 from rlpool.training.protocol import Telling, described_infos, modules_of, protocol_of
 from rlpool.training.statistics import episode_returns, numbers_of
 from rlpool.training.video import Filming
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, PolicyOptions, takes_policy
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, takes_policy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,7 +74,7 @@ def evaluate(
     video_episodes: int | Sequence[int] = _N_VIDEOS,
     timeout: float | None = DEFAULT_TIMEOUT_S,
     crash_dir: CrashDir = None,
-    **policy: Unpack[PolicyOptions],
+    **policy: Unpack[BatcherOptions],
 ) -> Evaluation:
     """Run complete episodes with a copy of an agent, without gradients.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
@@ -134,6 +134,18 @@ class PolicyOptions(TypedDict, total=False):
     max_episodes_per_worker: int | None
     max_rss_bytes: int | None
     start_method: str
+
+
+class BatcherOptions(PolicyOptions, total=False):
+    """They, and second names of a batcher's arguments, which ``also_takes`` replaces."""
+
+    seed: int | None
+    n_threads: int
+
+
+def policy_of(options: Mapping[str, Any]) -> FailurePolicy:
+    """The policy of a function that takes its arguments as keywords."""
+    return FailurePolicy(**options)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
