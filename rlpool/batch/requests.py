@@ -547,7 +547,14 @@ class WindowRequest(Request):
         running = block.arrays.control["running"].reshape(-1)
         self.lanes_left = (running >= 0).nonzero()[0].tolist()
         if self.tapes is not None:
-            self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
+            env_info = self.infos[1]
+            self.tapes.record(
+                block.layout,
+                block.arrays,
+                self.lanes,
+                self.lanes_left,
+                lambda lane: options_of(env_info, lane) if env_info else None,
+            )
             tapes = self.tapes.tapes.items()
             begin_next = {(lane, tape.n_restarts) for lane, tape in tapes if not tape.n_steps}
             self.tapes.given_up = begin_next.intersection(self._given_up)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from rlpool.batch.messages import Infos
+from rlpool.data.infos import options_of
+from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import refuse_other_states
 from rlpool.memory.storage import Array
@@ -131,6 +133,7 @@ def state_of_tapes(tapes: Mapping[int, Tape]) -> list[State]:
         {
             "lane": lane,
             "n_restarts": tape.n_restarts,
+            "options": tape.options,
             "steps": _tensors(tape.columns),
             "observation": _tensors(tape.observation),
             "state": _tensors(tape.state),
@@ -139,10 +142,22 @@ def state_of_tapes(tapes: Mapping[int, Tape]) -> list[State]:
     ]
 
 
-def tapes_of_state(states: Iterable[Mapping[str, Any]]) -> dict[int, Tape]:
-    """The inverse of ``state_of_tapes``; copies."""
+def tapes_of_state(
+    states: Iterable[Mapping[str, Any]], env_info: Mapping[str, Array]
+) -> dict[int, Tape]:
+    """The inverse of ``state_of_tapes``; copies.
+
+    Args:
+        states: What it returned; before version 0.4 without the options of episodes.
+        env_info: Of all lanes, which said what these were.
+    """
+
+    def before(lane: int) -> Options:
+        return options_of(env_info, lane) if env_info else None
+
     return {
         state["lane"]: Tape(
+            options=state["options"] if "options" in state else before(state["lane"]),
             n_restarts=state["n_restarts"],
             chunks=[_arrays(state["steps"])] if state["steps"] else [],
             observation=_arrays(state["observation"]),

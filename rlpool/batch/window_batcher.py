@@ -156,16 +156,19 @@ class Batcher(BatcherBase):
             self._unconfirmed = "reset", infos
 
     @once
-    def execute(self, agent_info: Info = None) -> None:
+    def execute(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Request the next window; returns at once.
 
         Args:
             agent_info: ``[n_lanes, ...]``, as for ``reset``: what the agent gets from this window
                 on, in the episodes that are running, too. It replaces all that was given before,
                 and may have other keys; an empty dict for none. ``None`` leaves it as it is.
+            env_info: Likewise: what environments are reset with whose episodes begin in this window
+                or later, for a curriculum, say. Those that are running go on undisturbed. The
+                rows of ``info["env_info/..."]`` are those in force during the window.
 
         Raises:
-            SpecError: If ``agent_info`` holds anything but numbers, or has another number of rows.
+            SpecError: If an info holds anything but numbers, or has another number of rows.
             UsageError: Before ``reset``, and after an error.
 
         Example:
@@ -181,9 +184,12 @@ class Batcher(BatcherBase):
         dispatcher = self._open()
         if not self._is_reset:
             raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
-        infos = self._infos
-        if agent_info is not None:
-            infos = as_infos(agent_info, None, self.n_lanes)[0], infos[1]
+        given = as_infos(agent_info, env_info, self.n_lanes)
+        old_agent_info, old_env_info = self._infos
+        infos = (
+            old_agent_info if agent_info is None else given[0],
+            old_env_info if env_info is None else given[1],
+        )
         if is_repeated(self._unconfirmed, dispatcher.policy.version, infos):
             return
         with InterruptsHeld():
@@ -330,7 +336,7 @@ class Batcher(BatcherBase):
         self._infos, self._running = infos_of_state(state), list(state["running"])
         self._queued = ()
         self._tapes = WindowTapes(self.n_lanes)
-        self._tapes.tapes = tapes_of_state(state["tapes"])
+        self._tapes.tapes = tapes_of_state(state["tapes"], self._infos[1])
         if self._tapes.tapes:
             dispatcher.resume()
 

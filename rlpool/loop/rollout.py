@@ -335,11 +335,11 @@ class Rollout:
             EnvError: If an environment does not repeat what it did.
         """
         plan = bound.plan
-        episodes = {n: plan.resumed(n, tape.n_restarts) for n, tape in plan.tapes.items()}
-        tapes = {
-            lane: replace(tape, seed=episodes[lane].seed, options=episodes[lane].options)
+        episodes = {
+            lane: replace(plan.resumed(lane, tape.n_restarts), options=tape.options)
             for lane, tape in plan.tapes.items()
         }
+        tapes = {lane: replace(tape, seed=episodes[lane].seed) for lane, tape in plan.tapes.items()}
         wheres = {
             lane: Where(self._worker, lane, episodes[lane].number, 0, tape.seed, tape.options)
             for lane, tape in tapes.items()

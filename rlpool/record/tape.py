@@ -20,7 +20,7 @@ the caller                   actions                          any lanes; ``recor
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -294,7 +294,7 @@ class WindowTapes:
 
     Attributes:
         tapes: Running lane, numbered across workers, to the tape of its episode. The worker fills
-            in the tapes' seeds and options.
+            in the tapes' seeds.
         given_up: Lane, and restarts before, of an episode that begins with the next window and
             whose reset is known to fail.
     """
@@ -322,7 +322,12 @@ class WindowTapes:
         return self._is_enough and not any(t.why_lost for t in self.tapes.values())
 
     def record(
-        self, layout: Layout, arrays: Arrays, lanes: Sequence[int], lanes_left: Sequence[int]
+        self,
+        layout: Layout,
+        arrays: Arrays,
+        lanes: Sequence[int],
+        lanes_left: Sequence[int],
+        options_of_lane: Callable[[int], Options] = lambda _: None,
     ) -> None:
         """Record a window.
 
@@ -331,6 +336,7 @@ class WindowTapes:
             arrays: The block.
             lanes: Which lane each row is.
             lanes_left: Lanes that continue; they have filled their slots.
+            options_of_lane: Returns what episodes are reset with that begin in this window.
         """
         step, n_rows = layout.step, len(lanes)
         self._is_enough = _is_enough(step)
@@ -348,9 +354,10 @@ class WindowTapes:
         steps = slot_steps(layout, arrays, rows, shown[REWARD][rows])
         tapes, self.tapes = self.tapes, {}
         for number, (lane, row) in enumerate(zip(lanes_left, rows, strict=True)):
-            tape = tapes.get(lane) or Tape()
+            tape = tapes.get(lane) or Tape(options=options_of_lane(lane))
             if ends[row]:
-                tape = Tape(n_restarts=tape.n_restarts + int(ends[row]))
+                n_restarts = tape.n_restarts + int(ends[row])
+                tape = Tape(options=options_of_lane(lane), n_restarts=n_restarts)
             if starts[lane] < layout.n_timesteps:  # else its episode begins with the next window
                 chunk = {key: array[number, starts[lane] :] for key, array in steps.items()}
                 tape.add(chunk, self._most_bytes)

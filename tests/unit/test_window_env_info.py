@@ -1,0 +1,80 @@
+"""Windows get other rows of env_info, which hold for episodes that begin from then on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlpool import Batcher, GymEnvInf, SpecError
+from rlpool.testing import CountingEnv
+
+from support.agents import ConstantAgent
+
+
+def create_endless(seed: int) -> GymEnvInf:
+    return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+
+
+def open_batcher(n_workers: int, **options: Any) -> Batcher:
+    factories: Any = {"create_agent": ConstantAgent, "create_env": create_endless}
+    return Batcher(n_timesteps=6, **factories, n_workers=n_workers, seed=0, **options)
+
+
+def ends(window: Any) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in window["_done"]]
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_rows_hold_for_episodes_that_begin_from_now_on(n_workers: int) -> None:
+    with open_batcher(n_workers) as batcher:
+        batcher.reset(env_info={"length": [4, 4]})
+        batcher.execute()
+        batcher.execute(env_info={"length": [2, 5]})
+        batcher.execute()
+        first, second, third = (batcher.get() for _ in range(3))
+    assert ends(first) == [[3], [3]]
+    assert ends(second) == [[1, 3, 5], [1]]  # those that were running had four steps
+    assert ends(third) == [[1, 3, 5], [0, 5]]
+    assert first.info["env_info/length"].tolist() == [4, 4]
+    assert second.info["env_info/length"].tolist() == third.info["env_info/length"].tolist()
+    assert second.info["env_info/length"].tolist() == [2, 5]
+
+
+def test_a_worker_that_is_replaced_repeats_with_what_episodes_began_with() -> None:
+    windows = []
+    for options in ({}, {"max_episodes_per_worker": 2}):
+        with open_batcher(1, **options) as batcher:
+            batcher.reset(env_info={"length": [4, 4]})
+            collected = []
+            for length in (4, 9, 2, 7):
+                batcher.execute(env_info={"length": [length, length]})
+                collected.append(batcher.get()["_reward"])
+            windows.append(torch.stack(collected))
+    assert torch.equal(*windows)
+
+
+@pytest.mark.parametrize(("n_workers", "n_after"), [(0, 1), (1, 0)])
+def test_a_state_has_what_running_episodes_began_with(n_workers: int, n_after: int) -> None:
+    with open_batcher(n_workers) as batcher, open_batcher(n_after) as other:
+        batcher.reset(env_info={"length": [9, 9]})
+        batcher.execute()
+        batcher.get()
+        batcher.execute(env_info={"length": [2, 3]})
+        batcher.get()
+        batcher.execute(env_info={"length": [8, 8]})
+        batcher.get()
+        other.load_state_dict(batcher.state_dict())
+        for each in (batcher, other):
+            each.execute()
+        assert torch.equal(batcher.get()["_reward"], other.get()["_reward"])
+
+
+def test_rows_of_another_number_are_refused_and_change_nothing() -> None:
+    with open_batcher(0) as batcher:
+        batcher.reset(env_info={"length": [2, 2]})
+        with pytest.raises(SpecError, match="env_info"):
+            batcher.execute(env_info={"length": [1, 2, 3]})
+        batcher.execute()
+        assert ends(batcher.get()) == [[1, 3, 5], [1, 3, 5]]
