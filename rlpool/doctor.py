@@ -134,6 +134,9 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     doctor = commands.add_parser("doctor", help=text, description=f"{text} (exit code 1)")
     commands.add_parser("demo", help="learn CartPole in ten seconds, with a curve")
     commands.add_parser("top", help="show what the workers of a running program do, by its pid")
+    commands.add_parser("evaluate", help="evaluate an agent, show figures, write a record")
+    commands.add_parser("compare", help="compare two records, episode by episode of one seed")
+    commands.add_parser("verify", help="run some episodes of a record again")
     add_number = partial(doctor.add_argument, type=int, metavar="N")
     add_number(
         "--n-workers",

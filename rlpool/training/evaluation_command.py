@@ -118,7 +118,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         agent_rows=args.agent_rows or None,
         infos=args.infos,
         record=args.record,
-        progress=sys.stderr.isatty(),
+        progress=True,
         on_env_error=args.on_env_error,
     )
     if args.out:

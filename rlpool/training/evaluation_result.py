@@ -36,6 +36,8 @@ FORMAT, VERSION = "rlpool evaluation", 1
 Entry = dict[str, Any]
 """What is recorded of an episode."""
 
+_TENSORS = "returns", "lengths", "successes", "seeds"
+
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
@@ -167,7 +169,7 @@ class Evaluation:
         return cls.of_entries(whole["episodes"], whole["protocol"])
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: vars(self)[name] for name in ("returns", "lengths", "successes", "seeds")}
+        state = {name: vars(self)[name] for name in _TENSORS}
         texts = [str(film) for film in self.videos], json.dumps(list(self.entries))
         protocol = json.dumps(dict(self.protocol))
         return {**state, "videos": texts[0], "entries": texts[1], "protocol": protocol}
@@ -175,8 +177,9 @@ class Evaluation:
     def __setstate__(self, state: dict[str, Any]) -> None:
         entries, protocol = json.loads(state["entries"]), json.loads(state["protocol"])
         videos = tuple(map(Path, state["videos"]))
-        loaded = Evaluation.of_entries(entries, protocol, videos)
-        for name, value in vars(loaded).items():
+        known = vars(Evaluation.of_entries(entries, protocol, videos))
+        tensors = {name: state[name] for name in _TENSORS}
+        for name, value in {**known, **tensors}.items():
             object.__setattr__(self, name, value)
 
 

@@ -164,6 +164,6 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = 
         first, second = one.get(key), other.get(key)
         if isinstance(first, Mapping) and isinstance(second, Mapping):
             found += differences(first, second, f"{prefix}{key}.")
-        elif first != second:
+        elif json.dumps(first) != json.dumps(second):  # not a number equals itself here
             found.append(f"{prefix}{key}: {first!r:.80} and {second!r:.80}")
     return found

@@ -99,6 +99,9 @@ def test_torch_loads_it_with_weights_only(tmp_path: Path) -> None:
     evaluation = made()
     torch.save(evaluation, tmp_path / "evaluation.pt")
     assert same(evaluation, torch.load(tmp_path / "evaluation.pt", weights_only=True))
+    by_hand = Evaluation(torch.tensor([1.0]), torch.tensor([3]), None, torch.tensor([7]))
+    torch.save(by_hand, tmp_path / "by_hand.pt")
+    assert same(by_hand, torch.load(tmp_path / "by_hand.pt", weights_only=True))
 
 
 @pytest.mark.parametrize(
