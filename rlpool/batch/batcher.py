@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
@@ -11,6 +11,7 @@ from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, as_infos
 from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
+from rlpool.batch.stream import InfoOf, stream
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
@@ -311,6 +312,59 @@ class EpisodeBatcher(BatcherBase):
         """
         request = self._taken(self._open(), blocking, timeout, progress)
         return None if request is None else request.trajectories
+
+    def stream(
+        self,
+        n_episodes: int,
+        n_pending: int = 2,
+        agent_info: InfoOf = None,
+        env_info: InfoOf = None,
+    ) -> Iterator[TemporalDictTensor]:
+        """Results without end, with the next requests in flight while one is learned from.
+
+        The first ``n_pending`` requests are made at once, each further one when the next result is
+        asked for: an ``update`` between two results holds for the request that is made then. So
+        which policy an episode runs with follows from the order of calls, and results are the same
+        for any number of workers.
+
+        The requests that are in flight when the loop is left, by ``break`` or an exception, are
+        dropped, as soon as the iterator is closed or forgotten. The batcher can be used as before
+        then; numbers of episodes go on behind those that were dropped.
+
+        Args:
+            n_episodes: Of each request, from 1.
+            n_pending: Requests in flight, from 1. With one, all episodes run with the last update.
+            agent_info: As for ``execute``, for every request; or a function that is called with
+                the number of the request, from 0, and returns that.
+            env_info: Likewise.
+
+        Yields:
+            What ``get`` returns, in order. ``info["policy_age"]`` says how many updates older than
+            the last one the policy of each row is: at most ``n_pending - 1``, with one update per
+            result.
+
+        Raises:
+            SpecError: For other numbers.
+            UsageError: If results are pending, or the batcher is closed.
+            RlpoolError: What ``execute`` and ``get`` raise, from the iterator.
+
+        Example:
+            >>> policy = torch.nn.Linear(4, 2)
+            >>> batcher = EpisodeBatcher(8, 8, create_agent, {}, create_env, n_workers=0)
+            >>> for number, episodes in enumerate(batcher.stream(n_episodes=2, n_pending=2)):
+            ...     print(episodes.info["policy_version"], episodes.info["policy_age"])
+            ...     batcher.update(policy.state_dict())
+            ...     if number == 3:
+            ...         break
+            tensor([0, 0]) tensor([0, 0])
+            tensor([0, 0]) tensor([1, 1])
+            tensor([1, 1]) tensor([1, 1])
+            tensor([2, 2]) tensor([1, 1])
+        """
+        self._idle("stream()")
+        n_episodes = whole_number("n_episodes", n_episodes, 1)
+        n_pending = whole_number("n_pending", n_pending, 1)
+        return stream(self, n_episodes, n_pending, agent_info, env_info)
 
     _KIND = "EpisodeBatcher"
     _KEYS = ("n_episodes", "last")

@@ -178,6 +178,18 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         return self._not_closed().n_lanes * self._n_workers
 
     @property
+    def policy_version(self) -> int:
+        """How many updates there were: what ``info["policy_version"]`` of new requests will say.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.update({})
+            >>> batcher.policy_version
+            1
+        """
+        return self._not_closed().policy.version
+
+    @property
     def n_pending(self) -> int:
         """Requests whose results were not taken with ``get``."""
         return self._not_closed().n_pending

@@ -21,6 +21,7 @@ SMALL = {
     "arrays": ("", []),
     "datastructures": ("", []),
     "environments": ("--n-steps 20", []),
+    "impala": ("--n-updates 4 --n-workers 0", []),
     "evaluation": (
         "--n-iterations 2 --n-directions 2 --n-steps 20 --n-episodes 4 --n-workers 0",
         ["early.json", "late.json", "evaluation.png"],

@@ -1,0 +1,97 @@
+"""Requests in flight while a result is learned from: order, policies, ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlpool import EpisodeBatcher, SpecError, UsageError
+
+from support.agents import ConstantAgent
+from support.envs import create_counting
+
+
+class Following(ConstantAgent):
+    """Does what the last update says."""
+
+    def update(self, info: Any) -> None:
+        self.action = int(info)
+
+
+def create(n_workers: int) -> EpisodeBatcher:
+    return EpisodeBatcher(
+        8, 24, Following, create_env=create_counting, n_workers=n_workers, seeds=5
+    )
+
+
+def streamed(n_workers: int, n_pending: int) -> list[list[Any]]:
+    found = []
+    with create(n_workers) as batcher:
+        for number, episodes in enumerate(batcher.stream(n_episodes=4, n_pending=n_pending)):
+            info = episodes.info
+            actions = episodes["action"][:, 0].tolist()
+            ages = info["policy_age"].tolist(), info["policy_version"].tolist()
+            found.append([actions, *ages, info["seed"].tolist(), batcher.n_pending])
+            if number == 5:
+                break
+            batcher.update(number + 1)
+    return found
+
+
+@pytest.mark.parametrize("n_pending", [1, 2, 4])
+def test_the_order_of_calls_decides_which_policy_an_episode_runs_with(n_pending: int) -> None:
+    found = streamed(0, n_pending)
+    assert found == streamed(2, n_pending)
+    for number, (actions, ages, versions, _, in_flight) in enumerate(found):
+        version = max(0, number - n_pending + 1)
+        assert actions == versions == [version] * 4
+        assert ages == [number - version] * 4
+        assert max(ages) <= n_pending - 1
+        assert in_flight == n_pending - 1
+
+
+def test_infos_may_depend_on_the_number_of_the_request() -> None:
+    with create(1) as batcher:
+        lengths = []
+        requests = batcher.stream(2, env_info=lambda number: {"length": [number + 1] * 2})
+        for episodes in requests:
+            lengths.append(episodes.lengths.tolist())
+            if len(lengths) == 3:
+                break
+        requests.close()
+    assert lengths == [[1, 1], [2, 2], [3, 3]]
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_batcher_can_be_used_after_a_stream_was_left(n_workers: int) -> None:
+    with create(n_workers) as batcher:
+        with pytest.raises(ZeroDivisionError):
+            [1 // 0 for _ in batcher.stream(4, n_pending=3)]
+        for _ in batcher.stream(4, n_pending=3):
+            break
+        assert batcher.n_pending == 0
+        batcher.execute(3)
+        result = batcher.get()
+        assert len(result) == 3
+        assert "policy_age" not in result.info
+
+
+def test_a_stream_that_outlives_its_batcher_ends_quietly() -> None:
+    with create(1) as batcher:
+        requests = batcher.stream(2)
+        assert torch.equal(next(requests).info["policy_age"], torch.zeros(2, dtype=torch.int64))
+    requests.close()
+
+
+def test_what_cannot_be_streamed_is_refused_at_once() -> None:
+    with create(0) as batcher:
+        for arguments in ((0,), (1, 0), (1, 1.5)):
+            with pytest.raises(SpecError, match="should be an int"):
+                batcher.stream(*arguments)
+        batcher.execute(1)
+        with pytest.raises(UsageError, match=r"stream\(\) while 1 results are pending"):
+            batcher.stream(1)
+    with pytest.raises(UsageError, match="closed"):
+        batcher.stream(1)

@@ -1,0 +1,142 @@
+"""Actor and learner at the same time (IMPALA): V-trace corrects for policies that are a bit old.
+
+You will learn
+
+- how ``batcher.stream`` keeps requests in flight while the learner learns, so that workers seldom
+  wait,
+- how old the policy of each episode is: ``--n-pending`` bounds it, and the order of calls decides,
+  so that a run is as reproducible as a synchronous one (``--n-pending 1``),
+- how ``vtrace`` makes targets from actions that an older policy has chosen.
+
+References:
+    Espeholt et al. 2018, "IMPALA: scalable distributed deep-RL with importance weighted
+    actor-learner architectures".
+"""
+
+import argparse
+import time
+from statistics import fmean
+
+import gymnasium as gym
+import torch
+from torch import nn
+
+from rlpool import (
+    Agent,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    categorical_log_probability,
+    episode_returns,
+    sample_categorical,
+    vtrace,
+)
+
+N_EPISODES = 16  # of a request, and so of a gradient step
+LEARNING_RATE, DISCOUNT = 1e-2, 0.99  # the first falls linearly to zero
+REWARD_SCALE = 0.01  # sums of discounted rewards are about 1 then
+VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 1.0, 0.01, 1.0
+
+
+class ActorCritic(nn.Module, Agent):
+    n_noise = 1  # random numbers per step, the same in every run
+
+    def __init__(self, n_inputs, n_actions):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh())
+        self.actor, self.critic = nn.Linear(64, n_actions), nn.Linear(64, 1)
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        logits = self.actor(self.body(observation["frame"]))
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "log_probability": log_probability}
+        return DictTensor(), DictTensor(output), DictTensor()
+
+    def update(self, info):  # in the workers: what batcher.update() sends
+        self.load_state_dict(info)
+
+
+def create_env(seed, env_id, n_envs=8):
+    return GymEnv([gym.make(env_id) for _ in range(n_envs)], seed)
+
+
+def learn(agent, optimizer, episodes):
+    """Take one gradient step."""
+    features, next_features = agent.body(episodes["frame"]), agent.body(episodes["_frame"])
+    logits, value = agent.actor(features), agent.critic(features)[..., 0]
+    log_probability = categorical_log_probability(logits, episodes["action"])
+    with torch.no_grad():
+        # How likely the action is now, beside how likely it was for the policy that chose it.
+        log_ratio = log_probability - episodes["log_probability"]
+        next_value = agent.critic(next_features)[..., 0]
+        ends = episodes["_terminated"], episodes["_done"]
+        targets = vtrace(
+            log_ratio,
+            episodes["_reward"] * REWARD_SCALE,
+            value,
+            next_value,
+            *ends,
+            DISCOUNT,
+            lengths=episodes.lengths,
+        )
+    mask = episodes.mask()  # padding does not count
+    advantage = targets.advantage / (targets.advantage[mask.bool()].std() + 1e-8)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    gain = log_probability * advantage + ENTROPY_WEIGHT * entropy
+    error = (targets.target - value).square()
+    loss = ((VALUE_WEIGHT * error - gain) * mask).sum() / mask.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
+    optimizer.step()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--n-updates", type=int, default=150, help="gradient steps")
+    parser.add_argument("--n-pending", type=int, default=3, help="requests in flight; 1 waits")
+    parser.add_argument("--n-workers", type=int, default=2, help="worker processes, 0 for none")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    arguments = parser.parse_args()
+    from tqdm import tqdm  # here, since --help does without it
+
+    torch.set_num_threads(1)  # the networks are small
+    torch.manual_seed(arguments.seed)
+    env = gym.make(arguments.env_id)
+    sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": int(env.action_space.n)}
+    agent = ActorCritic(**sizes)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE)
+    returns, ages, n_steps = [], [], 0
+    with EpisodeBatcher(
+        n_timesteps=env.spec.max_episode_steps,  # one slot per episode
+        n_slots=(arguments.n_pending + 1) * N_EPISODES,
+        create_agent=ActorCritic,
+        agent_args=sizes,
+        create_env=create_env,
+        env_args={"env_id": arguments.env_id},
+        n_workers=arguments.n_workers,
+        seeds=arguments.seed,
+    ) as batcher:
+        batcher.update(agent.state_dict())
+        start = time.perf_counter()
+        requests = batcher.stream(n_episodes=N_EPISODES, n_pending=arguments.n_pending)
+        for number, episodes in zip(
+            tqdm(range(arguments.n_updates), "IMPALA"), requests, strict=False
+        ):
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - number / arguments.n_updates)
+            learn(agent, optimizer, episodes)
+            batcher.update(agent.state_dict())  # holds for the request that is made next
+            returns += episode_returns(episodes).tolist()
+            ages += episodes.info["policy_age"].tolist()
+            n_steps += int(episodes.lengths.sum())
+        elapsed_s = time.perf_counter() - start
+
+    assert max(ages) < arguments.n_pending
+    print(f"average return of the last 100 episodes: {fmean(returns[-100:]):.1f}")
+    print(f"policies were {fmean(ages):.1f} updates old on average, at most {max(ages)}")
+    print(f"{n_steps} steps, {n_steps / elapsed_s:,.0f} per second")
+
+
+if __name__ == "__main__":
+    main()
