@@ -53,6 +53,7 @@ def make(
     timeout: float | None = 60.0,
     crash_dir: Any = None,
     require_same_bits: bool = False,
+    agent_rows: int | None = None,
     **policy: Any,
 ) -> ClusterEpisodeBatcher:
     return ClusterEpisodeBatcher(
@@ -68,6 +69,7 @@ def make(
         timeout,
         FailurePolicy(**policy),
         crash_dir,
+        agent_rows,
         require_same_bits=require_same_bits,
     )
 
@@ -106,6 +108,26 @@ def alone() -> list[Any]:
 @pytest.mark.parametrize(("n_nodes", "n_threads"), [(1, 1), (2, 1), (2, 2), (4, 1)])
 def test_any_number_of_nodes_gives_the_same_bits(n_nodes: int, n_threads: int) -> None:
     assert_all_equal(collect(make(InProcess(n_nodes), n_threads=n_threads)), alone())
+
+
+def test_named_seeds_and_a_fixed_number_of_rows_reach_all_nodes() -> None:
+    seeds, info = [7, 3, 7, *range(20)], {"length": 1 + torch.arange(23) % 13}
+    agent_info = {"gain": torch.linspace(0.5, 2.0, 23)}
+    results = []
+    for n_nodes, n_lanes in ((0, 4), (2, 3), (3, 2)):
+        arguments = {"n_lanes": n_lanes, "kind": FragileEnv}
+        batcher: Any
+        if n_nodes:
+            batcher = make(InProcess(n_nodes), env_args=arguments, agent_rows=4)
+        else:
+            given = RecurrentAgent, {}, create_fragile, arguments, 0, 5
+            batcher = EpisodeBatcher(4, 30, *given, agent_rows=4)
+        with batcher:
+            batcher.execute(23, agent_info, info, episode_seeds=seeds)
+            results.append([batcher.get()])
+            assert results[-1][0].info["seed"].tolist() == seeds
+    for found in results[1:]:
+        assert_all_equal(found, results[0])
 
 
 def test_nodes_that_leave_and_join_change_no_bits() -> None:
