@@ -303,6 +303,9 @@ class DefaultsAsValues(Extension):
                 constant = parameter.default.canonical_path
             if constant and (value := value_of(func, constant)):
                 parameter.default = values[parameter.name] = value
+        for parameter in list(func.parameters):
+            if parameter.default == "...":  # a second name of another one
+                del func.parameters[parameter.name]
         for section in func.docstring.parsed if func.docstring and values else ():
             if isinstance(section, DocstringSectionParameters):
                 for described in section.value:

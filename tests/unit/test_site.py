@@ -213,6 +213,8 @@ def test_defaults_are_shown_as_values() -> None:
     assert defaults["max_restarts"] == "16"
     assert defaults["on_worker_failure"] == "'restart'"
     assert "..." not in map(str, defaults.values())
+    assert "n_workers" in defaults
+    assert not {"n_threads", "seed"} & defaults.keys()  # second names
     assert function.docstring is None  # its class explains all of them, once
     (section,) = (
         each for each in function.parent.docstring.parsed if each.kind.value == "parameters"
