@@ -8,7 +8,7 @@ computes then depends neither on how many others run beside it nor on which.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,22 @@ from rlpool.loop.plan import Episode
 from rlpool.memory.storage import Array
 
 Part = dict[str, Array]
+
+
+class _Call(NamedTuple):
+    """One call of the agent.
+
+    Attributes:
+        lanes: The lanes that it is made for.
+        rows: Their rows: int64 like ``lanes``.
+        shown: The lane that each row shows: int64 ``[n_rows]``.
+        is_all: Whether the rows are those of all lanes, each in its place.
+    """
+
+    lanes: list[int]
+    rows: Array
+    shown: Array
+    is_all: bool
 
 
 class FixedRowsDriver(AgentDriver):
@@ -41,6 +57,7 @@ class FixedRowsDriver(AgentDriver):
         super().__init__(agent, n_lanes)
         self.n_rows = n_rows
         self._row_of = [lane % n_rows for lane in range(n_lanes)]
+        self._last: tuple[list[int], list[_Call]] = [], []  # of lanes, while their rows stay
         self._gathered: dict[str, dict[str, torch.Tensor]] = {}  # written anew for each call
 
     def start(
@@ -51,20 +68,26 @@ class FixedRowsDriver(AgentDriver):
     ) -> None:
         """See ``AgentDriver.start``; the lanes get the rows of their episodes."""
         for lane, episode in zip(lanes, episodes, strict=False):
-            self._row_of[lane] = episode.running_number % self.n_rows
+            self._place(lane, episode)
         super().start(lanes, agent_info, episodes)
 
     def resume(self, lane: int, state: Mapping[str, Array], episode: Episode) -> None:
         """See ``AgentDriver.resume``."""
-        self._row_of[lane] = episode.running_number % self.n_rows
+        self._place(lane, episode)
         super().resume(lane, state, episode)
+
+    def _place(self, lane: int, episode: Episode) -> None:
+        """Give a lane the row of its episode."""
+        row = episode.running_number % self.n_rows
+        if row != self._row_of[lane]:
+            self._row_of[lane], self._last = row, ([], [])
 
     def _initial_states(self, lanes: Sequence[int], agent_info: DictTensor | None) -> Part:
         states: Part = {}
-        for calling in self._calls(lanes, None):
-            info = self._at("agent_info", agent_info, self._lanes_shown(calling))
+        for call in self._calls(lanes, None):
+            info = self._at("agent_info", agent_info, call.shown)
             state = self._read("state", self.agent.initial_state(info, self.n_rows))
-            self._scatter(state, states, calling)
+            self._scatter(state, states, call)
         return states
 
     def _call(
@@ -72,39 +95,44 @@ class FixedRowsDriver(AgentDriver):
     ) -> tuple[Part, Part, Part]:
         observation, agent_info, history = seen
         whole: tuple[Part, Part, Part] = {}, {}, {}
-        for calling in self._calls(lanes, history):
-            shown = self._lanes_shown(calling)
+        for call in self._calls(lanes, history):
+            shown = call.shown
             some = (
                 self._gather("observation", observation, shown),
                 self._at("agent_info", agent_info, shown),
-                None if history is None else _so_far(history, shown, calling[0]),
+                None if history is None else _so_far(history, shown, call.lanes[0]),
             )
-            parts = super()._call(self._at("state", state, shown), some, calling)
+            parts = super()._call(self._at("state", state, shown), some, call.lanes)
+            if call.is_all:
+                return parts
             for part, all_lanes in zip(parts, whole, strict=True):
-                self._scatter(part, all_lanes, calling)
+                self._scatter(part, all_lanes, call)
         return whole
 
-    def _calls(
-        self, lanes: Sequence[int], history: TemporalDictTensor | None
-    ) -> list[Sequence[int]]:
-        """The lanes of each call."""
+    def _calls(self, lanes: Sequence[int], history: TemporalDictTensor | None) -> list[_Call]:
+        """How often the agent is called, and for which lanes."""
+        if history is None and lanes == self._last[0]:
+            return self._last[1]
         lengths = None if history is None else history.lengths.tolist()
-        calls: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         n_calls: dict[tuple[int, int], int] = {}  # that a row has in use, by steps of the history
         for lane in lanes:
             n_steps = 0 if lengths is None else lengths[lane]
             place = n_steps, self._row_of[lane]
             number = n_calls.get(place, 0)
             n_calls[place] = number + 1
-            calls.setdefault((n_steps, number), []).append(lane)
-        return list(calls.values())
+            groups.setdefault((n_steps, number), []).append(lane)
+        calls = [self._call_for(group) for group in groups.values()]
+        if history is None:
+            self._last = list(lanes), calls
+        return calls
 
-    def _lanes_shown(self, calling: Sequence[int]) -> Array:
-        """The lane that each row of a call shows: int64 ``[n_rows]``."""
-        shown = np.full(self.n_rows, calling[0])
-        for lane in calling:
-            shown[self._row_of[lane]] = lane
-        return shown
+    def _call_for(self, lanes: list[int]) -> _Call:
+        rows = np.array([self._row_of[lane] for lane in lanes])
+        shown = np.full(self.n_rows, lanes[0])
+        shown[rows] = lanes
+        is_all = self.n_rows == self.n_lanes and rows.tolist() == list(range(self.n_lanes)) == lanes
+        return _Call(lanes, rows, shown, is_all)
 
     def _at(self, name: str, data: DictTensor | None, shown: Array) -> DictTensor | None:
         return None if data is None else DictTensor._wrap(self._gather(name, data._tensors, shown))
@@ -122,13 +150,12 @@ class FixedRowsDriver(AgentDriver):
             tensor.numpy().take(shown, 0, copy.numpy(), "clip")
         return {key: kept[key] for key in tensors}
 
-    def _scatter(self, part: Part, all_lanes: Part, calling: Sequence[int]) -> None:
+    def _scatter(self, part: Part, all_lanes: Part, call: _Call) -> None:
         """Copy the rows of a call to the lanes that have them."""
-        rows = [self._row_of[lane] for lane in calling]
         for key, array in part.items():
             if key not in all_lanes:
                 all_lanes[key] = np.zeros((self.n_lanes, *array.shape[1:]), array.dtype)
-            all_lanes[key][list(calling)] = array[rows]
+            all_lanes[key][call.lanes] = array[call.rows]
 
 
 def driver_of(agent: Agent, n_lanes: int, n_rows: int | None) -> AgentDriver:
