@@ -61,11 +61,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     )
 
     _ONE_SEED_PER_WORKER = True
+    """Whether a list of ``seeds`` is as long as there are workers."""
 
     _NAME: str
     """What advice calls the class, or the function whose batcher it is."""
-
-    """Whether a list of ``seeds`` is as long as there are workers."""
 
     def __init__(
         self,

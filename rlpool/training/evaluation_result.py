@@ -53,8 +53,8 @@ class Evaluation:
             ``None`` with ``on_env_error="raise"``.
         failures: Why, in order; ``where.episode`` is the number of the episode.
         entries: What is recorded of each episode: the above, ``terminated`` (else it was
-            truncated), ``restarts`` (how often it was run again, since its worker had ended),
-            ``error``, ``infos`` and its rows of ``agent_info`` and ``env_info``.
+            truncated), ``restarts`` (how often it was run again, since its environment or its
+            worker failed), ``error``, ``infos`` and its rows of ``agent_info`` and ``env_info``.
         protocol: How it was made: versions, the environment's specification, seeds, ``agent_rows``,
             a digest of the parameters, the processor.
 

@@ -77,6 +77,8 @@ def _described(env: VecEnv) -> dict[str, Any]:
 def _package_of(kind: type) -> str | None:
     """The distribution that a class comes from, with its version."""
     top = kind.__module__.partition(".")[0]
+    with suppress(importlib.metadata.PackageNotFoundError):  # usually it has the module's name
+        return f"{top} {importlib.metadata.version(top)}"
     for name in importlib.metadata.packages_distributions().get(top, ()):
         return f"{name} {importlib.metadata.version(name)}"
     return None
