@@ -51,7 +51,7 @@ class ActorCritic(nn.Module, Agent):
 
     def __init__(self, n_actions, bfloat16):
         super().__init__()
-        self.bfloat16 = bfloat16
+        self.uses_bfloat16 = bfloat16
         # The last convolution is a linear layer of all that is left, and keeps the layout.
         sizes = (4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1), (64, 512, 7, 1)
         layers = [part for size in sizes for part in (nn.Conv2d(*size), nn.ReLU())]
@@ -71,7 +71,7 @@ class ActorCritic(nn.Module, Agent):
 
     def logits_and_value(self, frame):
         pixels = frame.to(torch.float32, memory_format=LAYOUT).div_(255)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.uses_bfloat16):
             hidden = self.network(pixels)
         return self.actor(hidden.float()), self.critic(hidden.float()).squeeze(-1)
 

@@ -16,7 +16,7 @@ _DEFINE_CALL = (
     "define __call__(self, state, observation, agent_info=None, history=None) in its class"
 )
 
-AgentStep = tuple[DictTensor, DictTensor, DictTensor]
+AgentStep = tuple[DictTensor | None, DictTensor, DictTensor | None]
 """What a call returns: the state it started from, its outputs, the state after it."""
 
 
@@ -53,7 +53,7 @@ class Agent:
 
     def __call__(
         self,
-        state: DictTensor | None,
+        state: DictTensor | Any,
         observation: DictTensor,
         agent_info: DictTensor | Any = None,
         history: TemporalDictTensor | Any = None,
@@ -78,7 +78,8 @@ class Agent:
         Returns:
             ``(state, output, new_state)``: the state the call started from (initialised where it
             got ``None``), the outputs with at least ``action`` (for nested action spaces
-            ``action/...``), and the state after the step. Outputs and states are stored in the
+            ``action/...``), and the state after the step. An agent without a memory returns an
+            empty ``DictTensor``, or ``None``, as both states. Outputs and states are stored in the
             trajectory under their keys, those in bfloat16 as float32. Shapes and dtypes must never
             change, but what is float32 at first may be a half precision later, as autocast has it.
         """

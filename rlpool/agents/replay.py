@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from rlpool.agents.agent import Agent, AgentStep
+from rlpool.agents.agent import Agent
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.rows import as_signed, taken
@@ -147,12 +147,12 @@ class _Replay:
         stacked = {key: torch.stack([each[key] for each in outputs], 1) for key in outputs[0]}
         return self._padded({k: taken(tensor, *self._places) for k, tensor in stacked.items()})
 
-    def _call(self, step: int, state: DictTensor | None) -> AgentStep:
+    def _call(self, step: int, state: DictTensor | None) -> tuple[DictTensor, ...]:
         history = self._history(step) if self._agent.require_history() else None
         observation = self._at(step, self._observation_keys)
         return self._called(self._n_rows, state, observation, self._agent_info, history)
 
-    def _called(self, n_rows: int, *inputs: Any) -> AgentStep:
+    def _called(self, n_rows: int, *inputs: Any) -> tuple[DictTensor, ...]:
         returned: Any = self._with_infos(self._agent, *inputs)
         if not isinstance(returned, tuple | list) or len(returned) != 3:
             raise _misfit(type(returned).__name__, n_rows)

@@ -107,7 +107,7 @@ def to_torchrl(
 
 def from_torchrl(
     tensordict: Any, *, observation: str = DEFAULT_OBSERVATION_KEY
-) -> TemporalDictTensor | DictTensor:
+) -> TemporalDictTensor | Any:  # or a DictTensor, which type checkers cannot know
     """The tensors of a ``TensorDict`` in TorchRL's layout, under the names of rlpool.
 
     Args:
