@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from rlpool.data import dict_tensor_base as base
+from rlpool.data.agent_axis import info_of_agents, joined, own_steps, steps_of_agents
 from rlpool.data.dict_tensor import DictTensor, cat_named
 from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.rows import as_signed, same_values, selected, write_rows_
@@ -266,6 +267,81 @@ class TemporalDictTensor(Steps):
             ],
             write,
         )
+
+    def per_agent(
+        self, group: str = "", *, shared: Collection[str] = ("state", "noise")
+    ) -> TemporalDictTensor:
+        """Each agent's own steps of joint episodes, for independent learners.
+
+        What has an axis of agents in episodes of a ``PettingZooEnv`` gets one row per agent, from
+        the step in which it was born to the one in which it left: ``frame [B, T, A, ...]`` becomes
+        ``frame [B * A, T', ...]``, ``_rewards`` becomes ``_reward``, ``_terminations`` and
+        ``_truncations`` become ``_terminated`` and ``_truncated``, which are also true of agents
+        that were alive when the joint episode ended. What the agents have in common, such as
+        ``state`` and ``noise``, is repeated for each of them; the joint reward is left out.
+
+        Args:
+            group: The group of agents, if there are several: keys lose its name, and those of
+                other groups are left out.
+            shared: First parts of keys that have no axis of agents. Only needed where a key
+                ``[B, T, A]`` of a single group means something else than the A agents.
+
+        Returns:
+            Copies ``[B * A, T', ...]``, T' being the longest life, zero-padded past ``lengths``.
+            Row ``i * A + a`` is agent ``a`` of row ``i``, ``info["agent"]`` is ``a``,
+            ``info["episode"]`` is numbered likewise, and the rest of ``info`` is that of the joint
+            episode. An agent that was never alive has length 0. In windows of a ``Batcher`` an
+            agent's lives follow each other.
+
+        Raises:
+            SpecError: If there is no such group.
+
+        Example:
+            >>> from mpe2 import simple_spread_v3
+            >>> from rlpool.integrations.pettingzoo import PettingZooEnv
+            >>> class Idle(Agent):
+            ...     def __call__(self, state, observation, agent_info=None, history=None):
+            ...         action = observation["last_action"] * 0
+            ...         return DictTensor(), DictTensor({"action": action}), DictTensor()
+            >>> def create_spread_env(seed):
+            ...     return PettingZooEnv([simple_spread_v3.parallel_env(max_cycles=4)], seed)
+            >>> batcher = EpisodeBatcher(
+            ...     2, 4, Idle, create_env=create_spread_env, n_workers=0, seed=0
+            ... )
+            >>> batcher.execute(2)
+            >>> episodes = batcher.get()
+            >>> agents = episodes.per_agent()
+            >>> episodes["_rewards"].shape, agents["_reward"].shape
+            (torch.Size([2, 4, 3]), torch.Size([6, 4]))
+        """
+        steps = steps_of_agents(self, group)
+        own, info = own_steps(self, group, shared, steps), info_of_agents(self._info, steps)
+        return TemporalDictTensor.from_packed(own, steps.lengths, info)
+
+    def from_agents(self, values: Tensor, group: str = "") -> Tensor:
+        """Values of each agent's own steps with an axis of agents: the way back from ``per_agent``.
+
+        Args:
+            values: ``[B * A, T', ...]``, such as advantages of ``per_agent(group)``.
+            group: The group of agents.
+
+        Returns:
+            A copy ``[B, T, A, ...]``: zero where an agent was not alive.
+
+        Raises:
+            SpecError: If there is no such group, or ``values`` have another shape.
+
+        Example:
+            >>> steps = {
+            ...     "alive": torch.tensor([[[True, True], [True, False]]]),
+            ...     "initial_state": torch.tensor([[True, False]]),
+            ... }
+            >>> episodes = TemporalDictTensor(steps)  # one of two agents, the second leaves early
+            >>> episodes.from_agents(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+            tensor([[[1., 3.],
+                     [2., 0.]]])
+        """
+        return joined(self, values, steps_of_agents(self, group))
 
     def to_tensordict(self) -> Any:
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).

@@ -408,7 +408,7 @@ def is_environment(value: Any) -> bool:
     # Batches of environments have both methods as well; in other libraries also step_async.
     is_batch = isinstance(value, VecEnv | gymnasium.vector.VectorEnv)
     is_batch = is_batch or (hasattr(value, "num_envs") and hasattr(value, "step_async"))
-    return has_methods and not isinstance(value, type) and not is_batch
+    return has_methods and not isinstance(value, type) and not is_batch and not is_of_agents(value)
 
 
 def refuse_no_environment(what: str, value: Any, fix: str) -> None:
@@ -423,11 +423,27 @@ def refuse_no_environment(what: str, value: Any, fix: str) -> None:
         SpecError: If it is anything else.
     """
     if not is_environment(value):
+        fix = how_to_make_one(value) if is_of_agents(value) else fix
         raise SpecError(f"{what} {value!r:.60}, not a single environment", fix=fix)
+
+
+def is_of_agents(value: Any) -> bool:
+    """Whether a value is an environment of PettingZoo: its spaces are methods of an agent."""
+    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
+    return (
+        has_methods
+        and not isinstance(value, type)
+        and callable(getattr(value, "observation_space", None))
+    )
 
 
 def how_to_make_one(value: Any) -> str:
     """What to do about a value that is not an environment."""
+    if is_of_agents(value):
+        return (
+            "it is one of PettingZoo: rlpool.integrations.pettingzoo has PettingZooEnv for a list "
+            "of them, and JointEnv(env), which makes one into an environment of Gymnasium"
+        )
     if isinstance(value, gymnasium.vector.VectorEnv):
         return "use VectorGymEnv(vector_env, seed) for a vector environment"
     made = f"gymnasium.make({value!r})" if isinstance(value, str) else "make()"

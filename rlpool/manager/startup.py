@@ -9,7 +9,13 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rlpool.envs.gym_env import GymEnv, all_tasks, is_environment
+from rlpool.envs.gym_env import (
+    GymEnv,
+    all_tasks,
+    how_to_make_one,
+    is_environment,
+    is_of_agents,
+)
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.manager.messages import Report, Setup
@@ -45,7 +51,9 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
             raise WorkerStartupError(
                 f"env_fns[{lane}] returned {type(env).__name__}, not an environment",
                 where=where._replace(lane=lane),
-                fix="let it return one Gymnasium environment",
+                fix=how_to_make_one(env)
+                if is_of_agents(env)
+                else "let it return one Gymnasium environment",
             )
         envs.append(env)
     try:

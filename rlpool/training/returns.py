@@ -23,7 +23,7 @@ What all functions have in common:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,6 +155,9 @@ def gae(
 
     The target of the value function is ``advantage + value``.
 
+    Rewards of many agents with a common end, ``[..., T, A]`` beside ``done`` ``[..., T]``, give
+    advantages ``[..., T, A]``; values are then those of each agent, or ``[..., T]`` for all.
+
     Args:
         reward: float32 or float64 ``[..., T]``, what each step earned.
         value: Like ``reward``: the value of what each step started from.
@@ -185,6 +188,14 @@ def gae(
         >>> advantage + value
         tensor([[1.5000, 1.0000, 1.6250, 1.5000]])
     """
+    if isinstance(reward, Tensor) and reward.ndim > 1 and reward.shape[:-1] == done.shape:
+        r, v, n, t, d, factor = (
+            _by_agent(each, reward, done)
+            for each in (reward, value, next_value, terminated, done, discount)
+        )
+        if lengths is not None:
+            lengths = lengths.unsqueeze(-1).expand(*lengths.shape, reward.shape[-1])
+        return gae(r, v, n, t, d, factor, lambda_, lengths=lengths).movedim(-1, -2)
     steps = _Steps(reward, done, terminated, next_value, discount, lengths, value=value)
     difference = steps.reward + steps.future - value
     factor = real_number("lambda_", lambda_, "from 0 to 1") * steps.factor
@@ -385,6 +396,14 @@ def _all(terms: Tensor, factor: Tensor) -> Tensor:
         return terms.clone()
     # A power of two takes the fewest rounds; past the end there is nothing.
     return _repeated(_Sum(1, terms, factor[..., :-1]), 1 << (n_timesteps - 1).bit_length()).total
+
+
+def _by_agent(value: Any, reward: Tensor, done: Tensor) -> Any:
+    """Values ``[..., T, A]``, or ``[..., T]`` for all agents, as ``[..., A, T]``."""
+    if isinstance(value, Tensor) and value.shape == done.shape:
+        value = value.unsqueeze(-1).expand(reward.shape)
+    is_like = isinstance(value, Tensor) and value.ndim == reward.ndim
+    return value.movedim(-1, -2) if is_like else value
 
 
 # Checks ----------------------------------------------------------------------------------------

@@ -524,7 +524,9 @@ def test_nodes_with_other_processors_are_told(
     with make(InProcess(2)) as batcher:
         batcher.execute(4)
         batcher.get()
-    told = re.search(r"may compute different bits: torch's CPU capability: (\d) and (\d)", caplog.text)
+    told = re.search(
+        r"may compute different bits: torch's CPU capability: (\d) and (\d)", caplog.text
+    )
     assert told, caplog.text
     assert sorted(told.groups()) == ["0", "1"]  # in the order in which the nodes joined
 

@@ -1,0 +1,148 @@
+"""Joint episodes of many agents: the steps of each agent as a row of its own, and back.
+
+Row ``i * A + a`` is agent ``a`` of joint episode ``i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.dict_tensor_base import kind
+from rlpool.data.rows import as_signed, taken
+from rlpool.data.time_steps import Steps, longest, steps_within
+from rlpool.errors import SpecError
+from rlpool.specs import FLAGS, join_key
+
+_ALIVE = "alive"
+_OWN_NAMES = {"rewards": "reward", "terminations": "terminated", "truncations": "truncated"}
+_ACTIONS = ("action", "last_action")
+_JOINT = {f"{mark}{name}" for mark in ("", "_") for name in ("reward", *FLAGS)}
+
+
+class AgentSteps(NamedTuple):
+    """The steps in which the agents of a group were alive, in order of rows, then of time.
+
+    Attributes:
+        rows: int64 ``[N]``: the row of the agent.
+        times: int64 ``[N]``: the step of the joint episode.
+        lengths: int64 ``[B * A]``: how many there are of each agent.
+        starts: bool ``[N]``: whether the agent's episode begins with it.
+        n_agents: A.
+        others: Names of the other groups.
+    """
+
+    rows: Tensor
+    times: Tensor
+    lengths: Tensor
+    starts: Tensor
+    n_agents: int
+    others: Collection[str]
+
+
+def steps_of_agents(joint: Steps, group: str) -> AgentSteps:
+    """When the agents of a group were alive.
+
+    Raises:
+        SpecError: If there is no such group.
+    """
+    n_elems, n_timesteps = joint.n_elems(), joint.n_timesteps()
+    found = [key.removesuffix(_ALIVE) for key in joint if key.rpartition("/")[2] == _ALIVE]
+    groups = [name.removesuffix("/") for name in found if not name.startswith("_")]
+    if group not in groups:
+        raise SpecError(
+            f"no key {join_key(group, _ALIVE)!r} says in which steps agents were alive",
+            fix=f"name a group: {', '.join(map(repr, groups))}"
+            if groups
+            else "per_agent is for episodes of a PettingZooEnv, with all their keys",
+        )
+    alive = joint[join_key(group, _ALIVE)] & steps_within(joint.lengths, n_timesteps).unsqueeze(-1)
+    n_agents = alive.shape[2]
+    was_alive = torch.ones_like(alive)
+    was_alive[:, 1:] = alive[:, :-1]
+    starts = joint["initial_state"].unsqueeze(-1) | ~was_alive
+    alive, starts = (t.transpose(1, 2).reshape(n_elems * n_agents, -1) for t in (alive, starts))
+    rows, times = alive.nonzero(as_tuple=True)
+    others = [name for name in groups if name != group]
+    return AgentSteps(rows, times, alive.sum(1), starts[rows, times], n_agents, others)
+
+
+def own_steps(
+    joint: Steps, group: str, shared: Collection[str], steps: AgentSteps
+) -> dict[str, Tensor]:
+    """The values of all agents' steps: tensors ``[N, ...]``; see ``per_agent``."""
+    n_agents, times = steps.n_agents, steps.times
+    episodes = steps.rows.div(n_agents, rounding_mode="floor")
+    own: dict[str, Tensor] = {}
+    for key in joint:
+        if key in _JOINT:
+            continue
+        name, is_groups = _name_in_group(key, group, steps.others)
+        tensor = joint[key]
+        if not group:
+            head = name.removeprefix("_").partition("/")[0]
+            is_groups = tensor.ndim > 2 and tensor.shape[2] == n_agents and head not in shared
+        if is_groups:
+            mark = "_" if name.startswith("_") else ""
+            base = name.removeprefix("_")
+            by_agent = tensor.transpose(1, 2).flatten(0, 1)
+            own[mark + _OWN_NAMES.get(base, base)] = taken(by_agent, steps.rows, times)
+        elif name:
+            own[name] = taken(tensor, episodes, times)
+    ends = {name: own[f"_{name}"] for name in ("terminated", "truncated")}
+    is_cut = ~(ends["terminated"] | ends["truncated"])  # as by a limit of the joint episode
+    for name, end in ends.items():
+        own[f"_{name}"] = end | (is_cut & taken(joint[f"_{name}"], episodes, times))
+    for mark in ("", "_"):
+        own[f"{mark}done"] = own[f"{mark}terminated"] | own[f"{mark}truncated"]
+    own["initial_state"], own["_initial_state"] = steps.starts, torch.zeros_like(steps.starts)
+    return own
+
+
+def _name_in_group(key: str, group: str, others: Collection[str]) -> tuple[str, bool]:
+    """What a key is called among a group's own, empty if it is another group's; is it theirs?"""
+    if not group:
+        return key, False
+    mark, bare = ("_", key[1:]) if key.startswith("_") else ("", key)
+    head, _, rest = bare.partition("/")
+    if head in _ACTIONS:
+        name, _, inner = rest.partition("/")
+        kept = mark + (join_key(head, inner) if inner else head)
+    else:
+        name, kept = head, mark + rest
+    if name == group:
+        return kept, True
+    return ("" if name in others else key), False
+
+
+def joined(joint: Steps, values: Tensor, steps: AgentSteps) -> Tensor:
+    """Values ``[B * A, T', ...]`` of agents' own steps as ``[B, T, A, ...]``, else zero.
+
+    Raises:
+        SpecError: If there is not one row per agent, as long as its episode.
+    """
+    n_rows = len(steps.lengths)
+    if not isinstance(values, Tensor) or values.ndim < 2 or values.shape[0] != n_rows:
+        raise SpecError(f"values are {kind(values)}", fix=f"give one row per agent: [{n_rows}, T]")
+    if values.shape[1] < longest(steps.lengths):
+        what = f"values have {values.shape[1]} steps, agents have up to {longest(steps.lengths)}"
+        raise SpecError(what, fix="give a value for every step of per_agent()")
+    packed = values[steps_within(steps.lengths, values.shape[1])]
+    n_elems, n_timesteps, rest = joint.n_elems(), joint.n_timesteps(), values.shape[2:]
+    result = values.new_zeros((n_rows * n_timesteps, *rest))
+    as_signed(result).index_copy_(0, steps.rows * n_timesteps + steps.times, as_signed(packed))
+    return result.view(n_elems, steps.n_agents, n_timesteps, *rest).transpose(1, 2)
+
+
+def info_of_agents(info: DictTensor, steps: AgentSteps) -> dict[str, Tensor]:
+    """The info of each agent's episode; ``agent``, its place in the group; its own ``episode``."""
+    rows = torch.arange(len(steps.lengths), device=steps.lengths.device)
+    own = info.index(rows.div(steps.n_agents, rounding_mode="floor"))._tensors
+    own["agent"] = rows % steps.n_agents
+    if "episode" in own:
+        own["episode"] = own["episode"] * steps.n_agents + own["agent"]
+    return own

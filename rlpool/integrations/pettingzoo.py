@@ -1,0 +1,568 @@
+"""PettingZoo: environments with many agents, whose joint episodes are collected like any others.
+
+``PettingZooEnv`` is used where a ``GymEnv`` is. What agents observe and do has an axis of agents::
+
+    PettingZoo                      rlpool, A agents in B environments
+    observations[agent]             frame [B, A, ...], or the keys of a Dict space
+    actions[agent]                  action [B, A, ...]
+    rewards[agent]                  rewards [B, A]; reward [B] is their sum
+    terminations[agent]             terminations [B, A]
+    truncations[agent]              truncations [B, A]
+    agent in env.agents             alive [B, A]
+    infos[agent][key]               key [B, A, ...], if it is one of info_keys
+    env.state()                     state [B, ...], if it is asked for
+
+The same keys with a leading ``_`` hold what follows a step, as everywhere: ``_rewards`` are what
+the step earned. ``terminated`` and ``truncated`` are those of the joint episode. Agents with
+different spaces are divided into groups, whose names come first: ``adversary/frame``,
+``_adversary/rewards``, ``action/adversary``.
+
+Agents that have left, or are not born yet, keep their place. Their values are zero, except that an
+agent's last observation is still shown where the step after its last one begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
+from gymnasium.vector.utils import batch_differing_spaces
+
+from rlpool.envs.columns import BadValue, checked_results, converted, wrong_count
+from rlpool.envs.gym_env import GymEnv, is_of_agents
+from rlpool.envs.info_keys import InfoKeys, value_of, wanted_infos
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import names_arguments
+from rlpool.machine.extras import import_extra
+from rlpool.memory.storage import Array
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    TensorSpec,
+    flattener,
+    join_key,
+    leaves_of,
+    nester,
+    structure_of_space,
+)
+
+__all__ = ["JointEnv", "PettingZooEnv", "PettingZooEnvInf"]
+
+Groups = Mapping[str, Sequence[str]] | None
+Reward = str | Callable[[dict[str, float]], float]
+
+_OBSERVATION, _MASK, _STATE = "observation", "action_mask", "state"
+_FLAGS = ("alive", "terminations", "truncations")
+_TURN = "acting"
+_COMBINED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "sum": lambda rewards: sum(rewards.values()),
+    "mean": lambda rewards: sum(rewards.values()) / max(1, len(rewards)),
+}
+
+
+class JointEnv(gymnasium.Env[dict[str, Any], Any]):
+    """All agents of one PettingZoo environment as one Gymnasium environment.
+
+    For what takes single environments, such as the ``env_fns`` of a ``ParallelEnvManager``;
+    several of them are a ``PettingZooEnv``, whose arguments these are.
+
+    Args:
+        env: A ``pettingzoo.ParallelEnv`` or ``AECEnv``. This object closes it.
+        groups: See ``PettingZooEnv``.
+        reward: See ``PettingZooEnv``.
+        state: See ``PettingZooEnv``.
+        info_keys: Keys of the agents' infos that are put together in the infos of this
+            environment, arrays ``[A, ...]``. See ``PettingZooEnv``.
+
+    Attributes:
+        env: The environment, with PettingZoo's parallel interface.
+        groups: Name to agents; one group has the name ``""``.
+        observation_space: A ``Dict`` of arrays with an axis of agents.
+        action_space: The agents' action spaces, batched; a ``Dict`` if there are several groups.
+
+    Raises:
+        SpecError: For what is no such environment, one that does not say which agents there can
+            be, groups that do not fit, and spaces without a fixed shape.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from rlpool.integrations.pettingzoo import JointEnv
+        >>> env = JointEnv(simple_spread_v3.parallel_env())
+        >>> observation, info = env.reset(seed=0)
+        >>> observation["frame"].shape, env.action_space
+        ((3, 18), MultiDiscrete([5 5 5]))
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        groups: Groups = None,
+        reward: Reward = "sum",
+        state: bool = False,
+        info_keys: InfoKeys = None,
+    ) -> None:
+        self.env, self._in_turns = _in_parallel(env)
+        self.metadata = {**getattr(env, "metadata", {})}
+        self.render_mode = getattr(env, "render_mode", None)
+        if not callable(reward) and reward not in _COMBINED:
+            fix = 'reward="sum", "mean", or a function of a dict with the reward of every agent'
+            raise SpecError(f"reward should combine the rewards, got {reward!r:.60}", fix=fix)
+        self._combine = reward if callable(reward) else _COMBINED[reward]
+        members = _grouped(self.env, groups)
+        self._groups = [_Group(self.env, name, agents) for name, agents in members.items()]
+        self.groups = {group.name: group.agents for group in self._groups}
+        self._agents = [agent for agents in self.groups.values() for agent in agents]
+        self._has_state = state
+        self._alive: list[str] = []
+        self._gone: set[str] = set()
+        spaces: dict[str, gymnasium.Space[Any]] = {}
+        for group in self._groups:
+            spaces |= group.spaces([*_FLAGS, *([_TURN] if self._in_turns else [])])
+        if state:
+            spaces[_STATE] = _state_space(env)
+        self.observation_space = gymnasium.spaces.Dict(spaces)
+        actions = {group.name: group.action_space for group in self._groups}
+        self.action_space = gymnasium.spaces.Dict(actions) if len(actions) > 1 else actions[""]
+        self.info_specs = self._specs_of_infos(info_keys)
+
+    @property
+    def unwrapped(self) -> Any:
+        """The innermost environment of PettingZoo."""
+        return self.env.unwrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reset the environment; returns arrays with an axis of agents, and infos.
+
+        Infos are those of PettingZoo, by agent, and beside them ``info_keys``.
+
+        Raises:
+            SpecError: If it returns something else than observations and infos of its agents.
+        """
+        result = self.env.reset(seed=seed, options=options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise wrong_count("reset", "two", result)
+        observations, infos = result
+        self._gone = set()
+        self._alive = self._agents_now()
+        if not self._alive:
+            raise SpecError("reset() left no agents", fix="let agents begin with the episode")
+        return self._observed(observations, {}, {}, {}), self._infos(infos)
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Step the environment with the actions of all agents that are alive.
+
+        Args:
+            action: An element of ``action_space``; what agents would do that are not alive is
+                ignored.
+
+        Raises:
+            SpecError: For results that do not fit, such as a reward that is no number, and for an
+                agent that leaves without being terminated or truncated.
+        """
+        actions: dict[str, Any] = {}
+        for group in self._groups:
+            part = action if group.name == "" else action[group.name]
+            actions |= group.split(part, self._alive)
+        result = self.env.step(actions)
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise wrong_count("step", "five", result)
+        observations, rewards, terminations, truncations, infos = result
+        rewards, terminations, truncations = self._checked(rewards, terminations, truncations)
+        ending = {agent for agent in actions if terminations[agent] or truncations[agent]}
+        self._gone |= ending
+        self._alive = self._agents_now()
+        for agent in actions:
+            if agent not in ending and agent not in self._alive:
+                raise SpecError(
+                    f"agent {agent!r} left without being terminated or truncated",
+                    fix="let step() return True for it in terminations or truncations",
+                )
+        is_over = not self._alive
+        was_cut = any(truncations[agent] and not terminations[agent] for agent in ending)
+        return (
+            self._observed(observations, rewards, terminations, truncations),
+            self._combine(rewards),
+            is_over and not was_cut,
+            is_over and was_cut,
+            self._infos(infos),
+        )
+
+    def render(self) -> Any:
+        """Draw the environment."""
+        return self.env.render()
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    def _agents_now(self) -> list[str]:
+        """The agents that act next, in the order of the groups."""
+        there = set(self.env.agents) - self._gone
+        if unknown := there.difference(self._agents):
+            what = f"agents {sorted(map(str, unknown))} are not in possible_agents"
+            raise SpecError(what, fix="let possible_agents list all agents that can appear")
+        return [agent for agent in self._agents if agent in there]
+
+    def _checked(
+        self, rewards: Any, terminations: Any, truncations: Any
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Results by agent, of all that have acted and of others that got a reward."""
+        agents = [agent for agent in self._agents if agent in rewards or agent in self._alive]
+        try:
+            values = [rewards[agent] for agent in agents]
+        except KeyError as error:
+            what = f"agent {error} acted and got no reward"
+            raise SpecError(what, fix="let step() return a reward for each agent") from None
+        ends = [[flags.get(a, False) for a in agents] for flags in (terminations, truncations)]
+        try:
+            results = checked_results(range(len(agents)), (values, ends[0], ends[1]))
+        except BadValue as error:
+            raise SpecError(f"agent {agents[error.lane]!r}: {error.what}", fix=error.fix) from error
+        one, two, three = (dict(zip(agents, each, strict=True)) for each in results)
+        return one, two, three
+
+    def _observed(
+        self,
+        observations: Mapping[str, Any],
+        rewards: Mapping[str, float],
+        terminations: Mapping[str, bool],
+        truncations: Mapping[str, bool],
+    ) -> dict[str, Any]:
+        for agent in self._alive:
+            if observations.get(agent) is None:
+                raise SpecError(
+                    f"agent {agent!r} has no observation",
+                    fix="let every agent observe in every step, also while others take their turn",
+                )
+        flags = {
+            "alive": self._alive,
+            "terminations": [agent for agent, flag in terminations.items() if flag],
+            "truncations": [agent for agent, flag in truncations.items() if flag],
+        }
+        if self._in_turns:
+            flags[_TURN] = [a for a in self._alive if a == self.env.aec_env.agent_selection]
+        arrays: dict[str, Any] = {}
+        for group in self._groups:
+            arrays |= group.observed(observations)
+            arrays |= {group.key(key): group.flags(agents) for key, agents in flags.items()}
+            arrays[group.key("rewards")] = group.numbers(rewards)
+        if self._has_state:
+            arrays[_STATE] = self.env.state()
+        return arrays
+
+    def _infos(self, infos: Any) -> dict[str, Any]:
+        """The infos by agent, and what is asked for of them with an axis of agents."""
+        found = {**infos} if isinstance(infos, Mapping) else {}
+        for group, key, name in self._wanted:
+            values = group.stacked(name, found)
+            if values is not None:
+                found[key] = values
+        return found
+
+    def _specs_of_infos(self, info_keys: InfoKeys) -> dict[str, Any]:
+        """What a ``GymEnv`` has to be asked for, to get some keys of all agents' infos."""
+        specs: dict[str, Any] = {}
+        self._wanted: list[tuple[_Group, str, str]] = []
+        for name, spec in wanted_infos(info_keys, keep_float64=True).items():
+            head = name.partition("/")[0]
+            if head in self._agents:  # of one agent
+                specs[name] = spec
+                continue
+            for group in self._groups:
+                if head in self.groups and head != group.name:
+                    continue
+                inner = name.partition("/")[2] if head == group.name else name
+                self._wanted.append((group, group.key(inner), inner))
+                shape = (len(group.agents), *spec.shape) if spec is not None else ()
+                specs[group.key(inner)] = None if spec is None else TensorSpec(shape, spec.dtype)
+        return specs
+
+
+class PettingZooEnv(GymEnv):
+    """PettingZoo environments as a batch of lanes: one episode is that of all agents together.
+
+    Args:
+        envs: ``pettingzoo.ParallelEnv``s, all with the same agents and spaces. Of ``AECEnv``s,
+            those that say they are parallelizable are converted by PettingZoo's
+            ``aec_to_parallel``, others by ``turn_based_aec_to_parallel``: in every step, one agent
+            acts, bool ``acting [A]`` says which, and the actions of the others are ignored. This
+            object closes them.
+        seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
+        groups: Name to names of agents, each agent in one group; the spaces of a group may differ
+            in their bounds. By default agents with equal spaces form a group, called like its
+            first agent without the number: ``adversary`` for ``adversary_0``. If there is only
+            one group, keys have no prefix.
+        reward: What the reward of the joint episode is: ``"sum"`` or ``"mean"`` of the agents'
+            rewards in this step, or a function of a dict that holds them.
+        state: Whether ``env.state()`` is a key.
+        max_episode_steps: Truncate episodes after this many steps.
+        keep_float64: See ``GymEnv``.
+        info_keys: Keys of the infos of agents that become keys ``[A, ...]`` of a step, see
+            ``GymEnv``; shapes are those of one agent. Zero where an agent's info has no such key.
+            ``"adversary/x"`` is asked of one group, ``"adversary_0/x"`` of one agent, without an
+            axis of agents.
+
+    Attributes:
+        groups: Name to agents, in the order of the axis of agents; one group has the name ``""``.
+
+    Raises:
+        SpecError: See ``JointEnv``, and for environments whose agents or spaces differ.
+
+    An observation that is a ``Dict`` of ``observation`` and ``action_mask`` gives ``frame`` and
+    ``action_mask``. The joint episode ends when no agent is left; it is truncated if one of those
+    that left last was, else terminated. ``per_agent`` of its trajectories gives each agent's own.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from rlpool.integrations.pettingzoo import PettingZooEnv
+        >>> env = PettingZooEnv([simple_spread_v3.parallel_env() for _ in range(2)], seed=0)
+        >>> observation, lanes = env.reset()
+        >>> observation["frame"].shape, observation["alive"]
+        (torch.Size([2, 3, 18]), tensor([[True, True, True],
+                [True, True, True]]))
+    """
+
+    @names_arguments
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        seed: int | Sequence[int] | None = None,
+        *,
+        groups: Groups = None,
+        reward: Reward = "sum",
+        state: bool = False,
+        max_episode_steps: int | None = None,
+        keep_float64: bool = False,
+        info_keys: InfoKeys = None,
+    ) -> None:
+        if not isinstance(envs, Iterable) or is_of_agents(envs):
+            fix = "PettingZooEnv([make() for _ in range(n)], seed)"
+            raise SpecError(f"PettingZooEnv got {envs!r:.60}, not a list of environments", fix=fix)
+        joint = partial(JointEnv, groups=groups, reward=reward, state=state, info_keys=info_keys)
+        lanes = [joint(env) for env in envs]
+        for number, lane in enumerate(lanes):
+            if lane.groups != lanes[0].groups:
+                raise SpecError(
+                    f"the agents of environment {number} are {lane.groups}, those of environment 0 "
+                    f"{lanes[0].groups}",
+                    fix="put only environments with the same agents into one PettingZooEnv",
+                )
+        super().__init__(
+            lanes,
+            seed,
+            max_episode_steps=max_episode_steps,
+            keep_float64=keep_float64,
+            info_keys=lanes[0].info_specs if lanes else None,
+        )
+        self.groups = lanes[0].groups
+
+
+class PettingZooEnvInf(PettingZooEnv):
+    """A ``PettingZooEnv`` whose environments restart on their own, as those of a ``GymEnvInf`` do.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from rlpool.integrations.pettingzoo import PettingZooEnvInf
+        >>> env = PettingZooEnvInf([simple_spread_v3.parallel_env(max_cycles=1)], seed=0)
+        >>> env.reset()[0]["frame"].shape
+        torch.Size([1, 3, 18])
+        >>> step = DictTensor({"action": torch.zeros(1, 3, dtype=torch.int64)})
+        >>> ended, running = env.step(step)
+        >>> ended[0]["done"], running[0]["initial_state"]
+        (tensor([True]), tensor([True]))
+    """
+
+    auto_reset = True
+
+
+class _Group:
+    """Agents with spaces of the same structure: their places in arrays ``[A, ...]``.
+
+    Args:
+        env: The environment.
+        name: The group's name, the first part of its keys.
+        agents: Its agents.
+    """
+
+    def __init__(self, env: Any, name: str, agents: Sequence[str]) -> None:
+        self.name, self.agents = name, tuple(agents)
+        self._places = {agent: place for place, agent in enumerate(agents)}
+        observation, spaces = _same_structure(env, "observation_space", self.agents)
+        leaves = leaves_of(observation, DEFAULT_OBSERVATION_KEY)
+        if leaves.keys() == {_OBSERVATION, _MASK}:
+            leaves = {
+                key.replace(_OBSERVATION, DEFAULT_OBSERVATION_KEY): leaf
+                for key, leaf in leaves.items()
+            }
+        self._specs = {self.key(key): leaf.spec for key, leaf in leaves.items()}
+        self._flatten = flattener(observation, "observation")
+        self._parts = [_batched(parts) for parts in zip(*map(_leaf_spaces, spaces), strict=True)]
+        action, spaces = _same_structure(env, "action_space", self.agents)
+        self.action_space = _batched(spaces)
+        batched = structure_of_space(self.action_space, keep_float64=True, name="action_space")
+        self._split, self._nest = flattener(batched, "action"), nester(action)
+
+    def key(self, key: str) -> str:
+        """A key of this group."""
+        return join_key(self.name, key)
+
+    def spaces(self, flags: Iterable[str]) -> dict[str, gymnasium.Space[Any]]:
+        """The space of each key, with an axis of agents."""
+        spaces = dict(zip(self._specs, self._parts, strict=True))
+        shape: Any = (len(self.agents),)
+        flag: Any = np.bool_
+        spaces |= {self.key(key): Box(0, 1, shape, flag) for key in flags}
+        return spaces | {self.key("rewards"): Box(-np.inf, np.inf, shape)}
+
+    def observed(self, observations: Mapping[str, Any]) -> dict[str, Array]:
+        """What the agents have observed, zero for those without an observation.
+
+        Raises:
+            SpecError: If an observation does not fit the space of its agent.
+        """
+        specs = self._specs
+        arrays = {key: np.zeros((len(self.agents), *s.shape), s.dtype) for key, s in specs.items()}
+        for agent, place in self._places.items():
+            observation = observations.get(agent)
+            if observation is None:
+                continue
+            values = self._flatten(observation)
+            for (key, spec), value in zip(specs.items(), values, strict=True):
+                is_alike = type(value) is np.ndarray and value.dtype == spec.dtype
+                if not is_alike or value.shape != spec.shape:
+                    value = converted(value, spec, f"{key} of {agent}")
+                arrays[key][place] = value
+        return arrays
+
+    def split(self, action: Any, alive: Iterable[str]) -> dict[str, Any]:
+        """The actions of those of its agents that are alive."""
+        parts = self._split(action)
+        places = [(agent, self._places[agent]) for agent in alive if agent in self._places]
+        return {agent: self._nest([part[place] for part in parts]) for agent, place in places}
+
+    def flags(self, agents: Iterable[str]) -> Array:
+        """Which agents are among these, bool ``[A]``."""
+        flags = np.zeros(len(self.agents), np.bool_)
+        flags[[self._places[agent] for agent in agents if agent in self._places]] = True
+        return flags
+
+    def numbers(self, values: Mapping[str, float]) -> Array:
+        """A number of each agent, float64 ``[A]``; 0 for others."""
+        return np.array([values.get(agent, 0.0) for agent in self.agents], np.float64)
+
+    def stacked(self, key: str, infos: Mapping[str, Any]) -> Array | None:
+        """What infos of its agents hold under a key ``[A, ...]``, ``None`` if none of them has it.
+
+        Raises:
+            SpecError: If shapes differ.
+        """
+        found = [infos.get(agent) for agent in self.agents]
+        values = [value_of(info, key) if isinstance(info, Mapping) else None for info in found]
+        there = [np.asarray(value) for value in values if value is not None]
+        if not there:
+            return None
+        try:
+            filled = [np.zeros_like(there[0]) if v is None else np.asarray(v) for v in values]
+            return np.stack(filled)
+        except ValueError as error:
+            shapes = [list(value.shape) for value in there]
+            raise SpecError(f"info {key!r} has the shapes {shapes} for different agents") from error
+
+
+# What PettingZoo's environments are -----------------------------------------------------------
+
+
+def _in_parallel(env: Any) -> tuple[Any, bool]:
+    """An environment with the parallel interface, and whether its agents act one at a time."""
+    if not is_of_agents(env):
+        raise SpecError(
+            f"{env!r:.60} is no environment of PettingZoo",
+            fix="pass a ParallelEnv or AECEnv; GymEnv takes environments of Gymnasium",
+        )
+    if not hasattr(env, "possible_agents"):
+        raise SpecError(
+            f"{env!r:.60} does not say which agents there can be, so their arrays have no size",
+            fix="give it the attribute possible_agents",
+        )
+    if not hasattr(env, "agent_iter"):
+        return env, False
+    conversions = import_extra("pettingzoo.utils.conversions", "pettingzoo")
+    if getattr(env, "metadata", {}).get("is_parallelizable", False):
+        return conversions.aec_to_parallel(env), False
+    return conversions.turn_based_aec_to_parallel(env), True
+
+
+def _grouped(env: Any, groups: Groups) -> dict[str, list[str]]:
+    """Names of groups and their agents; a single group is called ``""``."""
+    agents = list(env.possible_agents)
+    made: dict[str, list[str]] = {}
+    if groups is None:
+        spaces: dict[str, tuple[Any, Any]] = {}
+        for agent in agents:
+            both = env.observation_space(agent), env.action_space(agent)
+            name = next((name for name, known in spaces.items() if known == both), "")
+            if not name:
+                stem = re.sub(r"[_-]?\d+$", "", str(agent)) or str(agent)
+                name = str(agent) if stem in spaces else stem
+                spaces[name] = both
+            made.setdefault(name, []).append(agent)
+    else:
+        made = {name: list(members) for name, members in groups.items()}
+        members = [agent for part in made.values() for agent in part]
+        if sorted(map(str, members)) != sorted(map(str, agents)):
+            raise SpecError(
+                f"groups are {made}, agents are {agents}", fix="put each agent into one group"
+            )
+    if not agents or not all(made.values()):
+        raise SpecError(f"groups are {made}, agents are {agents}", fix="leave out empty groups")
+    return made if len(made) > 1 else {"": agents if groups is None else next(iter(made.values()))}
+
+
+def _same_structure(env: Any, name: str, agents: Sequence[str]) -> tuple[Any, list[Any]]:
+    """The common structure of the agents' spaces, and these."""
+    spaces = [getattr(env, name)(agent) for agent in agents]
+    structures = [
+        structure_of_space(space, keep_float64=True, name=f"{name}({agent!r})")
+        for space, agent in zip(spaces, agents, strict=True)
+    ]
+    for agent, structure, space in zip(agents, structures, spaces, strict=True):
+        if structure != structures[0]:
+            raise SpecError(
+                f"{name} of {agent!r} is {space}, that of {agents[0]!r} is {spaces[0]}",
+                fix="put them into different groups",
+            )
+    return structures[0], spaces
+
+
+def _leaf_spaces(space: Any) -> Iterator[Any]:
+    """The parts of a space that are no ``Dict`` or ``Tuple``, in order."""
+    if isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
+        parts: Any = space.spaces
+        for part in parts.values() if isinstance(parts, Mapping) else parts:
+            yield from _leaf_spaces(part)
+    else:
+        yield space
+
+
+def _batched(spaces: Sequence[Any]) -> Any:
+    """The space of one element of each."""
+    return batch_differing_spaces(list(spaces))
+
+
+def _state_space(env: Any) -> Any:
+    space = getattr(env, "state_space", None)
+    if space is None:
+        raise SpecError(f"{env!r:.60} has no state_space", fix="leave out state=True")
+    return space

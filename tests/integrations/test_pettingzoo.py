@@ -1,0 +1,228 @@
+"""PettingZoo itself: its environments, compared step by step with loops over its interface."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from rlpool import Agent, Batcher, DictTensor, EpisodeBatcher, SpecError, replay_agent
+from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEnvInf
+
+from support.examples import complaints
+from support.many_agents import RandomAgents, check_agents, check_joint_episode
+
+pytest.importorskip("pettingzoo", reason='needs the extra: pip install "rlpool[pettingzoo]"')
+
+from mpe2 import (
+    simple_adversary_v3,
+    simple_crypto_v3,
+    simple_push_v3,
+    simple_reference_v3,
+    simple_speaker_listener_v4,
+    simple_spread_v3,
+    simple_tag_v3,
+    simple_world_comm_v3,
+)
+from pettingzoo.butterfly.cooperative_pong import cooperative_pong
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+from pettingzoo.classic.connect_four import connect_four
+from pettingzoo.classic.rps import rps
+from pettingzoo.classic.tictactoe import tictactoe
+from pettingzoo.sisl.pursuit import pursuit
+from pettingzoo.utils.conversions import aec_to_parallel, turn_based_aec_to_parallel
+
+with warnings.catch_warnings():
+    # Box2D crashes where a DeprecationWarning is an error; these import names that are deprecated.
+    warnings.simplefilter("ignore")
+    from pettingzoo.sisl.multiwalker import multiwalker
+    from pettingzoo.test.example_envs import generated_agents_env_v0, generated_agents_parallel_v0
+
+Make = Callable[[], Any]
+
+MPE = [
+    simple_adversary_v3,
+    simple_crypto_v3,
+    simple_push_v3,
+    simple_reference_v3,
+    simple_speaker_listener_v4,
+    simple_spread_v3,
+    simple_tag_v3,
+    simple_world_comm_v3,
+]
+PARALLEL: dict[str, Make] = {
+    **{module.__name__: partial(module.parallel_env, max_cycles=8) for module in MPE},
+    "continuous": partial(simple_spread_v3.parallel_env, max_cycles=8, continuous_actions=True),
+    "multiwalker": partial(multiwalker.parallel_env, max_cycles=40),
+    "walkers that fall alone": partial(
+        multiwalker.parallel_env, max_cycles=120, terminate_on_fall=False, remove_on_fall=True
+    ),
+    "pursuit": partial(pursuit.parallel_env, max_cycles=8),
+    "pong": partial(cooperative_pong.parallel_env, max_cycles=8),
+    "zombies": partial(knights_archers_zombies.parallel_env, max_cycles=300),
+}
+TURNS: dict[str, Make] = {
+    "tictactoe": tictactoe.env,
+    "connect four": connect_four.env,
+    "rock": partial(rps.env, max_cycles=4),
+}
+
+
+def sizes_of(env: PettingZooEnv) -> dict[str, int]:
+    """Key of each group's action to the number of choices, 0 for numbers."""
+    spaces = env.action_space.spaces if len(env.groups) > 1 else {"": env.action_space}
+    return {
+        f"action/{name}" if name else "action": int(space.nvec[0]) if hasattr(space, "nvec") else 0
+        for name, space in spaces.items()
+    }
+
+
+def collected(make: Make, n_episodes: int = 4, n_workers: int = 0, **options: Any) -> Any:
+    """Episodes, and the groups of their agents."""
+
+    def create_env(seed: int) -> PettingZooEnv:
+        return PettingZooEnv([make(), make()], seed, **options)
+
+    env = create_env(0)
+    agent_args = {"sizes": sizes_of(env)}
+    with EpisodeBatcher(
+        64, 8, RandomAgents, agent_args, create_env, n_workers=n_workers, seed=3
+    ) as batcher:
+        batcher.execute(n_episodes)
+        return batcher.get(), env.groups
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.filterwarnings("ignore:.*calling render method:UserWarning")
+def test_a_joint_episode_is_that_of_a_loop_by_hand(name: str) -> None:
+    make = PARALLEL[name]
+    n_episodes = 2 if name == "zombies" else 4  # its second episode depends on its first one
+    episodes, groups = collected(make, n_episodes)
+    for row in range(n_episodes):
+        check_joint_episode(episodes, row, make(), groups)
+    check_agents(episodes, groups)
+
+
+def test_agents_die_among_the_zombies_and_walkers() -> None:
+    for name in ("zombies", "walkers that fall alone"):
+        episodes, _ = collected(PARALLEL[name])
+        alive = episodes["alive"] & (episodes.mask().bool())[..., None]
+        assert (alive.any(-1) & ~alive.all(-1)).any(), name
+
+
+def test_workers_give_the_same_bits() -> None:
+    name = "walkers that fall alone"
+    one, _ = collected(PARALLEL[name])
+    other, _ = collected(PARALLEL[name], n_workers=2)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_games_in_turns_are_those_of_pettingzoos_conversion(name: str) -> None:
+    make = TURNS[name]
+    is_parallelizable = make().metadata["is_parallelizable"]
+    convert = aec_to_parallel if is_parallelizable else turn_based_aec_to_parallel
+    episodes, groups = collected(make)
+    for row in range(4):
+        check_joint_episode(episodes, row, convert(make()), groups)
+    check_agents(episodes, groups)
+    if not is_parallelizable:
+        assert (episodes["acting"].sum(-1) == episodes.mask()).all()
+
+
+def test_a_game_in_turns_is_that_of_a_loop_over_agents() -> None:
+    episodes, _ = collected(tictactoe.env)
+    for row in range(4):
+        env, total = tictactoe.env(), torch.zeros(2)
+        env.reset(seed=int(episodes.info["seed"][row]))
+        for step in range(int(episodes.lengths[row])):
+            place = env.possible_agents.index(env.agent_selection)
+            assert episodes["acting"][row, step].nonzero().item() == place
+            observation, _, terminated, truncated, _ = env.last()
+            assert not terminated
+            assert not truncated
+            frame = episodes["frame"][row, step, place].numpy()
+            assert np.array_equal(frame, observation["observation"])
+            mask = episodes["action_mask"][row, step, place].numpy()
+            assert np.array_equal(mask, observation["action_mask"])
+            action = int(episodes["action"][row, step, place])
+            assert mask[action]
+            env.step(action)
+            total += torch.tensor([env.rewards.get(agent, 0) for agent in env.possible_agents])
+        assert all(env.terminations.values())
+        assert torch.equal(episodes["_rewards"][row].sum(0), total)
+        assert total.abs().tolist() in ([1.0, 1.0], [0.0, 0.0])
+
+
+def test_the_state_of_a_centralised_critic() -> None:
+    episodes, _ = collected(PARALLEL["mpe2.simple_spread_v3"], state=True)
+    env = PARALLEL["mpe2.simple_spread_v3"]()
+    env.reset(seed=int(episodes.info["seed"][0]))
+    assert np.array_equal(episodes["state"][0, 0].numpy(), env.state().astype(np.float32))
+
+
+def test_environments_whose_agents_are_not_known_are_refused() -> None:
+    for module in (generated_agents_parallel_v0.parallel_env, generated_agents_env_v0.env):
+        with pytest.raises(SpecError, match="possible_agents"):
+            PettingZooEnv([module()], 0)
+
+
+def test_gymnasiums_environments_are_refused() -> None:
+    with pytest.raises(SpecError, match="GymEnv takes environments of Gymnasium"):
+        PettingZooEnv([gymnasium.make("CartPole-v1")], 0)
+
+
+class Policy(Agent, torch.nn.Module):
+    """One network for all agents, on joint observations or those of single agents."""
+
+    n_noise = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = torch.nn.Linear(18, 5)
+
+    def __call__(
+        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
+    ) -> Any:
+        logits = self.network(observation["frame"])
+        action = (logits + observation["noise"].view(-1, *[1] * (logits.ndim - 1))).argmax(-1)
+        return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
+
+
+def test_independent_learners_replay_their_own_steps() -> None:
+    def create_env(seed: int) -> PettingZooEnv:
+        return PettingZooEnv([simple_spread_v3.parallel_env(max_cycles=9)], seed)
+
+    with EpisodeBatcher(3, 9, Policy, {}, create_env, n_workers=0, seed=0) as batcher:
+        batcher.execute(3)
+        episodes = batcher.get()
+    own = episodes.per_agent()
+    logits = replay_agent(Policy(), own)["logits"]
+    assert logits.requires_grad
+    torch.testing.assert_close(logits, own["logits"])
+
+
+def test_windows_restart_on_their_own() -> None:
+    def create_env(seed: int) -> PettingZooEnvInf:
+        return PettingZooEnvInf([simple_spread_v3.parallel_env(max_cycles=5)], seed)
+
+    arguments = {"sizes": {"action": 5}}
+    with Batcher(12, None, RandomAgents, arguments, create_env, n_workers=0, seed=0) as batcher:
+        batcher.reset()
+        batcher.execute()
+        window = batcher.get()
+    assert window["_truncated"][0].nonzero().flatten().tolist() == [4, 9]
+    assert window.per_agent()["_done"].sum().item() == 2 * 3
+
+
+@pytest.mark.parametrize("kind", [JointEnv, PettingZooEnv, PettingZooEnvInf])
+def test_examples(kind: type) -> None:
+    told = complaints(kind.__name__, kind.__doc__ or "")
+    assert not told, told

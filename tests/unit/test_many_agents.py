@@ -1,0 +1,354 @@
+"""Joint episodes of many agents: births, deaths, groups, masks; an agent's own steps, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from rlpool import (
+    Batcher,
+    EnvError,
+    EpisodeBatcher,
+    EpisodeStatistics,
+    GymEnv,
+    ParallelEnvManager,
+    SpecError,
+    evaluate,
+    gae,
+)
+from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEnvInf
+
+from support.many_agents import Lives, RandomAgents, check_agents, check_joint_episode
+
+LIVES = {
+    "small_0": (0, 6, "terminated"),
+    "small_1": (0, 3, "terminated"),
+    "small_2": (2, 4, "truncated"),
+    "small_3": (4, 9, "terminated"),
+}
+GROUPS = {
+    "small_0": (0, 6, "terminated"),
+    "big_0": (0, 4, "truncated"),
+    "small_1": (1, 7, "truncated"),
+    "big_1": (3, 5, "terminated"),
+}
+SIZES = {"action": 4}
+GROUP_SIZES = {"action/small": 4, "action/big": 0}
+
+
+def collected(lives: Any, sizes: Any, n: int = 5, n_workers: int = 0, **options: Any) -> Any:
+    masks = options.pop("masks", "")
+
+    def create_env(seed: int) -> PettingZooEnv:
+        return PettingZooEnv([Lives(lives, masks) for _ in range(2)], seed, **options)
+
+    with EpisodeBatcher(
+        n, 16, RandomAgents, {"sizes": sizes}, create_env, n_workers=n_workers, seed=3
+    ) as batcher:
+        batcher.execute(n)
+        return batcher.get()
+
+
+@pytest.mark.parametrize("masks", ["", "observation"])
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_joint_episode_is_that_of_a_loop_by_hand(n_workers: int, masks: str) -> None:
+    episodes = collected(LIVES, SIZES, n_workers=n_workers, masks=masks)
+    for row in range(5):
+        check_joint_episode(episodes, row, Lives(LIVES, masks), {"": list(LIVES)})
+    assert episodes["frame"].shape[2:] == (4, 2)
+    check_agents(episodes, {"": list(LIVES)})
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_agents_with_other_spaces_are_a_group_of_their_own(n_workers: int) -> None:
+    episodes = collected(GROUPS, GROUP_SIZES, n_workers=n_workers)
+    groups = {"small": ["small_0", "small_1"], "big": ["big_0", "big_1"]}
+    for row in range(5):
+        check_joint_episode(episodes, row, Lives(GROUPS), groups)
+    check_agents(episodes, groups)
+
+
+def test_groups_can_be_given() -> None:
+    groups = {"one": ["small_2"], "rest": ["small_0", "small_1", "small_3"]}
+    episodes = collected(LIVES, {"action/one": 4, "action/rest": 4}, groups=groups)
+    check_joint_episode(episodes, 1, Lives(LIVES), groups)
+    check_agents(episodes, groups)
+
+
+def test_a_limit_of_the_joint_episode_truncates_the_agents_that_are_alive() -> None:
+    episodes = collected(LIVES, SIZES, max_episode_steps=5)
+    assert episodes.lengths.tolist() == [5] * 5
+    assert episodes["_truncated"][:, 4].all()
+    own = episodes.per_agent()
+    assert own.lengths.tolist() == [5, 3, 3, 1] * 5
+    ends = own.temporal_multi_index(own.lengths - 1)
+    assert ends["_terminated"].tolist() == [False, True, False, False] * 5
+    assert ends["_truncated"].tolist() == [True, False, True, True] * 5
+    check_agents(episodes, {"": list(LIVES)})
+
+
+def test_masks_and_other_infos_get_an_axis_of_agents() -> None:
+    episodes = collected(
+        LIVES, SIZES, masks="info", info_keys={"action_mask": (np.int8, 4), "small_0/age": int}
+    )
+    assert episodes["action_mask"].shape[2:] == (4, 4)
+    sums = episodes["action_mask"].sum(-1)
+    assert torch.equal(sums == 1, sums > 0)
+    alive = episodes["alive"]
+    assert (sums[alive] == 1).all()
+    allowed = episodes["action_mask"].argmax(-1)
+    assert torch.equal(episodes["action"][alive], allowed[alive])
+    assert episodes["small_0/age"][0, :6].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_infos_can_be_learned() -> None:
+    episodes = collected(LIVES, SIZES, masks="info", info_keys=["action_mask"])
+    assert episodes["action_mask"].shape[2:] == (4, 4)
+    assert episodes["action_mask"].dtype == torch.int8
+
+
+def test_infos_of_one_group() -> None:
+    episodes = collected(
+        GROUPS, GROUP_SIZES, masks="info", info_keys={"small/action_mask": (np.int8, 4)}
+    )
+    assert episodes["small/action_mask"].shape[2:] == (2, 4)
+    assert "big/action_mask" not in episodes
+
+
+def test_the_state_is_a_key_if_it_is_asked_for() -> None:
+    episodes = collected(LIVES, SIZES, state=True)
+    assert episodes["state"][0, :3].tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+    own = episodes.per_agent()  # its size is the number of agents
+    assert own["state"][2, 0].tolist() == [2.0] * 4  # born in step 2
+    assert "state" not in collected(LIVES, SIZES)
+
+
+@pytest.mark.parametrize(
+    ("reward", "wanted"),
+    [
+        ("sum", lambda rewards, alive: rewards.sum(-1)),
+        ("mean", lambda rewards, alive: rewards.sum(-1) / alive.sum(-1).clamp(min=1)),
+        (lambda rewards: max(rewards.values()), None),
+    ],
+)
+def test_the_joint_reward_combines_those_of_the_agents(reward: Any, wanted: Any) -> None:
+    episodes = collected(LIVES, SIZES, reward=reward)
+    rewards = episodes["_rewards"]
+    if wanted is None:
+        absent = rewards.masked_fill(~episodes["alive"], -torch.inf)
+        expected = absent.amax(-1).masked_fill(episodes.mask() == 0, 0)
+    else:
+        expected = wanted(rewards, episodes["alive"])
+    torch.testing.assert_close(episodes["_reward"], expected)
+
+
+def test_windows_go_on_with_agents_that_live_again() -> None:
+    def create_env(seed: int) -> PettingZooEnvInf:
+        return PettingZooEnvInf([Lives(LIVES) for _ in range(2)], seed)
+
+    with Batcher(
+        20, None, RandomAgents, {"sizes": SIZES}, create_env, n_workers=0, seed=0
+    ) as batcher:
+        batcher.reset()
+        batcher.execute()
+        window = batcher.get()
+    assert window["_done"].sum(1).tolist() == [1, 1]
+    own = window.per_agent()
+    assert own.lengths.tolist() == [6 + 6, 3 + 3, 4 + 4, 9 + 3] * 2
+    assert own["initial_state"][0].nonzero().flatten().tolist() == [0, 6]
+    assert own["_done"][1].nonzero().flatten().tolist() == [2, 5]
+    ended = EpisodeStatistics().update(own)
+    assert sorted(ended.lengths.tolist()) == sorted([6, 6, 3, 3, 4, 4, 9] * 2)
+
+
+def test_a_manager_takes_joint_environments() -> None:
+    with ParallelEnvManager([lambda: JointEnv(Lives(LIVES))] * 2) as manager:
+        observation, _ = manager.reset()
+        assert observation["frame"].shape == (2, 4, 2)
+        assert observation["alive"].tolist() == [[True, True, False, False]] * 2
+
+
+def test_evaluate_takes_them() -> None:
+    def create_env(seed: int) -> PettingZooEnv:
+        return PettingZooEnv([Lives(LIVES) for _ in range(2)], seed)
+
+    one, two = (evaluate(RandomAgents(SIZES), create_env, 6, n_workers=n, seed=1) for n in (0, 2))
+    assert torch.equal(one.returns, two.returns)
+    assert one.lengths.tolist() == [13] * 6
+
+
+def test_env_info_reaches_the_reset_as_options() -> None:
+    def create_env(seed: int) -> PettingZooEnv:
+        return PettingZooEnv([Lives(LIVES)], seed)
+
+    with EpisodeBatcher(
+        2, 16, RandomAgents, {"sizes": SIZES}, create_env, n_workers=0, seed=0
+    ) as batcher:
+        batcher.execute(2, env_info={"bias": torch.tensor([100.0, -100.0])})
+        episodes = batcher.get()
+    assert (episodes["frame"][0, 0, :2] > 50).all()
+    for row, bias in enumerate((100.0, -100.0)):
+        check_joint_episode(episodes, row, Lives(LIVES), {"": list(LIVES)}, {"bias": bias})
+
+
+def test_gae_takes_rewards_of_all_agents() -> None:
+    generator = torch.Generator().manual_seed(0)
+    reward, value, following = torch.randn(3, 5, 7, 4, generator=generator)
+    terminated, done = torch.rand(2, 5, 7, generator=generator) < 0.2
+    done = done | terminated
+    lengths = torch.tensor([7, 3, 5, 1, 6])
+    each = [
+        gae(
+            reward[..., a],
+            value[..., a],
+            following[..., a],
+            terminated,
+            done,
+            0.9,
+            0.8,
+            lengths=lengths,
+        )
+        for a in range(4)
+    ]
+    joint = gae(reward, value, following, terminated, done, 0.9, 0.8, lengths=lengths)
+    assert torch.equal(joint, torch.stack(each, -1))
+    shared = gae(reward, value[..., 0], following[..., 0], terminated, done, 0.9, 0.8)
+    expected = gae(reward[..., 2], value[..., 0], following[..., 0], terminated, done, 0.9, 0.8)
+    assert torch.equal(shared[..., 2], expected)
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [[Lives(LIVES)], Lives(LIVES)])
+def test_a_gym_env_says_what_to_do(given: Any) -> None:
+    with pytest.raises(SpecError, match="PettingZooEnv"):
+        GymEnv(given, 0)
+
+
+def test_a_manager_says_what_to_do() -> None:
+    with pytest.raises(Exception, match="JointEnv"):
+        ParallelEnvManager([lambda: Lives(LIVES)])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"groups": {"a": ["small_0"]}}, "put each agent into one group"),
+        ({"groups": {"a": list(LIVES), "b": []}}, "leave out empty groups"),
+        ({"reward": "max"}, "'max'"),
+        ({"state": True}, "state_space"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: Any, words: str) -> None:
+    env = Lives(LIVES)
+    del env.state_space
+    with pytest.raises(SpecError, match=words):
+        PettingZooEnv([env], 0, **change)
+
+
+def test_groups_of_agents_with_different_spaces_are_refused() -> None:
+    groups = {"all": list(GROUPS)}
+    with pytest.raises(SpecError, match=r"observation_space of 'big_0'.*that of 'small_0'"):
+        PettingZooEnv([Lives(GROUPS)], 0, groups=groups)
+
+
+def test_environments_with_other_agents_are_refused() -> None:
+    with pytest.raises(SpecError, match="environment 1"):
+        PettingZooEnv([Lives(LIVES), Lives(GROUPS)], 0)
+
+
+@pytest.mark.parametrize("given", [Lives(LIVES), gymnasium.make("CartPole-v1"), 3, []])
+def test_what_is_no_list_of_such_environments_is_refused(given: Any) -> None:
+    with pytest.raises(SpecError):
+        PettingZooEnv(given, 0)
+    with pytest.raises(SpecError, match="PettingZoo"):
+        PettingZooEnv([gymnasium.make("CartPole-v1")], 0)
+
+
+def test_agents_have_to_be_known_beforehand() -> None:
+    env = Lives(LIVES)
+    del env.possible_agents
+    with pytest.raises(SpecError, match="possible_agents"):
+        PettingZooEnv([env], 0)
+
+
+class Wrong(Lives):
+    """Its first step is changed by a function."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__(LIVES)
+        self.change = change
+
+    def step(self, actions: Any) -> Any:
+        return self.change(self, list(super().step(actions)))
+
+
+def left(env: Any, results: list[Any]) -> Any:
+    env.agents.remove("small_0")
+    return tuple(results)
+
+
+def unknown(env: Any, results: list[Any]) -> Any:
+    env.agents.append("nobody")
+    return tuple(results)
+
+
+def without(position: int, agent: str = "small_0") -> Any:
+    def change(env: Any, results: list[Any]) -> Any:
+        del results[position][agent]
+        return tuple(results)
+
+    return change
+
+
+def with_value(position: int, value: Any) -> Any:
+    def change(env: Any, results: list[Any]) -> Any:
+        results[position]["small_0"] = value
+        return tuple(results)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (left, "'small_0' left without being terminated or truncated"),
+        (unknown, r"\['nobody'\] are not in possible_agents"),
+        (without(0), "'small_0' has no observation"),
+        (without(1), "'small_0' acted and got no reward"),
+        (with_value(1, "much"), "'small_0': 'reward' should be a number, got 'much'"),
+        (with_value(1, 1e300), "'small_0'"),
+        (with_value(2, 2), "'small_0': 'terminated' should be True or False, got 2"),
+        (with_value(0, np.zeros(3, np.float32)), r"'frame of small_0' should have shape \[2\]"),
+        (with_value(0, np.array([1e300, 0.0])), "frame of small_0"),
+        (lambda env, results: tuple(results[:4]), "five"),
+    ],
+)
+def test_results_that_do_not_fit_name_the_agent(change: Any, words: str) -> None:
+    def create_env(seed: int) -> PettingZooEnv:
+        return PettingZooEnv([Wrong(change)], seed)
+
+    with EpisodeBatcher(
+        1, 16, RandomAgents, {"sizes": SIZES}, create_env, n_workers=0, seed=0
+    ) as batcher:
+        batcher.execute(1)
+        with pytest.raises(EnvError, match=words):
+            batcher.get()
+
+
+def test_per_agent_names_the_groups() -> None:
+    episodes = collected(GROUPS, GROUP_SIZES)
+    with pytest.raises(SpecError, match="name a group: 'big', 'small'"):
+        episodes.per_agent()
+    with pytest.raises(SpecError, match="PettingZooEnv"):
+        episodes.get(["action/big"]).per_agent()
+    own = episodes.per_agent("big")
+    with pytest.raises(SpecError, match=r"one row per agent: \[10, T\]"):
+        episodes.from_agents(own["_reward"][:3], "big")
+    with pytest.raises(SpecError, match="agents have up to 5"):
+        episodes.from_agents(own["_reward"][:, :3], "big")
