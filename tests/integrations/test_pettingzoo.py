@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -17,8 +18,9 @@ from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEn
 
 from support.examples import complaints
 from support.many_agents import RandomAgents, check_agents, check_joint_episode
+from support.programs import run_block
 
-pytest.importorskip("pettingzoo", reason='needs the extra: pip install "rlpool[pettingzoo]"')
+pytest.importorskip("pymunk", reason="needs the extra: pip install 'rlpool[integrations]'")
 
 from mpe2 import (
     simple_adversary_v3,
@@ -43,6 +45,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from pettingzoo.sisl.multiwalker import multiwalker
     from pettingzoo.test.example_envs import generated_agents_env_v0, generated_agents_parallel_v0
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs" / "neighbours" / "pettingzoo.md"
 
 Make = Callable[[], Any]
 
@@ -226,3 +231,10 @@ def test_windows_restart_on_their_own() -> None:
 def test_examples(kind: type) -> None:
     told = complaints(kind.__name__, kind.__doc__ or "")
     assert not told, told
+
+
+def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:
+    run_block("docs/neighbours/pettingzoo.md", 0, program_folder)
+    output, errors = capfd.readouterr()
+    assert errors == ""
+    assert f"```text\n{output}```" in PAGE.read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ SMALL = {
     "dqn": "--total-timesteps=700 --learning-starts=20 --checkpoint-interval=510",
     "meta_rl": "--num-iters=2 --num-rollouts-per-iter=4 --envs-per-worker=2 "
     "--num-parallel-workers=0 --num-eval-tasks=4 --checkpoint-interval=1",
+    "multi_agent": "--total-timesteps=1600 --checkpoint-interval=1 --n-workers=0",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
     "ppo_atari": "--total-timesteps=128 --checkpoint-interval=1 --n-workers=0",
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=512 --checkpoint-interval=1",
@@ -35,6 +36,7 @@ SMALL = {
 
 # Learning from whole windows takes longer than all the others together.
 CONSTANTS = {
+    "multi_agent": {"N_EPISODES": 16, "N_EPOCHS": 1},
     "ppo_atari": {"N_STEPS": 8, "BATCH_SIZE": 8 * 8, "N_EPOCHS": 1},
     "ppo_continuous": {"N_STEPS": 256, "BATCH_SIZE": 256, "N_EPOCHS": 2, "N_MINIBATCHES": 4},
     "ppo_recurrent": {"N_STEPS": 64, "BATCH_SIZE": 8 * 64, "N_EPOCHS": 2},

@@ -33,7 +33,11 @@ CONSTANTS = {"__version__": "rlpool", "KINDS": "rlpool.testing.faults"}
 MAIN_CLASSES = Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
 """Those whose methods have examples, too."""
 
-NEEDS = {"EnvPoolEnv": "envpool", "to_tensordict": "tensordict", "from_tensordict": "tensordict"}
+NEEDS = {
+    "EnvPoolEnv": "envpool",
+    "to_tensordict": "tensordict",
+    "from_tensordict": "tensordict",
+}
 """Last part of a name to the module, and the extra, without which its example is skipped."""
 
 

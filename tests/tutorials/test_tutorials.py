@@ -30,7 +30,12 @@ SMALL = {
     "nonblocking": ("--n-epochs 2 --n-episodes 4 --n-evaluation-episodes 4", []),
     "pool": ("", []),
 }
-PUBLIC_MODULES = {"rlpool", "rlpool.cluster", "rlpool.patterns"}
+PUBLIC_MODULES = {
+    "rlpool",
+    "rlpool.cluster",
+    "rlpool.integrations.pettingzoo",
+    "rlpool.patterns",
+}
 
 
 def test_no_tutorial_is_forgotten() -> None:
