@@ -214,14 +214,14 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     def fileno(self) -> int:
         """A descriptor for ``asyncio``, ``selectors`` and the like, open until ``close``.
 
-        It can be read when a worker has sent something or has ended, which need not be a whole
-        result. So ask with ``get(blocking=False)`` first, wait for the descriptor only after
+        It can be read when a worker or a node has sent something or has ended, which need not be a
+        whole result. So ask with ``get(blocking=False)`` first, wait for the descriptor only after
         ``None``, and ask again when it can be read; also after a second without, because workers
         that failed are started again inside of calls. Do not read from it. With ``n_workers=0``
         it can always be read. docs/asynchronous.md has a program.
 
         Raises:
-            UsageError: If the batcher is closed, or on a cluster.
+            UsageError: If the batcher is closed.
 
         Example:
             >>> import selectors

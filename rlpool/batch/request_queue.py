@@ -80,13 +80,9 @@ class RequestQueue(ABC):
             until_s: When to give up, by ``time.monotonic``; what runs here is finished first.
         """
 
+    @abstractmethod
     def fileno(self) -> int:
-        """A descriptor that can be read when something has arrived.
-
-        Raises:
-            UsageError: If there is none.
-        """
-        raise UsageError("a batcher on a cluster has no descriptor", fix="use get(timeout=...)")
+        """A descriptor that can be read when something has arrived."""
 
     @property
     def patience_s(self) -> float:

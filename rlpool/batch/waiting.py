@@ -18,12 +18,12 @@ BatcherT = TypeVar("BatcherT", bound=BatcherBase)
 def wait(batchers: Sequence[BatcherT], timeout: float | None = None) -> list[BatcherT]:
     """Wait until at least one of several batchers has a result.
 
-    The process sleeps in one call of the operating system, for the workers of all of them. A
-    batcher with ``n_workers=0`` that has something pending is there at once, since it runs only in
-    calls like ``get``.
+    The process sleeps in one call of the operating system, for the workers of all of them, on
+    this machine and others. A batcher with ``n_workers=0`` that has something pending is there at
+    once, since it runs only in calls like ``get``.
 
     Args:
-        batchers: Batchers with workers on this machine, or none.
+        batchers: Batchers of any class.
         timeout: Seconds to wait at most; ``None`` for no limit, 0 to look only.
 
     Returns:
@@ -32,7 +32,7 @@ def wait(batchers: Sequence[BatcherT], timeout: float | None = None) -> list[Bat
 
     Raises:
         SpecError: If something is no batcher, or ``timeout`` no number from 0 on.
-        UsageError: If nothing is pending in any of them, one is closed, or is on a cluster.
+        UsageError: If nothing is pending in any of them, or one is closed.
 
     Example:
         >>> with (

@@ -132,6 +132,15 @@ class ClusterDispatcher(RequestQueue):
         while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
             self._handle(min(self._nodes.look_every_s, every_s, left_s))
 
+    def fileno(self) -> int:
+        """See ``RequestQueue.fileno``."""
+        return self._transport.fileno()
+
+    @property
+    def patience_s(self) -> float:
+        """See ``RequestQueue.patience_s``."""
+        return self._nodes.look_every_s
+
     def look(self) -> None:
         """Handle the events that have arrived, and look for nodes that hang."""
         self._handle(0.0)

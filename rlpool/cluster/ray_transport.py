@@ -16,7 +16,16 @@ from typing import Any
 
 from rlpool.cluster.node_logs import NodeLogs
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
-from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.cluster.transport import (
+    Arrivals,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Looked,
+    Lost,
+    Refused,
+)
 from rlpool.errors import (
     RlpoolError,
     Where,
@@ -112,6 +121,7 @@ class RayTransport:
         self._actors: dict[int, _Actor] = {}
         self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
         self._events: deque[Event] = deque()
+        self._arrivals: Arrivals | None = None  # made when somebody waits for its descriptor
         self._logs = NodeLogs()
         self.deliver_logs = self._logs.deliver
         self._next_look_s = 0.0
@@ -196,6 +206,8 @@ class RayTransport:
             self._leave(number, error)
         else:
             self._calls[reference] = method, number, shard
+            if self._arrivals is not None:
+                reference.future().add_done_callback(self._arrivals.tell)
 
     def send(self, node: int, shard: Shard) -> None:
         """See ``Transport``."""
@@ -237,9 +249,19 @@ class RayTransport:
             what = "Ray was shut down, and with it all nodes"
             raise WorkerDiedError(what, exitcode=None, fix="make a new batcher")
 
+    def fileno(self) -> int:
+        """See ``Transport``; a thread of Ray's makes it readable."""
+        if self._arrivals is None:
+            self._arrivals = Arrivals()
+            for reference in self._calls:
+                reference.future().add_done_callback(self._arrivals.tell)
+        return self._arrivals.fileno()
+
     def wait(self, timeout_s: float) -> None:
         """See ``Transport``."""
         self._refuse_other_ray()
+        if self._arrivals is not None:
+            self._arrivals.clear()
         with InterruptsHeld():
             self._look_for_nodes()
         references = list(self._calls)
@@ -369,6 +391,8 @@ class RayTransport:
 
     def close(self) -> None:
         """See ``Transport``."""
+        if self._arrivals is not None:
+            self._arrivals.close()
         if not self._is_connected:
             return  # everything has ended with it
         try:

@@ -6,7 +6,10 @@ a node's process again if it ends; the caller is told with events, and says when
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +84,37 @@ class Looked:
 Event = Joined | Left | Refused | Finished | Lost | Looked
 
 
+class Arrivals:
+    """A descriptor that can be read after another thread has said that something arrived."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Once it is closed, its number may be that of another file.
+        self._writes_or_closes = threading.Lock()
+
+    def fileno(self) -> int:
+        """Its number."""
+        return self._fd
+
+    def tell(self, _: object = None) -> None:
+        """Say that something arrived; called in any thread."""
+        with self._writes_or_closes:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Forget what was said so far; call it before looking for what arrived."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Close it. May be repeated."""
+        with self._writes_or_closes:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+
 class Transport(Protocol):
     """Carries shards to nodes and what becomes of them back. Used from one thread.
 
@@ -103,6 +137,9 @@ class Transport(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something has happened."""
+
+    def fileno(self) -> int:
+        """A descriptor that can be read when something has happened that needs no timeout."""
 
     def next_event(self) -> Event | None:
         """Take the next of what has happened, ``None`` if that was all."""

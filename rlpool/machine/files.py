@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from rlpool.errors import SpecError
 
 
 def file_at(path: str | os.PathLike[str]) -> Path:
@@ -22,6 +25,31 @@ def file_at(path: str | os.PathLike[str]) -> Path:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise ValueError("it is not a file")
+    return target
+
+
+def checked_target(argument: str, path: Any) -> Path:
+    """The file that an argument names, which is to be written.
+
+    Args:
+        argument: Its name.
+        path: Its value.
+
+    Raises:
+        SpecError: If no file can be written there.
+    """
+    try:
+        target = file_at(path)
+    except (TypeError, ValueError) as error:
+        what = f"{argument}={path!r} cannot be written: {error}"
+        raise SpecError(what, fix="choose another path") from None
+    folder = target.parent
+    if not folder.is_dir():
+        what = f"{argument}={str(path)!r} is in a folder that does not exist: {str(folder)!r}"
+        raise SpecError(what, fix=f"create it with os.makedirs({str(folder)!r}), or choose another")
+    if not os.access(target if target.exists() else folder, os.W_OK):
+        what = f"{argument}={str(path)!r} cannot be written: this process may not write there"
+        raise SpecError(what, fix="choose another path")
     return target
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError, Where, described
-from rlpool.machine.files import file_at, replaced
+from rlpool.machine.files import checked_target, file_at, replaced
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, joined
 
@@ -167,20 +167,15 @@ class CrashCapsule:
             The path.
 
         Raises:
-            SpecError: If ``options`` hold a value that a file cannot store, or there is something
-                else than a file.
-            OSError: If the file cannot be written.
+            SpecError: If ``options`` hold a value that a file cannot store, there is no such
+                folder, or there is something else than a file.
+            OSError: If writing fails.
         """
         arrays: dict[str, Any] = {"header": self._header(), "rewards": self.rewards}
         for group in _GROUPS:
             for key, array in getattr(self, group).items():
                 arrays[f"{group}/{key}"] = np.asarray(array)
-        try:
-            target = file_at(path)
-        except ValueError as error:
-            what = f"the capsule cannot be saved to {os.fspath(path)!r}: {error}"
-            raise SpecError(what, fix="choose another path") from None
-        with replaced(target) as unfinished, open(unfinished, "xb") as file:
+        with replaced(checked_target("path", path)) as unfinished, open(unfinished, "xb") as file:
             np.savez(file, **arrays)
         return Path(path)
 

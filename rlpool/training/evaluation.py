@@ -25,6 +25,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
+from rlpool.machine.files import checked_target
 from rlpool.memory.sharing import Parcel, pickled
 from rlpool.memory.storage import Array
 from rlpool.record.capsule_files import CrashDir
@@ -120,7 +121,8 @@ def evaluate(
             there with ``on_env_error="truncate"`` or ``"restart"``, and ``failed`` says so.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation.
+        SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation
+            or in a folder that does not exist.
         WorkerStartupError: If ``create_env`` raises, or its environments cannot be filmed.
         EnvError, AgentError: If the user's code fails.
         WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
@@ -132,6 +134,8 @@ def evaluate(
         (tensor([ 3.,  6., 10.]), tensor(6.3333))
     """
     n_episodes, given = _checked_episodes(n_episodes, episode_seeds)
+    if record is not None:
+        checked_target("record", record)  # now, not after the workers have started
     seeds = whole_number("seeds", seeds, 0)
     rows = as_infos(agent_info, env_info, n_episodes)
     agent_args = {"agent": checked_agent(agent, n_workers)}

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.machine.extras import import_extra
+from rlpool.machine.files import checked_target
 from rlpool.training.evaluation import AGENT_ROWS, evaluate
 from rlpool.training.evaluation_result import Evaluation
 from rlpool.training.figures import compare, returns_of
@@ -107,6 +108,7 @@ def _function(name: str) -> Any:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    _check_outputs(args)
     found = evaluate(
         _function(args.load_agent)(),
         _function(args.create_env),
@@ -129,7 +131,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuse what cannot be written before anything is run."""
+    for flag in ("out", "plot"):
+        if (path := getattr(args, flag, None)) is not None:
+            checked_target(f"--{flag}", path)
+
+
 def _compare(args: argparse.Namespace) -> int:
+    _check_outputs(args)
     first, second = Evaluation.load(args.first), Evaluation.load(args.second)
     for name, each in ((args.first, first), (args.second, second)):
         sys.stdout.write(f"{name}\n{each.summary(failures=args.failures)}\n\n")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rlpool.errors import SpecError, Where, WorkerError
-from rlpool.machine.files import file_at, replaced
+from rlpool.machine.files import checked_target, replaced
 from rlpool.training.figures import Summary, summary_of
 from rlpool.training.protocol import differences
 
@@ -138,13 +138,16 @@ class Evaluation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record to a JSON file, which appears whole or not at all.
 
+        Raises:
+            SpecError: If there is no such folder, or no file can be written there.
+
         Example:
             >>> evaluate(create_agent(), create_env, n_episodes=2).save("evaluation.json")
             >>> Evaluation.load("evaluation.json").returns
             tensor([10., 10.])
         """
         whole = {**header_of(self.protocol), "episodes": list(self.entries)}
-        with replaced(file_at(path)) as unfinished:
+        with replaced(checked_target("path", path)) as unfinished:
             unfinished.write_text(json.dumps(whole, indent=1) + "\n")
 
     @classmethod

@@ -119,6 +119,31 @@ def test_any_number_of_nodes_gives_the_same_bits(n_nodes: int, kind: str) -> Non
     assert_all_equal(collect(make(InProcess(n_nodes), kind), kind), alone(kind))
 
 
+def curriculum(batcher: Any, disturb: Disturb = lambda *_: None) -> list[Any]:
+    """Windows, each with other rows of ``env_info`` for the episodes that begin in it."""
+    results = []
+    with batcher:
+        batcher.reset({"gain": torch.ones(N_LANES)}, {"length": torch.full((N_LANES,), 7)})
+        for number, length in enumerate((3, 12, 2, 6)):
+            batcher.execute(env_info={"length": length + torch.arange(N_LANES) % 2})
+            disturb("during", number)
+            results.append(batcher.get())
+    return results
+
+
+@pytest.mark.parametrize("kind", ["restart", "vector"])
+def test_rows_of_env_info_reach_all_nodes_and_the_successor_of_one(kind: str) -> None:
+    transport = InProcess(2)
+    disturb = at(
+        ("during", 1, lambda: transport.remove(1)), ("during", 2, lambda: transport.add(1))
+    )
+    results = curriculum(make(transport, kind), disturb)
+    assert results[2].info["env_info/length"].tolist() == [2, 3] * (N_LANES // 2)
+    ends = [[row.nonzero().flatten().tolist() for row in each["_done"][:2]] for each in results]
+    assert ends == [[[2], [3]], [[0], [2]], [[], []], [[2], []]]
+    assert_all_equal(results, curriculum(Batcher(*arguments(kind, N_WORKERS, {}))))
+
+
 @pytest.mark.parametrize("when_done", [False, True])
 @pytest.mark.parametrize("kind", ["end", "restart"])
 def test_windows_go_on_with_the_same_bits_where_nodes_leave_and_join(

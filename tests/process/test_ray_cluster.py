@@ -23,6 +23,7 @@ from process import test_cluster_windows as windows
 from process.test_cluster import alone, collect
 from process.watching import assert_all_equal, wait_until
 
+import rlpool
 from rlpool import (
     EnvError,
     EpisodeBatcher,
@@ -146,6 +147,23 @@ def test_windows_of_killed_nodes_go_on_with_the_same_bits(kind: str) -> None:
     *options, seeds = windows.arguments(kind, windows.N_WORKERS // 2, {})
     batcher = RayBatcher(*options, 2, seeds)
     assert_all_equal(windows.collect(batcher, kind, disturb), windows.alone(kind))
+
+
+def test_several_batchers_are_waited_for_by_their_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nodes are not asked what they do: only their answers end the wait.
+    monkeypatch.setattr("rlpool.cluster.nodes._LOOK_EVERY_S", 100.0)
+    with make(1) as one, make(1) as other:
+        waiting = [one, other]
+        for batcher in waiting:
+            batcher.execute(20)
+        started_s = time.monotonic()
+        while waiting:
+            for batcher in rlpool.wait(waiting, timeout=100):
+                assert len(batcher.get(timeout=0)) == 20
+                waiting.remove(batcher)
+        assert time.monotonic() - started_s < 60.0  # no wait came to its end
 
 
 def test_a_process_that_dies_while_the_caller_learns_is_replaced() -> None:

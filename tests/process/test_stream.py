@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from rlpool import EpisodeBatcher, SpecError, UsageError
+from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.testing import CountingEnv
+from rlpool.workers.failure_policy import FailurePolicy
 
 from support.agents import ConstantAgent
-from support.envs import create_counting
+from support.in_process import InProcess
+from support.vector_envs import create_lanes
 
 
 class Following(ConstantAgent):
@@ -20,15 +24,20 @@ class Following(ConstantAgent):
         self.action = int(info)
 
 
-def create(n_workers: int) -> EpisodeBatcher:
-    return EpisodeBatcher(
-        8, 24, Following, create_env=create_counting, n_workers=n_workers, seeds=5
-    )
+def create(n_workers: int, over: str = "gym", n_nodes: int = 0) -> EpisodeBatcher:
+    env_args = {"over": over, "n_lanes": 2, "kind": CountingEnv}
+    arguments: Any = (10, 24, Following, {}, create_lanes, env_args, n_workers, 5)
+    if n_nodes:
+        cluster = InProcess(n_nodes)
+        return ClusterEpisodeBatcher(lambda: cluster, *arguments, 60.0, FailurePolicy())
+    return EpisodeBatcher(*arguments)
 
 
-def streamed(n_workers: int, n_pending: int) -> list[list[Any]]:
+def streamed(
+    n_workers: int, n_pending: int, over: str = "gym", n_nodes: int = 0
+) -> list[list[Any]]:
     found = []
-    with create(n_workers) as batcher:
+    with create(n_workers, over, n_nodes) as batcher:
         for number, episodes in enumerate(batcher.stream(n_episodes=4, n_pending=n_pending)):
             info = episodes.info
             actions = episodes["action"][:, 0].tolist()
@@ -44,6 +53,8 @@ def streamed(n_workers: int, n_pending: int) -> list[list[Any]]:
 def test_the_order_of_calls_decides_which_policy_an_episode_runs_with(n_pending: int) -> None:
     found = streamed(0, n_pending)
     assert found == streamed(2, n_pending)
+    assert found == streamed(2, n_pending, over="sync")
+    assert found == streamed(1, n_pending, n_nodes=2)
     for number, (actions, ages, versions, _, in_flight) in enumerate(found):
         version = max(0, number - n_pending + 1)
         assert actions == versions == [version] * 4
@@ -64,9 +75,9 @@ def test_infos_may_depend_on_the_number_of_the_request() -> None:
     assert lengths == [[1, 1], [2, 2], [3, 3]]
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_a_batcher_can_be_used_after_a_stream_was_left(n_workers: int) -> None:
-    with create(n_workers) as batcher:
+@pytest.mark.parametrize("places", [(0,), (2,), (0, "sync"), (2, "sync"), (1, "gym", 2)])
+def test_a_batcher_can_be_used_after_a_stream_was_left(places: Any) -> None:
+    with create(*places) as batcher:
         with pytest.raises(ZeroDivisionError):
             [1 // 0 for _ in batcher.stream(4, n_pending=3)]
         for _ in batcher.stream(4, n_pending=3):

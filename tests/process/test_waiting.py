@@ -25,9 +25,14 @@ from rlpool import (
     TemporalDictTensor,
     UsageError,
 )
+from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
 from rlpool.testing import CountingEnv
+from rlpool.workers.failure_policy import FailurePolicy
 
 from support.agents import ConstantAgent
+from support.in_process import InProcess
+
+KINDS = [EpisodeBatcher, Batcher, ClusterEpisodeBatcher, ClusterBatcher]
 
 
 class WaitingEnv(CountingEnv):
@@ -52,20 +57,16 @@ def create_endless(seed: int, gate: str) -> GymEnvInf:
 
 
 def open_batcher(kind: Any, gate: Path, n_workers: int = 1) -> Any:
-    create = create_endless if kind is Batcher else create_waiting
+    create = create_endless if issubclass(kind, Batcher) else create_waiting
+    arguments = 6, 8, ConstantAgent, {}, create, {"gate": str(gate)}, n_workers, 3
     # The trial step that tells the keys waits as well: let that pass.
     gate.touch()
-    batcher = kind(
-        6,
-        8,
-        create_agent=ConstantAgent,
-        create_env=create,
-        env_args={"gate": str(gate)},
-        n_workers=n_workers,
-        seed=3,
-    )
+    if issubclass(kind, ClusterEpisodeBatcher | ClusterBatcher):
+        batcher = kind(lambda: InProcess(1), *arguments, 60.0, FailurePolicy())
+    else:
+        batcher = kind(*arguments)
     gate.unlink()
-    if kind is Batcher:
+    if isinstance(batcher, Batcher):
         batcher.reset()
     return batcher
 
@@ -74,7 +75,7 @@ def request(batcher: Any) -> None:
     batcher.execute(*() if isinstance(batcher, Batcher) else (2,))
 
 
-@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_get_that_takes_too_long_loses_nothing(kind: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with open_batcher(kind, gate) as batcher:
@@ -104,18 +105,24 @@ def test_a_timeout_that_is_none_is_refused_and_loses_nothing(tmp_path: Path) -> 
         assert len(batcher.get(timeout=60)) == 1
 
 
-@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
-def test_wait_returns_those_with_a_result(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_wait_returns_those_with_a_result(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nodes are not asked what they do: only their answers end the wait.
+    monkeypatch.setattr("rlpool.cluster.nodes._LOOK_EVERY_S", 60.0)
     gates = [tmp_path / "a", tmp_path / "b"]
     with open_batcher(kind, gates[0]) as slow, open_batcher(kind, gates[1]) as fast:
         request(slow)
         assert rlpool.wait([slow, fast], timeout=0.05) == []
         request(fast)
         gates[1].touch()
+        started_s = time.monotonic()
         assert rlpool.wait([slow, fast], timeout=60) == [fast]
         fast.get(timeout=0)
         gates[0].touch()
-        assert rlpool.wait([slow, fast]) == [slow]
+        assert rlpool.wait([slow, fast], timeout=60) == [slow]
+        assert time.monotonic() - started_s < 50.0  # no wait came to its end
         slow.get(timeout=0)
         with pytest.raises(UsageError, match="nothing is pending"):
             rlpool.wait([slow, fast])
@@ -145,18 +152,21 @@ def test_wait_finds_batchers_without_workers_and_errors(tmp_path: Path) -> None:
         rlpool.wait([batcher])
 
 
-def test_a_process_that_waits_sleeps(tmp_path: Path) -> None:
-    with open_batcher(EpisodeBatcher, tmp_path / "gate") as batcher:
+@pytest.mark.parametrize("kind", [EpisodeBatcher, ClusterEpisodeBatcher])
+def test_a_process_that_waits_sleeps(kind: Any, tmp_path: Path) -> None:
+    with open_batcher(kind, tmp_path / "gate") as batcher:
         request(batcher)
         before_s = time.process_time()
         assert rlpool.wait([batcher], timeout=0.5) == []
         assert time.process_time() - before_s < 0.25
 
 
-@pytest.mark.parametrize("n_workers", [0, 1])
-def test_selectors_wait_for_a_batcher(n_workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n_workers"), [(EpisodeBatcher, 0), (EpisodeBatcher, 1), (ClusterEpisodeBatcher, 1)]
+)
+def test_selectors_wait_for_a_batcher(kind: Any, n_workers: int, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with open_batcher(EpisodeBatcher, gate, n_workers) as batcher, selectors.DefaultSelector() as s:
+    with open_batcher(kind, gate, n_workers) as batcher, selectors.DefaultSelector() as s:
         gate.touch()
         request(batcher)
         s.register(batcher, selectors.EVENT_READ)

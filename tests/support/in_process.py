@@ -11,7 +11,16 @@ from typing import Any
 
 from rlpool.cluster.node import Node
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
-from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.cluster.transport import (
+    Arrivals,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Looked,
+    Lost,
+    Refused,
+)
 from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
 from rlpool.observe.stats import Stats
 
@@ -37,6 +46,7 @@ class InProcess:
         self.sent: list[tuple[int, Shard]] = []
         self._events: deque[Event] = deque()
         self._has_events = threading.Condition()
+        self._arrivals = Arrivals()
         self._setup: NodeSetup
         self._refusals: list[str] = []
         self._published: list[Published] = []
@@ -125,8 +135,13 @@ class InProcess:
         with self._has_events:
             self._events.append(event)
             self._has_events.notify()
+        self._arrivals.tell()
+
+    def fileno(self) -> int:
+        return self._arrivals.fileno()
 
     def wait(self, timeout_s: float) -> None:
+        self._arrivals.clear()
         with self._has_events:
             self._has_events.wait_for(lambda: self._events, timeout_s)
 
@@ -168,3 +183,4 @@ class InProcess:
         for node in self.nodes.values():
             node.close()
         self.nodes.clear()
+        self._arrivals.close()

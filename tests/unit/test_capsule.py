@@ -246,6 +246,8 @@ def test_a_pipe_is_neither_waited_for_nor_replaced_and_a_link_stays(tmp_path: Pa
     with pytest.raises(SpecError, match="it is not a file"):
         CrashCapsule.load(pipe)
     assert pipe.is_fifo()
+    with pytest.raises(SpecError, match="is in a folder that does not exist"):
+        capsule().save(tmp_path / "no" / "file")
     link.symlink_to(file)
     assert capsule().save(link) == link
     assert link.is_symlink()

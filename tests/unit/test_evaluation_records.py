@@ -276,6 +276,21 @@ def test_arguments_that_do_not_fit_are_refused(options: Any, message: str) -> No
         evaluate(Policy(), create_cartpoles, **options)
 
 
+def create_nothing(seed: int) -> GymEnv:
+    raise AssertionError("nothing is to be run")
+
+
+def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_the_start(tmp_path: Path) -> None:
+    path, told = tmp_path / "no" / "run.jsonl", r"='.*run.jsonl' is in a folder that does not exist"
+    with pytest.raises(SpecError, match=f"record{told}.*\n  fix:   create it with os.makedirs"):
+        evaluate(Policy(), create_nothing, 2, record=path)
+    with pytest.raises(SpecError, match=r"record=.* cannot be written: it is not a file"):
+        evaluate(Policy(), create_nothing, 2, record=tmp_path)
+    with pytest.raises(SpecError, match=f"path{told}"):
+        evaluate(Policy(), create_cartpoles, 1).save(path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_agent_without_modules_has_no_digest() -> None:
     found = evaluate(ConstantAgent(), create_cartpoles, 2)
     assert found.protocol["parameters"] is None
@@ -324,3 +339,9 @@ def test_the_commands_evaluate_compare_and_verify(
     assert "the agent's parameters are" in capsys.readouterr().err
     assert main(["evaluate", "subjects", "subjects:Policy"]) == 2
     assert main(["compare", "a.json", "missing.json"]) == 2
+    capsys.readouterr()
+    for flag in ("--out", "--plot"):  # before anything is run
+        assert main([*arguments, flag, "no/such/file"]) == 2
+        out, error = capsys.readouterr()
+        assert f"{flag}='no/such/file' is in a folder that does not exist" in error
+        assert out == ""

@@ -7,28 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-from rlpool import Batcher, GymEnvInf, SpecError
+from rlpool import Batcher, SpecError
 from rlpool.testing import CountingEnv
 
 from support.agents import ConstantAgent
+from support.vector_envs import create_lanes
 
 
-def create_endless(seed: int) -> GymEnvInf:
-    return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
-
-
-def open_batcher(n_workers: int, **options: Any) -> Batcher:
-    factories: Any = {"create_agent": ConstantAgent, "create_env": create_endless}
-    return Batcher(n_timesteps=6, **factories, n_workers=n_workers, seed=0, **options)
+def open_batcher(n_workers: int, over: str = "gym", **options: Any) -> Batcher:
+    env_args = {"over": over, "n_lanes": 2, "kind": CountingEnv, "length": 4, "restarts": True}
+    factories: Any = {"create_agent": ConstantAgent, "create_env": create_lanes}
+    return Batcher(6, **factories, env_args=env_args, n_workers=n_workers, seed=0, **options)
 
 
 def ends(window: Any) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in window["_done"]]
 
 
-@pytest.mark.parametrize("n_workers", [0, 1])
-def test_rows_hold_for_episodes_that_begin_from_now_on(n_workers: int) -> None:
-    with open_batcher(n_workers) as batcher:
+@pytest.mark.parametrize(("n_workers", "over"), [(0, "gym"), (1, "gym"), (0, "sync"), (1, "sync")])
+def test_rows_hold_for_episodes_that_begin_from_now_on(n_workers: int, over: str) -> None:
+    with open_batcher(n_workers, over) as batcher:
         batcher.reset(env_info={"length": [4, 4]})
         batcher.execute()
         batcher.execute(env_info={"length": [2, 5]})
@@ -42,10 +40,11 @@ def test_rows_hold_for_episodes_that_begin_from_now_on(n_workers: int) -> None:
     assert second.info["env_info/length"].tolist() == [2, 5]
 
 
-def test_a_worker_that_is_replaced_repeats_with_what_episodes_began_with() -> None:
+@pytest.mark.parametrize("over", ["gym", "sync"])
+def test_a_worker_that_is_replaced_repeats_with_what_episodes_began_with(over: str) -> None:
     windows = []
     for options in ({}, {"max_episodes_per_worker": 2}):
-        with open_batcher(1, **options) as batcher:
+        with open_batcher(1, over, **options) as batcher:
             batcher.reset(env_info={"length": [4, 4]})
             collected = []
             for length in (4, 9, 2, 7):
