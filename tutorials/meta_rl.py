@@ -137,7 +137,7 @@ class Trials:
 
 
 def learn(agent, optimizer, frames, actions, rewards):
-    """Learn from trials, each time from whole ones; returns the losses of the last minibatch."""
+    """Learn from whole trials; returns the losses of the last minibatch."""
     inputs = (frames, delayed(actions), delayed(rewards))
     with torch.no_grad():
         mean, values, _ = agent.evaluate(*inputs)

@@ -6,12 +6,12 @@ You will learn
 - how windows are cut into sequences, and how ``replay_agent`` runs these again, with gradients
   through time: from the state that is stored at the start of each row, and from the initial state
   where an episode starts inside it,
-- how ``evaluate`` runs a trained policy greedily, by way of ``agent_info``.
+- how ``evaluate`` runs a trained policy greedily, which ``agent_info`` tells it to do.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
-    Hausknecht and Stone 2015, "Deep recurrent Q-learning for partially observable MDPs", from
-    where hiding velocities is known as a test of memory.
+    Hausknecht and Stone 2015, "Deep recurrent Q-learning for partially observable MDPs",
+    which hides part of what is seen, as this does with velocities.
 """
 
 import argparse

@@ -43,7 +43,7 @@ def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         in ``logits``; float64 if these are, else float32.
 
     Raises:
-        SpecError: If the shapes are others, or ``noise`` is not float.
+        SpecError: If shapes do not match these, or ``noise`` is not float.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
@@ -76,7 +76,7 @@ def categorical_log_probability(logits: Tensor, action: Tensor) -> Tensor:
         float32.
 
     Raises:
-        SpecError: If the shapes are others, or ``action`` does not consist of ints.
+        SpecError: If shapes do not match these, or ``action`` does not consist of ints.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
@@ -106,7 +106,7 @@ def sample_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor,
         in ``mean`` and ``log_std``; float64 if an argument is, else float32.
 
     Raises:
-        SpecError: If the shapes are others, or ``noise`` is not float.
+        SpecError: If shapes do not match these, or ``noise`` is not float.
 
     Example:
         >>> mean, log_std = torch.tensor([[1.0]]), torch.tensor([0.0])
@@ -164,7 +164,7 @@ def sample_tanh_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Te
         else float32.
 
     Raises:
-        SpecError: If the shapes are others, or ``noise`` is not float.
+        SpecError: If shapes do not match these, or ``noise`` is not float.
 
     Reference:
         Haarnoja et al. 2018, "Soft actor-critic", appendix C, equation 21, in the numerically

@@ -109,7 +109,7 @@ class Meter:
             UsageError: If the function that shows is what waits.
         """
         if self._is_showing:
-            what = "get() was called by the function that its progress is shown with"
+            what = "get() was called inside the function that shows its progress"
             raise UsageError(what, fix="call it when the first get() has returned")
         if progress is False:
             yield None

@@ -45,8 +45,8 @@ class VectorGymEnv(VecEnv):
       same bits.
     - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing. Only a whole run gives the same
       bits again, from the construction on; a batcher logs a warning that says so. After a worker's
-      death a new instance does its part of the request anew. ``info["reproducible"]``, the same for
-      all rows of a result, is False if a worker was replaced before the result was complete, or
+      death a new instance runs its part of the request again. ``info["reproducible"]``, the same
+      for all rows of a result, is False if a worker was replaced before the result was complete, or
       some request failed or was given up.
 
     With ``"request"`` and ``"stream"`` all rows of ``env_info`` have to be equal, since one reset
@@ -242,7 +242,7 @@ class VectorGymEnv(VecEnv):
         if np.count_nonzero(self._at_start[rows]) < len(lanes):
             raise UsageError(
                 f"{self.vector_env} cannot reset single lanes (seeding is {self.seeding!r})",
-                fix="begin anew with all of them, or step until they restart by themselves",
+                fix="reset all of them, or step until they restart by themselves",
             )
         self._elapsed[rows] = 0
         if not self._is_written:

@@ -809,7 +809,7 @@ def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:
     if tape.n_steps:
         call = f"step {fails_at}" if fails_at >= 0 else "its reset or its first step"
         raise NotRepeatedError(
-            f"the environment did not repeat an episode: {call} fails now, but was made before",
+            f"the environment did not repeat an episode: {call} fails now, but succeeded before",
             where=where._replace(step=max(fails_at, 0)),
             fix="the log has the failure: the same seed and actions have to lead to the same in "
             "another process",

@@ -247,7 +247,7 @@ _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 def _refused(error: OSError, what: str) -> SpecError:
     name = errno.errorcode.get(error.errno or 0, "OSError")
     return SpecError(
-        f"the disk does not give {what}: {error.strerror} ({name})",
+        f"the disk has no room for {what}: {error.strerror} ({name})",
         fix="free some space, choose another directory, or make it smaller",
     )
 

@@ -175,7 +175,7 @@ class Pool(FilledPool, DumpsStacks):
         Raises:
             UsageError: Without environments, or after ``close``.
             EnvError, AgentError: If an environment or the policy fails; nothing of this run is
-                added, and the next run starts anew.
+                added, and the next run starts over.
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a process cannot start,
                 dies or hangs; likewise.
 

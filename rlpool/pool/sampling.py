@@ -370,7 +370,7 @@ def _refuse_untold(store: Store, what: str) -> None:
         missing = TRUNCATED_KEY if has_half else DONE_KEY
         raise SpecError(
             f"{what} need to know where episodes end, and some trajectories did not tell where "
-            f"they do within a row: they had no {missing!r}",
+            f"they end within a row: they had no {missing!r}",
             fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}"
             + (f" next to {TERMINATED_KEY!r}" if has_half else ""),
         )

@@ -67,7 +67,7 @@ def failed(who: str, reason: BaseException) -> tuple[str, str, str]:
     if isinstance(reason, RlpoolError):
         what, fix = reason.what, reason.own_fix
     place = getattr(reason, "where", None)
-    return "error", f"{what} ({place})" if place else what, fix or "mend it, then check again"
+    return "error", f"{what} ({place})" if place else what, fix or "fix it, then check again"
 
 
 @dataclass(frozen=True)

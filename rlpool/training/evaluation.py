@@ -303,7 +303,7 @@ class Evaluator(EpisodeBatcher):
         """What is recorded of some episodes."""
         missing = [key for key in keys if f"_{key}" not in part]
         if missing:
-            what = f"infos names {missing[0]!r}, which the environments do not say"
+            what = f"infos names {missing[0]!r}, which the environments do not report"
             fix = f"name it in info_keys of GymEnv; there are {list(part.keys())}"
             raise SpecError(what, fix=fix)
         last = torch.arange(len(numbers)), part.lengths - 1

@@ -96,7 +96,7 @@ def _function(name: str) -> Any:
     """What ``module:function`` names; modules of the working directory are found."""
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise SpecError(f"{name!r} is no module:function", fix="such as my_module:create_env")
+        raise SpecError(f"{name!r} is not module:function", fix="such as my_module:create_env")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     made: Any = importlib.import_module(module)

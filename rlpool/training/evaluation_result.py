@@ -152,7 +152,7 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:
-        """Read what ``save`` has written, or a complete ``record`` of ``evaluate``.
+        """Read what ``save`` wrote, or a complete ``record`` of ``evaluate``.
 
         Raises:
             SpecError: For another format or version, and a record that is not complete.
@@ -199,13 +199,13 @@ def refuse_other_formats(path: Any, whole: Any) -> None:
     found = whole if isinstance(whole, Mapping) else {}
     if found.get("format") != FORMAT:
         what = f"{path} is no record of an evaluation: its format is {found.get('format')!r}"
-        raise SpecError(what, fix="pass what Evaluation.save or evaluate(record=...) has written")
+        raise SpecError(what, fix="pass what Evaluation.save or evaluate(record=...) wrote")
     if found.get("version") != VERSION:
         what = f"{path} has version {found.get('version')!r} of the format, this is {VERSION}"
-        raise SpecError(what, fix="read it with the version of rlpool that has written it")
+        raise SpecError(what, fix="read it with the version of rlpool that wrote it")
     lacks = [key for key in ("protocol", "episodes") if key not in found]
     if lacks or "n_episodes" not in found["protocol"]:
-        raise SpecError(f"{path} lacks {lacks or 'n_episodes'}", fix="it was changed: make it anew")
+        raise SpecError(f"{path} lacks {lacks or 'n_episodes'}", fix="evaluate again: the file was changed")
 
 
 def parsed_lines(path: Any, lines: Sequence[str]) -> tuple[dict[str, Any], list[Entry]]:

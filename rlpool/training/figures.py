@@ -293,7 +293,7 @@ def aggregate(
 ) -> Aggregate:
     """Figures over training seeds and tasks, with stratified bootstrap intervals.
 
-    Runs are drawn anew within each task. Needs the extra ``evaluation``.
+    Runs are resampled within each task. Needs the extra ``evaluation``.
 
     Args:
         scores: A mapping of tasks to the evaluations of their runs, a list of the evaluations of
@@ -362,7 +362,7 @@ def _interval(
     method: str,
     n_resamples: int = N_RESAMPLES,
 ) -> Estimate:
-    """A figure of samples, each of which is drawn anew by itself, and its bootstrap interval."""
+    """A figure of samples, each of which is resampled on its own, and its bootstrap interval."""
     value = float(statistic(*samples, axis=-1))
     if any(len(sample) < 2 for sample in samples):
         return Estimate(value, float("nan"), float("nan"))

@@ -264,7 +264,7 @@ class Workers:
                 self._send(life, message, memory)
             except OSError as error:
                 what = f"worker {worker} cannot be sent a message: {error}"
-                fix = "raise the limit of file descriptors (ulimit -n), and start anew"
+                fix = "raise the limit of file descriptors (ulimit -n), and start again"
                 self.fail(WorkerDiedError(what, exitcode=None, fix=fix))
 
     def _send(self, life: Life, message: Message, memory: Memory | None = None) -> None:

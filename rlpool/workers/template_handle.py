@@ -308,7 +308,7 @@ class Template:
 def why_impossible() -> str:
     """Why this platform allows no template; ``""`` where it does."""
     if getattr(sys, "frozen", False):
-        return "this program is frozen, its interpreter cannot be started for that"
+        return "this program is frozen, so its interpreter cannot be started separately"
     try:
         is_complete = all(map(os.get_inheritable, range(3)))
     except OSError:

@@ -167,7 +167,7 @@ def test_the_function_may_look_at_the_batcher_but_not_wait_for_it(
     def look(progress: Progress) -> None:
         told.append(progress[:2])
         looks.append(batcher.progress)
-        with pytest.raises(UsageError, match="by the function that its progress is shown with"):
+        with pytest.raises(UsageError, match="inside the function that shows its progress"):
             batcher.get()
 
     with make(n_threads) as batcher:
