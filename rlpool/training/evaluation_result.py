@@ -205,7 +205,7 @@ def refuse_other_formats(path: Any, whole: Any) -> None:
         raise SpecError(what, fix="read it with the version of rlpool that wrote it")
     lacks = [key for key in ("protocol", "episodes") if key not in found]
     if lacks or "n_episodes" not in found["protocol"]:
-        raise SpecError(f"{path} lacks {lacks or 'n_episodes'}", fix="evaluate again: the file was changed")
+        raise SpecError(f"{path} lacks {lacks or 'n_episodes'}", fix="evaluate again")
 
 
 def parsed_lines(path: Any, lines: Sequence[str]) -> tuple[dict[str, Any], list[Entry]]:
