@@ -31,6 +31,9 @@ class DeviceAgent(Agent):
         agent: The agent. It puts its parameters on the device itself.
         device: The device.
 
+    Raises:
+        SpecError: If ``agent`` is no agent, or there is no such device.
+
     Example:
         >>> device = "cuda" if torch.cuda.is_available() else "cpu"
         >>> evaluate(DeviceAgent(create_agent(), device), create_env, n_episodes=3).returns
@@ -45,6 +48,9 @@ class DeviceAgent(Agent):
         except (TypeError, RuntimeError) as error:
             fix = "pass 'cuda', 'cuda:0' or 'cpu'"
             raise SpecError(f"device is {device!r}: {error}", fix=fix) from None
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            fix = "device = 'cuda' if torch.cuda.is_available() else 'cpu'"
+            raise SpecError(f"device is {device!r}, and torch finds no such GPU", fix=fix)
         self.n_noise = agent.n_noise
         self._passes_on = self.device.type == "cpu"
         self._there = _Transfer(torch.device("cpu"), self.device)

@@ -83,7 +83,8 @@ class Summary(NamedTuple):
     def __str__(self) -> str:
         lines = [
             f"episodes             {self.n_episodes}"
-            + (f" ({self.n_failed} failed)" if self.n_failed else ""),
+            + (f" ({self.n_failed} failed)" if self.n_failed else "")
+            + ", intervals of 95 %",
             f"mean return          {self.mean}",
             f"median               {self.median:.4g}",
             f"interquartile mean   {self.interquartile_mean:.4g}",
@@ -123,7 +124,8 @@ class Comparison(NamedTuple):
     def __str__(self) -> str:
         lines = [
             f"pairs                        {self.n_pairs}"
-            + (f" ({self.n_unpaired} episodes without a partner)" if self.n_unpaired else ""),
+            + (f" ({self.n_unpaired} episodes without a partner)" if self.n_unpaired else "")
+            + ", intervals of 95 %",
             f"difference of returns        {self.difference}",
             f"probability of improvement   {self.probability_of_improvement}",
         ]
@@ -162,7 +164,7 @@ class Aggregate(NamedTuple):
         n_runs, n_tasks = self.scores.shape
         return "\n".join(
             [
-                f"runs × tasks         {n_runs} × {n_tasks}",
+                f"runs × tasks         {n_runs} × {n_tasks}, intervals of 95 %",
                 f"interquartile mean   {self.interquartile_mean}",
                 f"mean                 {self.mean}",
                 f"median               {self.median}",

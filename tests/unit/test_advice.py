@@ -70,6 +70,23 @@ def create_failing(seed: int) -> GymEnv:
     return GymEnv([FailingEnv()], seed)
 
 
+def test_a_module_in_place_of_its_parameters_is_met_with_the_call_to_make() -> None:
+    class Module(nn.Linear, ConstantAgent):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.action = 0
+
+        __call__ = ConstantAgent.__call__
+        update = nn.Module.load_state_dict
+
+    with EpisodeBatcher(3, 4, Module, {}, create_env, n_workers=0) as batcher:
+        batcher.update(Module())
+        batcher.execute(3)
+        with pytest.raises(RlpoolError) as caught:
+            batcher.get()
+    assert fix_of(caught.value) == "send the parameters: batcher.update(policy.state_dict())"
+
+
 @pytest.mark.parametrize(
     "parts", [(ConstantAgent, create_failing), (FailingAgent, create_env)], ids=["env", "agent"]
 )

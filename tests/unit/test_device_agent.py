@@ -136,6 +136,12 @@ def test_invalid_arguments_are_refused() -> None:
         DeviceAgent(StepCounter(), "gpu")
 
 
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SpecError, match="device is 'cuda', and torch finds no such GPU"):
+        DeviceAgent(StepCounter(), "cuda")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_episodes_on_a_gpu_are_those_on_the_cpu() -> None:
     agent = GruAgent()
