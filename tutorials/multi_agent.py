@@ -36,9 +36,9 @@ from rlpool import (
 
 N_AGENTS, N_ACTIONS, N_STEPS = 3, 5, 25  # of each episode
 OBSERVATION_SIZE, STATE_SIZE = 18, 54  # the state consists of all observations
-N_EPISODES = 128  # per update
+N_EPISODES = 64  # per update
 LEARNING_RATE = 7e-4
-N_EPOCHS, N_MINIBATCHES = 10, 1
+N_EPOCHS, N_MINIBATCHES = 10, 4
 DISCOUNT, LAMBDA = 0.99, 0.95
 CLIP = 0.2
 VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.01, 0.5
