@@ -13,9 +13,8 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from time import monotonic_ns
 from weakref import WeakKeyDictionary
 
@@ -23,25 +22,22 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.errors import NotRepeatedError, Where, WorkerError
-from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
+from rlpool.errors import Where, WorkerError
+from rlpool.loop.agent_calls import AgentCalls, rows_of
+from rlpool.loop.agent_driver import AgentFailure, rows_repeating
 from rlpool.loop.blame import failing_lane
-from rlpool.loop.bound_plan import BoundPlan, Lane, Parked
+from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
-from rlpool.loop.fixed_rows import driver_of
+from rlpool.loop.going_on import marked, take_over
 from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
-from rlpool.loop.probe import probe
-from rlpool.memory.storage import Array, batch_array
+from rlpool.memory.storage import Array
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
-from rlpool.record.repeat import take_over_together
-from rlpool.record.tape import Actions, Tape
-from rlpool.seeding import NoiseStream
-from rlpool.slots.blocks import NOISE_KEY, Arrays, StepSpecs
+from rlpool.record.tape import Tape
+from rlpool.slots.blocks import Arrays, StepSpecs
 from rlpool.slots.writer import SlotWriter
-from rlpool.specs import FLAGS, row_specs
+from rlpool.specs import row_specs
 
 
 class Rollout:
@@ -71,11 +67,7 @@ class Rollout:
         self._record = record if record is not None else WorkerRecord.private()
         self._record.begin_lanes(env.n_lanes)
         self._n_lanes = env.n_lanes
-        self._driver = driver_of(agent, env.n_lanes, agent_rows)
-        self._noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
-        self._history: History | None = None
-        self._infos = InfoRows(env.n_lanes)
-        self._sources: list[Array] = []  # of what is written, all rewritten in place
+        self._calls = AgentCalls(agent, env, self._record, agent_rows)
         self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
         self._bound: list[BoundPlan] = []  # the oldest first
         self._held: Plan | None = None  # follows when all of these are over
@@ -101,13 +93,12 @@ class Rollout:
             EnvError, AgentError: If the user's code fails, or the actions do not fit the action
                 space.
         """
-        env, infos = self._env, self._infos
+        env, infos = self._env, self._calls.infos
         infos.declare(agent_info or {})
         infos.show(agent_info or {}, {lane: lane for lane in range(self._n_lanes)})
-        noise = None if self._noise is None else self._noise.tensor
         steps = None
         try:
-            steps = probe(env, self._driver, seed, options, infos.tensors, noise)
+            steps = self._calls.probe(seed, options)
         except LaneError as error:
             lane = error.lane
             where = Where(self._worker, lane, lane, 0, seed, options[lane])
@@ -116,7 +107,6 @@ class Rollout:
         finally:
             if steps is None:
                 env.forget()
-        self._history = History(steps) if steps.wants_history else None
         return steps
 
     def run(self, queue: PlanQueue) -> None:
@@ -153,7 +143,7 @@ class Rollout:
 
     def _go_on(self) -> None:
         """Step until there is no further plan."""
-        waits_for_all = self._env.min_ready is None or self._history is not None
+        waits_for_all = self._env.min_ready is None or self._calls.history is not None
         step = self._step if waits_for_all else self._step_some
         steps_all_lanes = self._env.steps_all_lanes
         if not self._bound:
@@ -198,30 +188,7 @@ class Rollout:
         Returns:
             Makes the tapes of these lanes, whatever the rollout has done since.
         """
-        if not self._lanes:
-            return dict
-        shown, state = list(self._env.current), list(self._driver.state)
-        arrays = [*self._env.current.values(), *self._driver.state.values()]
-        kept = [array.copy() for array in arrays]
-        lanes: list[tuple[int, Episode, Tape, list[Actions], int, str, Parked]] = []
-        for lane, running in self._lanes.items():
-            tape = running.tape_so_far
-            so_far = list(tape.chunks), tape.first_step, tape.lost
-            lanes.append((lane, running.episode, tape, *so_far, running.parked))
-
-        def tapes() -> dict[int, Tape]:
-            made: dict[int, Tape] = {}
-            for lane, episode, tape, chunks, first_step, lost, parked in lanes:
-                so_far = episode.n_restarts, first_step, chunks
-                made[lane] = marked = Tape(tape.seed, tape.options, *so_far, lost=lost)
-                if marked.n_steps:
-                    rows = [row for _, row in parked] if parked else [a[lane] for a in kept]
-                    observed = dict(zip(shown, rows, strict=False))
-                    marked.observation = {k: row for k, row in observed.items() if k not in FLAGS}
-                    marked.state = dict(zip(state, rows[len(shown) :], strict=True))
-            return made
-
-        return tapes
+        return marked(self._lanes, self._env, self._calls.driver.state)
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
@@ -243,33 +210,17 @@ class Rollout:
         self._waiting = list(range(self._n_lanes))
         self._waiting_at_stock = list(self._waiting)
         self._live, self._live_rows, self._steps_until_full = [], None, 0
-        env, driver = self._env, self._driver
-        sources = [*env.current.values(), *driver.state.values()]
-        if len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources)):
-            return
-        self._sources = sources
-        self._writers.clear()
-        self._current = dict(env.current)
-        if self._noise is not None:
-            self._current[NOISE_KEY] = self._noise.tensor.numpy()
-        self._observation = {key: torch.from_numpy(a) for key, a in self._current.items()}
-        # Steps do not rewrite all flags, so the agent gets copies that it may change.
-        self._shown_flags = np.array(env.flags)
-        for key, flags in zip(FLAGS, self._shown_flags, strict=True):
-            self._observation[key] = torch.from_numpy(flags)
-        specs = row_specs(self._current)
-        copies = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
-        self._to_copy = [(array, copies[key]) for key, array in self._current.items()]
-        self._copies = {key: torch.from_numpy(array) for key, array in copies.items()}
-        # The history takes what was shown after the agent could change it.
-        self._copies_all = env.shares_current or self._history is not None
-        self._scene.bind(self._bound, self._current, driver.state)
+        if self._calls.bind():
+            self._writers.clear()
+            self._scene.bind(self._bound, self._calls.current, self._calls.driver.state)
 
     def _writer_of(self, plan: Plan) -> SlotWriter:
         """What writes into a plan's block; the next plan with the same block gets the same."""
         writer = self._writers.get(plan.arrays)
         if writer is None:
-            writer = SlotWriter(plan.layout, plan.arrays, self._current, self._driver.state)
+            writer = SlotWriter(
+                plan.layout, plan.arrays, self._calls.current, self._calls.driver.state
+            )
             self._writers[plan.arrays] = writer
         return writer
 
@@ -299,16 +250,16 @@ class Rollout:
             self._env.begin_anew()
         bound = BoundPlan(plan, self._writer_of(plan), self._n_lanes, self._record)
         if not self._bound:
-            self._infos.declare(plan.agent_info or {})
+            self._calls.infos.declare(plan.agent_info or {})
             self._continue_with(bound)
         self._bound.append(bound)
         self._gives_up = self._gives_up or plan.gives_up
         if plan.tapes:
-            self._take_over(bound)
+            take_over(bound, self._lanes, self._env, self._calls, Where(self._worker))
         return bound
 
     def _has_other_keys(self, plan: Plan) -> bool:
-        return row_specs(plan.agent_info or {}) != row_specs(self._infos.arrays)
+        return row_specs(plan.agent_info or {}) != row_specs(self._calls.infos.arrays)
 
     def _continue_with(self, bound: BoundPlan) -> None:
         """Let lanes that are parked go on with the next window, which may have other infos."""
@@ -318,44 +269,15 @@ class Rollout:
             if running.episode.gives_up_at is not None:
                 self._gives_up = True  # its reset has failed, behind the last step of a window
         if rows:
-            self._infos.show(bound.plan.agent_info or {}, rows)
+            self._calls.infos.show(bound.plan.agent_info or {}, rows)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane, running in self._lanes.items() if not running.steps_before]:
             episodes = [self._lanes[lane].episode for lane in new]
-            self._driver.start(new, self._infos.tensors, episodes)
+            self._calls.driver.start(new, self._calls.infos.tensors, episodes)
             for lane in new:
                 if parked := self._lanes[lane].parked:
                     of_env = parked[: len(self._env.current)]
-                    self._lanes[lane].parked = of_env + _rows_of(self._driver.state, lane)
-
-    def _take_over(self, bound: BoundPlan) -> None:
-        """Bring lanes to where another worker was with a plan's episodes.
-
-        Raises:
-            EnvError: If an environment does not repeat what it did.
-        """
-        plan = bound.plan
-        episodes = {
-            lane: replace(plan.resumed(lane, tape.n_restarts), options=tape.options)
-            for lane, tape in plan.tapes.items()
-        }
-        tapes = {lane: replace(tape, seed=episodes[lane].seed) for lane, tape in plan.tapes.items()}
-        wheres = {
-            lane: Where(self._worker, lane, episodes[lane].number, 0, tape.seed, tape.options)
-            for lane, tape in tapes.items()
-        }
-        able = {n: tape for n, tape in tapes.items() if _can_begin(episodes[n], tape, wheres[n])}
-        self._env.begin_lanes([lane for lane in tapes if lane not in able])
-        take_over_together(self._env, able, wheres, self._record.steps)
-        for lane, tape in tapes.items():
-            episode = episodes[lane]
-            self._infos.show(plan.agent_info or {}, {lane: episode.number})
-            if tape.n_steps:
-                self._driver.resume(lane, tape.state, episode)
-            else:
-                self._driver.start([lane], self._infos.tensors, [episode])
-            parked = self._kept_rows(lane)
-            self._lanes[lane] = Lane(episode, bound, episode.slot, 0, tape.n_steps, parked, tape)
+                    self._lanes[lane].parked = of_env + rows_of(self._calls.driver.state, lane)
 
     def _drop_finished(self) -> None:
         """Drop plans of which nothing is left to do."""
@@ -402,7 +324,9 @@ class Rollout:
     def _step(self) -> None:
         """Step all live lanes together."""
         record, live, bounds = self._record, self._live, self._bound
-        outputs = self._act(live)
+        if self._unsaved:
+            self._save_parked()
+        outputs = self._calls.act(bounds, live, self._live_rows)
         record.env_ns[0] -= monotonic_ns()
         if self._giving_up:
             ended = self._step_and_give_up(outputs)
@@ -438,7 +362,9 @@ class Rollout:
         """
         env = self._env
         free = [lane for lane in self._live if lane not in self._stepping]
-        outputs = self._act(free) if free else {}
+        if self._unsaved:
+            self._save_parked()
+        outputs = self._calls.act(self._bound, free) if free else {}
         record = self._record
         record.env_ns[0] -= monotonic_ns()
         ready = env.step_some(env.min_ready or 1, free, outputs)
@@ -459,64 +385,6 @@ class Rollout:
         ended = [lane for lane in ready if env.current["done"][lane]]
         if ended or not self._steps_until_full:
             self._turn_over(ended)
-
-    def _act(self, lanes: Sequence[int]) -> dict[str, Array]:
-        """Call the agent for the lanes that take this step; write its inputs and outputs."""
-        if self._unsaved:
-            self._save_parked()
-        driver, record, are_all = self._driver, self._record, lanes is self._live
-        if self._noise is not None:
-            self._noise.draw(None if are_all else lanes)
-        for bound in self._bound:
-            rows = bound.rows if are_all else bound.rows_of(lanes)
-            for target, source in bound.writer.before:
-                target[rows] = source
-        starting = driver.starting
-        observation, history = self._observation, None
-        if self._copies_all or len(lanes) < self._n_lanes:
-            observation, history = self._copied(lanes)
-        else:
-            np.copyto(self._shown_flags, self._env.flags)
-            for array, copy in self._infos.copies:
-                np.copyto(copy, array)
-        record.agent_ns[0] -= monotonic_ns()
-        outputs = driver.act(observation, self._infos.shown, history, lanes)
-        record.agent_ns[0] += monotonic_ns()
-        if driver.state and starting:
-            for bound in self._bound:
-                for lane in starting:
-                    bound.writer.write_state(int(bound.rows[lane]), lane)
-        if self._history is not None:
-            self._history.record({**self._current, **driver.state, **outputs}, self._live)
-        for bound in self._bound:
-            rows = bound.rows if are_all else bound.rows_of(lanes)
-            for key, target, buffer, flat_buffer in bound.writer.outputs:
-                if buffer is None:
-                    target[rows] = outputs[key]
-                else:
-                    np.copyto(buffer, outputs[key])
-                    target[rows] = flat_buffer
-        if driver.state:
-            driver.commit(None if are_all else lanes)
-        return outputs
-
-    def _copied(
-        self, lanes: Sequence[int]
-    ) -> tuple[dict[str, torch.Tensor], TemporalDictTensor | None]:
-        """Observation and history of some lanes, in all other rows those of the first of them.
-
-        ``agent_info`` likewise.
-        """
-        rows = self._live_rows
-        if rows is None or lanes is not self._live:
-            rows = rows_repeating(lanes, self._n_lanes)
-        for source, copy in self._to_copy:
-            source.take(rows, 0, copy, "clip")
-        for source, copy in self._infos.copies:
-            source.take(rows, 0, copy, "clip")
-        if self._history is None:
-            return self._copies, None
-        return self._copies, self._history.so_far({**self._current, **self._driver.state}, rows)
 
     # Slots and episodes --------------------------------------------------------------------------
 
@@ -620,7 +488,7 @@ class Rollout:
         Returns:
             The lanes that are idle, and those that stay parked.
         """
-        table, noise = self._lanes, self._noise
+        table, noise = self._lanes, self._calls.noise
         idle = [lane for lane in self._waiting if lane not in table]
         parked = [lane for lane in self._waiting if lane in table]
         for bound in self._bound:
@@ -647,11 +515,8 @@ class Rollout:
     def _save_parked(self) -> None:
         """Save the rows of the batch of parked lanes, which a step of others may overwrite."""
         for lane in self._unsaved.intersection(self._lanes):
-            self._lanes[lane].parked = self._kept_rows(lane)
+            self._lanes[lane].parked = self._calls.rows_of(lane)
         self._unsaved.clear()
-
-    def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
-        return _rows_of(self._env.current, lane) + _rows_of(self._driver.state, lane)
 
     def _restart_when_ready(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that stay in their slots, as soon as they can."""
@@ -691,18 +556,19 @@ class Rollout:
         else:
             self._env.reset_lanes(lanes, seeds, options)
         record.env_ns[0] += monotonic_ns()
-        for bound in self._bound if self._infos.arrays else ():
+        for bound in self._bound if self._calls.infos.arrays else ():
             mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
             if mine:
-                self._infos.show(bound.plan.agent_info or {}, mine)
-        self._driver.start(lanes, self._infos.tensors, episodes)
-        if self._noise is not None:
+                self._calls.infos.show(bound.plan.agent_info or {}, mine)
+        calls = self._calls
+        calls.driver.start(lanes, calls.infos.tensors, episodes)
+        if calls.noise is not None:
             for lane, episode in zip(lanes, episodes, strict=True):
                 if episode.noise is not None:
-                    self._noise.start(lane, episode.noise)
-        if self._history is not None:
+                    calls.noise.start(lane, episode.noise)
+        if calls.history is not None:
             for lane in lanes:
-                self._history.restart(lane)
+                calls.history.restart(lane)
 
     def _reset_those_that_can(self, episodes: Sequence[Episode], lanes: Sequence[int]) -> None:
         """Reset lanes but those whose reset is known to fail."""
@@ -752,29 +618,10 @@ class Rollout:
         groups = [group for group in groups if group]
         if not groups:
             return error.lane, True
-        if error.call != "agent":
-            return failing_lane(groups, self._cannot_start)
-        # What the agent may have changed in place.
-        for key, array in self._scene.before_the_call(self._current).items():
-            self._current[key][list(running)] = array[list(running)]
-        return failing_lane(groups, self._agent_fails_for)
-
-    def _agent_fails_for(self, lanes: Sequence[int]) -> bool:
-        """Whether the agent fails if all rows are those of some lanes."""
-        try:
-            observation, history = self._copied(lanes)
-            self._driver.act(observation, self._infos.shown, history, lanes)
-        except AgentFailure:
-            return True
-        return False
-
-    def _cannot_start(self, lanes: Sequence[int]) -> bool:
-        """Whether the agent cannot make initial states of some lanes."""
-        try:
-            self._driver.start(lanes, self._infos.tensors)
-        except AgentFailure:
-            return True
-        return False
+        if error.call == "agent":
+            before = self._scene.before_the_call(self._calls.current)
+            self._calls.restore(before, list(running))
+        return failing_lane(groups, partial(self._calls.fails_for, error.call))
 
     def _failure(self, error: LaneError, lane: int, is_known: bool) -> WorkerError:
         """The error for a failure of the user's code; a lane that is not known is only a guess."""
@@ -784,7 +631,7 @@ class Rollout:
         episode, row = running.episode, running.bound.steps_in_slot(lane, running)
         step = running.steps_before + row
         where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
-        infos = running.bound.plan.agent_info or {}, self._infos.arrays
+        infos = running.bound.plan.agent_info or {}, self._calls.infos.arrays
         failure = self._scene.error(error, where, infos, running, row)
         if is_known:
             return failure
@@ -795,28 +642,3 @@ _NOT_KNOWN = (
     "in a call for several episodes: which of them caused it is not known, since the agent fails "
     "for none of them alone"
 )
-
-
-def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:
-    """Whether a lane can be reset to repeat its tape: not if it was given up in its reset.
-
-    Raises:
-        NotRepeatedError: If it was given up in what it has done before.
-    """
-    fails_at = episode.gives_up_at
-    if fails_at is None or fails_at >= tape.n_steps:
-        return True
-    if tape.n_steps:
-        call = f"step {fails_at}" if fails_at >= 0 else "its reset or its first step"
-        raise NotRepeatedError(
-            f"the environment did not repeat an episode: {call} fails now, but succeeded before",
-            where=where._replace(step=max(fails_at, 0)),
-            fix="the log has the failure: the same seed and actions have to lead to the same in "
-            "another process",
-        )
-    return False
-
-
-def _rows_of(arrays: Mapping[str, Array], lane: int) -> list[tuple[Array, Array]]:
-    """Arrays ``[n_lanes, ...]``, each with a copy of a lane's row."""
-    return [(array, array[lane].copy()) for array in arrays.values()]

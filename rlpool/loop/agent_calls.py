@@ -1,0 +1,186 @@
+"""What the agent is shown of a batch of lanes, and where its outputs go."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from time import monotonic_ns
+
+import numpy as np
+import torch
+
+from rlpool.agents.agent import Agent
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
+from rlpool.loop.bound_plan import BoundPlan
+from rlpool.loop.fixed_rows import driver_of
+from rlpool.loop.probe import probe
+from rlpool.memory.storage import Array, batch_array
+from rlpool.observe.control import WorkerRecord
+from rlpool.seeding import NoiseStream
+from rlpool.slots.blocks import NOISE_KEY, StepSpecs
+from rlpool.specs import FLAGS, row_specs
+
+Rows = list[tuple[Array, Array]]
+"""Arrays ``[n_lanes, ...]``, each with a copy of a lane's row."""
+
+
+class AgentCalls:
+    """Calls an agent for the lanes of a batch that step, and writes what goes in and comes out.
+
+    Args:
+        agent: The agent.
+        env: The environments.
+        record: Is told how long the agent takes.
+        agent_rows: How many rows the agent is called with, one per lane by default.
+
+    Attributes:
+        record: As given.
+        driver: Calls the agent.
+        infos: The batch's ``agent_info``.
+        noise: The batch's noise, ``None`` if the agent needs none.
+        history: What was shown before, ``None`` if the agent does not ask for it.
+        current: Key to array ``[n_lanes, ...]``: what the agent is shown, rewritten in place.
+    """
+
+    def __init__(
+        self, agent: Agent, env: VecEnv, record: WorkerRecord, agent_rows: int | None
+    ) -> None:
+        self._env, self.record, self._n_lanes = env, record, env.n_lanes
+        self.driver = driver_of(agent, env.n_lanes, agent_rows)
+        self.noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
+        self.history: History | None = None
+        self.infos = InfoRows(env.n_lanes)
+        self.current: dict[str, Array] = {}
+        self._sources: list[Array] = []  # of what is written, all rewritten in place
+
+    def probe(self, seed: int, options: Sequence[Options]) -> StepSpecs:
+        """Determine the keys of a step, see ``rlpool.loop.probe``."""
+        noise = None if self.noise is None else self.noise.tensor
+        steps = probe(self._env, self.driver, seed, options, self.infos.tensors, noise)
+        self.history = History(steps) if steps.wants_history else None
+        return steps
+
+    def bind(self) -> bool:
+        """Prepare the views of the batch, which all plans share; False if they are the same."""
+        env, driver = self._env, self.driver
+        sources = [*env.current.values(), *driver.state.values()]
+        if len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources)):
+            return False
+        self._sources = sources
+        self.current = dict(env.current)
+        if self.noise is not None:
+            self.current[NOISE_KEY] = self.noise.tensor.numpy()
+        self._observation = {key: torch.from_numpy(a) for key, a in self.current.items()}
+        # Steps do not rewrite all flags, so the agent gets copies that it may change.
+        self._shown_flags = np.array(env.flags)
+        for key, flags in zip(FLAGS, self._shown_flags, strict=True):
+            self._observation[key] = torch.from_numpy(flags)
+        specs = row_specs(self.current)
+        copies = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
+        self._to_copy = [(array, copies[key]) for key, array in self.current.items()]
+        self._copies = {key: torch.from_numpy(array) for key, array in copies.items()}
+        # The history takes what was shown after the agent could change it.
+        self._copies_all = env.shares_current or self.history is not None
+        return True
+
+    def act(
+        self, bounds: Sequence[BoundPlan], lanes: Sequence[int], live_rows: Array | None = None
+    ) -> dict[str, Array]:
+        """Call the agent for the lanes that take this step; write its inputs and outputs.
+
+        Args:
+            bounds: The plans that run.
+            lanes: The lanes.
+            live_rows: Their rows, and in place of all others the first of them. ``None`` if there
+                are lanes that run and do not take this step.
+
+        Returns:
+            The outputs ``[n_lanes, ...]``.
+
+        Raises:
+            AgentFailure: If the agent fails.
+        """
+        driver, record, are_all = self.driver, self.record, live_rows is not None
+        if self.noise is not None:
+            self.noise.draw(None if are_all else lanes)
+        for bound in bounds:
+            rows = bound.rows if are_all else bound.rows_of(lanes)
+            for target, source in bound.writer.before:
+                target[rows] = source
+        starting = driver.starting
+        observation, history = self._observation, None
+        if self._copies_all or len(lanes) < self._n_lanes:
+            observation, history = self._copied(lanes, live_rows)
+        else:
+            np.copyto(self._shown_flags, self._env.flags)
+            for array, copy in self.infos.copies:
+                np.copyto(copy, array)
+        record.agent_ns[0] -= monotonic_ns()
+        outputs = driver.act(observation, self.infos.shown, history, lanes)
+        record.agent_ns[0] += monotonic_ns()
+        if driver.state and starting:
+            for bound in bounds:
+                for lane in starting:
+                    bound.writer.write_state(int(bound.rows[lane]), lane)
+        if self.history is not None:
+            self.history.record({**self.current, **driver.state, **outputs}, lanes)
+        for bound in bounds:
+            rows = bound.rows if are_all else bound.rows_of(lanes)
+            for key, target, buffer, flat_buffer in bound.writer.outputs:
+                if buffer is None:
+                    target[rows] = outputs[key]
+                else:
+                    np.copyto(buffer, outputs[key])
+                    target[rows] = flat_buffer
+        if driver.state:
+            driver.commit(None if are_all else lanes)
+        return outputs
+
+    def _copied(
+        self, lanes: Sequence[int], live_rows: Array | None = None
+    ) -> tuple[dict[str, torch.Tensor], TemporalDictTensor | None]:
+        """Observation and history of some lanes, in all other rows those of the first of them.
+
+        ``agent_info`` likewise.
+        """
+        rows = rows_repeating(lanes, self._n_lanes) if live_rows is None else live_rows
+        for source, copy in self._to_copy:
+            source.take(rows, 0, copy, "clip")
+        for source, copy in self.infos.copies:
+            source.take(rows, 0, copy, "clip")
+        if self.history is None:
+            return self._copies, None
+        return self._copies, self.history.so_far({**self.current, **self.driver.state}, rows)
+
+    def fails_for(self, call: str, lanes: Sequence[int]) -> bool:
+        """Whether a call fails if all rows are those of some lanes.
+
+        Args:
+            call: ``"agent"``, or else the agent's ``initial_state``.
+            lanes: The lanes.
+        """
+        try:
+            if call == "agent":
+                observation, history = self._copied(lanes)
+                self.driver.act(observation, self.infos.shown, history, lanes)
+            else:
+                self.driver.start(lanes, self.infos.tensors)
+        except AgentFailure:
+            return True
+        return False
+
+    def restore(self, before: Mapping[str, Array], lanes: list[int]) -> None:
+        """Put back what the agent may have changed in place."""
+        for key, array in before.items():
+            self.current[key][lanes] = array[lanes]
+
+    def rows_of(self, lane: int) -> Rows:
+        """A lane's rows of the batch: what it shows, then its state."""
+        return rows_of(self._env.current, lane) + rows_of(self.driver.state, lane)
+
+
+def rows_of(arrays: Mapping[str, Array], lane: int) -> Rows:
+    """A lane's row of each array."""
+    return [(array, array[lane].copy()) for array in arrays.values()]
