@@ -188,7 +188,7 @@ def gae(
         >>> advantage + value
         tensor([[1.5000, 1.0000, 1.6250, 1.5000]])
     """
-    if isinstance(reward, Tensor) and reward.ndim > 1 and reward.shape[:-1] == done.shape:
+    if _have_agents(reward, value, done):
         r, v, n, t, d, factor = (
             _by_agent(each, reward, done)
             for each in (reward, value, next_value, terminated, done, discount)
@@ -396,6 +396,14 @@ def _all(terms: Tensor, factor: Tensor) -> Tensor:
         return terms.clone()
     # A power of two takes the fewest rounds; past the end there is nothing.
     return _repeated(_Sum(1, terms, factor[..., :-1]), 1 << (n_timesteps - 1).bit_length()).total
+
+
+def _have_agents(reward: Any, value: Any, done: Any) -> bool:
+    """Whether rewards have a dimension of agents behind that of time; a single one needs values."""
+    if not all(isinstance(each, Tensor) for each in (reward, value, done)):
+        return False
+    has_more = reward.ndim > 1 and reward.shape[:-1] == done.shape
+    return bool(has_more and (reward.shape[-1] > 1 or value.shape == reward.shape))
 
 
 def _by_agent(value: Any, reward: Tensor, done: Tensor) -> Any:

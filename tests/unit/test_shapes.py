@@ -39,6 +39,10 @@ IS_END = torch.zeros(B, T, dtype=torch.bool)
 NAMED = DictTensor({"x": ROWS})
 TIMED = TemporalDictTensor({"x": torch.rand(B, T, N)}, torch.full((B,), T), {"task": ROW})
 
+JOINT = TemporalDictTensor(
+    {"alive": torch.ones(B, T, 2, dtype=torch.bool), "initial_state": torch.zeros(B, T).bool()}
+)
+
 
 class Case(NamedTuple):
     """How a function is called.
@@ -166,6 +170,9 @@ CASES = {
     ),
     "vtrace": like_reward(
         rlpool.vtrace, "log_ratio", "reward", "value", "next_value", "terminated", "done"
+    ),
+    "TemporalDictTensor.from_agents": Case(
+        JOINT.from_agents, {"values": torch.rand(2 * B, T)}, {"values": starts_with(2 * B, T)}
     ),
     "masked_tensor": Case(
         rlpool.masked_tensor, {"tensor0": ROWS, "tensor1": ROWS, "mask": ROW > 0}
