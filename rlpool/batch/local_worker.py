@@ -22,7 +22,8 @@ from rlpool.observe.control import Control, State, Word
 from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.lifecycle import Client, given_up
+from rlpool.workers.life import Client
+from rlpool.workers.lifecycle import given_up
 from rlpool.workers.stacks import Stacks, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place

@@ -68,15 +68,7 @@ def probe(
         cause = _cause(driver, failure.__cause__)
         raise AgentFailure(failure.lanes, failure.call) from cause
     outputs = driver.output_specs or {}
-    actions = {key: spec for key, spec in outputs.items() if is_action(key)}
-    if leaves is None:
-        env.declare_actions(actions)
-    else:
-        wanted = {key: leaf.spec for key, leaf in leaves.items()}
-        _check_actions(actions, wanted)
-        driver.converted_actions = {
-            key: spec.dtype for key, spec in wanted.items() if spec.dtype != actions[key].dtype
-        }
+    _match_actions(env, driver, outputs)
     return StepSpecs(
         n_lanes=env.n_lanes,
         auto_reset=env.auto_reset,
@@ -87,6 +79,19 @@ def probe(
         wants_history=wants_history,
         seeding=env.seeding,
     )
+
+
+def _match_actions(env: VecEnv, driver: AgentDriver, outputs: Mapping[str, TensorSpec]) -> None:
+    """Let environments and agent have the same actions, whose dtypes may be converted."""
+    actions = {key: spec for key, spec in outputs.items() if is_action(key)}
+    if env.action_leaves is None:
+        env.declare_actions(actions)
+        return
+    wanted = {key: leaf.spec for key, leaf in env.action_leaves.items()}
+    _check_actions(actions, wanted)
+    driver.converted_actions = {
+        key: spec.dtype for key, spec in wanted.items() if spec.dtype != actions[key].dtype
+    }
 
 
 def _cause(driver: AgentDriver, error: BaseException | None) -> BaseException | None:
