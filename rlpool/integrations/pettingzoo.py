@@ -37,7 +37,7 @@ from rlpool.envs.columns import BadValue, checked_results, converted, wrong_coun
 from rlpool.envs.gym_env import GymEnv, is_of_agents
 from rlpool.envs.info_keys import InfoKeys, value_of, wanted_infos
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments
+from rlpool.machine.arguments import check_choice, names_arguments
 from rlpool.machine.extras import import_extra
 from rlpool.memory.storage import Array
 from rlpool.specs import (
@@ -117,6 +117,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._groups = [_Group(self.env, name, agents) for name, agents in members.items()]
         self.groups = {group.name: group.agents for group in self._groups}
         self._agents = [agent for agents in self.groups.values() for agent in agents]
+        check_choice("state", state, (True, False))
         self._has_state = state
         self._alive: list[str] = []
         self._gone: set[str] = set()
@@ -459,8 +460,8 @@ class _Group:
         return flags
 
     def numbers(self, values: Mapping[str, float]) -> Array:
-        """A number of each agent, float64 ``[A]``; 0 for others."""
-        return np.array([values.get(agent, 0.0) for agent in self.agents], np.float64)
+        """A number of each agent, float32 ``[A]``; 0 for others."""
+        return np.array([values.get(agent, 0.0) for agent in self.agents], np.float32)
 
     def stacked(self, key: str, infos: Mapping[str, Any]) -> Array | None:
         """What infos of its agents hold under a key ``[A, ...]``, ``None`` if none of them has it.
@@ -518,6 +519,9 @@ def _grouped(env: Any, groups: Groups) -> dict[str, list[str]]:
                 name = str(agent) if stem in spaces else stem
                 spaces[name] = both
             made.setdefault(name, []).append(agent)
+    elif not isinstance(groups, Mapping) or any(isinstance(each, str) for each in groups.values()):
+        what = f"groups should be a dict of names to lists of agents, got {groups!r:.80}"
+        raise SpecError(what, fix=f"such as groups={{'team': {agents[:2]}, ...}}")
     else:
         made = {name: list(members) for name, members in groups.items()}
         members = [agent for part in made.values() for agent in part]

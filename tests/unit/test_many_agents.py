@@ -240,6 +240,9 @@ def test_a_manager_says_what_to_do() -> None:
     [
         ({"groups": {"a": ["small_0"]}}, "put each agent into one group"),
         ({"groups": {"a": list(LIVES), "b": []}}, "leave out empty groups"),
+        ({"groups": ["small_0"]}, "dict of names to lists of agents"),
+        ({"groups": {"a": "small_0"}}, "dict of names to lists of agents"),
+        ({"state": "yes"}, "state"),
         ({"reward": "max"}, "'max'"),
         ({"state": True}, "state_space"),
     ],
