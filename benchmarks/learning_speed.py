@@ -213,7 +213,8 @@ def main() -> None:
             for who, found in rates.items()
             if who != "rlpool"
         }
-        show({"workload": name, "steps_per_s": figures, "rlpool_by": ratios})
+        found = {who: [round(rate, 1) for rate in each] for who, each in rates.items()}
+        show({"workload": name, "steps_per_s": figures, "rlpool_by": ratios, "rates": found})
 
 
 if __name__ == "__main__":
