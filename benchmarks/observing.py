@@ -34,7 +34,7 @@ N_LANES = WORKLOADS["W1"].n_lanes
 
 WATCHER = """
 import sys, time
-from rlpool.top import EVERY_S, Program
+from rlpool.observe.top import EVERY_S, Program
 
 program = Program(int(sys.argv[1]))
 print("ready", flush=True)

@@ -20,7 +20,6 @@ from rlpool.batch.batcher import EpisodeBatcher, MonoThreadEpisodeBatcher
 from rlpool.batch.progress import Progress
 from rlpool.batch.waiting import wait
 from rlpool.batch.window_batcher import Batcher
-from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -43,6 +42,10 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.evaluation.evaluate import evaluate
+from rlpool.evaluation.figures import Aggregate, Comparison, Estimate, Summary, aggregate, compare
+from rlpool.evaluation.result import Evaluation
+from rlpool.evaluation.verification import Verification, verify
 from rlpool.integrations.envpool import EnvPoolEnv
 from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
@@ -54,9 +57,7 @@ from rlpool.meta.trials import VariBadWrapper
 from rlpool.observe.stats import Stats
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.training.evaluation import evaluate
-from rlpool.training.evaluation_result import Evaluation
-from rlpool.training.figures import Aggregate, Comparison, Estimate, Summary, aggregate, compare
+from rlpool.record.crash_replay import Replay, replay_crash
 from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
 from rlpool.training.statistics import (
     EndedEpisodes,
@@ -64,7 +65,6 @@ from rlpool.training.statistics import (
     episode_lengths,
     episode_returns,
 )
-from rlpool.training.verification import Verification, verify
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 

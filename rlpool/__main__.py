@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from rlpool import demo, doctor, top
-from rlpool.training import evaluation_command
+from rlpool import demo, doctor
+from rlpool.evaluation import command as evaluation_command
+from rlpool.observe import top
 
 
 def main(arguments: list[str]) -> int:

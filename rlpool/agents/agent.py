@@ -185,3 +185,21 @@ def call_problem(agent: Agent) -> tuple[str, str] | None:
         what = f"{kind.__name__}.{method} takes {signature}, and agents are called with four"
         return f"{what} arguments", fix
     return None
+
+
+def refuse_no_factory(name: str, function: Any) -> None:
+    """Refuse what is not a function; agents and environments may be callable, too.
+
+    Raises:
+        SpecError: With the name of the argument.
+    """
+    is_agent = isinstance(function, Agent | nn.Module)
+    if callable(function) and not is_agent:
+        return
+    what, fix = f"{function!r:.80}", f"pass a function as {name}"
+    if is_agent or hasattr(function, "step"):
+        what = f"an object, {type(function).__name__}"
+        fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
+            "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
+        )
+    raise SpecError(f"{name} is {what}", fix=fix)

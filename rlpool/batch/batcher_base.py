@@ -11,9 +11,7 @@ from functools import cached_property, partial
 from threading import get_ident
 from typing import Any
 
-from torch import nn
-
-from rlpool.agents.agent import Agent
+from rlpool.agents.agent import Agent, refuse_no_factory
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Meter, ShowProgress, checked_progress
@@ -504,24 +502,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
         return self._dispatcher
-
-
-def refuse_no_factory(name: str, function: Any) -> None:
-    """Refuse what is not a function; agents and environments may be callable, too.
-
-    Raises:
-        SpecError: With the name of the argument.
-    """
-    is_agent = isinstance(function, Agent | nn.Module)
-    if callable(function) and not is_agent:
-        return
-    what, fix = f"{function!r:.80}", f"pass a function as {name}"
-    if is_agent or hasattr(function, "step"):
-        what = f"an object, {type(function).__name__}"
-        fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
-            "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
-        )
-    raise SpecError(f"{name} is {what}", fix=fix)
 
 
 def _checked_seeds(seeds: Any, n_workers: int) -> Seeds:

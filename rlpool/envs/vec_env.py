@@ -246,6 +246,18 @@ class VecEnv(ABC):
         """Arrays for the last actions."""
         return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
 
+    def in_this_process(self, lane: int) -> tuple[VecEnv, int]:
+        """Bring a lane's environment into this process, where a debugger sees it.
+
+        Args:
+            lane: Which one.
+
+        Returns:
+            Environments and the lane in them: this object and ``lane``, unless environments are in
+            other processes. Then this object is closed, and the lane's environment is made anew.
+        """
+        return self, lane
+
     def announce_episodes(  # noqa: B027  (optional)
         self, seeds: Sequence[int], env_info: Mapping[str, Array]
     ) -> None:

@@ -171,15 +171,7 @@ class VectorGymEnv(VecEnv):
             self.vector_env.close()
 
     def in_this_process(self, lane: int) -> tuple[VecEnv, int]:
-        """Bring a sub-environment into this process, where a debugger sees it.
-
-        Args:
-            lane: Which one.
-
-        Returns:
-            Environments and the lane: this object and ``lane``, except for an ``AsyncVectorEnv``.
-            That is closed, and a ``GymEnv`` of the one sub-environment is returned with lane 0.
-        """
+        """See ``VecEnv``: the sub-environments of an ``AsyncVectorEnv`` are in other processes."""
         if not isinstance(self.vector_env, AsyncVectorEnv):
             return self, lane
         env_fn = self.vector_env.env_fns[lane]

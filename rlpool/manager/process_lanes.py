@@ -155,9 +155,10 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
     ) -> None:
         self._stepper.reset(lanes, seeds, options)
 
-    def in_this_process(self, lane: int) -> GymEnv:
-        """An environment like a lane's, made in this process for debuggers."""
-        return GymEnv([self._env_fns[lane]()], **self._options)
+    def in_this_process(self, lane: int) -> tuple[VecEnv, int]:
+        """See ``VecEnv``."""
+        self.close()
+        return GymEnv([self._env_fns[lane]()], **self._options), 0
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """Step some lanes, those of all workers at the same time.

@@ -1,1 +1,1 @@
-"""What training scripts need beside experience: returns, statistics of episodes, evaluation."""
+"""What training scripts need beside experience: returns, and statistics of episodes."""

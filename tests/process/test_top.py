@@ -19,8 +19,9 @@ import pytest
 from process.watching import Script, Struck, wait_until
 
 import rlpool
-from rlpool import EpisodeBatcher, ParallelEnvManager, top
+from rlpool import EpisodeBatcher, ParallelEnvManager
 from rlpool.machine.limits import has_ended
+from rlpool.observe import top
 from rlpool.observe.control import Word
 
 from support.envs import CountingEnv
@@ -195,7 +196,7 @@ def test_without_rich_the_display_names_the_extra(
 
 DISPLAY = """
 import sys
-from rlpool import top
+from rlpool.observe import top
 
 class Program(top.Program):
     def read(self):

@@ -22,7 +22,7 @@ from rlpool.machine.extras import import_extra
 from rlpool.memory.storage import Array
 
 if TYPE_CHECKING:
-    from rlpool.training.evaluation_result import Evaluation
+    from rlpool.evaluation.result import Evaluation
 
 N_RESAMPLES = 9_999
 _SEED = 0

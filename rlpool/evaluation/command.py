@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from rlpool.errors import RlpoolError, SpecError
+from rlpool.evaluation.evaluate import AGENT_ROWS, evaluate
+from rlpool.evaluation.figures import compare, returns_of
+from rlpool.evaluation.result import Evaluation
+from rlpool.evaluation.verification import verify
 from rlpool.machine.extras import import_extra
 from rlpool.machine.files import checked_target
-from rlpool.training.evaluation import AGENT_ROWS, evaluate
-from rlpool.training.evaluation_result import Evaluation
-from rlpool.training.figures import compare, returns_of
-from rlpool.training.verification import verify
 
 COMMANDS = ("evaluate", "compare", "verify")
 

@@ -11,12 +11,12 @@ from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.batcher_base import CreateEnv
 from rlpool.batch.requests import as_infos
 from rlpool.errors import SpecError
+from rlpool.evaluation.evaluate import Evaluator, checked_agent
+from rlpool.evaluation.protocol import differences, digest_of, protocol_of
+from rlpool.evaluation.result import Entry, Evaluation
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.fingerprint import fingerprint
 from rlpool.seeding import evaluation_root
-from rlpool.training.evaluation import Evaluator, checked_agent
-from rlpool.training.evaluation_result import Entry, Evaluation
-from rlpool.training.protocol import differences, digest_of, protocol_of
 
 _OF_TIME = ("restarts", "error")
 """What an entry says that may be otherwise the next time."""

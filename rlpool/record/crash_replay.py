@@ -13,15 +13,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rlpool.batch.batcher_base import refuse_no_factory
+from rlpool.agents.agent import refuse_no_factory
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv, refuse_no_environment
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
-from rlpool.envs.vector_gym_env import VectorGymEnv, as_vec_env
+from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import called_with_seed, check_choice
-from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.repeat import Divergence, Reached, batch_of, repeat
@@ -215,10 +214,7 @@ def _environment(
                 f"lane {lane} failed, and create_env made {made.n_lanes} environments",
                 fix="pass the create_env and env_args of the batcher, or make the one environment",
             )
-        if isinstance(made, ParallelEnvManager):  # a debugger sees the frames of this process only
-            with made:
-                return made.in_this_process(lane), 0
-        return made.in_this_process(lane) if isinstance(made, VectorGymEnv) else (made, lane)
+        return made.in_this_process(lane)  # a debugger sees the frames of this process only
     fix = "return a GymEnv, or one environment with reset() and step()"
     refuse_no_environment("create_env returned", made, fix)
     if capsule.env_type == OneEnv.__name__:

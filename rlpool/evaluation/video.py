@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,53 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import called_with_seed
+from rlpool.machine.arguments import called_with_seed, whole_number
 from rlpool.memory.storage import Array
 
 _DEFAULT_FPS = 30  # as RecordVideo has it
 _DECIMALS = 6  # of the returns in names of files
+
+
+def filmed_seeds(video_episodes: Any, seeds: Sequence[int]) -> dict[int, int]:
+    """The seeds of the episodes to film, each with the number of its episode, in their order."""
+    n_episodes = len(seeds)
+    if isinstance(video_episodes, Iterable):
+        name = "each of video_episodes"
+        numbers = sorted({whole_number(name, number, 0) for number in video_episodes})
+    else:
+        first = whole_number("video_episodes", video_episodes, 0)
+        numbers = list(range(min(first, n_episodes)))
+    last = max(numbers, default=-1)
+    if last >= n_episodes:
+        what = f"video_episodes has episode {last}, there are {n_episodes}"
+        raise SpecError(what, fix="number them from 0")
+    return {seeds[number]: number for number in numbers}
+
+
+@contextmanager
+def filming(
+    create_env: Any, video: str | Path | None, filmed: Mapping[int, int]
+) -> Iterator[tuple[Any, Path]]:
+    """Let environments film into a folder inside the directory, which is removed at the end.
+
+    Yields:
+        What makes the environments, and the folder.
+    """
+    if video is None or not callable(create_env):
+        yield create_env, Path()
+        return
+    fix = "pass a directory that can be made and written, which may be missing"
+    if not isinstance(video, str | os.PathLike):
+        raise SpecError(f"video is {video!r:.60}, not a path", fix=fix)
+    if find_spec("moviepy") is None:
+        raise SpecError("video needs moviepy", fix="pip install rlpool[video]")
+    directory = Path(video)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"video is {video!s:.200}: {error.strerror}", fix=fix) from error
+    with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
+        yield Filming(create_env, Path(folder).absolute(), filmed), Path(folder)
 
 
 class Filming:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlpool.agents.agent import Agent, refuse_no_agent
+from rlpool.agents.agent import Agent, refuse_no_agent, refuse_no_factory
 from rlpool.batch.batcher import EpisodeBatcher
-from rlpool.batch.batcher_base import CreateEnv, refuse_no_factory
+from rlpool.batch.batcher_base import CreateEnv
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Progress
 from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
+from rlpool.evaluation.protocol import Telling, described_infos, modules_of, protocol_of
+from rlpool.evaluation.result import Entry, Evaluation, Record, plain_rows
+from rlpool.evaluation.video import filmed_seeds, filming
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
 from rlpool.machine.files import checked_target
@@ -32,10 +33,7 @@ from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds, evaluation_root, root_from
 from rlpool.seeding import episode_seeds as episode_seeds_of
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.training.evaluation_result import Entry, Evaluation, Record, plain_rows
-from rlpool.training.protocol import Telling, described_infos, modules_of, protocol_of
 from rlpool.training.statistics import episode_returns, numbers_of
-from rlpool.training.video import Filming
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, takes_policy
 
 if TYPE_CHECKING:
@@ -141,7 +139,7 @@ def evaluate(
     agent_args = {"agent": checked_agent(agent, n_workers)}
     root = evaluation_root(seeds)
     all_seeds = given or episode_seeds_of(root_from(root), 0, n_episodes)
-    filmed = _filmed_seeds(video_episodes, all_seeds) if video is not None else {}
+    filmed = filmed_seeds(video_episodes, all_seeds) if video is not None else {}
     settings = {
         "n_episodes": n_episodes,
         "seeds": seeds,
@@ -151,7 +149,7 @@ def evaluate(
         "infos": list(infos),
         **described_infos(rows),
     }
-    with _filming(create_env, video, filmed) as (create, folder):
+    with filming(create_env, video, filmed) as (create, folder):
         failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
         with Evaluator(agent_args, create, env_args, n_workers, root, agent_rows, failing) as runs:
             protocol = protocol_of(agent, runs.environment, env_args or {}, **settings)
@@ -367,48 +365,3 @@ def in_evaluation_mode(agent: Any) -> Any:
     for module in modules_of(agent):
         module.eval()
     return agent
-
-
-# Videos ------------------------------------------------------------------------------------------
-
-
-def _filmed_seeds(video_episodes: Any, seeds: Sequence[int]) -> dict[int, int]:
-    """The seeds of the episodes to film, each with the number of its episode, in their order."""
-    n_episodes = len(seeds)
-    if isinstance(video_episodes, Iterable):
-        name = "each of video_episodes"
-        numbers = sorted({whole_number(name, number, 0) for number in video_episodes})
-    else:
-        first = whole_number("video_episodes", video_episodes, 0)
-        numbers = list(range(min(first, n_episodes)))
-    last = max(numbers, default=-1)
-    if last >= n_episodes:
-        what = f"video_episodes has episode {last}, there are {n_episodes}"
-        raise SpecError(what, fix="number them from 0")
-    return {seeds[number]: number for number in numbers}
-
-
-@contextmanager
-def _filming(
-    create_env: Any, video: str | Path | None, filmed: Mapping[int, int]
-) -> Iterator[tuple[Any, Path]]:
-    """Let environments film into a folder inside the directory, which is removed at the end.
-
-    Yields:
-        What makes the environments, and the folder.
-    """
-    if video is None or not callable(create_env):
-        yield create_env, Path()
-        return
-    fix = "pass a directory that can be made and written, which may be missing"
-    if not isinstance(video, str | os.PathLike):
-        raise SpecError(f"video is {video!r:.60}, not a path", fix=fix)
-    if find_spec("moviepy") is None:
-        raise SpecError("video needs moviepy", fix="pip install rlpool[video]")
-    directory = Path(video)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SpecError(f"video is {video!s:.200}: {error.strerror}", fix=fix) from error
-    with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
-        yield Filming(create_env, Path(folder).absolute(), filmed), Path(folder)

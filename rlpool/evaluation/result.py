@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from rlpool.errors import SpecError, Where, WorkerError
+from rlpool.evaluation.figures import Summary, summary_of
+from rlpool.evaluation.protocol import differences
 from rlpool.machine.files import checked_target, replaced
-from rlpool.training.figures import Summary, summary_of
-from rlpool.training.protocol import differences
 
 FORMAT, VERSION = "rlpool evaluation", 1
 
