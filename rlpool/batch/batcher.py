@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
+from rlpool.batch.messages import Infos
 from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import EpisodeRequest, as_infos
+from rlpool.batch.requests import Asked, EpisodeRequest, Policy, Request, as_infos
 from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
 from rlpool.batch.stream import InfoOf, stream
 from rlpool.data.infos import Info
@@ -122,6 +123,7 @@ class EpisodeBatcher(BatcherBase):
 
     _n_episodes = 0
     _last: tuple[int, Any, Any, list[int] | None] | None = None
+    _left: Sequence[Asked] = ()  # in flight when a stream was left, until the next request
 
     @also_takes(n_threads="n_workers", seed="seeds")
     @takes_policy
@@ -206,20 +208,33 @@ class EpisodeBatcher(BatcherBase):
         if is_repeated(self._unconfirmed, asked, infos):
             return
         with InterruptsHeld():
-            request = self._EPISODES(
-                number=dispatcher.next_number(),
-                n_rows=n_episodes,
-                infos=infos,
-                policy=dispatcher.policy,
-                first=self._n_episodes,
-                given_seeds=given_seeds,
-                root=self._root,
-            )
+            policy, first = dispatcher.policy, self._n_episodes
+            request = self._made(dispatcher, n_episodes, infos, policy, first, given_seeds)
             dispatcher.check(request)
             self._n_episodes += n_episodes
             self._last = (n_episodes, *infos, given_seeds)
+            self._left = ()
             self._unconfirmed = asked, infos
             dispatcher.submit(request)
+
+    def _made(
+        self,
+        dispatcher: RequestQueue,
+        n_episodes: int,
+        infos: Infos,
+        policy: Policy,
+        first: int,
+        given_seeds: list[int] | None,
+    ) -> EpisodeRequest:
+        return self._EPISODES(
+            number=dispatcher.next_number(),
+            n_rows=n_episodes,
+            infos=infos,
+            policy=policy,
+            first=first,
+            given_seeds=given_seeds,
+            root=self._root,
+        )
 
     @once
     def reexecute(self) -> None:
@@ -329,13 +344,17 @@ class EpisodeBatcher(BatcherBase):
 
         The requests that are in flight when the loop is left, by ``break`` or an exception, are
         dropped, as soon as the iterator is closed or forgotten. The batcher can be used as before
-        then; numbers of episodes go on behind those that were dropped.
+        then; numbers of episodes go on behind those that were dropped. A state that is saved before
+        the next request has them as pending ones.
+
+        What is pending when a stream begins comes first. So a program that was interrupted loads
+        its state, begins a stream with the same arguments, and gets the same bits.
 
         Args:
             n_episodes: Of each request, from 1.
             n_pending: Requests in flight, from 1. With one, all episodes run with the last update.
             agent_info: As for ``execute``, for every request; or a function that is called with
-                the number of the request, from 0, and returns that.
+                the number of the request, from 0, and returns that. Those that were pending count.
             env_info: Likewise.
 
         Yields:
@@ -345,7 +364,7 @@ class EpisodeBatcher(BatcherBase):
 
         Raises:
             SpecError: For other numbers.
-            UsageError: If results are pending, or the batcher is closed.
+            UsageError: If the batcher is closed.
             RlpoolError: What ``execute`` and ``get`` raise, from the iterator.
 
         Example:
@@ -361,10 +380,22 @@ class EpisodeBatcher(BatcherBase):
             tensor([1, 1]) tensor([1, 1])
             tensor([2, 2]) tensor([1, 1])
         """
-        self._idle("stream()")
+        self._open()
         n_episodes = whole_number("n_episodes", n_episodes, 1)
         n_pending = whole_number("n_pending", n_pending, 1)
         return stream(self, n_episodes, n_pending, agent_info, env_info)
+
+    @once
+    def _oldest(self) -> Request | None:
+        """The oldest request, finished, which stays the oldest."""
+        return self._taken(self._open(), blocking=True, timeout=None, progress=None)
+
+    def _leave_stream(self) -> None:
+        """Drop what is in flight, but for a state that is saved now."""
+        dispatcher = self._not_closed()
+        with InterruptsHeld():
+            self._left, self._unconfirmed = self._asked(dispatcher), None
+            dispatcher.drop_pending()
 
     _KIND = "EpisodeBatcher"
     _KEYS = ("n_episodes", "last")
@@ -385,7 +416,23 @@ class EpisodeBatcher(BatcherBase):
     def _load(self, dispatcher: RequestQueue, state: State) -> None:
         last = state["last"]
         self._last = last and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds"))
-        self._n_episodes = state["n_episodes"]
+        self._n_episodes, self._left = state["n_episodes"], ()
+
+    def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
+        asked = []
+        for request in dispatcher.pending:
+            if isinstance(request, EpisodeRequest):
+                seeds = request.given_seeds and list(request.given_seeds)
+                details = {"n_episodes": request.n_rows, "first": request.first}
+                asked.append(
+                    Asked(request.policy, request.infos, {**details, "episode_seeds": seeds})
+                )
+        return asked or self._left
+
+    def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
+        for policy, infos, which in asked:
+            rest = policy, which["first"], which["episode_seeds"]
+            dispatcher.submit(self._made(dispatcher, which["n_episodes"], infos, *rest))
 
     @classmethod
     def layout(

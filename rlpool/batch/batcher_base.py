@@ -16,12 +16,19 @@ from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Meter, ShowProgress, checked_progress
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Request
-from rlpool.batch.resuming import FORMAT, State, checked_state
+from rlpool.batch.requests import Asked, Request
+from rlpool.batch.resuming import (
+    FORMAT,
+    State,
+    checked_state,
+    pending_of_state,
+    state_of_pending,
+)
 from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, checked_wait, whole_number
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
@@ -189,7 +196,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     @property
     def n_pending(self) -> int:
         """Requests whose results were not taken with ``get``."""
-        return self._not_closed().n_pending
+        return self._n_pending(self._not_closed())
+
+    def _n_pending(self, dispatcher: RequestQueue) -> int:
+        return dispatcher.n_pending
 
     @property
     def patience_s(self) -> float:
@@ -241,7 +251,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         n_workers = 0 if self._is_private else self._n_workers
         dispatcher = self._dispatcher
         state = "failed" if dispatcher.fatal is not None else "open"
-        n_lanes, n_pending = dispatcher.n_lanes * self._n_workers, dispatcher.n_pending
+        n_lanes, n_pending = dispatcher.n_lanes * self._n_workers, self._n_pending(dispatcher)
         return f"{name}(n_workers={n_workers}, n_lanes={n_lanes}, n_pending={n_pending}, {state})"
 
     @cached_property
@@ -314,14 +324,24 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         It holds counters, the root of all seeds, infos, and for a ``Batcher`` what the lanes have
         done in the episodes that are running: their actions and rewards, the last observations and
-        the agent's states.
+        the agent's states. It may be called at any time, such as after Ctrl-C, which may have
+        interrupted any call::
+
+            try:
+                train(batcher)
+            finally:
+                torch.save(batcher.state_dict(), "batcher.pt")
+
+        Requests are pending until ``get`` has returned their results. A state has no results: it
+        holds what these requests were made with, their policies included, and the last update.
 
         Returns:
             Dicts, lists, tensors, numbers and strings, all of them copies: ``torch.save`` it, with
-            the learner's own state. ``torch.load`` reads it with ``weights_only=True``.
+            the learner's own state. ``torch.load`` reads it with ``weights_only=True``; if
+            something is pending, only if what ``update`` was given is made of the same.
 
         Raises:
-            UsageError: If results are pending, or the batcher is closed.
+            UsageError: If the batcher is closed.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -331,9 +351,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             >>> torch.load("batcher.pt")["n_episodes"]
             2
         """
-        dispatcher = self._idle("state_dict()")
+        dispatcher = self._open()
         whose = {"kind": self._KIND, "format": FORMAT, "root": f"{self._root:x}"}
-        state = {**whose, **self._state(dispatcher)}
+        pending = state_of_pending(self._asked(dispatcher), dispatcher.policy)
+        state = {**whose, **self._state(dispatcher), **pending}
         if state["why_lost"]:
             _LOG.warning("this state cannot be resumed: %s", state["why_lost"])
         return {**state, "policy_version": dispatcher.policy.version}
@@ -348,10 +369,15 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         the episodes that were running; if they do not lead to the same observation, ``get``
         raises ``EnvError``.
 
-        Three things are not part of a state. The parameters of the agents: call ``update`` before
-        or after. What environments and their wrappers keep from one episode to the next, such as
-        the statistics of ``NormalizeObservation``. The generators of worker processes, which
-        environments and agents draw from that do not use the seeds and the noise they are given.
+        Requests that were pending are made again, in the same order, and ``get`` returns the same
+        results: look at ``n_pending`` to see whether there are any. Their agents, and those of
+        further requests, have the parameters of then.
+
+        Three things are not part of a state. The parameters of the agents, where no request was
+        pending: call ``update`` before or after. What environments and their wrappers keep from one
+        episode to the next, such as the statistics of ``NormalizeObservation``. The generators of
+        worker processes, which environments and agents draw from that do not use the seeds and the
+        noise they are given.
 
         Args:
             state: What ``state_dict`` returned, saved and loaded or not.
@@ -361,8 +387,9 @@ class BatcherBase(ProcessOwner, DumpsStacks):
                 a ``Batcher`` also of one with other lanes, another ``n_timesteps`` or an agent with
                 other states or actions. If its episodes cannot be repeated: the agent requires a
                 history, environments cannot be reset one by one or not be seeded, or episodes were
-                so long that their first actions were dropped. Nothing has changed then.
-            UsageError: If results are pending, or the batcher is closed.
+                so long that their first actions were dropped. If it has pending requests, and this
+                batcher was updated before. Nothing has changed then.
+            UsageError: If results are pending here, or the batcher is closed.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -376,11 +403,20 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         dispatcher = self._idle("load_state_dict()")
         keys = ("root", "policy_version", "why_lost", *self._KEYS)
         checked = checked_state(state, self._KIND, keys, self._expected(dispatcher))
-        self._load(dispatcher, checked)
-        self._root = int(checked["root"], 16)
         # Workers tell policies apart by their versions: none may come back with other parameters.
         version = max(dispatcher.policy.version, checked["policy_version"])
-        dispatcher.policy = dispatcher.policy._replace(version=version)
+        asked: Sequence[Asked] = ()
+        policy = dispatcher.policy._replace(version=version)
+        if "pending" in checked:
+            if policy.packed is not None:
+                what = "the state has pending requests, and the agents here were updated before"
+                raise SpecError(what, fix="call load_state_dict() before update()")
+            asked, policy = pending_of_state(checked, dispatcher.updated)
+        with InterruptsHeld():
+            self._load(dispatcher, checked)
+            self._root, self._unconfirmed = int(checked["root"], 16), None
+            dispatcher.policy = policy
+            self._repeat(dispatcher, asked)
 
     _KIND = ""
     """What states of this kind of batcher are called."""
@@ -400,6 +436,14 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """Take over what ``_state`` has returned."""
         raise NotImplementedError
 
+    def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
+        """The requests that a state makes again, in order."""
+        raise NotImplementedError
+
+    def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
+        """Make requests again that are counted already."""
+        raise NotImplementedError
+
     def _idle(self, call: str) -> RequestQueue:
         """The dispatcher, if nothing is pending.
 
@@ -407,8 +451,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             UsageError: If something is.
         """
         dispatcher = self._open()
-        if dispatcher.n_pending:
-            what = f"{call} while {dispatcher.n_pending} results are pending"
+        if n_pending := self._n_pending(dispatcher):
+            what = f"{call} while {n_pending} results are pending"
             raise UsageError(what, fix="take them with get() first")
         return dispatcher
 

@@ -171,11 +171,12 @@ class Dispatcher(RequestQueue):
         """See ``RequestQueue.records``."""
         return not isinstance(self._processes, LocalWorker)
 
-    def tapes(self) -> dict[int, Tape]:
+    @property
+    def tapes(self) -> Callable[[], dict[int, Tape]]:
         """See ``RequestQueue.tapes``."""
         if isinstance(self._processes, LocalWorker):
-            return self._processes.tapes()
-        return super().tapes()
+            return self._processes.tapes
+        return super().tapes
 
     def updated(self, info: Any) -> Policy:
         """The ``policy`` of agents that were updated with this."""

@@ -48,6 +48,8 @@ class LocalWorker:
     Attributes:
         fatal: Why nothing will work any more.
         control: The shared record.
+        tapes: Makes what the episodes, by lane, have done that go on with the next window; later
+            windows replace it.
     """
 
     n_workers = 1
@@ -73,7 +75,7 @@ class LocalWorker:
         how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
         self._place = Place(0, 1, root, how)
         self._collector = self._new_collector()
-        self._tapes: Callable[[], dict[int, Tape]] = dict  # of lanes in the middle of episodes
+        self.tapes: Callable[[], dict[int, Tape]] = dict
         self._generators = OwnGenerators()
         self._is_closed = False
         self._is_at_work = False
@@ -112,7 +114,7 @@ class LocalWorker:
                 self.fatal = message.error
             else:
                 if isinstance(message, Done):
-                    self._tapes = self._collector.mark()
+                    self.tapes = self._collector.mark()
                 self._client.take(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
@@ -176,10 +178,6 @@ class LocalWorker:
                 self._is_whole = self._failure is None
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
-
-    def tapes(self) -> dict[int, Tape]:
-        """By lane, what the episodes have done so far that go on with the next window."""
-        return self._tapes()
 
     def _has_message(self) -> bool:
         # Nothing is taken from the line here: if that is interrupted, a message is lost.

@@ -124,8 +124,9 @@ class RequestQueue(ABC):
     def records(self) -> bool:
         """Whether the caller records windows; otherwise ``tapes`` knows what lanes have done."""
 
-    def tapes(self) -> dict[int, Tape]:
-        """By lane, what the episodes have done so far that go on with the next window."""
+    @property
+    def tapes(self) -> Callable[[], dict[int, Tape]]:
+        """Makes what episodes, by lane, have done up to now that go on with the next window."""
         raise LookupError("the caller has recorded that")
 
     @abstractmethod

@@ -326,7 +326,7 @@ class RequestWorkers:
             request.is_reproducible = self._is_undisturbed
             self.running.remove(request)
             self.control.request_ends(request.number)
-            request.drop_payloads()
+            request.packed = None  # no worker will read it again
             self._owner.over(request)
 
     def _note_failure(self, number: int, error: WorkerError) -> None:

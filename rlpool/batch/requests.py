@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -36,11 +36,25 @@ class Policy(NamedTuple):
 
     Attributes:
         version: Number of updates so far; 0 for what the agents began with.
-        packed: The object; ``None`` with version 0, and once it is no longer needed.
+        packed: The object; ``None`` if there was none.
     """
 
     version: int = 0
     packed: Packed | None = None
+
+
+class Asked(NamedTuple):
+    """What has to be known of a request to make it again.
+
+    Attributes:
+        policy: What it runs with.
+        infos: Its infos, per row.
+        details: What a state says of it besides.
+    """
+
+    policy: Policy
+    infos: Infos
+    details: Mapping[str, Any] = {}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,7 +65,7 @@ class Request(ABC):
         number: Names it in messages.
         n_rows: Rows of the result.
         infos: Its infos, per row.
-        policy: What it runs with.
+        policy: What it runs with; kept until its result was handed out, for a state.
         root: Root of all seeds.
         packed: Its infos as sent to all workers.
         block: Where it is written, once it runs.
@@ -125,10 +139,6 @@ class Request(ABC):
         for packed in (self.packed, self.policy.packed):
             if packed is not None:
                 packed.memory.close_fd()
-
-    def drop_payloads(self) -> None:
-        """Free what was packed: no worker will read it again."""
-        self.packed, self.policy = None, self.policy._replace(packed=None)
 
     def check(self, layout: Layout) -> None:
         """Refuse what workers with this layout cannot run.
@@ -428,6 +438,7 @@ class WindowRequest(Request):
         n_resets: Number of the ``reset`` whose episodes run.
         n_windows: Windows requested before that reset.
         is_first: Whether it is the first window after that reset.
+        start: Makes the tapes of its lanes, up to where it begins.
         first_lane: Number across all machines of the first lane here.
         tapes: What the running episodes have done so far, ``None`` if it is not recorded.
         lanes_left: Lanes that go on after this window, set by ``result``.
@@ -438,6 +449,7 @@ class WindowRequest(Request):
     n_resets: int
     n_windows: int
     is_first: bool
+    start: Callable[[], Mapping[int, Tape]] = dict
     first_lane: int = 0
     tapes: WindowTapes | None = None
     lanes_left: list[int] = field(default_factory=list)

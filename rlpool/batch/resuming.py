@@ -3,19 +3,23 @@
 The lanes of a ``Batcher`` are in the middle of episodes. What these have done so far is on tapes,
 from which workers take them over, as the successors of workers that died do: a state holds tapes.
 
+Requests whose results were not handed out are made again, whatever was there of their results. So
+tapes are those of where the oldest of them begins, and a state holds the policies of all of them.
+
 A state is made of dicts, lists, tensors, numbers and strings, which ``torch.load`` reads with
-``weights_only=True``.
+``weights_only=True``; policies are what ``update`` was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlpool.batch.messages import Infos
+from rlpool.batch.requests import Asked, Policy
 from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
@@ -24,6 +28,7 @@ from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import StepSpecs
 from rlpool.specs import is_action
+from rlpool.workers.payload import unpacked_copy
 
 State = dict[str, Any]
 
@@ -115,6 +120,45 @@ def why_unseeded(step: StepSpecs | None) -> str:
     if step is None or step.seeding != "stream":
         return ""
     return "the environments cannot be seeded after their construction (seeding='stream')"
+
+
+def state_of_pending(asked: Sequence[Asked], policy: Policy) -> State:
+    """Requests that are to be made again, and all policies up to the last update; copies.
+
+    Args:
+        asked: The requests, in order.
+        policy: That of the last update.
+    """
+    if not asked:
+        return {}  # the agents' parameters are not part of it
+    requests = [
+        {"policy_version": each.policy.version, **state_of_infos(each.infos), **each.details}
+        for each in asked
+    ]
+    packed = dict([*(each.policy for each in asked), policy])
+    policies = {n: unpacked_copy(each) for n, each in packed.items() if each is not None}
+    return {"pending": requests, "policies": policies}
+
+
+def pending_of_state(
+    state: Mapping[str, Any], updated: Callable[[Any], Policy]
+) -> tuple[list[Asked], Policy]:
+    """The inverse of ``state_of_pending``; copies.
+
+    Args:
+        state: A state with what it returned.
+        updated: Makes the policy of agents that are updated with something.
+    """
+    policies = {n: Policy(n, updated(info).packed) for n, info in state["policies"].items()}
+
+    def policy(version: int) -> Policy:
+        return policies.get(version, Policy(version))
+
+    asked = [
+        Asked(policy(each["policy_version"]), infos_of_state(each), each)
+        for each in state["pending"]
+    ]
+    return asked, policy(state["policy_version"])
 
 
 def state_of_infos(infos: Infos) -> State:

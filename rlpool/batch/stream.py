@@ -18,7 +18,8 @@ def stream(
     batcher: Any, n_episodes: int, n_pending: int, agent_info: InfoOf, env_info: InfoOf
 ) -> Iterator[TemporalDictTensor]:
     """Results of requests of a batcher, see ``EpisodeBatcher.stream``."""
-    n_requests = 0
+    n_requests = batcher.n_pending
+    pending = batcher._dispatcher.pending
     try:
         while True:
             while batcher.n_pending < n_pending:
@@ -26,10 +27,11 @@ def stream(
                 infos = (info(n_requests) if callable(info) else info for info in given)
                 batcher.execute(n_episodes, *infos)
                 n_requests += 1
-            result = batcher.get()
+            result = batcher._oldest().trajectories
             age: torch.Tensor = batcher.policy_version - result.info["policy_version"]
             result.info.set("policy_age", age)
+            del pending[0]  # the last act: no signal's handler runs before the caller has it
             yield result
     finally:
         if not batcher.closed:
-            batcher._dispatcher.drop_pending()
+            batcher._leave_stream()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
@@ -10,7 +12,7 @@ from rlpool.batch.messages import Infos
 from rlpool.batch.progress import ShowProgress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Policy, WindowRequest, as_infos
+from rlpool.batch.requests import Asked, Policy, WindowRequest, as_infos
 from rlpool.batch.resuming import (
     State,
     infos_of_state,
@@ -26,7 +28,7 @@ from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import also_takes
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
-from rlpool.record.tape import WindowTapes
+from rlpool.record.tape import Tape, WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
@@ -115,6 +117,9 @@ class Batcher(BatcherBase):
     def all_stopped(self) -> bool:
         """Whether every lane has ended, so that ``get`` returns ``None``."""
         return self._has_stopped(self._not_closed())
+
+    def _n_pending(self, dispatcher: RequestQueue) -> int:
+        return dispatcher.n_pending and dispatcher.n_pending + len(self._queued)
 
     def _has_stopped(self, dispatcher: RequestQueue) -> bool:
         return self._is_reset and not self._running and not dispatcher.n_pending
@@ -300,27 +305,39 @@ class Batcher(BatcherBase):
                 is_first=self._is_first,
                 root=self._root,
                 tapes=self._tapes,
+                start=self._start(dispatcher),
             )
         )
         self._is_first = False
         if not dispatcher.records:
             self._tapes = None  # the worker in this process has them, and goes on with them
 
+    def _start(self, dispatcher: RequestQueue) -> Callable[[], Mapping[int, Tape]]:
+        """Makes the tapes of the lanes up to now."""
+        return dispatcher.tapes if self._tapes is None else partial(dict, self._tapes.tapes)
+
+    def _pending(self, dispatcher: RequestQueue) -> list[WindowRequest]:
+        return [each for each in dispatcher.pending if isinstance(each, WindowRequest)]
+
     _KIND = "Batcher"
     _COUNTERS = ("n_resets", "n_windows", "n_windows_before", "is_reset", "is_first")
     _KEYS = (*_COUNTERS, "agent_info", "env_info", "running", "tapes")
 
     def _state(self, dispatcher: RequestQueue) -> State:
-        lanes = [] if self._is_first or not self._is_reset else list(self._running)
-        tapes = self._tapes.tapes if self._tapes is not None else {}
-        if lanes and self._tapes is None:
-            tapes = dispatcher.tapes()
+        state: State = {name: getattr(self, f"_{name}") for name in self._COUNTERS}
+        running, oldest = self._running, next(iter(self._pending(dispatcher)), None)
+        if oldest is not None:  # it is as if it had not been sent
+            running, state["is_first"], state["is_reset"] = oldest.lanes, oldest.is_first, True
+        lanes = [] if state["is_first"] or not state["is_reset"] else list(running)
+        tapes: Mapping[int, Tape] = {}
+        if lanes:
+            tapes = (self._start(dispatcher) if oldest is None else oldest.start)()
         why = why_lost(dispatcher.step, tapes, lanes)
         return {
-            **{name: getattr(self, f"_{name}") for name in self._COUNTERS},
+            **state,
             **self._expected(dispatcher),
             **state_of_infos(self._infos),
-            "running": list(self._running),
+            "running": list(running),
             "tapes": [] if why else state_of_tapes({lane: tapes[lane] for lane in lanes}),
             "why_lost": why,
         }
@@ -334,11 +351,19 @@ class Batcher(BatcherBase):
         for name in self._COUNTERS:
             setattr(self, f"_{name}", state[name])
         self._infos, self._running = infos_of_state(state), list(state["running"])
-        self._queued = ()
         self._tapes = WindowTapes(self.n_lanes)
         self._tapes.tapes = tapes_of_state(state["tapes"], self._infos[1])
         if self._tapes.tapes:
             dispatcher.resume()
+
+    def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
+        asked = [Asked(each.policy, each.infos) for each in self._pending(dispatcher)]
+        return [*asked, *itertools.starmap(Asked, self._queued)] if asked else ()
+
+    def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
+        self._queued = tuple((each.policy, each.infos) for each in asked[1:])
+        if asked:
+            self._submit(dispatcher, asked[0].policy, asked[0].infos)
 
     @classmethod
     def layout(

@@ -272,7 +272,6 @@ class ClusterDispatcher(RequestQueue):
         self._has_results = True
         if request.is_complete:
             self._running.remove(request)
-            request.drop_payloads()
             self._over(request)
 
     def _note_error(self, request: Request, error: RlpoolError, is_fatal: bool) -> None:

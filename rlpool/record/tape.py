@@ -175,6 +175,10 @@ class Tape:
             self._n_bytes -= _n_bytes(dropped)
             self.first_step += _n_rows(dropped)
 
+    def continued(self) -> Tape:
+        """A tape to go on with, while this one stays as it is."""
+        return replace(self, chunks=list(self.chunks))
+
     def without_last(self) -> tuple[Tape, Actions]:
         """The tape without its last step, and that step's action, ``[1, ...]`` per key."""
         if not self.chunks:
@@ -329,7 +333,7 @@ class WindowTapes:
         lanes_left: Sequence[int],
         options_of_lane: Callable[[int], Options] = lambda _: None,
     ) -> None:
-        """Record a window.
+        """Record a window, on other tapes: those of before stay as they are.
 
         Args:
             layout: Layout of its block.
@@ -354,10 +358,12 @@ class WindowTapes:
         steps = slot_steps(layout, arrays, rows, shown[REWARD][rows])
         tapes, self.tapes = self.tapes, {}
         for number, (lane, row) in enumerate(zip(lanes_left, rows, strict=True)):
-            tape = tapes.get(lane) or Tape(options=options_of_lane(lane))
+            before = tapes.get(lane) or Tape(options=options_of_lane(lane))
             if ends[row]:
-                n_restarts = tape.n_restarts + int(ends[row])
+                n_restarts = before.n_restarts + int(ends[row])
                 tape = Tape(options=options_of_lane(lane), n_restarts=n_restarts)
+            else:
+                tape = before.continued()
             if starts[lane] < layout.n_timesteps:  # else its episode begins with the next window
                 chunk = {key: array[number, starts[lane] :] for key, array in steps.items()}
                 tape.add(chunk, self._most_bytes)

@@ -83,6 +83,13 @@ def unpack(payload: Payload, memory: Memory) -> Any:
     return pickle.loads(root[: payload.n_pickle].data, buffers=buffers)
 
 
+def unpacked_copy(packed: Packed) -> Any:
+    """Read an object whose tensors are its own."""
+    memory = Memory.local(packed.memory.n_bytes)
+    memory.root()[:] = packed.memory.root()
+    return unpack(packed.payload, memory)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the data of tensors outside the pickle."""
 

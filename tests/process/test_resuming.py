@@ -148,16 +148,16 @@ def test_batchers_of_a_cluster_go_on_as_those_of_one_machine() -> None:
 # What is refused ---------------------------------------------------------------------------------
 
 
-def test_a_state_is_of_what_was_handed_out() -> None:
+def test_no_state_is_loaded_while_results_are_pending() -> None:
     with windows_of(0) as batcher, episodes_of(0) as episodes:
         reset(batcher)
         batcher.execute()
+        batcher.execute()
         episodes.execute(1)
-        for owner in (batcher, episodes):
-            for call in (owner.state_dict, lambda owner=owner: owner.load_state_dict({})):
-                with pytest.raises(UsageError, match="results are pending") as caught:
-                    call()
-                assert caught.value.fix == "take them with get() first"
+        for owner, n in ((batcher, 2), (episodes, 1)):
+            with pytest.raises(UsageError, match=f"{n} results are pending") as caught:
+                owner.load_state_dict(owner.state_dict())
+            assert caught.value.fix == "take them with get() first"
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,24 @@ def test_a_stream_that_outlives_its_batcher_ends_quietly() -> None:
     requests.close()
 
 
+def test_what_is_pending_when_a_stream_begins_comes_first_and_counts() -> None:
+    with create(0) as batcher:
+        batcher.execute(3)
+        numbers: list[int] = []
+
+        def info(number: int) -> dict[str, int]:
+            numbers.append(number)
+            return {"length": number + 1}
+
+        results = batcher.stream(2, n_pending=2, env_info=info)
+        assert [len(next(results)) for _ in range(3)] == [3, 2, 2]
+        assert numbers == [1, 2, 3]
+
+
 def test_what_cannot_be_streamed_is_refused_at_once() -> None:
     with create(0) as batcher:
         for arguments in ((0,), (1, 0), (1, 1.5)):
             with pytest.raises(SpecError, match="should be an int"):
                 batcher.stream(*arguments)
-        batcher.execute(1)
-        with pytest.raises(UsageError, match=r"stream\(\) while 1 results are pending"):
-            batcher.stream(1)
     with pytest.raises(UsageError, match="closed"):
         batcher.stream(1)
