@@ -60,14 +60,14 @@ LINES = {
     "many_agents": (
         [{"many_agents": "bare loop", "steps_per_s": {"median": 3023.0}},
          {"many_agents": "rlpool", "steps_per_s": {"median": 4168.0}, "ratio": RATIO}],
-        "| bare loop, one process | 3,023 | 1 |\n"
-        "| `EpisodeBatcher`, 2 workers of 8 environments | 4,168 | 1.60 (1.39 to 1.89) |",
+        ("| bare loop, one process | 3,023 | 1 |\n"
+        "| `EpisodeBatcher`, 2 workers of 8 environments | 4,168 | 1.60 (1.39 to 1.89) |"),
     ),
     "learning_speed": (
         [{"workload": "cartpole", "rates": {
             "rlpool": [100.0, 120.0], "rlpool, 2 workers": [50.0, 90.0], "CleanRL": [50.0, 40.0]}}],
-        "| PPO, CartPole-v1, 4 environments | 110 | 45 | | 2.50 (2.00 to 3.00) | |\n"
-        "| the same with 2 workers | 70 | | | 1.62 (1.00 to 2.25) | |",
+        ("| PPO, CartPole-v1, 4 environments | 110 | 45 | | 2.50 (2.00 to 3.00) | |\n"
+        "| the same with 2 workers | 70 | | | 1.62 (1.00 to 2.25) | |"),
     ),
 }  # fmt: skip
 
