@@ -47,6 +47,7 @@ from rlpool.specs import (
     join_key,
     leaves_of,
     nester,
+    refuse_collisions,
     structure_of_space,
 )
 
@@ -121,11 +122,13 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._has_state = state
         self._alive: list[str] = []
         self._gone: set[str] = set()
-        spaces: dict[str, gymnasium.Space[Any]] = {}
-        for group in self._groups:
-            spaces |= group.spaces([*_FLAGS, *([_TURN] if self._in_turns else [])])
+        flags = [*_FLAGS, _TURN] if self._in_turns else _FLAGS
+        seen = {key: space for group in self._groups for key, space in group.spaces.items()}
+        spaces = {key: space for group in self._groups for key, space in group.own(flags).items()}
         if state:
             spaces[_STATE] = _state_space(env)
+        refuse_collisions({"PettingZooEnv": list(spaces), "the observation": list(seen)})
+        spaces |= seen
         self.observation_space = gymnasium.spaces.Dict(spaces)
         actions = {group.name: group.action_space for group in self._groups}
         self.action_space = gymnasium.spaces.Dict(actions) if len(actions) > 1 else actions[""]
@@ -395,6 +398,10 @@ class _Group:
         env: The environment.
         name: The group's name, the first part of its keys.
         agents: Its agents.
+
+    Attributes:
+        spaces: Key to space of what they observe, with an axis of agents.
+        action_space: The space of what they do.
     """
 
     def __init__(self, env: Any, name: str, agents: Sequence[str]) -> None:
@@ -409,7 +416,8 @@ class _Group:
             }
         self._specs = {self.key(key): leaf.spec for key, leaf in leaves.items()}
         self._flatten = flattener(observation, "observation")
-        self._parts = [_batched(parts) for parts in zip(*map(_leaf_spaces, spaces), strict=True)]
+        parts = [_batched(parts) for parts in zip(*map(_leaf_spaces, spaces), strict=True)]
+        self.spaces = dict(zip(self._specs, parts, strict=True))
         action, spaces = _same_structure(env, "action_space", self.agents)
         self.action_space = _batched(spaces)
         batched = structure_of_space(self.action_space, keep_float64=True, name="action_space")
@@ -419,13 +427,12 @@ class _Group:
         """A key of this group."""
         return join_key(self.name, key)
 
-    def spaces(self, flags: Iterable[str]) -> dict[str, gymnasium.Space[Any]]:
-        """The space of each key, with an axis of agents."""
-        spaces = dict(zip(self._specs, self._parts, strict=True))
+    def own(self, flags: Iterable[str]) -> dict[str, gymnasium.Space[Any]]:
+        """The space of what each of its agents has beside an observation: flags, and a reward."""
         shape: Any = (len(self.agents),)
         flag: Any = np.bool_
-        spaces |= {self.key(key): Box(0, 1, shape, flag) for key in flags}
-        return spaces | {self.key("rewards"): Box(-np.inf, np.inf, shape)}
+        own: dict[str, Any] = {self.key(key): Box(0, 1, shape, flag) for key in flags}
+        return own | {self.key("rewards"): Box(-np.inf, np.inf, shape)}
 
     def observed(self, observations: Mapping[str, Any]) -> dict[str, Array]:
         """What the agents have observed, zero for those without an observation.

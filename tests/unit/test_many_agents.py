@@ -273,6 +273,15 @@ def test_what_is_no_list_of_such_environments_is_refused(given: Any) -> None:
         PettingZooEnv([gymnasium.make("CartPole-v1")], 0)
 
 
+def test_keys_that_the_agents_observe_already_are_refused() -> None:
+    class Named(Lives):
+        def observation_space(self, agent: str) -> Any:
+            return gymnasium.spaces.Dict(alive=gymnasium.spaces.Discrete(2))
+
+    with pytest.raises(SpecError, match="key 'alive' is given by PettingZooEnv and by the obs"):
+        PettingZooEnv([Named(LIVES)], 0)
+
+
 def test_agents_have_to_be_known_beforehand() -> None:
     env = Lives(LIVES)
     del env.possible_agents
