@@ -161,8 +161,10 @@ def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
     axes = (figure := Figure(layout="constrained")).subplots()
-    axes.plot(progress["steps"], progress["returns"])
-    axes.set(xlabel="joint steps", ylabel=f"return of all agents, average of {N_EPISODES} episodes")
+    n = min(500, max(1, len(progress["returns"]) // 10))
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
+    axes.set(xlabel="joint steps", ylabel=f"return of all agents, average of {n} episodes")
     figure.savefig(path)
 
 
@@ -183,7 +185,7 @@ def main():
     torch.manual_seed(arguments.seed)
     team = Team(arguments.central_critic)
     optimizer = torch.optim.Adam(team.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
-    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per update
+    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
     with EpisodeBatcher(
         n_timesteps=N_STEPS,
         n_slots=N_EPISODES,
@@ -206,17 +208,18 @@ def main():
             episodes = batcher.get()
             learn(team, optimizer, episodes)
             progress["n_steps"] += per_update
-            progress["steps"].append(progress["n_steps"])
-            progress["returns"].append(episode_returns(episodes).mean().item())
-            bar.set_postfix({"return": f"{progress['returns'][-1]:.2f}"}, refresh=False)
+            returns = episode_returns(episodes).tolist()
+            progress["steps"] += [progress["n_steps"]] * len(returns)
+            progress["returns"] += returns
+            bar.set_postfix({"return": f"{fmean(returns):.2f}"}, refresh=False)
             bar.update(per_update)
             if progress["n_steps"] // per_update % arguments.checkpoint_interval == 0:
                 save_checkpoint(arguments.checkpoint, parts, progress)
         save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
-    average = fmean(progress["returns"][-8:])
-    print(f"average return of the last {8 * N_EPISODES} episodes: {average:.2f}")
+    average = fmean(progress["returns"][-100:] or [torch.nan])
+    print(f"average return of the last 100 episodes: {average:.2f}")
     save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 
