@@ -235,6 +235,36 @@ def test_an_episode_whose_reset_fails_behind_a_window_is_truncated_in_the_next(
             assert torch.equal(window[key][0], whole[key][0]), key
 
 
+class LateEnv(FragileEnv):
+    """The first resets of a process raise."""
+
+    n_failures = 0
+
+    def reset(self, **options: Any) -> Any:
+        if LateEnv.n_failures < 2:
+            LateEnv.n_failures += 1
+            raise OSError("not yet")
+        return super().reset(**options)
+
+
+@pytest.mark.parametrize(
+    ("on_env_error", "n_workers"),
+    [("raise", 0), ("raise", 2), ("truncate", 0), ("truncate", 2), ("restart", 2)],
+)
+def test_a_batcher_starts_although_the_first_reset_fails(on_env_error: str, n_workers: int) -> None:
+    LateEnv.n_failures = 0
+    env_args = {"kind": LateEnv, "n_lanes": 2}
+    options: dict[str, Any] = {"n_workers": n_workers, "seed": 5, "on_env_error": on_env_error}
+    with EpisodeBatcher(16, 8, RecurrentAgent, {}, create_fragile, env_args, **options) as batcher:
+        batcher.execute(4)
+        if on_env_error == "raise":
+            with pytest.raises(EnvError, match="not yet"):
+                batcher.get()
+        else:
+            assert batcher.get().lengths.min() > 0
+            assert batcher.failures == ()
+
+
 class LicensedEnv(FragileEnv):
     """Its second step raises once its licence is gone."""
 
