@@ -21,7 +21,7 @@ import torch
 from rlpool.batch.messages import Infos
 from rlpool.batch.requests import Asked, Policy
 from rlpool.data.infos import options_of
-from rlpool.envs.vec_env import Options
+from rlpool.envs.lanes import Options
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import refuse_other_states
 from rlpool.memory.storage import Array

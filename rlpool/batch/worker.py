@@ -28,7 +28,7 @@ from rlpool.batch.messages import (
 )
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.data.infos import options_of
-from rlpool.envs.gym_env import how_to_make_one, is_environment
+from rlpool.envs.single_envs import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvError, RlpoolError, WorkerError, WorkerStartupError

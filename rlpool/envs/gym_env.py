@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -12,18 +11,19 @@ import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from rlpool.envs.columns import Results, wrong_count
-from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
+from rlpool.envs.gym_actions import action_decoder, some_action, undeclared_actions
+from rlpool.envs.info_keys import InfoKeys, InfoLearner, wanted_infos
+from rlpool.envs.lanes import Options
 from rlpool.envs.legacy import modernised
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.single_envs import checked_environments
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.memory.storage import Array
 from rlpool.specs import (
-    Leaf,
     Structure,
     TensorSpec,
     leaves_of,
-    nester,
     structure_of_space,
     structure_of_value,
 )
@@ -81,7 +81,7 @@ class GymEnv(VecEnv):
         keep_float64: bool = False,
         info_keys: InfoKeys = None,
     ) -> None:
-        envs = [modernised(env) for env in _checked_environments(envs)]
+        envs = [modernised(env) for env in checked_environments(envs)]
         super().__init__(len(envs), seed)
         if max_episode_steps is not None:
             limit = whole_number("max_episode_steps", max_episode_steps, 1)
@@ -107,12 +107,12 @@ class GymEnv(VecEnv):
         if self.is_declared:
             self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
-        self._decode: Callable[[Mapping[str, Array]], list[Any]] = _undeclared_actions
+        self._decode: Callable[[Mapping[str, Array]], list[Any]] = undeclared_actions
         if self.action_space is not None:
             self.action_structure = self._structure("action_space")
             self._action_leaves = leaves_of({"action": self.action_structure}, "")
             native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
-            self._decode = _action_decoder(native)
+            self._decode = action_decoder(native)
             specs = self.native_action_specs() or {}
             self._action_dtypes = {key: spec.dtype for key, spec in specs.items()}
 
@@ -266,7 +266,7 @@ class GymEnv(VecEnv):
             why_no_step = "without an action space, no step was tried"
         elif not learner.has_all:
             self.lane_in_use[0] = lane
-            action = _some_action(self.action_space, results[0][1])
+            action = some_action(self.action_space, results[0][1])
             try:
                 result = self._steps[lane](action)
             except Exception as error:
@@ -311,9 +311,6 @@ class GymEnvInf(GymEnv):
     """
 
     auto_reset = True
-
-
-# Spaces and wrappers -------------------------------------------------------------------------
 
 
 def _common_space(envs: Sequence[Any], name: str) -> Any:
@@ -366,133 +363,3 @@ def _explained(results: Sequence[Any]) -> SpecError | None:
         if not isinstance(result, tuple) or len(result) != 5:
             return wrong_count("step", "five", result)
     return None
-
-
-def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
-    """List the tasks of an environment.
-
-    Args:
-        attribute: Returns an attribute of the environment by name, ``None`` if it is missing.
-
-    Returns:
-        The result of ``get_all_task_idx()``, or the numbers below ``n_tasks``; ``None`` if the
-        environment has neither.
-    """
-    listing = attribute("get_all_task_idx")
-    tasks = listing() if callable(listing) else None
-    if tasks is not None:
-        return list(tasks)
-    n_tasks = attribute("n_tasks")
-    return None if n_tasks is None else list(range(int(n_tasks)))
-
-
-# What GymEnv is given --------------------------------------------------------------------------
-
-
-def _checked_environments(envs: Any) -> list[Any]:
-    """Check that the argument is a list of environments; returns a copy."""
-    is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
-    checked = list(envs) if is_list else []
-    for number, env in enumerate(checked):
-        refuse_no_environment(f"environment {number} of a GymEnv is", env, how_to_make_one(env))
-    if not checked:
-        what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
-        fix = "pass at least one" if is_list else how_to_make_one(envs)
-        raise SpecError(f"GymEnv got {what}", fix=fix)
-    return checked
-
-
-def is_environment(value: Any) -> bool:
-    """Whether a value is a single environment, of any protocol."""
-    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
-    # Batches of environments have both methods as well; in other libraries also step_async.
-    is_batch = isinstance(value, VecEnv | gymnasium.vector.VectorEnv)
-    is_batch = is_batch or (hasattr(value, "num_envs") and hasattr(value, "step_async"))
-    return has_methods and not isinstance(value, type) and not is_batch and not is_of_agents(value)
-
-
-def refuse_no_environment(what: str, value: Any, fix: str) -> None:
-    """Raise unless a value is a single environment.
-
-    Args:
-        what: Where it comes from, the first words of the error.
-        value: The value.
-        fix: What the error advises.
-
-    Raises:
-        SpecError: If it is anything else.
-    """
-    if not is_environment(value):
-        fix = how_to_make_one(value) if is_of_agents(value) else fix
-        raise SpecError(f"{what} {value!r:.60}, not a single environment", fix=fix)
-
-
-def is_of_agents(value: Any) -> bool:
-    """Whether a value is an environment of PettingZoo: its spaces are methods of an agent."""
-    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
-    return (
-        has_methods
-        and not isinstance(value, type)
-        and callable(getattr(value, "observation_space", None))
-    )
-
-
-def how_to_make_one(value: Any) -> str:
-    """What to do about a value that is not an environment."""
-    if is_of_agents(value):
-        return (
-            "it is one of PettingZoo: rlpool.integrations.pettingzoo has PettingZooEnv for a list "
-            "of them, and JointEnv(env), which makes one into an environment of Gymnasium"
-        )
-    if isinstance(value, gymnasium.vector.VectorEnv):
-        return "use VectorGymEnv(vector_env, seed) for a vector environment"
-    made = f"gymnasium.make({value!r})" if isinstance(value, str) else "make()"
-    return (
-        "pass single environments, objects with reset() and step(), in a list: "
-        f"GymEnv([{made} for _ in range(n)], seed)"
-    )
-
-
-# Actions ---------------------------------------------------------------------------------------
-
-
-def _some_action(space: Any, info: Any) -> Any:
-    """An action, always the same, that is not masked by an ``action_mask`` in the info."""
-    space = copy.deepcopy(space)
-    space.seed(0)
-    mask = value_of(info, "action_mask") if isinstance(info, Mapping) else None
-    if mask is None or type(space) is not gymnasium.spaces.Discrete:
-        return space.sample()
-    return space.sample(mask=np.asarray(mask, np.int8))
-
-
-def _action_decoder(structure: Structure) -> Callable[[Mapping[str, Array]], list[Any]]:
-    """Compile a function from action arrays ``[B, ...]`` to a list of one action per lane.
-
-    Actions are NumPy arrays and scalars of the space's dtypes, as from Gymnasium's vector
-    environments. They are copies: an environment may keep its action, and the agent may reuse its
-    tensor.
-    """
-    if isinstance(structure, Leaf):
-        return _splitter("action", structure)
-    splitters = [_splitter(*pair) for pair in leaves_of({"action": structure}, "").items()]
-    nest = nester(structure)
-
-    def decode(actions: Mapping[str, Array]) -> list[Any]:
-        parts = (split(actions) for split in splitters)
-        return [nest(row) for row in zip(*parts, strict=True)]
-
-    return decode
-
-
-def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, Array]], list[Any]]:
-    dtype = leaf.spec.dtype
-    if leaf.is_scalar or leaf.spec.shape:
-        return lambda actions: list(np.array(actions[key], dtype))
-    return lambda actions: [np.asarray(value) for value in np.array(actions[key], dtype)]
-
-
-def _undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:
-    """Actions for environments without an action space: Python numbers or arrays."""
-    array = np.array(actions["action"])
-    return array.tolist() if array.ndim == 1 else list(array)

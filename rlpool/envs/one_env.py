@@ -35,8 +35,8 @@ import torch
 
 from rlpool.envs.columns import Columns, as_array, flag_of
 from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
-from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.seeding import seed_generators, stream_seed

@@ -14,7 +14,8 @@ from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
 from rlpool.envs.info_keys import InfoKeys
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError

@@ -34,8 +34,9 @@ from gymnasium.spaces import Box
 from gymnasium.vector.utils import batch_differing_spaces
 
 from rlpool.envs.columns import BadValue, checked_results, converted, wrong_count
-from rlpool.envs.gym_env import GymEnv, is_of_agents
+from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, value_of, wanted_infos
+from rlpool.envs.single_envs import is_of_agents
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import check_choice, names_arguments
 from rlpool.machine.extras import import_extra

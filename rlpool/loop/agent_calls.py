@@ -11,7 +11,8 @@ import torch
 
 from rlpool.agents.agent import Agent
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
 from rlpool.loop.bound_plan import BoundPlan
 from rlpool.loop.fixed_rows import driver_of

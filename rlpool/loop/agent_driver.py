@@ -13,7 +13,7 @@ from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.rows import selected
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import LaneError
+from rlpool.envs.lanes import LaneError
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Episode
 from rlpool.machine.interrupts import ctrl_c

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_driver import AgentFailure, rows_repeating
 from rlpool.loop.bound_plan import BoundPlan, Lane

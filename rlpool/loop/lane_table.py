@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic_ns
 
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where
 from rlpool.loop.agent_calls import AgentCalls, rows_of
 from rlpool.loop.agent_driver import rows_repeating

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlpool.envs.vec_env import Options
+from rlpool.envs.lanes import Options
 from rlpool.errors import WorkerError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape

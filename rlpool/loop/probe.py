@@ -8,7 +8,8 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.memory.storage import Array

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.envs.lanes import LaneError, Options
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure

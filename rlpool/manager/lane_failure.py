@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlpool.envs.vec_env import LaneError
+from rlpool.envs.lanes import LaneError
 from rlpool.errors import EnvError, EnvSpecError, SpecError, Where
 from rlpool.record.capsule_files import CrashFiles
 from rlpool.record.crash_capsule import CrashCapsule

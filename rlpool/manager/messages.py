@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlpool.data.infos import options_of
-from rlpool.envs.vec_env import Options
+from rlpool.envs.lanes import Options
 from rlpool.errors import EnvError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape

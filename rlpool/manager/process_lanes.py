@@ -12,7 +12,8 @@ from typing import Any
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.vec_env import Observed, Options, VecEnv
+from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Observed, VecEnv
 from rlpool.errors import EnvError, SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld

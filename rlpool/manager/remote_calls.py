@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlpool.envs.vec_env import LaneError, Options
+from rlpool.envs.lanes import LaneError, Options
 from rlpool.errors import EnvError, VectorAttributeError, Where, described
 from rlpool.manager.messages import Call, Reply
 from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, WorkerLanes

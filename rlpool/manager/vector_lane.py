@@ -30,8 +30,8 @@ from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers import TimeLimit
 
 from rlpool.envs.columns import checked_result
-from rlpool.envs.gym_env import is_environment
 from rlpool.envs.legacy import modernised
+from rlpool.envs.single_envs import is_environment
 from rlpool.errors import SpecError
 from rlpool.machine.pickling import why_not
 from rlpool.manager.vector_pieces import PIECE_BYTES, Pieces

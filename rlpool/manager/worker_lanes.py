@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.vec_env import LaneError, Options
+from rlpool.envs.lanes import LaneError, Options
 from rlpool.errors import EnvError, Where
 from rlpool.manager.buffers import Buffers
 from rlpool.manager.messages import Announce, Predecessor

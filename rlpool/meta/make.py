@@ -9,8 +9,8 @@ from typing import Any
 
 import gymnasium
 
-from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.legacy import seed_before_task
+from rlpool.envs.single_envs import refuse_no_environment
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.worker_limits import worker_count

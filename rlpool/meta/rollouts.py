@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.envs.lanes import LaneError, Options
+from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory

@@ -18,8 +18,8 @@ import torch
 from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
+from rlpool.envs.single_envs import refuse_no_environment
 from rlpool.errors import (
     AgentError,
     Reason,

@@ -15,9 +15,11 @@ import torch
 
 from rlpool.agents.agent import refuse_no_factory
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.envs.gym_env import GymEnv, refuse_no_environment
+from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.lanes import LaneError
 from rlpool.envs.one_env import OneEnv
-from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.envs.single_envs import refuse_no_environment
+from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import called_with_seed, check_choice

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import EnvError, NotRepeatedError, Where
 from rlpool.memory.storage import Array
 from rlpool.record.failures import env_error

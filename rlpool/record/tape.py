@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.envs.columns import converted
-from rlpool.envs.vec_env import Options
+from rlpool.envs.lanes import Options
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs, successor_key
 from rlpool.specs import FLAGS, Structure, TensorSpec, flattener

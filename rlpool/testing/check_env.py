@@ -27,8 +27,10 @@ import numpy as np
 from gymnasium.spaces import Discrete, MultiBinary, MultiDiscrete
 from gymnasium.vector import VectorEnv
 
-from rlpool.envs.gym_env import GymEnv, is_environment, refuse_no_environment
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.lanes import LaneError, Options
+from rlpool.envs.single_envs import is_environment, refuse_no_environment
+from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvSpecError, Where
 from rlpool.machine.arguments import names_arguments, takes_keyword, whole_number

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpool import EnvError, GymEnv, VectorGymEnv, Where
-from rlpool.envs.vec_env import LaneError
+from rlpool.envs.lanes import LaneError
 from rlpool.memory.storage import Memory
 from rlpool.record.repeat import repeat, take_over_together
 from rlpool.record.tape import LaneTapes, Tape, WindowTapes

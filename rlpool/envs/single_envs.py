@@ -1,0 +1,93 @@
+"""What counts as one environment, and what it says of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import gymnasium
+
+from rlpool.envs.vec_env import VecEnv
+from rlpool.errors import SpecError
+
+
+def checked_environments(envs: Any) -> list[Any]:
+    """Check that the argument is a list of environments; returns a copy."""
+    is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
+    checked = list(envs) if is_list else []
+    for number, env in enumerate(checked):
+        refuse_no_environment(f"environment {number} of a GymEnv is", env, how_to_make_one(env))
+    if not checked:
+        what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
+        fix = "pass at least one" if is_list else how_to_make_one(envs)
+        raise SpecError(f"GymEnv got {what}", fix=fix)
+    return checked
+
+
+def is_environment(value: Any) -> bool:
+    """Whether a value is a single environment, of any protocol."""
+    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
+    # Batches of environments have both methods as well; in other libraries also step_async.
+    is_batch = isinstance(value, VecEnv | gymnasium.vector.VectorEnv)
+    is_batch = is_batch or (hasattr(value, "num_envs") and hasattr(value, "step_async"))
+    return has_methods and not isinstance(value, type) and not is_batch and not is_of_agents(value)
+
+
+def refuse_no_environment(what: str, value: Any, fix: str) -> None:
+    """Raise unless a value is a single environment.
+
+    Args:
+        what: Where it comes from, the first words of the error.
+        value: The value.
+        fix: What the error advises.
+
+    Raises:
+        SpecError: If it is anything else.
+    """
+    if not is_environment(value):
+        fix = how_to_make_one(value) if is_of_agents(value) else fix
+        raise SpecError(f"{what} {value!r:.60}, not a single environment", fix=fix)
+
+
+def is_of_agents(value: Any) -> bool:
+    """Whether a value is an environment of PettingZoo: its spaces are methods of an agent."""
+    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
+    return (
+        has_methods
+        and not isinstance(value, type)
+        and callable(getattr(value, "observation_space", None))
+    )
+
+
+def how_to_make_one(value: Any) -> str:
+    """What to do about a value that is not an environment."""
+    if is_of_agents(value):
+        return (
+            "it is one of PettingZoo: rlpool.integrations.pettingzoo has PettingZooEnv for a list "
+            "of them, and JointEnv(env), which makes one into an environment of Gymnasium"
+        )
+    if isinstance(value, gymnasium.vector.VectorEnv):
+        return "use VectorGymEnv(vector_env, seed) for a vector environment"
+    made = f"gymnasium.make({value!r})" if isinstance(value, str) else "make()"
+    return (
+        "pass single environments, objects with reset() and step(), in a list: "
+        f"GymEnv([{made} for _ in range(n)], seed)"
+    )
+
+
+def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
+    """List the tasks of an environment.
+
+    Args:
+        attribute: Returns an attribute of the environment by name, ``None`` if it is missing.
+
+    Returns:
+        The result of ``get_all_task_idx()``, or the numbers below ``n_tasks``; ``None`` if the
+        environment has neither.
+    """
+    listing = attribute("get_all_task_idx")
+    tasks = listing() if callable(listing) else None
+    if tasks is not None:
+        return list(tasks)
+    n_tasks = attribute("n_tasks")
+    return None if n_tasks is None else list(range(int(n_tasks)))
