@@ -137,7 +137,7 @@ def normal_log_probability(mean: Tensor, log_std: Tensor, action: Tensor) -> Ten
         float32.
 
     Raises:
-        SpecError: If the shapes are others.
+        SpecError: If shapes do not match these.
 
     Example:
         >>> mean, log_std = torch.zeros(2, 1), torch.zeros(1)

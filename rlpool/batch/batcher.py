@@ -73,7 +73,7 @@ class EpisodeBatcher(BatcherBase):
         on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
             worker, which counts as one of ``max_restarts``, and runs the episode again;
             ``"truncate"`` replaces it and ends the episode with the step that failed, whose reward
-            is 0: ``info["failed"]`` and ``failures`` tell.
+            is 0: ``info["failed"]`` and ``failures`` say so.
         max_episode_restarts: An episode that fails this often at the same step, whether its
             environment raises or its worker dies or hangs, is not run again: it is truncated, or an
             error of its request with ``on_env_error="raise"``. ``None`` for no limit.
@@ -288,13 +288,13 @@ class EpisodeBatcher(BatcherBase):
             blocking: Wait for it; otherwise return ``None`` until all of it is there. With
                 ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
             timeout: Seconds to wait at most; ``None`` for no limit. The request goes on, and
-                another ``get`` returns its result. With ``n_workers=0`` it is not looked at.
+                another ``get`` returns its result. It is ignored with ``n_workers=0``.
             progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
                 there: one of tqdm if that is installed, otherwise a line on stderr. A function is
                 called instead with a ``Progress``, at the beginning, a few times a second and at
                 the end; with ``n_workers=0`` only when an episode has ended or filled a slot. It
-                may look at the batcher's ``progress``, but not call ``get``. By default as the
-                batcher was told.
+                may look at the batcher's ``progress``, but not call ``get``. By default, what the
+                batcher's own argument ``progress`` says.
 
         Returns:
             Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
@@ -338,14 +338,14 @@ class EpisodeBatcher(BatcherBase):
         """Results without end, with the next requests in flight while one is learned from.
 
         The first ``n_pending`` requests are made at once, each further one when the next result is
-        asked for: an ``update`` between two results holds for the request that is made then. So
+        asked for: an ``update`` between two results applies to the request that is made then. So
         which policy an episode runs with follows from the order of calls, and results are the same
         for any number of workers.
 
         The requests that are in flight when the loop is left, by ``break`` or an exception, are
-        dropped, as soon as the iterator is closed or forgotten. The batcher can be used as before
-        then; numbers of episodes go on behind those that were dropped. A state that is saved before
-        the next request has them as pending ones.
+        dropped, as soon as the iterator is closed or forgotten. After that the batcher can be used
+        as before; numbers of episodes continue behind those that were dropped. A state that is
+        saved before the next request has them as pending ones.
 
         What is pending when a stream begins comes first. So a program that was interrupted loads
         its state, begins a stream with the same arguments, and gets the same bits.
@@ -354,7 +354,8 @@ class EpisodeBatcher(BatcherBase):
             n_episodes: Of each request, from 1.
             n_pending: Requests in flight, from 1. With one, all episodes run with the last update.
             agent_info: As for ``execute``, for every request; or a function that is called with
-                the number of the request, from 0, and returns that. Those that were pending count.
+                the number of the request, from 0, and returns that. Requests that were pending when
+                the stream began have the first numbers.
             env_info: Likewise.
 
         Yields:

@@ -265,7 +265,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         Rows are episodes; of a ``Batcher`` they are lanes, which count once their worker is done
         with the window. Looks at what workers have reported, and returns at once. With
         ``n_workers=0`` there is nobody else to run the request: as in ``get``, all of it runs
-        here, unless it is a function that shows progress which looks.
+        here, unless the function that shows progress asks.
 
         Raises:
             RlpoolError: If that request failed, or a worker died or hangs for good; ``get`` raises
@@ -371,7 +371,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Requests that were pending are made again, in the same order, and ``get`` returns the same
         results: look at ``n_pending`` to see whether there are any. Their agents, and those of
-        further requests, have the parameters of then.
+        further requests, have the parameters that they had then.
 
         Three things are not part of a state. The parameters of the agents, where no request was
         pending: call ``update`` before or after. What environments and their wrappers keep from one

@@ -28,11 +28,9 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
     """Collects complete episodes on the nodes of a Ray cluster.
 
     Calls, rows and bits are those of ``EpisodeBatcher``, whose workers run on every node. A request
-    is divided into groups of consecutive episodes; what a node had that is lost runs again on
-    others.
+    is divided into groups of consecutive episodes; what a lost node had runs again on others.
 
-    Needs the extra ``ray``. Ray is started, or connected with, by ``ray.init()`` if it was not
-    before.
+    Needs the extra ``ray``. Unless your program has called ``ray.init()``, this does.
 
     Args:
         n_timesteps: As for ``EpisodeBatcher``.
@@ -50,7 +48,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         crash_dir: As for ``EpisodeBatcher``, on the machine of the caller.
         agent_rows: As for ``EpisodeBatcher``.
         require_same_bits: Refuse nodes whose processor or libraries may compute other bits, which
-            are otherwise told in a warning.
+            otherwise only causes a warning.
         progress: As for ``EpisodeBatcher``.
         **policy: As for ``EpisodeBatcher``; ``max_restarts`` counts restarts of workers and nodes'
             processes, not machines that leave.

@@ -42,8 +42,8 @@ class VectorGymEnv(VecEnv):
     - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``. Every request
       begins with one reset of all lanes, seeded; later episodes begin by the environment's own
       auto-reset. The same requests give the same bits for the same number of workers and lanes,
-      whatever ran before. What a worker did for a request that it dies in is repeated, with the
-      same bits.
+      whatever ran before. If a worker dies, its part of the request is repeated, with the same
+      bits.
     - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing. Only a whole run gives the same
       bits again, from the construction on; a batcher logs a warning that says so. After a worker's
       death a new instance runs its part of the request again. ``info["reproducible"]``, the same

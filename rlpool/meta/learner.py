@@ -194,7 +194,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the learner would have whose ``state_dict`` this is.
+        """Continue as the learner that returned this state would have.
 
         Args:
             state: The learner's, which had the same tasks.
