@@ -13,8 +13,8 @@ from rlpool.agents.agent import Agent
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
+from rlpool.loop.active_plan import ActivePlan
 from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
-from rlpool.loop.bound_plan import BoundPlan
 from rlpool.loop.fixed_rows import driver_of
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
@@ -87,12 +87,15 @@ class AgentCalls:
         return True
 
     def act(
-        self, bounds: Sequence[BoundPlan], lanes: Sequence[int], live_rows: Array | None = None
+        self,
+        active_plans: Sequence[ActivePlan],
+        lanes: Sequence[int],
+        live_rows: Array | None = None,
     ) -> dict[str, Array]:
         """Call the agent for the lanes that take this step; write its inputs and outputs.
 
         Args:
-            bounds: The plans that run.
+            active_plans: The plans that run.
             lanes: The lanes.
             live_rows: Their rows, and in place of all others the first of them. ``None`` if there
                 are lanes that run and do not take this step.
@@ -106,9 +109,9 @@ class AgentCalls:
         driver, record, are_all = self.driver, self.record, live_rows is not None
         if self.noise is not None:
             self.noise.draw(None if are_all else lanes)
-        for bound in bounds:
-            rows = bound.rows if are_all else bound.rows_of(lanes)
-            for target, source in bound.writer.before:
+        for active in active_plans:
+            rows = active.rows if are_all else active.rows_of(lanes)
+            for target, source in active.writer.before:
                 target[rows] = source
         starting = driver.starting
         observation, history = self._observation, None
@@ -122,14 +125,14 @@ class AgentCalls:
         outputs = driver.act(observation, self.infos.shown, history, lanes)
         record.agent_ns[0] += monotonic_ns()
         if driver.state and starting:
-            for bound in bounds:
+            for active in active_plans:
                 for lane in starting:
-                    bound.writer.write_state(int(bound.rows[lane]), lane)
+                    active.writer.write_state(int(active.rows[lane]), lane)
         if self.history is not None:
             self.history.record({**self.current, **driver.state, **outputs}, lanes)
-        for bound in bounds:
-            rows = bound.rows if are_all else bound.rows_of(lanes)
-            for key, target, buffer, flat_buffer in bound.writer.outputs:
+        for active in active_plans:
+            rows = active.rows if are_all else active.rows_of(lanes)
+            for key, target, buffer, flat_buffer in active.writer.outputs:
                 if buffer is None:
                     target[rows] = outputs[key]
                 else:

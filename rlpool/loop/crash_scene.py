@@ -13,8 +13,8 @@ import numpy as np
 from rlpool.envs.lanes import LaneError
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where, WorkerError
+from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_driver import AgentFailure, rows_repeating
-from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import agent_error, attempted, env_error
@@ -35,17 +35,17 @@ class CrashScene:
         self._env = env
         self._worker_seed = worker_seed
         self._most_bytes = MOST_BYTES // env.n_lanes
-        self._bound: Sequence[BoundPlan] = ()
+        self._active: Sequence[ActivePlan] = ()
 
-    def bind(self, bound: Sequence[BoundPlan], shown: Named, state: Named) -> None:
+    def bind(self, active: Sequence[ActivePlan], shown: Named, state: Named) -> None:
         """Read from other arrays from now on, all of which are rewritten in place.
 
         Args:
-            bound: The plans that run.
+            active: The plans that run.
             shown: Key to array ``[n_lanes, ...]``: the agent's observation.
             state: Key to array ``[n_lanes, ...]``: the agent's state.
         """
-        self._bound, self._shown, self._state = bound, shown, state
+        self._active, self._shown, self._state = active, shown, state
 
     def leave_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
         """Record full slots on the tapes of lanes of one plan, before they leave them.
@@ -57,7 +57,7 @@ class CrashScene:
         if self._env.seeding != "episode":
             return  # it cannot be repeated
         slots = [table[lane].slot for lane in lanes]
-        plan = table[lanes[0]].bound.plan
+        plan = table[lanes[0]].active.plan
         last_rewards = self._env.current[REWARD][list(lanes)]
         steps = slot_steps(plan.layout, plan.arrays, slots, last_rewards)
         for number, lane in enumerate(lanes):
@@ -107,7 +107,7 @@ class CrashScene:
         failing: dict[str, Array] = {}
         batch: dict[str, Array] = {}
         if running is not None:
-            tape, plan = running.tape_so_far, running.bound.plan
+            tape, plan = running.tape_so_far, running.active.plan
             slot = plan.layout, plan.arrays, running.slot
             tape.add(slot_rows(*slot, running.start, row, env.current[REWARD][lane]))
             if call in ("step", "agent"):
@@ -138,7 +138,7 @@ class CrashScene:
 
     def _rows_of_batch(self) -> Array:
         """The rows of the batch that the agent was shown: idle lanes show another one's."""
-        lanes = np.flatnonzero(sum(bound.strides for bound in self._bound))
+        lanes = np.flatnonzero(sum(active.strides for active in self._active))
         if not lanes.size:
             return np.arange(self._env.n_lanes)
         return rows_repeating(lanes.tolist(), self._env.n_lanes)
@@ -146,10 +146,10 @@ class CrashScene:
     def before_the_call(self, arrays: Named) -> Named:
         """The agent's inputs before it could change them: all but the flags are in the block."""
         before = {key: np.array(array) for key, array in arrays.items()}
-        for bound in self._bound:
-            rows = bound.plan.arrays.rows
-            lanes = np.flatnonzero(bound.strides)
-            slots, steps = np.divmod(bound.rows[lanes], rows[REWARD].shape[1])
+        for active in self._active:
+            rows = active.plan.arrays.rows
+            lanes = np.flatnonzero(active.strides)
+            slots, steps = np.divmod(active.rows[lanes], rows[REWARD].shape[1])
             for key in before.keys() & rows.keys():
                 before[key][lanes] = rows[key][slots, steps]
         return before

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import NotRepeatedError, Where
+from rlpool.loop.active_plan import ActivePlan, Lane, Parked
 from rlpool.loop.agent_calls import AgentCalls
-from rlpool.loop.bound_plan import BoundPlan, Lane, Parked
 from rlpool.loop.plan import Episode
 from rlpool.memory.storage import Array
 from rlpool.record.repeat import take_over_together
@@ -55,12 +55,12 @@ def marked(
 
 
 def take_over(
-    bound: BoundPlan, table: dict[int, Lane], env: VecEnv, calls: AgentCalls, where: Where
+    active: ActivePlan, table: dict[int, Lane], env: VecEnv, calls: AgentCalls, where: Where
 ) -> None:
     """Bring lanes to where another worker was with a plan's episodes.
 
     Args:
-        bound: The plan, with their tapes.
+        active: The plan, with their tapes.
         table: Gets what the lanes run now; they are parked.
         env: The environments.
         calls: The agent's calls.
@@ -69,7 +69,7 @@ def take_over(
     Raises:
         EnvError: If an environment does not repeat what it did.
     """
-    plan = bound.plan
+    plan = active.plan
     episodes = {
         lane: replace(plan.resumed(lane, tape.n_restarts), options=tape.options)
         for lane, tape in plan.tapes.items()
@@ -90,7 +90,7 @@ def take_over(
         else:
             calls.driver.start([lane], calls.infos.tensors, [episode])
         parked = calls.rows_of(lane)
-        table[lane] = Lane(episode, bound, episode.slot, 0, tape.n_steps, parked, tape)
+        table[lane] = Lane(episode, active, episode.slot, 0, tape.n_steps, parked, tape)
 
 
 def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:

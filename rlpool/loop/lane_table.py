@@ -8,13 +8,13 @@ from time import monotonic_ns
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where
+from rlpool.loop.active_plan import ActivePlan, Lane
+from rlpool.loop.active_plans import ActivePlans
 from rlpool.loop.agent_calls import AgentCalls, rows_of
 from rlpool.loop.agent_driver import rows_repeating
-from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.going_on import take_over
 from rlpool.loop.plan import Chunk, Episode
-from rlpool.loop.plans_under_way import PlansUnderWay
 from rlpool.memory.storage import Array
 from rlpool.observe.control import WorkerRecord
 from rlpool.specs import row_specs
@@ -51,7 +51,7 @@ class LaneTable:
         self,
         env: VecEnv,
         calls: AgentCalls,
-        plans: PlansUnderWay,
+        plans: ActivePlans,
         scene: CrashScene,
         record: WorkerRecord,
         worker: int,
@@ -77,42 +77,42 @@ class LaneTable:
 
     # Plans ---------------------------------------------------------------------------------------
 
-    def bind_next(self) -> BoundPlan | None:
+    def bind_next(self) -> ActivePlan | None:
         """Begin a further plan, if there is one that fits to those that run.
 
         A batch has one set of keys, so ``agent_info`` with others has to wait; and so has a plan
         that begins with a reset of all lanes.
         """
         plans = self.plans
-        plan = plans.held or plans.queue.next_plan()
-        plans.held = None
+        plan = plans.postponed or plans.queue.next_plan()
+        plans.postponed = None
         if plan is None:
             return None
-        infos, is_first = plan.agent_info or {}, not plans.bound
+        infos, is_first = plan.agent_info or {}, not plans.active
         keys = self._calls.infos
         if not is_first and (plan.begins_anew or row_specs(infos) != row_specs(keys.arrays)):
-            plans.held = plan
+            plans.postponed = plan
             return None
         if plan.begins_anew:
             self._env.begin_anew()
-        bound = plans.bind(plan)
+        active = plans.bind(plan)
         if is_first:
             keys.declare(infos)
-            self._continue_with(bound)
+            self._continue_with(active)
         self.gives_up = self.gives_up or plan.gives_up
         if plan.tapes:
-            take_over(bound, self.running, self._env, self._calls, Where(self._worker))
-        return bound
+            take_over(active, self.running, self._env, self._calls, Where(self._worker))
+        return active
 
-    def _continue_with(self, bound: BoundPlan) -> None:
+    def _continue_with(self, active: ActivePlan) -> None:
         """Let lanes that are parked go on with the next window, which may have other infos."""
         rows = {lane: running.episode.number for lane, running in self.running.items()}
         for running in self.running.values():
-            running.bound = bound
+            running.active = active
             if running.episode.gives_up_at is not None:
                 self.gives_up = True  # its reset has failed, behind the last step of a window
         if rows:
-            self._calls.infos.show(bound.plan.agent_info or {}, rows)
+            self._calls.infos.show(active.plan.agent_info or {}, rows)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane, running in self.running.items() if not running.steps_before]:
             episodes = [self.running[lane].episode for lane in new]
@@ -125,21 +125,21 @@ class LaneTable:
     def have_news(self) -> bool:
         """Whether lanes that wait may get something."""
         plans, have_slots = self.plans, False
-        for bound in plans.bound:
-            have_slots |= bound.plan.has_news()
-        if have_slots or (plans.held is None and plans.queue.has_next()):
+        for active in plans.active:
+            have_slots |= active.plan.has_news()
+        if have_slots or (plans.postponed is None and plans.queue.has_next()):
             return True
         return self._env.seeding != "episode" and bool(self._env.ready_lanes(self.waiting))
 
     def must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""
-        anew = [bound.plan.lacks_slots for bound in self.plans.bound if bound.plan.begins_anew]
+        anew = [active.plan.lacks_slots for active in self.plans.active if active.plan.begins_anew]
         return any(anew) or len(self.running) + len(self.waiting) > self._n_lanes
 
-    def drop(self, cancelled: BoundPlan) -> None:
+    def drop(self, cancelled: ActivePlan) -> None:
         """Drop a plan that nobody waits for; its lanes get other work."""
         for lane, running in list(self.running.items()):
-            if running.bound is cancelled:
+            if running.active is cancelled:
                 cancelled.abandon(lane, running)
                 del self.running[lane]
                 self.stepping.discard(lane)
@@ -149,21 +149,21 @@ class LaneTable:
         self.plans.drop(cancelled)
         self.fill()
 
-    def begin_again(self, failed: BoundPlan) -> None:
+    def begin_again(self, failed: ActivePlan) -> None:
         """Leave all slots: a plan has failed, and episodes of others begin again."""
         for lane, running in self.running.items():
             slot = running.slot if running.parked is None else None
-            running.bound.abandon(lane, running)
-            if running.bound is not failed:
-                running.bound.plan.take_back(lane, running.episode, slot, running.chunk)
+            running.active.abandon(lane, running)
+            if running.active is not failed:
+                running.active.plan.take_back(lane, running.episode, slot, running.chunk)
         self.clear()
         self.waiting = list(range(self._n_lanes))
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
         for lane, running in self.running.items():
-            if running.bound in self.plans.bound:  # otherwise its block is no longer ours
-                running.bound.abandon(lane, running)
+            if running.active in self.plans.active:  # otherwise its block is no longer ours
+                running.active.abandon(lane, running)
         self.clear()
 
     def clear(self) -> None:
@@ -177,19 +177,19 @@ class LaneTable:
 
     def turn_over(self, ended: Sequence[int]) -> None:
         """Complete full slots and ended episodes, and give their lanes new work."""
-        if ended and self.running[ended[0]].bound.restarts:
+        if ended and self.running[ended[0]].active.restarts:
             self._restart_when_ready(ended)
         elif ended:
             self._leave_slots(ended, is_last=True)
         if not self.steps_until_full:
-            for bound in self.plans.bound:
-                full = bound.full_lanes(self.running)
-                if full and bound.restarts and self._env.seeding != "episode":
+            for active in self.plans.active:
+                full = active.full_lanes(self.running)
+                if full and active.restarts and self._env.seeding != "episode":
                     full = self._whole_window()
                 if full:
                     self._leave_slots(full, is_last=False)
-        for bound in self.plans.bound:
-            bound.plan.flush()
+        for active in self.plans.active:
+            active.plan.flush()
         self.fill()
 
     def _whole_window(self) -> list[int]:
@@ -198,22 +198,22 @@ class LaneTable:
         for lane in live:
             # The step in which one restarts may be written already.
             running = self.running[lane]
-            n_steps = running.bound.steps_in_slot(lane, running)
-            running.bound.writer.abandon(running.slot, n_steps)
+            n_steps = running.active.steps_in_slot(lane, running)
+            running.active.writer.abandon(running.slot, n_steps)
         return live
 
     def _leave_slots(self, lanes: Sequence[int], is_last: bool) -> None:
         """Complete slots; their lanes become idle, or parked if the episodes continue."""
-        table, bounds = self.running, self.plans.bound
-        for bound in bounds:
+        table, active_plans = self.running, self.plans.active
+        for active in active_plans:
             mine = lanes
-            if len(bounds) > 1:
-                mine = [n for n in lanes if (running := table.get(n)) and running.bound is bound]
+            if len(active_plans) > 1:
+                mine = [n for n in lanes if (running := table.get(n)) and running.active is active]
                 if not mine:
                     continue
             if not is_last:
                 self._scene.leave_slots(mine, table)
-            bound.leave_slots(mine, table, is_last)
+            active.leave_slots(mine, table, is_last)
             self.waiting += mine
             chunks: list[Chunk] = []
             for lane in mine:
@@ -225,7 +225,7 @@ class LaneTable:
                     running.chunk += 1
                     running.parked = []
                     self.unsaved.add(lane)
-            bound.plan.take_chunks(chunks)
+            active.plan.take_chunks(chunks)
 
     def fill(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
@@ -236,8 +236,8 @@ class LaneTable:
             self._deal(starting)
         if starting:
             self._begin_episodes(starting)
-        for bound in self.plans.bound:
-            if not bound.n_lanes:
+        for active in self.plans.active:
+            if not active.n_lanes:
                 self.plans.drop_finished()
                 break
         # Usually the lanes that ended start again. Then nothing else changes, and
@@ -255,12 +255,12 @@ class LaneTable:
             ready = set(self._env.ready_lanes(idle))
             others += [lane for lane in idle if lane not in ready]
             idle = [lane for lane in idle if lane in ready]
-        for bound in self.plans.bound if idle else ():
-            episodes = bound.plan.next_episodes(idle)
+        for active in self.plans.active if idle else ():
+            episodes = active.plan.next_episodes(idle)
             if episodes:
                 for lane, episode in episodes.items():
-                    starting[lane] = table[lane] = Lane(episode, bound, episode.slot)
-                bound.enter_slots(list(episodes), table)
+                    starting[lane] = table[lane] = Lane(episode, active, episode.slot)
+                active.enter_slots(list(episodes), table)
                 if len(episodes) == len(idle):
                     idle = []
                     break  # usually: every lane that ended begins again
@@ -278,9 +278,9 @@ class LaneTable:
         table, noise = self.running, self._calls.noise
         idle = [lane for lane in self.waiting if lane not in table]
         parked = [lane for lane in self.waiting if lane in table]
-        for bound in self.plans.bound:
-            mine = [lane for lane in parked if table[lane].bound is bound]
-            slots = bound.plan.next_slots(mine) if mine else {}
+        for active in self.plans.active:
+            mine = [lane for lane in parked if table[lane].active is active]
+            slots = active.plan.next_slots(mine) if mine else {}
             for lane, slot in slots.items():
                 running = table[lane]
                 for array, row in running.parked or ():
@@ -290,7 +290,7 @@ class LaneTable:
                     noise.start(lane, running.episode.noise, running.steps_before)
             if slots:
                 self.unsaved.difference_update(slots)
-                bound.enter_slots(list(slots), table)
+                active.enter_slots(list(slots), table)
                 parked = [lane for lane in parked if lane not in slots]
         return idle, parked
 
@@ -312,12 +312,12 @@ class LaneTable:
         """Let lanes write over the step that they just made: it was none of an episode."""
         restarting, self.restarting = self.restarting, []
         for lane in restarting:
-            self.running[lane].bound.rows[lane] -= 1
+            self.running[lane].active.rows[lane] -= 1
         self._restart_when_ready(restarting)
 
     def _restart(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that stay in their slots."""
-        self.running[lanes[0]].bound.restart_in_slots(lanes, self.running)
+        self.running[lanes[0]].active.restart_in_slots(lanes, self.running)
         self._begin_episodes({lane: self.running[lane] for lane in lanes})
 
     def _begin_episodes(self, starting: dict[int, Lane]) -> None:
@@ -339,10 +339,10 @@ class LaneTable:
         else:
             self._env.reset_lanes(lanes, seeds, options)
         record.env_ns[0] += monotonic_ns()
-        for bound in self.plans.bound if self._calls.infos.arrays else ():
-            mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
+        for active in self.plans.active if self._calls.infos.arrays else ():
+            mine = {n: r.episode.number for n, r in starting.items() if r.active is active}
             if mine:
-                self._calls.infos.show(bound.plan.agent_info or {}, mine)
+                self._calls.infos.show(active.plan.agent_info or {}, mine)
         calls = self._calls
         calls.driver.start(lanes, calls.infos.tensors, episodes)
         if calls.noise is not None:
@@ -372,7 +372,7 @@ class LaneTable:
         self._waiting_at_stock = list(self.waiting)
         self.live = sorted(set(range(self._n_lanes)).difference(self.waiting))
         self.live_rows = rows_repeating(self.live, self._n_lanes) if self.live else None
-        self.steps_until_full = min((b.steps_until_full for b in self.plans.bound), default=0)
+        self.steps_until_full = min((b.steps_until_full for b in self.plans.active), default=0)
         if self.gives_up:
             self._find_given_up()
 
@@ -382,7 +382,7 @@ class LaneTable:
         for lane in self.live:
             running = self.running[lane]
             if running.episode.gives_up_at is not None:
-                n_steps = running.steps_before + running.bound.steps_in_slot(lane, running)
+                n_steps = running.steps_before + running.active.steps_in_slot(lane, running)
                 n_left = max(running.episode.gives_up_at, 0) - n_steps
                 if n_left <= 0:
                     self.giving_up.append(lane)

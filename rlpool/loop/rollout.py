@@ -24,15 +24,15 @@ from rlpool.agents.agent import Agent
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where, WorkerError
+from rlpool.loop.active_plan import ActivePlan
+from rlpool.loop.active_plans import ActivePlans
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
 from rlpool.loop.blame import failing_lane
-from rlpool.loop.bound_plan import BoundPlan
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.going_on import marked
 from rlpool.loop.lane_table import LaneTable
 from rlpool.loop.plan import PlanQueue
-from rlpool.loop.plans_under_way import PlansUnderWay
 from rlpool.memory.storage import Array
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
@@ -67,7 +67,7 @@ class Rollout:
         self._record = record if record is not None else WorkerRecord.private()
         self._record.begin_lanes(env.n_lanes)
         self._calls = AgentCalls(agent, env, self._record, agent_rows)
-        self._plans = PlansUnderWay(env, self._calls, self._record)
+        self._plans = ActivePlans(env, self._calls, self._record)
         context = self._calls, self._plans, self._scene, self._record, worker
         self._lanes = LaneTable(env, *context)
 
@@ -117,7 +117,7 @@ class Rollout:
                 lanes.begin()
                 if calls.bind():
                     self._plans.forget_writers()
-                    self._scene.bind(self._plans.bound, calls.current, calls.driver.state)
+                    self._scene.bind(self._plans.active, calls.current, calls.driver.state)
                 while not is_at_end:
                     try:
                         self._go_on()
@@ -125,7 +125,7 @@ class Rollout:
                     except LaneError as error:
                         self._record.end_calls()
                         failed, failure = self._blame(error)
-                        self._plans.bound.remove(failed)
+                        self._plans.active.remove(failed)
                         lanes.begin_again(failed)
                         queue.failed(failed.plan, failure)
         finally:
@@ -141,13 +141,13 @@ class Rollout:
         waits_for_all = env.min_ready is None or self._calls.history is not None
         step = self._step if waits_for_all else self._step_some
         steps_all_lanes = env.steps_all_lanes
-        if not plans.bound:
+        if not plans.active:
             lanes.bind_next()
         lanes.fill()
         while True:
-            for bound in plans.bound:
-                if bound.plan.cancelled[0]:
-                    lanes.drop(bound)
+            for active in plans.active:
+                if active.plan.cancelled[0]:
+                    lanes.drop(active)
                     break
             if lanes.live and not (steps_all_lanes and lanes.waiting and lanes.must_wait()):
                 step()
@@ -155,10 +155,10 @@ class Rollout:
                     lanes.fill()
             elif plans.wait() or lanes.bind_next() is not None:
                 lanes.fill()
-            elif plans.bound and self._advance():
+            elif plans.active and self._advance():
                 self._record.steps[0] += 1
                 lanes.fill()
-            elif plans.bound:
+            elif plans.active:
                 raise RuntimeError("no lane runs any of the plans, and they are not over")
             else:
                 return
@@ -184,11 +184,11 @@ class Rollout:
 
     def _step(self) -> None:
         """Step all live lanes together."""
-        lanes, record, bounds = self._lanes, self._record, self._plans.bound
+        lanes, record, active_plans = self._lanes, self._record, self._plans.active
         live = lanes.live
         if lanes.unsaved:
             lanes.save_parked()
-        outputs = self._calls.act(bounds, live, lanes.live_rows)
+        outputs = self._calls.act(active_plans, live, lanes.live_rows)
         record.env_ns[0] -= monotonic_ns()
         if lanes.giving_up:
             ended = self._step_and_give_up(outputs)
@@ -196,10 +196,10 @@ class Rollout:
             ended = self._env.step_lanes(live, outputs)
         record.env_ns[0] += monotonic_ns()
         record.n_steps[0] += len(live)
-        for bound in bounds:
-            for target, source in bound.writer.after:
-                target[bound.rows] = source
-            np.add(bound.rows, bound.strides, out=bound.rows)
+        for active in active_plans:
+            for target, source in active.writer.after:
+                target[active.rows] = source
+            np.add(active.rows, active.strides, out=active.rows)
         if lanes.restarting:
             lanes.take_back_restarts()
         record.steps[0] += 1
@@ -222,11 +222,11 @@ class Rollout:
         stepping go to the spare slot. So episodes have the same bits as with ``_step``, whichever
         lanes are ready at the same time.
         """
-        env, lanes, record, bounds = self._env, self._lanes, self._record, self._plans.bound
+        env, lanes, record, active_plans = self._env, self._lanes, self._record, self._plans.active
         free = [lane for lane in lanes.live if lane not in lanes.stepping]
         if lanes.unsaved:
             lanes.save_parked()
-        outputs = self._calls.act(bounds, free) if free else {}
+        outputs = self._calls.act(active_plans, free) if free else {}
         record.env_ns[0] -= monotonic_ns()
         ready = env.step_some(env.min_ready or 1, free, outputs)
         record.env_ns[0] += monotonic_ns()
@@ -236,11 +236,11 @@ class Rollout:
         lanes.stepping.difference_update(ready)
         record.first_steps[list(lanes.stepping)] += 1  # these have not made this step yet
         record.n_steps[0] += len(ready)
-        for bound in bounds:
-            rows = bound.rows_of(ready)
-            for target, source in bound.writer.after:
+        for active in active_plans:
+            rows = active.rows_of(ready)
+            for target, source in active.writer.after:
                 target[rows] = source
-            bound.rows[ready] += bound.strides[ready]
+            active.rows[ready] += active.strides[ready]
         record.steps[0] += 1
         lanes.steps_until_full -= 1
         ended = [lane for lane in ready if env.current["done"][lane]]
@@ -249,7 +249,7 @@ class Rollout:
 
     # Failures ------------------------------------------------------------------------------------
 
-    def _blame(self, error: LaneError) -> tuple[BoundPlan, WorkerError]:
+    def _blame(self, error: LaneError) -> tuple[ActivePlan, WorkerError]:
         """The plan that a failure of the user's code ends, and the error that says so."""
         lane, is_known = error.lane, True
         if isinstance(error, AgentFailure):
@@ -257,7 +257,7 @@ class Rollout:
         failure = self._failure(error, lane, is_known)
         failure.__cause__ = error.__cause__
         running = self._lanes.running.get(lane)
-        return self._plans.bound[0] if running is None else running.bound, failure
+        return self._plans.active[0] if running is None else running.active, failure
 
     def _blamed(self, error: AgentFailure) -> tuple[int, bool]:
         """The lane whose row made the agent fail, and whether it fails for that row alone.
@@ -267,7 +267,7 @@ class Rollout:
         table = self._lanes.running
         running = {lane: table[lane] for lane in error.lanes if lane in table}
         groups = [
-            [n for n, r in running.items() if r.bound is bound] for bound in self._plans.bound
+            [n for n, r in running.items() if r.active is active] for active in self._plans.active
         ]
         groups = [group for group in groups if group]
         if not groups:
@@ -282,10 +282,10 @@ class Rollout:
         running = self._lanes.running.get(lane)
         if running is None:
             return env_error(error, Where(self._worker, lane))
-        episode, row = running.episode, running.bound.steps_in_slot(lane, running)
+        episode, row = running.episode, running.active.steps_in_slot(lane, running)
         step = running.steps_before + row
         where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
-        infos = running.bound.plan.agent_info or {}, self._calls.infos.arrays
+        infos = running.active.plan.agent_info or {}, self._calls.infos.arrays
         failure = self._scene.error(error, where, infos, running, row)
         if is_known:
             return failure

@@ -23,7 +23,7 @@ class Lane:
 
     Attributes:
         episode: Its episode.
-        bound: The plan that the episode belongs to.
+        active: The plan that the episode belongs to.
         slot: The slot it writes to.
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
@@ -34,7 +34,7 @@ class Lane:
     """
 
     episode: Episode
-    bound: BoundPlan
+    active: ActivePlan
     slot: int
     chunk: int = 0
     steps_before: int = 0
@@ -53,7 +53,7 @@ class Lane:
         return self.tape
 
 
-class BoundPlan:
+class ActivePlan:
     """A plan, its block, and the rows of the block that lanes write to.
 
     All lanes write in every step. Those that run nothing of this plan write to the spare slot after
@@ -184,7 +184,7 @@ class BoundPlan:
         """The lanes that have filled their slots, ascending."""
         full: list[int] = []
         for lane, running in table.items():
-            if running.bound is self and running.parked is None:
+            if running.active is self and running.parked is None:
                 n_steps = self._row[lane] - running.slot * self._n_timesteps
                 if n_steps == self._n_timesteps:
                     full.append(lane)
