@@ -18,20 +18,14 @@ References:
     permutation composed of cheap, invertible steps.
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16:
     the hash, which is the finaliser of SplitMix64.
-
-**The process's global generators** (``random``, NumPy's legacy one, torch's for the CPU) are what
-users' code may also draw from. Where it runs in the caller's process, it gets states of its own:
-what the caller draws must not depend on what rlpool runs, nor the other way round.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import random
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -39,8 +33,6 @@ import torch
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.machine.generator_states import Generators, current_generators, use_generators
-from rlpool.machine.interrupts import InterruptsHeld
 
 Words = np.ndarray[Any, np.dtype[Any]]
 
@@ -237,7 +229,7 @@ class LaneSeeds:
         if kept is None or kept[0] != derived_from:
             first = _mix(_mix(self._noise_key ^ lane) ^ self._noise_salt) + block * n_at_once
             keys = _mix_(np.uint64(first & _WORD_MASK) + np.arange(n_at_once, dtype=np.uint64))
-            kept = derived_from, keys, _chunks(keys, 0, n_noise)
+            kept = derived_from, keys, noise_chunks(keys, 0, n_noise)
             if n_at_once > 1:  # otherwise it is used once
                 if len(_lane_noise) == _MAX_LANES:
                     _lane_noise.clear()
@@ -294,107 +286,7 @@ class NoiseStart(NamedTuple):
     head: Words
 
 
-class NoiseStarts:
-    """The noise of many episodes, computed for a block of episodes when the first of them begins.
-
-    Only the blocks used last are kept; for lanes that are far apart, and for episodes that are run
-    again, they are computed again.
-
-    Args:
-        keys: Keys of the noise: uint64, one per episode.
-        n_noise: Numbers per step.
-    """
-
-    _MAX_EPISODES = 32  # per block: enough that the cost per episode no longer matters
-    _BLOCK_NUMBERS = 2**14  # also enough, however few episodes that are
-    _KEPT_NUMBERS = 2**20  # of all blocks: 4 MiB
-
-    def __init__(self, keys: Words, n_noise: int) -> None:
-        numbers = NOISE_CHUNK * n_noise  # per episode
-        n = min(max(self._BLOCK_NUMBERS // numbers, 1), self._MAX_EPISODES)
-        self._keys, self._n_episodes = keys, n
-
-        @functools.lru_cache(max(self._KEPT_NUMBERS // (n * numbers), 1))
-        def heads(block: int) -> Words:
-            return _chunks(keys[block * n : (block + 1) * n], 0, n_noise)
-
-        self._heads = heads
-
-    def __getitem__(self, episode: int) -> NoiseStart:
-        block, row = divmod(episode, self._n_episodes)
-        return NoiseStart(self._keys[episode], self._heads(block)[row])
-
-
-class NoiseStream:
-    """The noise of a batch of lanes, one row of ``n_noise`` numbers per lane and step.
-
-    Counter-based: the numbers of step t depend only on the episode's key and on t. They are
-    computed in chunks of steps, so that a step only copies its row.
-
-    Args:
-        n_lanes: Number of lanes B.
-        n_noise: Numbers per lane and step.
-
-    Attributes:
-        tensor: float32 ``[B, n_noise]``, uniform in [0, 1), rewritten by every ``draw``.
-    """
-
-    def __init__(self, n_lanes: int, n_noise: int) -> None:
-        self.tensor = torch.zeros(n_lanes, n_noise, dtype=torch.float32, device="cpu")
-        self._numbers = self.tensor.numpy()
-        self._chunks = np.zeros((n_lanes, NOISE_CHUNK, n_noise), np.float32)
-        self._rows = self._chunks.reshape(-1, n_noise)
-        self._keys = np.zeros(n_lanes, np.uint64)
-        self._steps = np.zeros(n_lanes, np.int64)  # step at which each lane's chunk begins
-        self._chunk_rows = np.arange(n_lanes) * NOISE_CHUNK
-        self._next_rows = self._chunk_rows.copy()
-        self._n_left = NOISE_CHUNK  # lower bound of the steps before a lane needs a chunk
-
-    def start(self, lane: int, noise: NoiseStart, step: int = 0) -> None:
-        """Let a lane draw the numbers of an episode from ``step`` on."""
-        if step and noise.key == self._keys[lane]:
-            n_used = self._next_rows[lane] - self._chunk_rows[lane]
-            if step == self._steps[lane] + n_used:
-                return  # it was interrupted, and nothing was drawn meanwhile
-        self._keys[lane] = noise.key
-        self._next_rows[lane] = self._chunk_rows[lane]
-        self._steps[lane] = step
-        if step:
-            self._fill(np.array([lane]))
-        else:
-            self._chunks[lane] = noise.head
-
-    def draw(self, lanes: Sequence[int] | None = None) -> None:
-        """Write the next step's numbers of every lane into ``tensor``.
-
-        Args:
-            lanes: Those that take this step, by default all; the others get their numbers later.
-        """
-        if not self._n_left:
-            self._next_chunks()
-        self._rows.take(self._next_rows, 0, self._numbers, "clip")
-        if lanes is None:
-            np.add(self._next_rows, 1, out=self._next_rows)
-        else:
-            self._next_rows[lanes] += 1
-        self._n_left -= 1
-
-    def _next_chunks(self) -> None:
-        n_used = self._next_rows - self._chunk_rows
-        lanes = np.flatnonzero(n_used >= NOISE_CHUNK)
-        if lanes.size:
-            self._steps[lanes] += NOISE_CHUNK
-            self._next_rows[lanes] = self._chunk_rows[lanes]
-            n_used[lanes] = 0
-            self._fill(lanes)
-        self._n_left = NOISE_CHUNK - int(n_used.max())
-
-    def _fill(self, lanes: np.ndarray[Any, Any]) -> None:
-        n_noise = self._numbers.shape[1]
-        self._chunks[lanes] = _chunks(self._keys[lanes], self._steps[lanes], n_noise)
-
-
-def _chunks(keys: Words, steps: Any, n_noise: int) -> Words:
+def noise_chunks(keys: Words, steps: Any, n_noise: int) -> Words:
     """Noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, each from one of its steps on."""
     keys = keys.reshape(-1, 1)
     first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
@@ -447,63 +339,3 @@ def _mix_(words: Words) -> Words:
         np.right_shift(words, np.uint64(shift), out=shifted)
     words ^= shifted
     return words
-
-
-# The process's global generators -------------------------------------------------------------
-
-
-def generator_states() -> tuple[Any, ...]:
-    """The states of ``random``, ``numpy.random`` and torch, copies."""
-    return current_generators()[:3]
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators.
-
-    Args:
-        seed: A non-negative int; NumPy's generator gets its lowest 32 bits.
-    """
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (users' code may draw from it)
-    torch.default_generator.manual_seed(seed)  # the caller's devices are left alone
-
-
-class OwnGenerators:
-    """Global generators that are separate from the caller's.
-
-    Args:
-        seed: Seeds them at their first use; without one they start as copies of the caller's.
-    """
-
-    def __init__(self, seed: int | None = None) -> None:
-        self._seed = seed
-        self._own: Generators | None = None
-        self._callers: Generators | None = None
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A section with these generators, which always ends with the caller's restored."""
-        try:
-            try:
-                with InterruptsHeld():
-                    self._callers = current_generators()
-                    use_generators(self._own or self._callers.with_own_bit_generator())
-                    if self._own is None and self._seed is not None:
-                        seed_generators(self._seed)
-                yield
-            finally:
-                with InterruptsHeld():
-                    self._give_back()
-        finally:
-            self._give_back()  # if an interrupt came just before they were held
-
-    def _give_back(self) -> None:
-        if self._callers is not None:
-            self._own = current_generators()
-            use_generators(self._callers)
-            self._callers = None
-
-
-def seeded_generators(seed: int | None) -> AbstractContextManager[None]:
-    """A section with separate generators, seeded unless ``seed`` is ``None``."""
-    return OwnGenerators(seed).in_use()

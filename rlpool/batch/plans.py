@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlpool.agents.noise import NoiseStarts
 from rlpool.batch.claims import Claims
 from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
 from rlpool.batch.shares import Shares
@@ -12,7 +13,7 @@ from rlpool.data.infos import options_of
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
-from rlpool.seeding import NoiseStarts, episode_seeds, noise_keys
+from rlpool.seeding import episode_seeds, noise_keys
 from rlpool.slots.blocks import Block
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.worker_process import Place

@@ -35,12 +35,13 @@ from rlpool.errors import EnvError, RlpoolError, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
+from rlpool.machine.generators import seed_generators
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, agent_error, worker_error
 from rlpool.record.tape import Tape
-from rlpool.seeding import probe_seed, seed_generators
+from rlpool.seeding import probe_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.server import Server, run

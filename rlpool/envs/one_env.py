@@ -38,8 +38,9 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.errors import SpecError
+from rlpool.machine.generators import seed_generators
 from rlpool.memory.storage import Array
-from rlpool.seeding import seed_generators, stream_seed
+from rlpool.seeding import stream_seed
 from rlpool.specs import (
     Structure,
     merged_structures,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
+from rlpool.agents.noise import NoiseStream
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
@@ -19,7 +20,6 @@ from rlpool.loop.fixed_rows import driver_of
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
-from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.specs import FLAGS, row_specs
 

@@ -13,10 +13,11 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.lanes import LaneError
 from rlpool.envs.single_envs import all_tasks, how_to_make_one, is_environment, is_of_agents
 from rlpool.errors import SpecError, Where, WorkerStartupError
+from rlpool.machine.generators import seed_generators
 from rlpool.manager.messages import Report, Setup
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error, text_of
-from rlpool.seeding import probe_seed, root_from, seed_generators
+from rlpool.seeding import probe_seed, root_from
 from rlpool.workers.worker_process import Place, called
 
 _LOG = logging.getLogger("rlpool")

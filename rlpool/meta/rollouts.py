@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlpool.agents.noise import NoiseStarts
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory
 from rlpool.record.tape import joined
-from rlpool.seeding import NoiseStarts, Words
+from rlpool.seeding import Words
 from rlpool.slots.blocks import Layout
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, is_action
 

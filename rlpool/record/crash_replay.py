@@ -23,11 +23,12 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import called_with_seed, check_choice
+from rlpool.machine.generators import seeded_generators
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.repeat import Divergence, Reached, batch_of, repeat
 from rlpool.record.tape import REWARD, Tape
-from rlpool.seeding import N_SEEDS, seeded_generators
+from rlpool.seeding import N_SEEDS
 from rlpool.specs import TensorSpec
 
 _LOG = logging.getLogger("rlpool")

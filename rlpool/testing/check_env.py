@@ -34,10 +34,11 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvSpecError, Where
 from rlpool.machine.arguments import names_arguments, takes_keyword, whole_number
+from rlpool.machine.generators import seeded_generators
 from rlpool.memory.storage import Array
 from rlpool.record.failures import env_error
 from rlpool.record.tape import action_row
-from rlpool.seeding import episode_seeds, seeded_generators, worker_seed
+from rlpool.seeding import episode_seeds, worker_seed
 from rlpool.specs import leaves_of, row_specs, structure_of_space
 from rlpool.testing.checks import CannotCheck, Checks, Findings, Report
 

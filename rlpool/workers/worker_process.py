@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from rlpool.errors import Where, WorkerStartupError
+from rlpool.machine.generators import seed_generators
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix
-from rlpool.seeding import seed_generators, worker_seed
+from rlpool.seeding import worker_seed
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import end_with_parent

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from rlpool import AGENT_ARCHS, Batcher, GymEnv, Learner, VariBadWrapper
+from rlpool.agents.noise import NoiseStarts
 from rlpool.meta import learner as learner_module
-from rlpool.seeding import NoiseStarts, episode_seeds, noise_keys, root_from, task_draws
+from rlpool.seeding import episode_seeds, noise_keys, root_from, task_draws
 
 from support.by_hand import Episode, Shown, played, same_bits
 from support.expected import Expected, WindowsByHand, expectations

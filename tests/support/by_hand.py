@@ -15,7 +15,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from rlpool import Agent, DictTensor, TemporalDictTensor
-from rlpool.seeding import NoiseStart, NoiseStream, stream_seed
+from rlpool.agents.noise import NoiseStream
+from rlpool.seeding import NoiseStart, stream_seed
 
 from support.scripted import leaves
 

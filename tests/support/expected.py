@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rlpool import AgentError, EnvError
-from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds, noise_keys, root_from
+from rlpool.agents.noise import NoiseStarts
+from rlpool.seeding import LaneSeeds, episode_seeds, noise_keys, root_from
 
 from support.by_hand import (
     Episode,

@@ -20,7 +20,7 @@ from rlpool import (
     UsageError,
     WorkerStartupError,
 )
-from rlpool.seeding import OwnGenerators
+from rlpool.machine.generators import OwnGenerators
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
 from support.striking import Strike
@@ -194,7 +194,7 @@ def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well(n_norm
 # Interruptions ------------------------------------------------------------------------------------
 
 
-KEEPERS = ("/seeding.py", "/generator_states.py", "/interrupts.py")
+KEEPERS = ("/generators.py", "/interrupts.py")
 """The modules that keep the generators."""
 
 

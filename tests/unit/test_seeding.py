@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlpool.agents.noise import NoiseStarts, NoiseStream
 from rlpool.errors import SpecError
 from rlpool.seeding import (
     LaneSeeds,
-    NoiseStarts,
-    NoiseStream,
     episode_seeds,
     noise_keys,
     permuted,

@@ -1,0 +1,104 @@
+"""The process's global generators: ``random``, NumPy's legacy one, torch's for the CPU.
+
+They are what users' code may draw from. Where it runs in the caller's process, it gets states of
+its own: what the caller draws must not depend on what rlpool runs, nor the other way round.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlpool.machine.interrupts import InterruptsHeld
+
+_NUMPY: Any = np.random  # its stubs lack some of what it has
+
+
+class Generators(NamedTuple):
+    """The states of all, copies, and the bit generator of NumPy, which goes on drawing."""
+
+    python: Any
+    numpy: dict[str, Any]
+    torch: torch.Tensor
+    bit_generator: Any
+
+    def with_own_bit_generator(self) -> Generators:
+        """The same states, to go on from beside these."""
+        return self._replace(bit_generator=copy.deepcopy(self.bit_generator))
+
+
+def current_generators() -> Generators:
+    """What all generators draw from now."""
+    numpy, bit_generator = _NUMPY.get_state(legacy=False), _NUMPY.get_bit_generator()
+    return Generators(random.getstate(), numpy, torch.default_generator.get_state(), bit_generator)
+
+
+def use_generators(generators: Generators) -> None:
+    """Let all go on where they were when ``current_generators`` returned this.
+
+    NumPy's bit generator must not have been drawn from since: it is exchanged, which costs nothing.
+    To write its state takes longer than a step of a small environment.
+    """
+    random.setstate(generators.python)
+    _NUMPY.set_bit_generator(generators.bit_generator)
+    if generators.numpy["has_gauss"]:  # a normal number kept for the next call, now dropped
+        _NUMPY.set_state(generators.numpy)
+    torch.default_generator.set_state(generators.torch)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators.
+
+    Args:
+        seed: A non-negative int; NumPy's generator gets its lowest 32 bits.
+    """
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (users' code may draw from it)
+    torch.default_generator.manual_seed(seed)  # the caller's devices are left alone
+
+
+class OwnGenerators:
+    """Global generators that are separate from the caller's.
+
+    Args:
+        seed: Seeds them at their first use; without one they start as copies of the caller's.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = seed
+        self._own: Generators | None = None
+        self._callers: Generators | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A section with these generators, which always ends with the caller's restored."""
+        try:
+            try:
+                with InterruptsHeld():
+                    self._callers = current_generators()
+                    use_generators(self._own or self._callers.with_own_bit_generator())
+                    if self._own is None and self._seed is not None:
+                        seed_generators(self._seed)
+                yield
+            finally:
+                with InterruptsHeld():
+                    self._give_back()
+        finally:
+            self._give_back()  # if an interrupt came just before they were held
+
+    def _give_back(self) -> None:
+        if self._callers is not None:
+            self._own = current_generators()
+            use_generators(self._callers)
+            self._callers = None
+
+
+def seeded_generators(seed: int | None) -> AbstractContextManager[None]:
+    """A section with separate generators, seeded unless ``seed`` is ``None``."""
+    return OwnGenerators(seed).in_use()
