@@ -42,8 +42,9 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.evaluation.aggregates import Aggregate, aggregate
 from rlpool.evaluation.evaluate import evaluate
-from rlpool.evaluation.figures import Aggregate, Comparison, Estimate, Summary, aggregate, compare
+from rlpool.evaluation.figures import Comparison, Estimate, Summary, compare
 from rlpool.evaluation.result import Evaluation
 from rlpool.evaluation.verification import Verification, verify
 from rlpool.integrations.envpool import EnvPoolEnv

@@ -337,16 +337,13 @@ def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
         else:
             fits = isinstance(value, tuple | list) and len(value) == len(parts)
         if not fits:
-            raise SpecError(f"{name} should {wanted}, got {_parts_of(value)}")
+            got: Any = len(value) if isinstance(value, tuple | list) else type(value).__name__
+            if isinstance(value, Mapping):
+                got = sorted(map(str, value))
+            raise SpecError(f"{name} should {wanted}, got {got}")
         return [leaf for key, part in parts for leaf in part(value[key])]
 
     return flatten
-
-
-def _parts_of(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return sorted(map(str, value))
-    return len(value) if isinstance(value, tuple | list) else type(value).__name__
 
 
 def nester(structure: Structure) -> Callable[[Sequence[Any]], Any]:

@@ -8,7 +8,7 @@ from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.messages import Probe, Report
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.slots.blocks import StepSpecs
-from rlpool.workers.lifecycle import Workers
+from rlpool.workers.group import Workers
 from rlpool.workers.payload import Packed
 
 

@@ -32,7 +32,7 @@ from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.slots.blocks import Block
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.lifecycle import Workers
+from rlpool.workers.group import Workers
 from rlpool.workers.payload import Packed, pack
 from rlpool.workers.stack_dumps import stack_sources
 from rlpool.workers.stacks import described

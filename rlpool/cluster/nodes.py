@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlpool.batch.agreement import other_lanes
 from rlpool.batch.requests import Request
 from rlpool.cluster.homes import Homes
 from rlpool.cluster.requests import Flight
+from rlpool.cluster.same_bits import check_alike
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome
 from rlpool.cluster.transport import Joined, Left, Looked, Refused, Transport
 from rlpool.errors import (
@@ -26,7 +25,6 @@ from rlpool.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
-from rlpool.machine.fingerprint import PINS, versions
 from rlpool.workers.failure_policy import final_error
 
 _LOG = logging.getLogger("rlpool")
@@ -142,7 +140,7 @@ class Nodes:
         """Use a node from now on, unless it differs from the others."""
         self._first = self._first or report
         try:
-            self._compare(report, self._first)
+            check_alike(self._first, report, require_same_bits=self._require_same_bits)
             self._owner.learn(report)
         except SpecError as error:
             self._refuse(number, error)
@@ -154,17 +152,6 @@ class Nodes:
         self.has_started = self.has_started or len(self.states) == self._transport.n_expected
         if self.has_started:
             self._alone_s = None
-
-    def _compare(self, report: NodeReport, first: NodeReport) -> None:
-        if report.n_lanes != first.n_lanes:
-            names = f"a worker of node {first.name}", f"one of node {report.name}"
-            raise other_lanes(*names, first.n_lanes, report.n_lanes)
-        for what in _doubts(first, report):
-            fix = f"install the same versions, and set {PINS} to what all processors can do"
-            error = SpecError(what, fix=fix)
-            if self._require_same_bits:
-                raise error
-            _LOG.warning("%s", error)
 
     # Shards that fail ---------------------------------------------------------------------------
 
@@ -399,21 +386,3 @@ class Nodes:
         if now_s > self._alone_s + patience_s:
             what = f"{len(self.states)} of {n_wanted} nodes are ready after {patience_s:g} s"
             self._owner.fail(self._final_error(what, None, fix))
-
-
-def _doubts(first: NodeReport, other: NodeReport) -> Iterator[str]:
-    """Why a node may compute other bits than the first one, and than this process."""
-    own, theirs = versions(), other.fingerprint
-    # Simulators need not be where the program learns.
-    own = {name: own[name] for name in own if name in theirs or name == "rlpool"}
-    for whose, expected, found in (
-        (f"nodes {first.name}", first.fingerprint, theirs),
-        ("the calling process", own, {name: theirs[name] for name in own if name in theirs}),
-    ):
-        differing = "; ".join(
-            f"{name}: {expected.get(name, 'none')} and {found.get(name, 'none')}"
-            for name in {**expected, **found}
-            if expected.get(name) != found.get(name)
-        )
-        if differing:
-            yield f"{whose} and {other.name} may compute different bits: {differing}"

@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from rlpool.cluster.node_logs import NodeLogs
+from rlpool.cluster.ray_actor import Actor, first_line, is_gone, not_created
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
 from rlpool.cluster.transport import (
     Arrivals,
@@ -28,16 +28,15 @@ from rlpool.cluster.transport import (
 )
 from rlpool.errors import (
     RlpoolError,
-    Where,
     WorkerDiedError,
     WorkerError,
-    WorkerStartupError,
 )
+from rlpool.machine.extras import imports_of
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.stats import Stats
 from rlpool.workers.logs import current_levels
 
-try:
+with imports_of("ray"):
     import ray
     from ray.exceptions import (
         ActorDiedError,
@@ -51,10 +50,6 @@ try:
         NodeAffinitySchedulingStrategy,
         PlacementGroupSchedulingStrategy,
     )
-except ImportError as error:
-    raise ImportError(
-        'rlpool.cluster needs Ray, which is not installed\n  fix:   pip install "rlpool[ray]"'
-    ) from error
 
 from rlpool.cluster.node_actor import make_actor
 from rlpool.cluster.ray_reservation import Reservation, all_nodes
@@ -75,31 +70,6 @@ _ANSWER_S = 4.0
 """How long all actors together may take to say what their workers are doing."""
 
 
-@dataclass(eq=False)
-class _Actor:
-    """An actor, whether or not it is there at the moment.
-
-    Attributes:
-        handle: Ray's.
-        name: What errors call its node; empty before it has joined.
-        home: Id of the node that it was made for; empty if Ray chooses one.
-        strategy: Where Ray may run it.
-        node_id: Id of the node that it was last seen on.
-        is_up: Whether it has joined and not left.
-        retry_s: When to ask next whether it is there, if nobody has been asked.
-        is_asked: Whether ``look`` was not answered yet.
-    """
-
-    handle: Any
-    strategy: Any
-    home: str = ""
-    name: str = ""
-    node_id: str = ""
-    is_up: bool = False
-    retry_s: float | None = None
-    is_asked: bool = False
-
-
 class RayTransport:
     """A ``Transport`` over a Ray cluster.
 
@@ -118,7 +88,7 @@ class RayTransport:
         self._reservation = Reservation(n_nodes, bundle, labels)
         self._takes_more = n_nodes is None
         self._bundle = dict(bundle)
-        self._actors: dict[int, _Actor] = {}
+        self._actors: dict[int, Actor] = {}
         self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
         self._events: deque[Event] = deque()
         self._arrivals: Arrivals | None = None  # made when somebody waits for its descriptor
@@ -154,7 +124,7 @@ class RayTransport:
         """Make an actor; it says when it is ready."""
         number, self._n_made = self._n_made, self._n_made + 1
         handle = make_actor(number, self._setup_ref, self._bundle, strategy)
-        self._actors[number] = _Actor(handle, strategy, home)
+        self._actors[number] = Actor(handle, strategy, home)
         self._call("begin", number)
 
     def restart(self, node: int) -> None:
@@ -296,7 +266,7 @@ class RayTransport:
             return
         except RayError as error:  # an object is lost
             if method == "run":
-                self._events.append(Lost(number, shard, _first_line(error)))
+                self._events.append(Lost(number, shard, first_line(error)))
             elif method == "begin":
                 self._leave(number, error)
             actor.is_asked = actor.is_asked and method != "look"
@@ -316,10 +286,10 @@ class RayTransport:
         """A method of an actor has raised."""
         cause = error.cause
         if method == "run" and isinstance(cause, RayError | MemoryError):
-            self._events.append(Lost(number, shard, _first_line(cause)))
+            self._events.append(Lost(number, shard, first_line(cause)))
             return
         if not isinstance(cause, RlpoolError):
-            cause = WorkerError(f"a node failed: {_first_line(cause)}", traceback_text=str(error))
+            cause = WorkerError(f"a node failed: {first_line(cause)}", traceback_text=str(error))
         if method == "run":
             self._events.append(Finished(number, shard, Outcome(None, cause, is_fatal=True)))
         else:
@@ -331,23 +301,13 @@ class RayTransport:
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
         if isinstance(error, RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False):
-            what = f"a node's process could not be created ({_first_line(error)})"
-            fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
-            refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
-            self._events.append(Refused(number, refused))
+            self._events.append(Refused(number, not_created(error)))
             return
         actor.retry_s = time.monotonic() + _RETRY_S
         has_died = isinstance(error, ActorDiedError | OutOfMemoryError)
         if not (was_up or has_died):
             return
-        what = f"node {actor.name} is gone" if was_up else "the process of a node died in its start"
-        failure = WorkerDiedError(
-            f"{what} ({type(error).__name__})",
-            exitcode=None,
-            where=Where(node=actor.name or None),
-            fix="look at the log of its machine (ray logs)",
-            traceback_text=str(error),
-        )
+        failure = is_gone(actor, error, was_up=was_up)
         home = actor.node_id or actor.home
         is_there = not home or home in {node["NodeID"] for node in all_nodes()}
         self._events.append(Left(number, failure, is_machine=not (has_died and is_there)))
@@ -408,8 +368,3 @@ class RayTransport:
                 self._actors.clear()
                 self._calls.clear()
         self.deliver_logs()
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.context import SpawnProcess
@@ -12,13 +11,13 @@ from threading import get_ident
 from time import monotonic
 from typing import Any
 
-from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Where, WorkerError
+from rlpool.errors import EnvsClosedError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.worker_limits import check_workers
-from rlpool.manager.buffers import FAILED, bookkeeping_specs
+from rlpool.manager.buffers import bookkeeping_specs
 from rlpool.manager.lane_failure import lane_failure
-from rlpool.manager.lane_states import LaneStates, Request
+from rlpool.manager.lane_states import LaneStates
 from rlpool.manager.messages import (
     Begin,
     LaneFailed,
@@ -35,7 +34,7 @@ from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
 from rlpool.specs import Declaration, TensorSpec
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.lifecycle import Workers
+from rlpool.workers.group import Workers
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.process_start import memory_of
@@ -94,7 +93,6 @@ class EnvWorkers(LaneStates):
         self._policy = policy
         self._crash_files = CrashFiles(crash_dir)
         self.owner_pid = os.getpid()
-        self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
         # What a successor has to be sent again:
         self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
         self._resets: dict[int, Reset] = {}  # the last of each worker
@@ -304,17 +302,6 @@ class EnvWorkers(LaneStates):
             self._end_call(worker, lane, failure)
         return n - 1
 
-    def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
-        """Let what a worker was doing have failed, instead of its successor doing it again."""
-        if self.is_unanswered(lane):
-            self._refuse_request(lane, self.requests[lane], failure)
-        if self._is_busy(worker):
-            for commanded in self.commanded[worker]:
-                self.tapes.forget(commanded)
-            self._failures[worker] = self.issued[worker], failure
-            self.buffers.outcome[worker] = FAILED
-            self.buffers.finished[worker] = self.issued[worker]
-
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory shows."""
         own = self.lanes_of[worker]
@@ -352,14 +339,6 @@ class EnvWorkers(LaneStates):
             self._failures[worker] = message.number, error
         else:
             self._refuse_request(lane, request, error)
-
-    def _refuse_request(self, lane: int, request: Request, error: WorkerError) -> None:
-        """Let a failure be the reply: the environment's traceback, or how its worker failed."""
-        text = str(error)
-        if isinstance(error, EnvError):
-            text = f"{error.traceback_text}\n  fix:   {error.fix}"
-        request.reply, request.error = pickle.dumps(("error", text)), error
-        self.tapes.lose(lane, "there, an earlier request of its remote failed")
 
     # Life and end -------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ part of a numbered command to its worker, or a request of its remote.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rlpool.errors import Where, WorkerError
-from rlpool.manager.buffers import Buffers
+from rlpool.errors import EnvError, Where, WorkerError
+from rlpool.manager.buffers import FAILED, Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor
 from rlpool.memory.sharing import ByValue
 from rlpool.record.tape import LaneTapes, Tape
@@ -69,6 +70,7 @@ class LaneStates:
         self.closed_lanes: set[int] = set()
         self.announced: dict[int, Announce] = {}
         self.failures: dict[int, WorkerError] = {}
+        self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
         self._failed: dict[int, tuple[Tape, int, int]] = {}  # lane: episode, step, how often
         self._given_up: dict[int, tuple[Tape, int]] = {}  # lane: episode, step
 
@@ -153,3 +155,24 @@ class LaneStates:
         elif seed != tape.seed:  # that of an episode begun ahead of time
             step = 0
         return Where(worker, lane, step=step, seed=int(seed), env_info=tape.options or None)
+
+    # What fails ---------------------------------------------------------------------------------
+
+    def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
+        """Let what a worker was doing have failed, instead of its successor doing it again."""
+        if self.is_unanswered(lane):
+            self._refuse_request(lane, self.requests[lane], failure)
+        if self._is_busy(worker):
+            for commanded in self.commanded[worker]:
+                self.tapes.forget(commanded)
+            self._failures[worker] = self.issued[worker], failure
+            self.buffers.outcome[worker] = FAILED
+            self.buffers.finished[worker] = self.issued[worker]
+
+    def _refuse_request(self, lane: int, request: Request, error: WorkerError) -> None:
+        """Let a failure be the reply: the environment's traceback, or how its worker failed."""
+        text = str(error)
+        if isinstance(error, EnvError):
+            text = f"{error.traceback_text}\n  fix:   {error.fix}"
+        request.reply, request.error = pickle.dumps(("error", text)), error
+        self.tapes.lose(lane, "there, an earlier request of its remote failed")

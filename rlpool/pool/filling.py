@@ -26,6 +26,7 @@ from rlpool.pool.sampling import RESULT_KEYS, Sampler
 from rlpool.pool.schema import FrameStack, Schema, stacks_of
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules, routes
+from rlpool.pool.transition import DONE_KEY, TRANSITION_KEYS, transition_of
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
@@ -155,7 +156,7 @@ class FilledPool(Sampler):
             2
         """
         index = self._checked_index(index)
-        values = ingest.transition_of(s, a, next_s, r, done, terminated)
+        values = transition_of(s, a, next_s, r, done, terminated)
         keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
@@ -171,7 +172,7 @@ class FilledPool(Sampler):
         joined = is_open and _ends_in(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
         store.tails[source] = incoming.tails()
-        if not is_chosen and not values[ingest.DONE_KEY]:
+        if not is_chosen and not values[DONE_KEY]:
             self._open[index] = sub_pool.next
         self._store = store
 
@@ -198,13 +199,13 @@ class FilledPool(Sampler):
         """
         s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
         if len(self):
-            if missing := [key for key in ingest.TRANSITION_KEYS if key not in self.specs]:
+            if missing := [key for key in TRANSITION_KEYS if key not in self.specs]:
                 raise UsageError(
                     f"the pool has no {missing}, it has {list(self.specs)}",
                     fix="use transitions(), which gives every key",
                 )
-            every = self.transitions(ingest.TRANSITION_KEYS)
-            s, a, next_s, r, done = (every[key].numpy() for key in ingest.TRANSITION_KEYS)
+            every = self.transitions(TRANSITION_KEYS)
+            s, a, next_s, r, done = (every[key].numpy() for key in TRANSITION_KEYS)
         return s, a, next_s, r, done
 
     def clear(self) -> None:

@@ -20,7 +20,7 @@ from rlpool.pool import checkpoint, ingest
 from rlpool.pool.filling import FilledPool
 from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.schema import Schema, checked_frame_stack
+from rlpool.pool.schema import Schema, checked_frame_stack, checked_keys
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
@@ -130,7 +130,7 @@ class Pool(FilledPool, DumpsStacks):
         check_choice("random", random, (True, False))
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         self._info_keys = list(dict.fromkeys(listed(info_keys, str, "info_keys")))
         if priority_exponent is not None:
             limits = "from 0 on, and finite"
@@ -392,12 +392,3 @@ class Pool(FilledPool, DumpsStacks):
     def __repr__(self) -> str:
         holds = self._store.schema if self._store.has_schema else "nothing yet"
         return f"Pool({len(self)} of {self.pool_size} transitions; {holds})"
-
-
-def _checked_keys(keys: Sequence[str] | None) -> list[str] | None:
-    if keys is None:
-        return None
-    keys = list(dict.fromkeys(listed(keys, str, "keys")))
-    if not keys:
-        raise SpecError("keys are empty", fix="leave keys out to store all")
-    return keys

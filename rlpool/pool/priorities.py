@@ -18,7 +18,7 @@ import torch
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.pool.ingest import as_array
+from rlpool.pool.transition import as_array
 
 _FANOUT = 16
 _TOP_SIZE = 2**14  # nodes of the top level

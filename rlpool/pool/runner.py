@@ -33,8 +33,8 @@ from rlpool.machine.arguments import checked_timeout
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, refuse_too_many_workers
 from rlpool.memory.sharing import Parcel, pickled
 from rlpool.pool.episode_worker import Policy, WorkerFactory
-from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.pool.schema import recognised_frame_stack
+from rlpool.pool.transition import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.record.failures import THE_AGENT
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import DEFAULT_OBSERVATION_KEY

@@ -16,9 +16,9 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import real_number, whole_number
 from rlpool.memory.storage import Array
-from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.store import Store
+from rlpool.pool.transition import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.specs import TensorSpec, refuse_missing
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.data.dict_tensor_base import listed
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.slots.blocks import successor_key
@@ -159,6 +160,16 @@ class Schema:
 def _fits(given: np.dtype[Any], stored: np.dtype[Any]) -> bool:
     """Whether some values fit both dtypes; those that fit only one are refused later."""
     return given.kind + stored.kind in ("iu", "ui") or np.can_cast(given, stored, "same_kind")
+
+
+def checked_keys(keys: Sequence[str] | None) -> list[str] | None:
+    """Check ``keys`` of a pool: names, each once; ``None`` for all there are."""
+    if keys is None:
+        return None
+    keys = list(dict.fromkeys(listed(keys, str, "keys")))
+    if not keys:
+        raise SpecError("keys are empty", fix="leave keys out to store all")
+    return keys
 
 
 # Stacks of frames --------------------------------------------------------------------------------

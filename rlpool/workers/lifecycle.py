@@ -16,22 +16,18 @@ from __future__ import annotations
 import logging
 import math
 import select
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
-from multiprocessing.util import Finalize, is_exiting
+from multiprocessing.util import Finalize
 
 from rlpool.errors import (
     RlpoolError,
     WorkerDiedError,
     WorkerError,
-    WorkerStartupError,
-    WorkerTimeoutError,
 )
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import process_activity
 from rlpool.machine.main_guard import missing_guard_error
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
@@ -39,26 +35,21 @@ from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.life import Client, Life
 from rlpool.workers.logs import Logs
-from rlpool.workers.poller import Events, Poller
+from rlpool.workers.poller import Poller
 from rlpool.workers.process_end import end_all, reap, signal_name
 from rlpool.workers.process_start import (
     launch,
     prepare,
     reap_template,
-    refuse_large_workers,
     starting_processes,
 )
-from rlpool.workers.stacks import Stacks, ask
-from rlpool.workers.wire import CallerPipe, Failed, Message, Ready, Retiring
+from rlpool.workers.wire import CallerPipe, Message
 from rlpool.workers.worker_process import Place, WorkerMain
 
 _LOG = logging.getLogger("rlpool")
 
 LEAVE_S = 3.0
 """How long one that is replaced may take to close its environments before it is killed."""
-
-_LOOK_EVERY_S = 0.05
-"""How often to ask the system for ended workers that their descriptors do not show."""
 
 _UNKILLABLE_S = 10.0
 """A process that is still there this long after it was killed will not end soon."""
@@ -69,14 +60,12 @@ _OUT_OF_MEMORY = (
 )
 
 
-class Workers:
-    """Worker processes, and the caller's ends of their pipes.
+class LifeCycle:
+    """Worker processes: how they start, end, and are replaced.
 
     Each worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
     caller and worker notice each other's end. The shared record, the log file and the poller cost
     one each.
-
-    Nothing happens in the background: a caller that waits calls ``poll`` or ``wait_until``.
 
     Args:
         runs: The main function of each worker process.
@@ -120,7 +109,6 @@ class Workers:
         self._has_started = False
         self._lives = [Life(worker) for worker in range(n_workers)]
         self._poller = Poller()
-        self._look_for_ends_s = 0.0
         self.control = Control.create(n_workers)
         self.control_fd = self.control.fd
         self._logs = Logs(n_workers)
@@ -128,47 +116,6 @@ class Workers:
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
         self._end = Finalize(self, _close, (self._lives, self._logs), exitpriority=10)
-
-    # Talking to workers -----------------------------------------------------------------------
-
-    def start(self, wake_fd: int = -1) -> None:
-        """Start all workers and wait until they are ready.
-
-        Args:
-            wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
-
-        Raises:
-            WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
-                get ready.
-            SpecError: If they are larger than ``max_rss_bytes`` already.
-        """
-        self._poller.wake_on(wake_fd)
-        for n_started, life in enumerate(self._lives):
-            try:
-                self._start(life)
-            except OSError as error:
-                what = f"{n_started} of {self.n_workers} workers could be started: {error}"
-                fix = "python -m rlpool doctor shows which limit that may be"
-                raise WorkerStartupError(what, fix=fix) from error
-        self.wait_until(lambda: self.all_up or self.fatal is not None)
-        self.refuse_if_dead()
-        refuse_large_workers(self.processes, self._policy.max_rss_bytes)
-        self._has_started = True
-
-    @property
-    def n_restarts(self) -> int:
-        """How many workers were replaced because they failed."""
-        return self._restarts.n_restarts
-
-    @property
-    def failures(self) -> tuple[WorkerError, ...]:
-        """Why workers were replaced, the latest last."""
-        return self._restarts.failures
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether what was sent may have to be sent again."""
-        return self._policy.may_restart
 
     @property
     def processes(self) -> list[SpawnProcess]:
@@ -189,23 +136,32 @@ class Workers:
         """Whether a worker is ready."""
         return self._lives[worker].state is State.UP
 
-    def allocate(self, n_bytes: int) -> Memory:
-        """Memory that the workers can map."""
-        return Memory.shared(n_bytes)
+    # Starting ---------------------------------------------------------------------------------
 
-    def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
-        """Send a message to a worker that is ready; any other is briefed when it is.
+    def _start(self, life: Life) -> None:
+        """Start a worker, or the successor of one that ended; returns before it is ready.
 
-        It does not wait for the worker: ``poll`` sends what its pipe does not take.
+        Raises:
+            OSError: If the system allows no further process or descriptor.
         """
-        life = self._lives[worker]
-        if life.state is State.UP:
+        start_method = self._policy.start_method
+        prepare(start_method)
+        self.control.worker_starts(life.worker)
+        self._watch.forget(life.worker)
+        place = Place(life.worker, self.n_workers, self._root, self._policy, self._n_before)
+        with starting_processes():
+            logs = self._logs.of_worker(life.worker)
+            life.pipe, life.process = launch(
+                self._runs[life.worker], place, logs, self.control_fd, start_method
+            )
+            self.control.rows[life.worker, Word.PID] = life.process.pid or 0
+            self._set_state(life, State.STARTING)
+            self._poller.watch(life.worker, life.pipe, life.process)
             try:
-                self._send(life, message, memory)
-            except OSError as error:
-                what = f"worker {worker} cannot be sent a message: {error}"
-                fix = "raise the limit of file descriptors (ulimit -n), and start again"
-                self.fail(WorkerDiedError(what, exitcode=None, fix=fix))
+                self._send(life, *self._client.setup(life.worker))
+            except OSError:
+                life.process.kill()
+                raise
 
     def _send(self, life: Life, message: Message, memory: Memory | None = None) -> None:
         pipe = life.pipe
@@ -215,133 +171,27 @@ class Workers:
             if pipe.events & select.POLLOUT:
                 self._poller.watch_writing(pipe)
 
-    def refuse_if_dead(self) -> None:
-        """Raise the error that ended everything, if there is one."""
-        if self.fatal is not None:
-            raise self.fatal
-
-    # Waiting ----------------------------------------------------------------------------------
-
-    @property
-    def patience_s(self) -> float:
-        """How long to wait at most before looking for workers that hang or are due to start."""
-        if self.all_up:
-            return self._watch.patience_s
-        due_s = min(life.deadline_s for life in self._lives)
-        return min(self._watch.patience_s, max(0.0, due_s - time.monotonic()) + 0.001)
-
-    def fileno(self) -> int:
-        """A descriptor that can be read when a worker has sent something or has ended."""
-        return self._poller.fileno()
-
-    def wait_until(
-        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
-    ) -> None:
-        """Handle messages until a condition holds, and look for workers that hang.
-
-        Args:
-            is_over: The condition.
-            every_s: How often to test it, whether or not a message arrives.
-            until_s: When to give up, by ``time.monotonic``.
-        """
-        while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
-            self.poll(min(self.patience_s, every_s, left_s))
-            if not is_over():
-                self.look_for_hang()
-
-    def rest(self) -> None:
-        """Wait until something arrives, handle it, and look for workers that hang."""
-        self.poll(self.patience_s)
-        self.look_for_hang()
-
-    def poll(self, timeout_s: float) -> bool:
-        """Deliver what has arrived, logs included, and start workers that are due.
-
-        Args:
-            timeout_s: Longest wait for something to arrive.
-
-        Returns:
-            Whether the wake descriptor can be read.
-        """
-        if not self.all_up:
-            timeout_s = min(timeout_s, self.patience_s)
-        events = self._poller.wait(timeout_s)
-        is_woken = self._poller.is_woken_by(events)
-        if is_woken and len(events) == 1 and self.all_up:
-            return True
-        if not self._end.still_active():
-            self._rest_at_exit()
-            return False
-        self._deliver_all(events)
-        self.deliver_logs()
-        if not self.all_up:
-            with InterruptsHeld():
-                self._advance()
-        return is_woken
-
-    def _rest_at_exit(self) -> None:
-        """Let a daemon thread wait for the end of Python, which has ended its workers.
-
-        It would take their ends for deaths and start others.
-        """
-        if is_exiting() and not self._end.still_active() and threading.current_thread().daemon:
-            threading.Event().wait()
-
-    def _deliver_all(self, events: Events) -> None:
-        """Handle messages and ends of workers, and send what a pipe did not take before."""
-        ready = self._poller.workers_of(events)
+    def _advance(self) -> None:
+        """Start workers that are due, and kill those that take too long to end."""
         now_s = time.monotonic()
-        if not events or now_s > self._look_for_ends_s:
-            # A process that a dead worker had forked may keep its descriptors open.
-            self._look_for_ends_s = now_s + _LOOK_EVERY_S
-            lives = [life for life in self._lives if life.pipe is not None]
-            ready |= {life.worker for life in lives if life.has_ended}
-            reap_template()
-        if not ready:
-            return
-        with InterruptsHeld():
-            try:
-                for worker in sorted(ready):
-                    self._deliver_from(self._lives[worker])
-            except BaseException as error:
-                if isinstance(error, ValueError) and self.fatal is not None:
-                    return  # another thread has closed them meanwhile, processes included
-                self.abort()  # a message may be lost
-                raise
-
-    def _deliver_from(self, life: Life) -> None:
-        """Handle a worker's messages, its last words before its death."""
-        if life.pipe is not None and life.pipe.events & select.POLLOUT:
-            with suppress(OSError):  # it is gone, which is handled below
-                life.pipe.flush()
-            self._poller.watch_writing(life.pipe)
-        while life.pipe is not None and life.process is not None:
-            try:
-                message = life.pipe.receive()
-                if message is None and life.process.is_alive():
-                    return
-                if message is None:
-                    message = life.pipe.receive()  # sent just before the death
-            except (EOFError, OSError):
-                message = None
-            if message is not None:
-                self._take(life, message)
-            else:
-                self._bury(life, life.pipe, life.process)
-
-    def _take(self, life: Life, message: Message) -> None:
-        if isinstance(message, Ready):
-            self._set_state(life, State.UP)
-            self._client.brief(life.worker, message.report)
-        elif isinstance(message, Retiring):
-            life.retires = message.why
-            self._set_state(life, State.LEAVING, LEAVE_S)
-        elif isinstance(message, Failed) and message.command is None:
-            self.expect_end(life.worker, message.error)
-            if not self._has_started:
-                self.fail(message.error)
-        else:
-            self._client.take(life.worker, message)
+        for life in self._lives:
+            if now_s < life.deadline_s or self.fatal is not None:
+                continue
+            if life.state is State.LEAVING:
+                self.kill(life.worker)
+                if now_s > life.deadline_s + _UNKILLABLE_S:
+                    self.fatal = life.last_words or self._death(life.worker, None)
+            elif life.state is State.DOWN:
+                try:
+                    self._start(life)
+                except OSError as error:
+                    what = f"worker {life.worker} could not be started again: {error}"
+                    fix = "free memory, processes or descriptors"
+                    failure = WorkerDiedError(what, exitcode=None, fix=fix)
+                    if life.pipe is None:
+                        self._restart(life, failure)
+                    else:
+                        self.expect_end(life.worker, failure)
 
     def _set_state(self, life: Life, state: State, seconds: float = math.inf) -> None:
         """Change a worker's state, for some time if it is down or leaving."""
@@ -349,7 +199,7 @@ class Workers:
         self.control.set_state(life.worker, state)
         self.all_up = all(life.state is State.UP or life.is_dismissed for life in self._lives)
 
-    # Ending and starting ------------------------------------------------------------------------
+    # Ending -----------------------------------------------------------------------------------
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
         """Record that a worker will end because of a failure; if it does not, it is killed."""
@@ -439,109 +289,6 @@ class Workers:
             fix=_OUT_OF_MEMORY if name == "SIGKILL" else "",
             hint=self._debug_hint,
         )
-
-    def _advance(self) -> None:
-        """Start workers that are due, and kill those that take too long to end."""
-        now_s = time.monotonic()
-        for life in self._lives:
-            if now_s < life.deadline_s or self.fatal is not None:
-                continue
-            if life.state is State.LEAVING:
-                self.kill(life.worker)
-                if now_s > life.deadline_s + _UNKILLABLE_S:
-                    self.fatal = life.last_words or self._death(life.worker, None)
-            elif life.state is State.DOWN:
-                try:
-                    self._start(life)
-                except OSError as error:
-                    what = f"worker {life.worker} could not be started again: {error}"
-                    fix = "free memory, processes or descriptors"
-                    failure = WorkerDiedError(what, exitcode=None, fix=fix)
-                    if life.pipe is None:
-                        self._restart(life, failure)
-                    else:
-                        self.expect_end(life.worker, failure)
-
-    def _start(self, life: Life) -> None:
-        """Start a worker, or the successor of one that ended; returns before it is ready.
-
-        Raises:
-            OSError: If the system allows no further process or descriptor.
-        """
-        start_method = self._policy.start_method
-        prepare(start_method)
-        self.control.worker_starts(life.worker)
-        self._watch.forget(life.worker)
-        place = Place(life.worker, self.n_workers, self._root, self._policy, self._n_before)
-        with starting_processes():
-            logs = self._logs.of_worker(life.worker)
-            life.pipe, life.process = launch(
-                self._runs[life.worker], place, logs, self.control_fd, start_method
-            )
-            self.control.rows[life.worker, Word.PID] = life.process.pid or 0
-            self._set_state(life, State.STARTING)
-            self._poller.watch(life.worker, life.pipe, life.process)
-            try:
-                self._send(life, *self._client.setup(life.worker))
-            except OSError:
-                life.process.kill()
-                raise
-
-    # Looking at workers -------------------------------------------------------------------------
-
-    def look_from_now_on(self) -> None:
-        """Count time without progress from now on: the caller was not waiting before."""
-        self._watch.begin()
-
-    def look_for_hang(self) -> None:
-        """Kill a worker that has something to do and makes no progress."""
-        if self._timeout_s is None or self.fatal is not None or not self._watch.is_due():
-            return
-        busy = self._client.busy() if self._has_started else ()
-        watched = {
-            life.worker
-            for life in self._lives
-            if life.state is State.STARTING or (life.state is State.UP and life.worker in busy)
-        }
-        worker = self._watch.hanging(self._progress(), watched)
-        if worker is None:
-            return
-        error = WorkerTimeoutError(
-            f"worker {worker} made no progress for {self._timeout_s:g} s",
-            where=self._client.where(worker),
-            fix="look for an endless wait in the environment or the agent, or raise timeout",
-            traceback_text=self.stacks_of(worker),
-        )
-        self.expect_end(worker, error)
-        self.kill(worker)
-
-    def _progress(self) -> list[int]:
-        """Per worker, a number that changes when it does anything.
-
-        It counts steps, and the lane within a step, as each of many lanes may be slow. While a
-        worker starts it is the processor time, as a negative number, or 0 if that is unknown.
-        """
-        rows = self.control.rows
-        progress: list[int] = ((rows[:, Word.STEPS] << 20) + rows[:, Word.LANE]).tolist()
-        for life in self._lives:
-            if not rows[life.worker, Word.STEPS] and life.pipe is not None and life.process:
-                progress[life.worker] = -process_activity(life.process.pid)
-        return progress
-
-    def lane_in_use(self, worker: int) -> int:
-        """The lane whose environment a worker ran last."""
-        return int(self.control.rows[worker, Word.LANE])
-
-    def stacks(self) -> list[Stacks]:
-        """What each worker is doing; may be called from a signal handler."""
-        return ask(range(self.n_workers), self.processes)
-
-    def stacks_of(self, worker: int) -> str:
-        """What one worker is doing; empty if it cannot answer."""
-        answers = ask([worker], self.processes[worker : worker + 1])
-        return "".join(answer.text for answer in answers)
-
-    # The end ------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """End all workers at once; none is replaced, and ``close`` does not wait."""

@@ -34,7 +34,7 @@ import rlpool
 from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, SpecError
 from rlpool.errors import WorkerDiedError, WorkerStartupError
 from rlpool.workers import process_start, template_handle
-from rlpool.workers.lifecycle import Workers
+from rlpool.workers.group import Workers
 from rlpool.workers.process_start import prepare, why_spawned
 from rlpool.workers.template import BOOT
 from rlpool.workers.template_handle import Template

@@ -21,5 +21,6 @@ def test_an_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     for name in ("ray_transport", "ray_reservation", "node_actor"):
         monkeypatch.delitem(sys.modules, f"rlpool.cluster.{name}", raising=False)
-    with pytest.raises(ImportError, match=r'needs Ray.*\n +fix: +pip install "rlpool\[ray\]"'):
+    advice = r"ray is not installed\n +fix: +pip install 'rlpool\[ray\]'"
+    with pytest.raises(ImportError, match=advice):
         kind(n_timesteps=8, create_agent=BinaryAgent, create_env=list, **arguments)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlpool.workers import logs as logs_module
-from rlpool.workers.logs import MAX_UNREAD_BYTES, LogFile, Logs, decode, encode, set_levels
+from rlpool.workers.log_file import MAX_UNREAD_BYTES, LogFile
+from rlpool.workers.logs import Logs, decode, encode, set_levels
 
 pytestmark = pytest.mark.promise("I9")
 
