@@ -215,7 +215,7 @@ def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     if isinstance(error, SpecError | UsageError):
         return f"{who}: {error.what}", error.fix
     fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""
-    if who == "agent.update" and "Expected state_dict" in str(error):
+    if who == "agent.update" and "Expected state_dict" in described(error):
         fix = "send the parameters: batcher.update(policy.state_dict())"
     return f"{who} raised {described(error)}", fix
 
