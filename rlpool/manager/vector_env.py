@@ -5,23 +5,26 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Any
 
 import cloudpickle
 import numpy as np
 from gymnasium import Space
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.vector_infos import keep_infos_apart
 from rlpool.errors import EnvError, SpecError, UsageError, VectorSpecError, Where
 from rlpool.manager.process_lanes import ProcessLanes
-from rlpool.manager.vector_halves import CallsInHalves
-from rlpool.manager.vector_lane import LONG, Beginning, Description, structure_in_arrays
+from rlpool.manager.vector_lane import (
+    LONG,
+    Beginning,
+    Description,
+    described_together,
+    structure_in_arrays,
+)
 from rlpool.manager.vector_pieces import in_pieces
 from rlpool.memory.storage import Array
 from rlpool.specs import flattener, leaves_of, nester
@@ -29,7 +32,7 @@ from rlpool.specs import flattener, leaves_of, nester
 _MOST = 2**63  # seeds travel as int64
 
 
-class VectorOverLanes(CallsInHalves):
+class VectorOverLanes(VectorEnv[Any, Any, Array]):
     """A ``ParallelVectorEnv``, once its manager is made.
 
     Attributes:
@@ -41,6 +44,7 @@ class VectorOverLanes(CallsInHalves):
     manager: ProcessLanes
     copy: bool
     autoreset_mode: AutoresetMode
+    _pending: Any = None  # see CallsInHalves
 
     def _describe(self, observation_mode: str | tuple[Space[Any], Space[Any]]) -> None:
         """Learn from the environments what this object says about them.
@@ -51,7 +55,7 @@ class VectorOverLanes(CallsInHalves):
         self.num_envs = self.manager.n_lanes
         self._all = list(range(self.num_envs))
         lanes: list[Description] = self._ask(self._all, "rlpool_description")
-        described = _described(lanes, observation_mode, self.autoreset_mode)
+        described = described_together(lanes, observation_mode, self.autoreset_mode)
         self.metadata, self.render_mode = described.metadata, described.render_mode
         self.single_observation_space = described.single_observation_space
         self.observation_space = described.observation_space
@@ -327,6 +331,14 @@ class VectorOverLanes(CallsInHalves):
         """The seeds of the environments' generators."""
         return self.get_attr("np_random_seed")
 
+    def _refuse_pending(self, name: str) -> None:
+        """Refuse to begin something once the environments are closed.
+
+        Raises:
+            EnvsClosedError: If they are.
+        """
+        self.manager.check_open()
+
     def _ask(self, lanes: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of some environments, all at the same time."""
         sent = self._sent(dict.fromkeys(lanes, _request(name, args, kwargs)))
@@ -371,30 +383,3 @@ def _request(name: str, args: Any, kwargs: Any) -> tuple[str, Any]:
 def _array(value: Any) -> Array:
     """A value as an array, also a tensor on another device."""
     return as_numpy(value) if hasattr(value, "detach") else np.asarray(value)
-
-
-def _described(
-    lanes: Sequence[Description], observation_mode: Any, autoreset_mode: AutoresetMode
-) -> SyncVectorEnv[Any, Any]:
-    """Gymnasium's vector environment of environments that say this of themselves.
-
-    Raises:
-        VectorSpecError: If it refuses them, or the mode.
-    """
-    env_fns: list[Any] = [partial(replace, lane) for lane in lanes]
-    try:
-        return SyncVectorEnv(
-            env_fns,
-            observation_mode=observation_mode,
-            autoreset_mode=autoreset_mode,
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        spaces = [(lane.observation_space, lane.action_space) for lane in lanes]
-        odd = [number for number, each in enumerate(spaces) if each != spaces[0]]
-        raise VectorSpecError(
-            f"observation_mode is {observation_mode!r}"
-            + (f", but the spaces of environment {odd[0]} are not those of 0" if odd else "")
-            + f": {error}",
-            fix="pass observation_mode='same', 'different' if only bounds differ, or a pair of "
-            "spaces, and environments that fit it",
-        ) from error

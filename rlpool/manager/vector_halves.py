@@ -14,11 +14,10 @@ from time import monotonic
 from typing import Any
 
 from gymnasium import logger
-from gymnasium.vector import VectorEnv
 
 from rlpool.errors import CallTimeoutError, NoPendingCallError, PendingCallError
 from rlpool.machine.arguments import real_number
-from rlpool.manager.process_lanes import ProcessLanes
+from rlpool.manager.vector_env import VectorOverLanes
 from rlpool.memory.storage import Array
 
 
@@ -39,14 +38,9 @@ class PendingCall:
     is_given_up: bool = False
 
 
-class CallsInHalves(VectorEnv[Any, Any, Array]):
-    """What a ``ParallelVectorEnv`` has in common with ``gymnasium.vector.AsyncVectorEnv``.
+class CallsInHalves(VectorOverLanes):
+    """What a ``ParallelVectorEnv`` has in common with ``gymnasium.vector.AsyncVectorEnv``."""
 
-    Attributes:
-        manager: The lanes.
-    """
-
-    manager: ProcessLanes
     _pending: PendingCall | None = None
 
     def reset_async(
@@ -179,10 +173,9 @@ class CallsInHalves(VectorEnv[Any, Any, Array]):
         """Refuse to begin something while a call is pending, and end one that was given up.
 
         Raises:
-            EnvsClosedError: If the environments are closed.
             PendingCallError: If a call is pending.
         """
-        self.manager.check_open()
+        super()._refuse_pending(name)
         pending = self._pending
         if pending is None:
             return
@@ -229,29 +222,3 @@ class CallsInHalves(VectorEnv[Any, Any, Array]):
             logger.warn(f"`close` was called while a {self._pending.kind} is pending: it is lost")
         if hasattr(self, "manager"):  # else it was not made, which Gymnasium's __del__ does not ask
             self.manager.close()
-
-    # What the calls consist of, see VectorOverLanes --------------------------------------------
-
-    def _begin_reset(self, seed: Any, options: dict[str, Any] | None) -> list[int]:
-        raise NotImplementedError
-
-    def _finish_reset(self, lanes: list[int]) -> tuple[Any, dict[str, Any]]:
-        raise NotImplementedError
-
-    def _step_arrays(self, actions: Any) -> dict[str, Array]:
-        raise NotImplementedError
-
-    def _finish_step(self, arrays: dict[str, Array]) -> Any:
-        raise NotImplementedError
-
-    def _begin_call(self, name: str, args: Any, kwargs: Any) -> list[int]:
-        raise NotImplementedError
-
-    def _have_answered(self, lanes: Sequence[int], until_s: float) -> bool:
-        raise NotImplementedError
-
-    def _finish_call(self, lanes: Sequence[int], name: str) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def _note_ended(self) -> None:
-        raise NotImplementedError

@@ -17,22 +17,23 @@ Everything that a step returns travels as an observation, through shared memory:
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers import TimeLimit
 
 from rlpool.envs.columns import checked_result
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import is_environment
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, VectorSpecError
 from rlpool.machine.pickling import why_not
 from rlpool.manager.vector_pieces import PIECE_BYTES, Pieces
 from rlpool.memory.storage import Array
@@ -82,6 +83,33 @@ class Description:
 
     def close(self) -> None:
         """Do nothing: there is no environment here."""
+
+
+def described_together(
+    lanes: Sequence[Description], observation_mode: Any, autoreset_mode: AutoresetMode
+) -> SyncVectorEnv[Any, Any]:
+    """Gymnasium's vector environment of environments that say this of themselves.
+
+    Raises:
+        VectorSpecError: If it refuses them, or the mode.
+    """
+    env_fns: list[Any] = [partial(replace, lane) for lane in lanes]
+    try:
+        return SyncVectorEnv(
+            env_fns,
+            observation_mode=observation_mode,
+            autoreset_mode=autoreset_mode,
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        spaces = [(lane.observation_space, lane.action_space) for lane in lanes]
+        odd = [number for number, each in enumerate(spaces) if each != spaces[0]]
+        raise VectorSpecError(
+            f"observation_mode is {observation_mode!r}"
+            + (f", but the spaces of environment {odd[0]} are not those of 0" if odd else "")
+            + f": {error}",
+            fix="pass observation_mode='same', 'different' if only bounds differ, or a pair of "
+            "spaces, and environments that fit it",
+        ) from error
 
 
 def made_lane(env_fn: Callable[[], Any], mode: AutoresetMode, max_episode_steps: int | None) -> Any:
