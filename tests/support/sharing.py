@@ -281,10 +281,13 @@ KINDS: dict[str, Kind] = {
 
 @contextmanager
 def made(context: Any) -> Iterator[dict[str, Any]]:
-    """One of each kind, and the switch that says that they are to be touched."""
+    """One of each kind, and the switch that says that they are to be touched.
+
+    Of several workers one takes it: a lock that two release is an error.
+    """
     things = {name: kind.make(context) for name, kind in KINDS.items()}
     try:
-        yield {**things, "switch": torch.zeros(1, dtype=torch.int64).share_memory_()}
+        yield {**things, "switch": context.Semaphore(0)}
     finally:
         for thing in things.values():
             if isinstance(thing, Ends):
@@ -296,9 +299,8 @@ def made(context: Any) -> Iterator[dict[str, Any]]:
 
 def touch(things: Things) -> None:
     """Touch all, once for every time that the switch was turned on."""
-    if not things["switch"].item():
+    if not things["switch"].acquire(block=False):
         return
-    things["switch"].zero_()
     for name, thing in things.items():
         if name in KINDS:
             KINDS[name].touch(thing)
@@ -312,14 +314,14 @@ def begin(things: Things) -> None:
         was_touched = KINDS[name].was_touched
         if isinstance(was_touched, Counted):
             was_touched.begin(things[name])
-    things["switch"].fill_(1)
+    things["switch"].release()
 
 
 def not_touched(things: Things) -> list[str]:
     """The names of things that no worker touched since ``begin``."""
     kinds = {name: kind for name, kind in KINDS.items() if name in things}
     left = [name for name, kind in kinds.items() if not kind.was_touched(things[name])]
-    return left + ["switch"] * bool(things["switch"].item())
+    return left + ["switch"] * things["switch"].acquire(block=False)
 
 
 class TouchingEnv(gymnasium.Env[Any, Any]):
