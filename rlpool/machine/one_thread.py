@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from itertools import accumulate, chain, repeat, takewhile
 from types import FrameType
 from typing import Any
 
@@ -40,12 +41,12 @@ class OneThread:
         with InterruptsHeld(), self._lock:
             # First, so that the other thread asks as well if it calls now.
             last, self.thread = self.thread, me
-            inside = self._call_in(sys._current_frames().get(last)) if last != me else ""
+            inside = self._call_in(last) if last != me else ""
             if not inside:
                 return
             self.thread = last
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        mine = self._call_in(sys._getframe())
+        mine = self._call_in(me)
         raise UsageError(
             f"{mine} was called in thread {names.get(me, me)!r} while thread "
             f"{names.get(last, last)!r} is inside {inside}",
@@ -53,13 +54,23 @@ class OneThread:
             "dump_stacks() may be called meanwhile",
         )
 
-    def _call_in(self, frame: FrameType | None) -> str:
+    def _call_in(self, thread: int) -> str:
         """The outermost of the calls in which a thread is, ``""`` if it is in none."""
         found = ""
-        while frame is not None:
+        for frame in _stack_of(thread):
             if self._opens.intersection(frame.f_code.co_names):
                 me: Any = frame.f_locals.get("self")
                 if getattr(me, "_one_thread", None) is self:
                     found = f"{type(me).__name__}.{frame.f_code.co_name}"
-            frame = frame.f_back
         return found
+
+
+def _stack_of(thread: int) -> list[FrameType]:
+    """The frames of a thread, the innermost first; none if it has ended.
+
+    All in functions in C, during which no other thread runs: a generator that gives its next value
+    while Python code looks from frame to frame is cut off from those that called it.
+    """
+    innermost = map(dict.get, iter(sys._current_frames, None), [thread])
+    frames: Any = accumulate(chain(innermost, repeat("f_back")), getattr)  # type: ignore[arg-type]
+    return list(takewhile(bool, frames))

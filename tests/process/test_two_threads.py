@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -90,6 +91,44 @@ def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads:
             assert not batcher.closed
         assert result[0].lengths.tolist() == [1]
         assert batcher.progress == (0, 0)
+
+
+class GeneratingEnv(CountingEnv):
+    """Its step takes values from generators until it may end."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        super().__init__(length=1)
+        self.may_end = may_end
+
+    def step(self, action: Any) -> Any:
+        while not any(is_set() for is_set in [self.may_end.is_set]):
+            pass
+        return super().step(action)
+
+
+def test_calls_are_refused_while_the_other_thread_is_in_a_generator() -> None:
+    may_end = threading.Event()
+
+    def create(seed: int) -> GymEnv:
+        return GymEnv([GeneratingEnv(may_end)], seed)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with EpisodeBatcher(4, 4, ConstantAgent, {}, create, {}, n_threads=0) as batcher:
+            batcher.execute(1)
+            other = threading.Thread(target=batcher.get)
+            other.start()
+            wait_until(lambda: batcher._one_thread.thread == other.ident)
+            try:
+                for _ in range(5_000):
+                    with pytest.raises(UsageError, match=r"is inside EpisodeBatcher.get"):
+                        batcher.execute(1)
+            finally:
+                may_end.set()
+                other.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_windows_requested_in_another_thread_are_refused(gate: Path) -> None:
