@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from operator import attrgetter
 
 import numpy as np
 
@@ -13,32 +15,38 @@ from rlpool.observe.control import MAX_REQUESTS, WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.slots.writer import SlotWriter
 
-Parked = list[tuple[Array, Array]] | None
-"""Arrays of the batch, each with the row of a lane that is parked."""
+
+class State(Enum):
+    """What a lane does that runs an episode; one that runs none is idle."""
+
+    PARKED = auto()  # it has no slot, and its rows of the batch stay as they are
+    LIVE = auto()  # it steps with the batch, into its slot
+    STEPPING = auto()  # live, with a step that is not finished
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lane:
     """A lane that runs an episode.
 
     Attributes:
+        number: Its number.
         episode: Its episode.
         active: The plan that the episode belongs to.
         slot: The slot it writes to.
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
             started later in the slot.
-        parked: Its rows of the batch while it waits for a slot, empty as long as nobody else can
-            overwrite them there; ``None`` while it steps.
+        state: What it does.
         tape: Records the slots that the episode has left; ``None`` if it has left none.
     """
 
+    number: int
     episode: Episode
     active: ActivePlan
     slot: int
     chunk: int = 0
     steps_before: int = 0
-    parked: Parked = None
+    state: State = State.PARKED
     tape: Tape | None = None
 
     @property
@@ -51,6 +59,11 @@ class Lane:
         """The tape; a new one is made if there is none."""
         self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
         return self.tape
+
+    @property
+    def steps(self) -> int:
+        """Steps of the episode so far."""
+        return self.steps_before + self.active.steps_in_slot(self)
 
 
 class ActivePlan:
@@ -94,80 +107,79 @@ class ActivePlan:
         self._spare_row = self._spare_rows.data
         self._record, self._entry = record, record.entry_of(plan.number)
 
-    def enter_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
-        """Let lanes write into the slots of what they run, from the first row."""
+    def enter_slots(self, lanes: Sequence[Lane]) -> None:
+        """Let lanes write into their slots, from the first row."""
+        begun: list[tuple[int, int, int]] = []
         for lane in lanes:
-            running = table[lane]
-            self._slot[lane] = slot = running.slot
-            self._row[lane] = slot * self._n_timesteps
-            self._stride[lane] = 1
-            self._running[lane] = running.episode.number
-            self._steps_before[lane] = running.steps_before
-        self.n_lanes += len(lanes)
-        self._note_begins(lanes, table)
-
-    def restart_in_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
-        """Let lanes go on writing into their slots, with their next episodes."""
-        self._record.lanes_end(lanes, MAX_REQUESTS)
-        for lane in lanes:
-            running = table[lane]
-            running.episode = self.plan.restarted(lane, running.episode)
-            running.tape = None
-            running.steps_before = running.slot * self._n_timesteps - self._row[lane]
-            self._steps_before[lane] = running.steps_before
-        self._note_begins(lanes, table)
-
-    def _note_begins(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
-        """Record that lanes begin episodes, or go on with them."""
-        numbers: list[int] = []
-        n_steps: list[int] = []
-        for lane in lanes:
-            running, episode = table[lane], table[lane].episode
+            number, slot, n_before = lane.number, lane.slot, lane.steps_before
+            lane.state = State.LIVE
+            self._slot[number] = slot
+            self._row[number] = slot * self._n_timesteps
+            self._stride[number] = 1
+            self._running[number] = lane.episode.number
+            self._steps_before[number] = n_before
             # All episodes of a lane that restarts are those of one row, so they are counted.
-            numbers.append(episode.n_restarts if self.restarts else episode.number)
-            n_steps.append(max(0, running.steps_before))
-        self._record.lanes_begin(lanes, self.plan.number, numbers, n_steps)
+            shown = lane.episode.n_restarts if self.restarts else lane.episode.number
+            begun.append((number, shown, max(0, n_before)))
+        self.n_lanes += len(lanes)
+        self._record.lanes_begin(self.plan.number, begun)
 
-    def leave_slots(self, lanes: Sequence[int], table: Mapping[int, Lane], is_last: bool) -> None:
+    def restart_in_slots(self, lanes: Sequence[Lane]) -> None:
+        """Let lanes go on writing into their slots, with their next episodes."""
+        self._record.lanes_end([lane.number for lane in lanes], MAX_REQUESTS)
+        begun: list[tuple[int, int, int]] = []
+        for lane in lanes:
+            number = lane.number
+            lane.episode = self.plan.restarted(number, lane.episode)
+            lane.tape = None
+            lane.steps_before = lane.slot * self._n_timesteps - self._row[number]
+            self._steps_before[number] = lane.steps_before
+            begun.append((number, lane.episode.n_restarts, 0))
+        self._record.lanes_begin(self.plan.number, begun)
+
+    def leave_slots(self, lanes: Sequence[Lane], is_last: bool) -> None:
         """Complete the slots of lanes, which leave them and end their episodes, or wait.
 
         Args:
             lanes: The lanes.
-            table: What they run.
             is_last: Whether their episodes end there.
 
         """
+        numbers: list[int] = []
         slots: list[int] = []
         lengths: list[int] = []
         starts: list[bool] = []
         for lane in lanes:
-            running = table[lane]
-            slots.append(running.slot)
-            lengths.append(self._row[lane] - running.slot * self._n_timesteps)
-            starts.append(running.steps_before == 0)
-        self.writer.complete(slots, lanes, lengths, starts)
-        for lane in lanes:
-            self._row[lane] = self._spare_row[lane]
-            self._stride[lane] = 0
+            numbers.append(lane.number)
+            slots.append(lane.slot)
+            lengths.append(self._row[lane.number] - lane.slot * self._n_timesteps)
+            starts.append(lane.steps_before == 0)
+        self.writer.complete(slots, numbers, lengths, starts)
+        for number in numbers:
+            self._row[number] = self._spare_row[number]
+            self._stride[number] = 0
         self.n_lanes -= len(lanes)
         if is_last:
-            for lane in lanes:
-                self._running[lane] = -1
-            self._record.lanes_end(lanes, self._entry)
+            for number in numbers:
+                self._running[number] = -1
+            self._record.lanes_end(numbers, self._entry)
             return
         for lane, length in zip(lanes, lengths, strict=True):
-            table[lane].steps_before += length
-        self._record.lanes_pause(lanes, [table[lane].steps_before for lane in lanes])
+            lane.state = State.PARKED
+            lane.chunk += 1
+            lane.steps_before += length
+            self._record.lane_pauses(lane.number, lane.steps_before)
 
-    def abandon(self, lane: int, running: Lane) -> None:
+    def abandon(self, lane: Lane) -> None:
         """Let a lane leave its slot, if it is in one, whose contents are lost."""
-        if running.parked is None:
-            self.writer.abandon(running.slot, self.steps_in_slot(lane, running))
-            self._row[lane] = self._spare_row[lane]
-            self._stride[lane] = 0
+        number = lane.number
+        if lane.state is not State.PARKED:
+            self.writer.abandon(lane.slot, self.steps_in_slot(lane))
+            self._row[number] = self._spare_row[number]
+            self._stride[number] = 0
             self.n_lanes -= 1
-        self._running[lane] = -1
-        self._record.lane_gives_up(lane)
+        self._running[number] = -1
+        self._record.lane_gives_up(number)
 
     def rows_of(self, lanes: Sequence[int]) -> Array:
         """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
@@ -175,23 +187,26 @@ class ActivePlan:
         rows[lanes] = self.rows[lanes]
         return rows
 
-    def steps_in_slot(self, lane: int, running: Lane) -> int:
+    def steps_in_slot(self, lane: Lane) -> int:
         """Rows of its slot that a lane has filled."""
-        steps: int = self._row[lane] - running.slot * self._n_timesteps
+        steps: int = self._row[lane.number] - lane.slot * self._n_timesteps
         return steps
 
-    def full_lanes(self, table: Mapping[int, Lane]) -> list[int]:
-        """The lanes that have filled their slots, ascending."""
-        full: list[int] = []
-        for lane, running in table.items():
-            if running.active is self and running.parked is None:
-                n_steps = self._row[lane] - running.slot * self._n_timesteps
+    def full_lanes(self, running: Iterable[Lane]) -> list[Lane]:
+        """Those of the lanes that run this plan and have filled their slots, ascending."""
+        full: list[Lane] = []
+        for lane in running:
+            if lane.active is self and lane.state is not State.PARKED:
+                n_steps = self._row[lane.number] - lane.slot * self._n_timesteps
                 if n_steps == self._n_timesteps:
                     full.append(lane)
-        return sorted(full)
+        return sorted(full, key=by_number)
 
     @property
     def steps_until_full(self) -> int:
         """Steps until the first slot is full, at most ``n_timesteps``."""
         steps = (self.rows - self._slots * self._n_timesteps) * self.strides
         return self._n_timesteps - int(np.maximum.reduce(steps, initial=0))
+
+
+by_number = attrgetter("number")

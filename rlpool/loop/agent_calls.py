@@ -17,14 +17,12 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.active_plan import ActivePlan
 from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
 from rlpool.loop.fixed_rows import driver_of
+from rlpool.loop.plan import Episode
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.specs import FLAGS, row_specs
-
-Rows = list[tuple[Array, Array]]
-"""Arrays ``[n_lanes, ...]``, each with a copy of a lane's row."""
 
 
 class AgentCalls:
@@ -86,6 +84,16 @@ class AgentCalls:
         self._copies_all = env.shares_current or self.history is not None
         return True
 
+    def begin(self, lanes: Sequence[int], episodes: Sequence[Episode]) -> None:
+        """Let episodes begin with the next call; the lanes show their infos already."""
+        self.driver.start(lanes, self.infos.tensors, episodes)
+        noise, history = self.noise, self.history
+        for lane, episode in zip(lanes, episodes, strict=True) if noise or history else ():
+            if noise is not None and episode.noise is not None:
+                noise.start(lane, episode.noise)
+            if history is not None:
+                history.restart(lane)
+
     def act(
         self,
         active_plans: Sequence[ActivePlan],
@@ -139,7 +147,8 @@ class AgentCalls:
                     np.copyto(buffer, outputs[key])
                     target[rows] = flat_buffer
         if driver.state:
-            driver.commit(None if are_all else lanes)
+            # Lanes that are parked keep their states.
+            driver.commit(None if len(lanes) == self._n_lanes else lanes)
         return outputs
 
     def _copied(
@@ -179,12 +188,3 @@ class AgentCalls:
         """Put back what the agent may have changed in place."""
         for key, array in before.items():
             self.current[key][lanes] = array[lanes]
-
-    def rows_of(self, lane: int) -> Rows:
-        """A lane's rows of the batch: what it shows, then its state."""
-        return rows_of(self._env.current, lane) + rows_of(self.driver.state, lane)
-
-
-def rows_of(arrays: Mapping[str, Array], lane: int) -> Rows:
-    """A lane's row of each array."""
-    return [(array, array[lane].copy()) for array in arrays.values()]

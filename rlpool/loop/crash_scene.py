@@ -47,24 +47,18 @@ class CrashScene:
         """
         self._active, self._shown, self._state = active, shown, state
 
-    def leave_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
-        """Record full slots on the tapes of lanes of one plan, before they leave them.
-
-        Args:
-            lanes: The lanes.
-            table: What they run.
-        """
+    def leave_slots(self, lanes: Sequence[Lane]) -> None:
+        """Record full slots on the tapes of lanes of one plan, before they leave them."""
         if self._env.seeding != "episode":
             return  # it cannot be repeated
-        slots = [table[lane].slot for lane in lanes]
-        plan = table[lanes[0]].active.plan
-        last_rewards = self._env.current[REWARD][list(lanes)]
+        plan = lanes[0].active.plan
+        slots = [lane.slot for lane in lanes]
+        last_rewards = self._env.current[REWARD][[lane.number for lane in lanes]]
         steps = slot_steps(plan.layout, plan.arrays, slots, last_rewards)
-        for number, lane in enumerate(lanes):
-            running, start = table[lane], table[lane].start
-            if start < plan.layout.n_timesteps:
-                chunk = {key: array[number, start:] for key, array in steps.items()}
-                running.tape_so_far.add(chunk, self._most_bytes)
+        for row, lane in enumerate(lanes):
+            if lane.start < plan.layout.n_timesteps:
+                chunk = {key: array[row, lane.start :] for key, array in steps.items()}
+                lane.tape_so_far.add(chunk, self._most_bytes)
 
     def error(
         self,

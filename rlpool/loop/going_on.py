@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import NotRepeatedError, Where
-from rlpool.loop.active_plan import ActivePlan, Lane, Parked
+from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.plan import Episode
 from rlpool.memory.storage import Array
@@ -17,54 +17,50 @@ from rlpool.specs import FLAGS
 
 
 def marked(
-    running_lanes: Mapping[int, Lane], env: VecEnv, state: Mapping[str, Array]
+    running: Iterable[Lane], env: VecEnv, state: Mapping[str, Array]
 ) -> Callable[[], dict[int, Tape]]:
     """Keep what lanes have done between two windows.
 
     Args:
-        running_lanes: What the lanes run.
+        running: The lanes that run episodes; they are parked.
         env: The environments.
         state: Key to array ``[n_lanes, ...]``: the agent's states.
 
     Returns:
         Makes the tapes of these lanes, whatever they have done since.
     """
-    if not running_lanes:
-        return dict
-    shown, states = list(env.current), list(state)
-    kept = [array.copy() for array in (*env.current.values(), *state.values())]
-    lanes: list[tuple[int, Episode, Tape, list[Actions], int, str, Parked]] = []
-    for lane, running in running_lanes.items():
-        tape = running.tape_so_far
+    shown = {key: array.copy() for key, array in env.current.items() if key not in FLAGS}
+    states = {key: array.copy() for key, array in state.items()}
+    lanes: list[tuple[Lane, Episode, Tape, list[Actions], int, str]] = []
+    for lane in running:
+        tape = lane.tape_so_far
         so_far = list(tape.chunks), tape.first_step, tape.lost
-        lanes.append((lane, running.episode, tape, *so_far, running.parked))
+        lanes.append((lane, lane.episode, tape, *so_far))
 
     def tapes() -> dict[int, Tape]:
         made: dict[int, Tape] = {}
-        for lane, episode, tape, chunks, first_step, lost, parked in lanes:
+        for lane, episode, tape, chunks, first_step, lost in lanes:
             so_far = episode.n_restarts, first_step, chunks
-            made[lane] = copy = Tape(tape.seed, tape.options, *so_far, lost=lost)
+            made[lane.number] = copy = Tape(tape.seed, tape.options, *so_far, lost=lost)
             if copy.n_steps:
-                rows = [row for _, row in parked] if parked else [a[lane] for a in kept]
-                observed = dict(zip(shown, rows, strict=False))
-                copy.observation = {k: row for k, row in observed.items() if k not in FLAGS}
-                copy.state = dict(zip(states, rows[len(shown) :], strict=True))
+                copy.observation = {key: array[lane.number] for key, array in shown.items()}
+                copy.state = {key: array[lane.number] for key, array in states.items()}
         return made
 
     return tapes
 
 
-def take_over(
-    active: ActivePlan, table: dict[int, Lane], env: VecEnv, calls: AgentCalls, where: Where
-) -> None:
+def take_over(active: ActivePlan, env: VecEnv, calls: AgentCalls, where: Where) -> list[Lane]:
     """Bring lanes to where another worker was with a plan's episodes.
 
     Args:
         active: The plan, with their tapes.
-        table: Gets what the lanes run now; they are parked.
         env: The environments.
         calls: The agent's calls.
         where: This worker.
+
+    Returns:
+        What the lanes run; they are parked.
 
     Raises:
         EnvError: If an environment does not repeat what it did.
@@ -82,6 +78,7 @@ def take_over(
     able = {n: tape for n, tape in tapes.items() if _can_begin(episodes[n], tape, wheres[n])}
     env.begin_lanes([lane for lane in tapes if lane not in able])
     take_over_together(env, able, wheres, calls.record.steps)
+    taken: list[Lane] = []
     for lane, tape in tapes.items():
         episode = episodes[lane]
         calls.infos.show(plan.agent_info or {}, {lane: episode.number})
@@ -89,8 +86,9 @@ def take_over(
             calls.driver.resume(lane, tape.state, episode)
         else:
             calls.driver.start([lane], calls.infos.tensors, [episode])
-        parked = calls.rows_of(lane)
-        table[lane] = Lane(episode, active, episode.slot, 0, tape.n_steps, parked, tape)
+        n_before = tape.n_steps
+        taken.append(Lane(lane, episode, active, episode.slot, steps_before=n_before, tape=tape))
+    return taken
 
 
 def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:

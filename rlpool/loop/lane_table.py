@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from time import monotonic_ns
 
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where
-from rlpool.loop.active_plan import ActivePlan, Lane
+from rlpool.loop.active_plan import ActivePlan, Lane, State, by_number
 from rlpool.loop.active_plans import ActivePlans
-from rlpool.loop.agent_calls import AgentCalls, rows_of
+from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import rows_repeating
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.going_on import take_over
@@ -19,12 +20,19 @@ from rlpool.memory.storage import Array
 from rlpool.observe.control import WorkerRecord
 from rlpool.specs import row_specs
 
+_UNTIL_FULL = attrgetter("steps_until_full")
+
 
 class LaneTable:
     """The lanes of a rollout, and how they go from one episode and slot to the next.
 
-    A lane is *idle* without an episode. One that runs an episode is *live*: it steps with the
-    batch, in its slot. It is *parked* while its episode goes on and it lacks a slot for that.
+    Lanes do::
+
+        idle --begin--> live --leave the slot at the end of the episode--> idle
+                         |  ^
+            leave the full slot, enter the next one
+                         v  |
+                        parked
 
     Args:
         env: The environments.
@@ -36,12 +44,10 @@ class LaneTable:
 
     Attributes:
         running: Lane to what it runs, of those that are not idle.
+        idle: The lanes that are, ascending.
+        parked: What those run that are parked, likewise.
         live: The lanes that step, ascending.
         live_rows: These rows, and in place of all others the first; ``None`` if no lane is live.
-        waiting: The lanes that are idle or parked, ascending.
-        unsaved: Lanes that are parked, with their rows still in the batch.
-        stepping: Lanes whose step is not finished.
-        restarting: Lanes of a window whose next episode has yet to begin.
         gives_up: Whether a step of any episode is known to fail.
         giving_up: The lanes whose next step is.
         steps_until_full: Lower bound of the steps until a slot is full; 0 if it is not known.
@@ -56,24 +62,27 @@ class LaneTable:
         record: WorkerRecord,
         worker: int,
     ) -> None:
-        self._env, self._calls, self.plans, self._scene = env, calls, plans, scene
+        self._env, self._calls, self._plans, self._scene = env, calls, plans, scene
         self._record, self._worker = record, worker
         self._n_lanes = env.n_lanes
         self.running: dict[int, Lane] = {}
-        self.unsaved: set[int] = set()
-        self.stepping: set[int] = set()
-        self.restarting: list[int] = []
         self.gives_up = False
         self.giving_up: list[int] = []
         self.begin()
 
     def begin(self) -> None:
         """Let no lane be live: plans of another queue come next."""
-        self.waiting = list(range(self._n_lanes))
-        self._waiting_at_stock = list(self.waiting)
+        self._note_waiting()
+        self._at_stock = self.idle, self.parked
         self.live: list[int] = []
         self.live_rows: Array | None = None
         self.steps_until_full = 0
+
+    def _note_waiting(self) -> None:
+        """Find the lanes that are idle, and those that are parked."""
+        self.idle = [lane for lane in range(self._n_lanes) if lane not in self.running]
+        parked = [lane for lane in self.running.values() if lane.state is State.PARKED]
+        self.parked = sorted(parked, key=by_number)
 
     # Plans ---------------------------------------------------------------------------------------
 
@@ -83,7 +92,7 @@ class LaneTable:
         A batch has one set of keys, so ``agent_info`` with others has to wait; and so has a plan
         that begins with a reset of all lanes.
         """
-        plans = self.plans
+        plans = self._plans
         plan = plans.postponed or plans.queue.next_plan()
         plans.postponed = None
         if plan is None:
@@ -101,290 +110,258 @@ class LaneTable:
             self._continue_with(active)
         self.gives_up = self.gives_up or plan.gives_up
         if plan.tapes:
-            take_over(active, self.running, self._env, self._calls, Where(self._worker))
+            for lane in take_over(active, self._env, self._calls, Where(self._worker)):
+                self.running[lane.number] = lane
+            self._note_waiting()
         return active
 
     def _continue_with(self, active: ActivePlan) -> None:
         """Let lanes that are parked go on with the next window, which may have other infos."""
-        rows = {lane: running.episode.number for lane, running in self.running.items()}
-        for running in self.running.values():
-            running.active = active
-            if running.episode.gives_up_at is not None:
+        for lane in self.parked:
+            lane.active = active
+            if lane.episode.gives_up_at is not None:
                 self.gives_up = True  # its reset has failed, behind the last step of a window
+        self._show_infos(active, self.parked)
+        # Their first step has the infos and the parameters of this window.
+        if new := [lane for lane in self.parked if not lane.steps_before]:
+            numbers, episodes = [lane.number for lane in new], [lane.episode for lane in new]
+            self._calls.driver.start(numbers, self._calls.infos.tensors, episodes)
+
+    def _show_infos(self, active: ActivePlan, lanes: Sequence[Lane]) -> None:
+        """Show the agent the ``agent_info`` of those lanes that run a plan."""
+        rows: dict[int, int] = {}
+        for lane in lanes:
+            if lane.active is active:
+                rows[lane.number] = lane.episode.number
         if rows:
             self._calls.infos.show(active.plan.agent_info or {}, rows)
-        # Their first step has the infos and the parameters of this window.
-        if new := [lane for lane, running in self.running.items() if not running.steps_before]:
-            episodes = [self.running[lane].episode for lane in new]
-            self._calls.driver.start(new, self._calls.infos.tensors, episodes)
-            for lane in new:
-                if parked := self.running[lane].parked:
-                    of_env = parked[: len(self._env.current)]
-                    self.running[lane].parked = of_env + rows_of(self._calls.driver.state, lane)
 
     def have_news(self) -> bool:
         """Whether lanes that wait may get something."""
-        plans, have_slots = self.plans, False
+        plans, have_slots = self._plans, False
         for active in plans.active:
             have_slots |= active.plan.has_news()
-        if have_slots or (plans.postponed is None and plans.queue.has_next()):
-            return True
-        return self._env.seeding != "episode" and bool(self._env.ready_lanes(self.waiting))
+        return have_slots or (plans.postponed is None and plans.queue.has_next())
 
     def must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""
-        anew = [active.plan.lacks_slots for active in self.plans.active if active.plan.begins_anew]
-        return any(anew) or len(self.running) + len(self.waiting) > self._n_lanes
+        anew = [active.plan.lacks_slots for active in self._plans.active if active.plan.begins_anew]
+        return any(anew) or bool(self.parked)
 
     def drop(self, cancelled: ActivePlan) -> None:
         """Drop a plan that nobody waits for; its lanes get other work."""
-        for lane, running in list(self.running.items()):
-            if running.active is cancelled:
-                cancelled.abandon(lane, running)
-                del self.running[lane]
-                self.stepping.discard(lane)
-                self.unsaved.discard(lane)
-        self.restarting = [lane for lane in self.restarting if lane in self.running]
-        self.waiting = [n for n in range(self._n_lanes) if not self._is_live(n)]
-        self.plans.drop(cancelled)
+        for lane in list(self.running.values()):
+            if lane.active is cancelled:
+                cancelled.abandon(lane)
+                del self.running[lane.number]
+        self._note_waiting()
+        self._plans.drop(cancelled)
         self.fill()
 
     def begin_again(self, failed: ActivePlan) -> None:
         """Leave all slots: a plan has failed, and episodes of others begin again."""
-        for lane, running in self.running.items():
-            slot = running.slot if running.parked is None else None
-            running.active.abandon(lane, running)
-            if running.active is not failed:
-                running.active.plan.take_back(lane, running.episode, slot, running.chunk)
-        self.clear()
-        self.waiting = list(range(self._n_lanes))
+        for lane in self.running.values():
+            slot = None if lane.state is State.PARKED else lane.slot
+            lane.active.abandon(lane)
+            if lane.active is not failed:
+                lane.active.plan.take_back(lane.number, lane.episode, slot, lane.chunk)
+        self._clear()
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
-        for lane, running in self.running.items():
-            if running.active in self.plans.active:  # otherwise its block is no longer ours
-                running.active.abandon(lane, running)
-        self.clear()
+        for lane in self.running.values():
+            if lane.active in self._plans.active:  # otherwise its block is no longer ours
+                lane.active.abandon(lane)
+        self._clear()
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Let all lanes be idle."""
         self.running.clear()
-        self.unsaved.clear()
-        self.stepping.clear()
-        self.restarting.clear()
+        self._note_waiting()
+
+    # Steps that are not finished -----------------------------------------------------------------
+
+    @property
+    def free(self) -> list[int]:
+        """The live lanes that can take a step: those whose last one is finished."""
+        return [lane for lane in self.live if self.running[lane].state is State.LIVE]
+
+    def finish_steps(self, begun: Sequence[int], ready: Sequence[int]) -> list[int]:
+        """Take note of steps that were begun, and of the lanes that have finished theirs.
+
+        Returns:
+            The latter. A lane may still be stepping for a cancelled plan: it is not among them.
+        """
+        for lane in begun:
+            self.running[lane].state = State.STEPPING
+        mine = {n for n, lane in self.running.items() if lane.state is State.STEPPING}
+        finished = [lane for lane in ready if lane in mine]
+        for lane in finished:
+            self.running[lane].state = State.LIVE
+        self._record.first_steps[list(mine.difference(finished))] += 1  # has yet to be made
+        return finished
 
     # Slots and episodes --------------------------------------------------------------------------
 
     def turn_over(self, ended: Sequence[int]) -> None:
         """Complete full slots and ended episodes, and give their lanes new work."""
-        if ended and self.running[ended[0]].active.restarts:
-            self._restart_when_ready(ended)
-        elif ended:
-            self._leave_slots(ended, is_last=True)
+        if ended:
+            lanes: list[Lane] = []
+            for number in ended:
+                lanes.append(self.running[number])  # noqa: PERF401  (one call less per step)
+            if lanes[0].active.restarts:
+                self._restart(lanes)
+            else:
+                self._leave_slots(lanes, is_last=True)
         if not self.steps_until_full:
-            for active in self.plans.active:
-                full = active.full_lanes(self.running)
-                if full and active.restarts and self._env.seeding != "episode":
-                    full = self._whole_window()
-                if full:
+            for active in self._plans.active:
+                if full := self._full_lanes(active):
                     self._leave_slots(full, is_last=False)
-        for active in self.plans.active:
+        for active in self._plans.active:
             active.plan.flush()
         self.fill()
 
-    def _whole_window(self) -> list[int]:
-        """All lanes: a window is over for those as well that have restarted, and did less."""
-        live = [lane for lane in self.live if lane in self.running]
-        for lane in live:
-            # The step in which one restarts may be written already.
-            running = self.running[lane]
-            n_steps = running.active.steps_in_slot(lane, running)
-            running.active.writer.abandon(running.slot, n_steps)
-        return live
+    def _full_lanes(self, active: ActivePlan) -> list[Lane]:
+        """The lanes of a plan that leave their slots now, in the middle of episodes."""
+        return active.full_lanes(self.running.values())
 
-    def _leave_slots(self, lanes: Sequence[int], is_last: bool) -> None:
+    def _leave_slots(self, lanes: Sequence[Lane], is_last: bool) -> None:
         """Complete slots; their lanes become idle, or parked if the episodes continue."""
-        table, active_plans = self.running, self.plans.active
+        active_plans = self._plans.active
         for active in active_plans:
             mine = lanes
             if len(active_plans) > 1:
-                mine = [n for n in lanes if (running := table.get(n)) and running.active is active]
+                mine = [lane for lane in lanes if lane.active is active]
                 if not mine:
                     continue
-            if not is_last:
-                self._scene.leave_slots(mine, table)
-            active.leave_slots(mine, table, is_last)
-            self.waiting += mine
             chunks: list[Chunk] = []
             for lane in mine:
-                running = table[lane]
-                chunks.append((running.episode.number, running.slot, running.chunk, is_last))
-                if is_last:
-                    del table[lane]
-                else:
-                    running.chunk += 1
-                    running.parked = []
-                    self.unsaved.add(lane)
+                chunk = lane.episode.number, lane.slot, lane.chunk, is_last
+                chunks.append(chunk)
+            if not is_last:
+                self._scene.leave_slots(mine)
+            active.leave_slots(mine, is_last)
+            if is_last:
+                numbers: list[int] = []
+                for lane in mine:
+                    numbers.append(lane.number)
+                    del self.running[lane.number]
+                self.idle = self.idle + numbers
+            else:
+                self.parked = [*self.parked, *mine]
             active.plan.take_chunks(chunks)
 
     def fill(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
-        starting: dict[int, Lane] = {}
+        starting: list[Lane] = []
         self._deal(starting)
         # Every lane is asked about every plan: only then it is known when a plan is over.
-        while len(self.running) < self._n_lanes and self.bind_next() is not None:
+        while self.idle and self.bind_next() is not None:
             self._deal(starting)
         if starting:
+            starting.sort(key=by_number)  # plans may have been asked in turns
             self._begin_episodes(starting)
-        for active in self.plans.active:
+        for active in self._plans.active:
             if not active.n_lanes:
-                self.plans.drop_finished()
+                self._plans.drop_finished()
                 break
         # Usually the lanes that ended start again. Then nothing else changes, and
         # steps_until_full remains a lower bound.
-        if self.waiting != self._waiting_at_stock or not self.steps_until_full:
+        if (self.idle, self.parked) != self._at_stock or not self.steps_until_full:
             self._take_stock()
 
-    def _deal(self, starting: dict[int, Lane]) -> None:
-        """Deal out what there is to waiting lanes; notes those that start an episode."""
-        table, idle = self.running, self.waiting
-        others: list[int] = []
-        if len(table) + len(idle) > self._n_lanes:
-            idle, others = self._enter_next_slots()
-        if self._env.seeding != "episode":
-            ready = set(self._env.ready_lanes(idle))
-            others += [lane for lane in idle if lane not in ready]
-            idle = [lane for lane in idle if lane in ready]
-        for active in self.plans.active if idle else ():
-            episodes = active.plan.next_episodes(idle)
-            if episodes:
-                for lane, episode in episodes.items():
-                    starting[lane] = table[lane] = Lane(episode, active, episode.slot)
-                active.enter_slots(list(episodes), table)
-                if len(episodes) == len(idle):
-                    idle = []
-                    break  # usually: every lane that ended begins again
-                idle = [lane for lane in idle if lane not in episodes]
-        self.waiting = sorted(others + idle)
+    def _deal(self, starting: list[Lane]) -> None:
+        """Deal out what there is to waiting lanes; notes those that start an episode.
 
-    def _enter_next_slots(self) -> tuple[list[int], list[int]]:
-        """Let parked lanes go on in their next slots, if there are any.
-
-        They come before the others: a slot that one of them lacks may hold up all others.
-
-        Returns:
-            The lanes that are idle, and those that stay parked.
+        Lanes that have waited before come first, and parked lanes before all others: a slot that
+        one of them lacks may hold up everybody.
         """
-        table, noise = self.running, self._calls.noise
-        idle = [lane for lane in self.waiting if lane not in table]
-        parked = [lane for lane in self.waiting if lane in table]
-        for active in self.plans.active:
-            mine = [lane for lane in parked if table[lane].active is active]
-            slots = active.plan.next_slots(mine) if mine else {}
-            for lane, slot in slots.items():
-                running = table[lane]
-                for array, row in running.parked or ():
-                    array[lane] = row
-                running.slot, running.parked = slot, None
-                if noise is not None and running.episode.noise is not None:
-                    noise.start(lane, running.episode.noise, running.steps_before)
+        if self.parked:
+            self._enter_next_slots()
+        for active in self._plans.active if self.idle else ():
+            episodes = active.plan.next_episodes(self.idle)
+            if not episodes:
+                continue
+            begun: list[Lane] = []
+            for number, episode in episodes.items():
+                self.running[number] = lane = Lane(number, episode, active, episode.slot)
+                begun.append(lane)
+            active.enter_slots(begun)
+            starting += begun
+            if len(begun) == len(self.idle):
+                self.idle = []
+                break  # usually: every lane that ended begins again
+            self.idle = [lane for lane in self.idle if lane not in episodes]
+        self.idle = sorted(self.idle)
+
+    def _enter_next_slots(self) -> None:
+        """Let parked lanes go on in their next slots, if there are any."""
+        noise = self._calls.noise
+        for active in self._plans.active:
+            mine = {lane.number: lane for lane in self.parked if lane.active is active}
+            slots = active.plan.next_slots(list(mine)) if mine else {}
+            for number, slot in slots.items():
+                lane = mine[number]
+                lane.slot = slot
+                if noise is not None and lane.episode.noise is not None:
+                    noise.start(number, lane.episode.noise, lane.steps_before)
             if slots:
-                self.unsaved.difference_update(slots)
-                active.enter_slots(list(slots), table)
-                parked = [lane for lane in parked if lane not in slots]
-        return idle, parked
+                active.enter_slots([mine[number] for number in slots])
+                self.parked = [lane for lane in self.parked if lane.number not in slots]
+        self.parked = sorted(self.parked, key=by_number)
 
-    def save_parked(self) -> None:
-        """Save the rows of the batch of parked lanes, which a step of others may overwrite."""
-        for lane in self.unsaved.intersection(self.running):
-            self.running[lane].parked = self._calls.rows_of(lane)
-        self.unsaved.clear()
-
-    def _restart_when_ready(self, lanes: Sequence[int]) -> None:
-        """Start the next episodes of lanes that stay in their slots, as soon as they can."""
-        ready = self._env.ready_lanes(lanes)
-        if len(ready) < len(lanes):
-            self.restarting += [lane for lane in lanes if lane not in ready]
-        if ready:
-            self._restart(ready)
-
-    def take_back_restarts(self) -> None:
-        """Let lanes write over the step that they just made: it was none of an episode."""
-        restarting, self.restarting = self.restarting, []
-        for lane in restarting:
-            self.running[lane].active.rows[lane] -= 1
-        self._restart_when_ready(restarting)
-
-    def _restart(self, lanes: Sequence[int]) -> None:
+    def _restart(self, lanes: Sequence[Lane]) -> None:
         """Start the next episodes of lanes that stay in their slots."""
-        self.running[lanes[0]].active.restart_in_slots(lanes, self.running)
-        self._begin_episodes({lane: self.running[lane] for lane in lanes})
+        lanes[0].active.restart_in_slots(lanes)
+        self._begin_episodes(lanes)
 
-    def _begin_episodes(self, starting: dict[int, Lane]) -> None:
-        """Reset lanes and let the agent begin there."""
-        lanes = sorted(starting)  # plans may have been asked in turns
+    def _begin_episodes(self, lanes: Sequence[Lane]) -> None:
+        """Reset lanes, ascending, and let the agent begin there."""
+        calls, record = self._calls, self._record
+        numbers: list[int] = []
         episodes: list[Episode] = []
+        able: list[int] = []  # whose reset is not known to fail
         seeds: list[int] = []
         options: list[Options] = []
         for lane in lanes:
-            episode = starting[lane].episode
+            episode = lane.episode
+            numbers.append(lane.number)
             episodes.append(episode)
-            seeds.append(episode.seed)
-            options.append(episode.options)
-        record = self._record
+            if episode.gives_up_at != -1:
+                able.append(lane.number)
+                seeds.append(episode.seed)
+                options.append(episode.options)
         record.env_ns[0] -= monotonic_ns()
         if self.gives_up:
             self.steps_until_full = 0  # take stock
-            self._reset_those_that_can(episodes, lanes)
-        else:
-            self._env.reset_lanes(lanes, seeds, options)
-        record.env_ns[0] += monotonic_ns()
-        for active in self.plans.active if self._calls.infos.arrays else ():
-            mine = {n: r.episode.number for n, r in starting.items() if r.active is active}
-            if mine:
-                self._calls.infos.show(active.plan.agent_info or {}, mine)
-        calls = self._calls
-        calls.driver.start(lanes, calls.infos.tensors, episodes)
-        if calls.noise is not None:
-            for lane, episode in zip(lanes, episodes, strict=True):
-                if episode.noise is not None:
-                    calls.noise.start(lane, episode.noise)
-        if calls.history is not None:
-            for lane in lanes:
-                calls.history.restart(lane)
-
-    def _reset_those_that_can(self, episodes: Sequence[Episode], lanes: Sequence[int]) -> None:
-        """Reset lanes but those whose reset is known to fail."""
-        pairs = list(zip(lanes, episodes, strict=True))
-        self._env.begin_lanes([lane for lane, episode in pairs if episode.gives_up_at == -1])
-        able = [(lane, episode) for lane, episode in pairs if episode.gives_up_at != -1]
+            self._env.begin_lanes([lane for lane in numbers if lane not in able])
         if able:
-            seeds = [episode.seed for _, episode in able]
-            options = [episode.options for _, episode in able]
-            self._env.reset_lanes([lane for lane, _ in able], seeds, options)
-
-    def _is_live(self, lane: int) -> bool:
-        running = self.running.get(lane)
-        return running is not None and running.parked is None
+            self._env.reset_lanes(able, seeds, options)
+        record.env_ns[0] += monotonic_ns()
+        for active in self._plans.active if calls.infos.arrays else ():
+            self._show_infos(active, lanes)
+        calls.begin(numbers, episodes)
 
     def _take_stock(self) -> None:
         """Find the lanes that step, and the number of steps until the first slot is full."""
-        self._waiting_at_stock = list(self.waiting)
-        self.live = sorted(set(range(self._n_lanes)).difference(self.waiting))
+        self._at_stock = self.idle, self.parked
+        live = set(range(self._n_lanes)).difference(self.idle)
+        for lane in self.parked:
+            live.discard(lane.number)
+        self.live = sorted(live)
         self.live_rows = rows_repeating(self.live, self._n_lanes) if self.live else None
-        self.steps_until_full = min((b.steps_until_full for b in self.plans.active), default=0)
+        self.steps_until_full = min(map(_UNTIL_FULL, self._plans.active), default=0)
         if self.gives_up:
             self._find_given_up()
 
     def _find_given_up(self) -> None:
         """Find the lanes whose next step is known to fail, and when others get there."""
         self.giving_up = []
-        for lane in self.live:
-            running = self.running[lane]
-            if running.episode.gives_up_at is not None:
-                n_steps = running.steps_before + running.active.steps_in_slot(lane, running)
-                n_left = max(running.episode.gives_up_at, 0) - n_steps
+        for number in self.live:
+            lane = self.running[number]
+            if lane.episode.gives_up_at is not None:
+                n_left = max(lane.episode.gives_up_at, 0) - lane.steps
                 if n_left <= 0:
-                    self.giving_up.append(lane)
+                    self.giving_up.append(number)
                 else:
                     self.steps_until_full = min(self.steps_until_full, n_left)

@@ -33,6 +33,7 @@ from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.going_on import marked
 from rlpool.loop.lane_table import LaneTable
 from rlpool.loop.plan import PlanQueue
+from rlpool.loop.self_restarting import SelfRestartingLanes
 from rlpool.memory.storage import Array
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
@@ -68,8 +69,9 @@ class Rollout:
         self._record.begin_lanes(env.n_lanes)
         self._calls = AgentCalls(agent, env, self._record, agent_rows)
         self._plans = ActivePlans(env, self._calls, self._record)
+        kind = LaneTable if env.seeding == "episode" else SelfRestartingLanes
         context = self._calls, self._plans, self._scene, self._record, worker
-        self._lanes = LaneTable(env, *context)
+        self._lanes = kind(env, *context)
 
     @torch.inference_mode()
     def probe(
@@ -138,9 +140,7 @@ class Rollout:
     def _go_on(self) -> None:
         """Step until there is no further plan."""
         lanes, plans, env = self._lanes, self._plans, self._env
-        waits_for_all = env.min_ready is None or self._calls.history is not None
-        step = self._step if waits_for_all else self._step_some
-        steps_all_lanes = env.steps_all_lanes
+        self._waits_for_all = env.min_ready is None or self._calls.history is not None
         if not plans.active:
             lanes.bind_next()
         lanes.fill()
@@ -149,13 +149,14 @@ class Rollout:
                 if active.plan.cancelled[0]:
                     lanes.drop(active)
                     break
-            if lanes.live and not (steps_all_lanes and lanes.waiting and lanes.must_wait()):
-                step()
-                if lanes.waiting and lanes.have_news():
+            all_step = not lanes.idle and not lanes.parked
+            if lanes.live and (all_step or not env.steps_all_lanes or not lanes.must_wait()):
+                self._step()
+                if (lanes.idle or lanes.parked) and lanes.have_news():
                     lanes.fill()
             elif plans.wait() or lanes.bind_next() is not None:
                 lanes.fill()
-            elif plans.active and self._advance():
+            elif plans.active and env.advance():
                 self._record.steps[0] += 1
                 lanes.fill()
             elif plans.active:
@@ -163,18 +164,13 @@ class Rollout:
             else:
                 return
 
-    def _advance(self) -> bool:
-        """See ``VecEnv.advance``."""
-        self._lanes.save_parked()
-        return self._env.advance()
-
     def mark(self) -> Callable[[], dict[int, Tape]]:
         """Between windows: keep what lanes have done that go on with the next one.
 
         Returns:
             Makes the tapes of these lanes, whatever the rollout has done since.
         """
-        return marked(self._lanes.running, self._env, self._calls.driver.state)
+        return marked(self._lanes.running.values(), self._env, self._calls.driver.state)
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
@@ -183,69 +179,61 @@ class Rollout:
     # Steps ---------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Step all live lanes together."""
-        lanes, record, active_plans = self._lanes, self._record, self._plans.active
-        live = lanes.live
-        if lanes.unsaved:
-            lanes.save_parked()
-        outputs = self._calls.act(active_plans, live, lanes.live_rows)
-        record.env_ns[0] -= monotonic_ns()
-        if lanes.giving_up:
-            ended = self._step_and_give_up(outputs)
-        else:
-            ended = self._env.step_lanes(live, outputs)
-        record.env_ns[0] += monotonic_ns()
-        record.n_steps[0] += len(live)
-        for active in active_plans:
-            for target, source in active.writer.after:
-                target[active.rows] = source
-            np.add(active.rows, active.strides, out=active.rows)
-        if lanes.restarting:
-            lanes.take_back_restarts()
-        record.steps[0] += 1
-        lanes.steps_until_full -= 1
-        if ended or not lanes.steps_until_full:
-            lanes.turn_over(ended)
+        """Step all live lanes together, or those that are free, without waiting for slow ones.
 
-    def _step_and_give_up(self, outputs: Mapping[str, Array]) -> list[int]:
-        """Step lanes but those whose step is known to fail, which are truncated instead."""
-        giving_up, self._lanes.giving_up = self._lanes.giving_up, []
-        others = [lane for lane in self._lanes.live if lane not in giving_up]
-        ended = self._env.step_lanes(others, outputs) if others else []
-        self._env.truncate_lanes(giving_up, outputs)
-        return sorted([*ended, *giving_up])
-
-    def _step_some(self) -> None:
-        """Step the lanes that are ready, without waiting for slow ones.
-
-        Every lane keeps its row of the batch, its noise and its state. Rows of lanes that are
-        stepping go to the spare slot. So episodes have the same bits as with ``_step``, whichever
-        lanes are ready at the same time.
+        In either case every lane keeps its row of the batch, its noise and its state, and rows of
+        lanes that do not take this step go to the spare slot. So episodes have the same bits,
+        whichever lanes are ready at the same time.
         """
-        env, lanes, record, active_plans = self._env, self._lanes, self._record, self._plans.active
-        free = [lane for lane in lanes.live if lane not in lanes.stepping]
-        if lanes.unsaved:
-            lanes.save_parked()
-        outputs = self._calls.act(active_plans, free) if free else {}
+        lanes, record, active_plans = self._lanes, self._record, self._plans.active
+        live = free = stepped = lanes.live
+        if self._waits_for_all:
+            outputs = self._calls.act(active_plans, live, lanes.live_rows)
+        else:
+            free = lanes.free
+            outputs = self._calls.act(active_plans, free) if free else {}
         record.env_ns[0] -= monotonic_ns()
-        ready = env.step_some(env.min_ready or 1, free, outputs)
+        if self._waits_for_all and not lanes.giving_up:
+            ended = self._env.step_lanes(live, outputs)
+        else:
+            stepped, ended = self._step_some(free, outputs)
         record.env_ns[0] += monotonic_ns()
-        lanes.stepping.update(free)
-        # A lane may still be stepping for a cancelled plan.
-        ready = [lane for lane in ready if lane in lanes.stepping]
-        lanes.stepping.difference_update(ready)
-        record.first_steps[list(lanes.stepping)] += 1  # these have not made this step yet
-        record.n_steps[0] += len(ready)
+        record.n_steps[0] += len(stepped)
         for active in active_plans:
-            rows = active.rows_of(ready)
+            all_step = stepped is live
+            rows = active.rows if all_step else active.rows_of(stepped)
             for target, source in active.writer.after:
                 target[rows] = source
-            active.rows[ready] += active.strides[ready]
+            if all_step:
+                np.add(active.rows, active.strides, out=active.rows)
+            else:
+                active.rows[stepped] += active.strides[stepped]
         record.steps[0] += 1
         lanes.steps_until_full -= 1
-        ended = [lane for lane in ready if env.current["done"][lane]]
         if ended or not lanes.steps_until_full:
             lanes.turn_over(ended)
+
+    def _step_some(
+        self, free: Sequence[int], outputs: Mapping[str, Array]
+    ) -> tuple[list[int], list[int]]:
+        """Step free lanes but those whose step is known to fail, which are truncated instead.
+
+        Returns:
+            The lanes that have finished a step, and those of them whose episodes ended with it.
+        """
+        env, lanes = self._env, self._lanes
+        giving_up, lanes.giving_up = lanes.giving_up, []
+        others = [lane for lane in free if lane not in giving_up]
+        if self._waits_for_all:
+            stepped = lanes.live
+            ended = env.step_lanes(others, outputs) if others else []
+        else:
+            ready = env.step_some(env.min_ready or 1, others, outputs)
+            stepped = sorted([*lanes.finish_steps(others, ready), *giving_up])
+            ended = [lane for lane in stepped if env.current["done"][lane]]
+        if giving_up:
+            env.truncate_lanes(giving_up, outputs)
+        return stepped, sorted({*ended, *giving_up})
 
     # Failures ------------------------------------------------------------------------------------
 
@@ -264,17 +252,18 @@ class Rollout:
 
         The agent is called again, with fewer lanes.
         """
-        table = self._lanes.running
-        running = {lane: table[lane] for lane in error.lanes if lane in table}
+        running = self._lanes.running
+        lanes = [running[lane] for lane in error.lanes if lane in running]
         groups = [
-            [n for n, r in running.items() if r.active is active] for active in self._plans.active
+            [lane.number for lane in lanes if lane.active is active]
+            for active in self._plans.active
         ]
         groups = [group for group in groups if group]
         if not groups:
             return error.lane, True
         if error.call == "agent":
             before = self._scene.before_the_call(self._calls.current)
-            self._calls.restore(before, list(running))
+            self._calls.restore(before, [lane.number for lane in lanes])
         return failing_lane(groups, partial(self._calls.fails_for, error.call))
 
     def _failure(self, error: LaneError, lane: int, is_known: bool) -> WorkerError:
@@ -282,9 +271,9 @@ class Rollout:
         running = self._lanes.running.get(lane)
         if running is None:
             return env_error(error, Where(self._worker, lane))
-        episode, row = running.episode, running.active.steps_in_slot(lane, running)
-        step = running.steps_before + row
-        where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
+        episode, row = running.episode, running.active.steps_in_slot(running)
+        rest = episode.number, running.steps, episode.seed, episode.options
+        where = Where(self._worker, lane, *rest)
         infos = running.active.plan.agent_info or {}, self._calls.infos.arrays
         failure = self._scene.error(error, where, infos, running, row)
         if is_known:

@@ -159,25 +159,23 @@ class WorkerRecord:
 
     # What lanes do ------------------------------------------------------------------------------
 
-    def lanes_begin(
-        self,
-        lanes: Sequence[int],
-        request: int,
-        episodes: Sequence[int],
-        n_steps: Sequence[int],
-    ) -> None:
-        """Lanes begin episodes of a request, or go on with them after so many steps."""
+    def lanes_begin(self, request: int, begun: Sequence[tuple[int, int, int]]) -> None:
+        """Lanes begin episodes of a request, or go on with them.
+
+        Args:
+            request: Number of the request.
+            begun: Of each lane its number, that of its episode, and the steps made before.
+        """
         n_so_far = self.steps[0]
-        for lane, episode, n_before in zip(lanes, episodes, n_steps, strict=True):
+        for lane, episode, n_before in begun:
             self._request[lane] = request
             self._first_step[lane] = n_so_far - n_before
             self._pause[lane] = 0
             self._episode[lane] = episode + 1
 
-    def lanes_pause(self, lanes: Sequence[int], n_steps: Sequence[int]) -> None:
-        """Lanes wait after so many steps of their episodes."""
-        for lane, n_before in zip(lanes, n_steps, strict=True):
-            self._pause[lane] = n_before + 1
+    def lane_pauses(self, lane: int, n_steps: int) -> None:
+        """A lane waits after so many steps of its episode."""
+        self._pause[lane] = n_steps + 1
 
     def lanes_end(self, lanes: Sequence[int], entry: int) -> None:
         """Lanes have completed their episodes, of the request that is counted at ``entry``."""
