@@ -54,10 +54,11 @@ class AgentCalls:
         self.current: dict[str, Array] = {}
         self._sources: list[Array] = []  # of what is written, all rewritten in place
 
-    def probe(self, seed: int, options: Sequence[Options]) -> StepSpecs:
+    def probe(self, seed: int, options: Sequence[Options], resets: bool) -> StepSpecs:
         """Determine the keys of a step, see ``rlpool.loop.probe``."""
         noise = None if self.noise is None else self.noise.tensor
-        steps = probe(self._env, self.driver, seed, options, self.infos.tensors, noise)
+        shown = self.infos.tensors, noise
+        steps = probe(self._env, self.driver, seed, options, *shown, resets)
         self.history = History(steps) if steps.wants_history else None
         return steps
 

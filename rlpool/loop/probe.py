@@ -24,6 +24,7 @@ def probe(
     options: Sequence[Options],
     agent_info: DictTensor | None,
     noise: torch.Tensor | None,
+    resets: bool = True,
 ) -> StepSpecs:
     """Reset all lanes and call the agent, to learn keys, shapes and dtypes.
 
@@ -34,14 +35,21 @@ def probe(
         options: Options of each lane's reset.
         agent_info: ``[n_lanes, ...]`` or ``None``.
         noise: ``[n_lanes, n_noise]`` or ``None``.
+        resets: Whether to reset all lanes. If not, one is reset, and only if nothing else shows
+            what it observes; the agent is shown what is there.
 
     Raises:
         LaneError: If the user's code fails, or the actions do not fit the action space.
         SpecError: If keys collide.
     """
     lanes = range(env.n_lanes)
-    env.begin_anew()
-    env.reset_lanes(lanes, [seed] * env.n_lanes, options)
+    if resets:
+        env.begin_anew()
+        env.reset_lanes(lanes, [seed] * env.n_lanes, options)
+    else:
+        if env.columns is None:
+            env.reset_lanes([0], [seed], options[:1])
+        env.begin_lanes(lanes)
     leaves = env.action_leaves  # some are only known after a reset
     if leaves is not None:
         env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})

@@ -75,7 +75,11 @@ class Rollout:
 
     @torch.inference_mode()
     def probe(
-        self, seed: int, options: Sequence[Options], agent_info: dict[str, Array] | None
+        self,
+        seed: int,
+        options: Sequence[Options],
+        agent_info: dict[str, Array] | None,
+        resets: bool = True,
     ) -> StepSpecs:
         """Determine the keys of a step, see ``rlpool.loop.probe``.
 
@@ -90,7 +94,7 @@ class Rollout:
         infos.show(agent_info or {}, {lane: lane for lane in range(env.n_lanes)})
         steps = None
         try:
-            steps = self._calls.probe(seed, options)
+            steps = self._calls.probe(seed, options, resets)
         except LaneError as error:
             lane = error.lane
             where = Where(self._worker, lane, lane, 0, seed, options[lane])

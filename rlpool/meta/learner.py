@@ -17,7 +17,7 @@ from rlpool.machine.arguments import refuse_other_states, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.startup import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
-from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, RowsEnv
+from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan
 from rlpool.meta.storing import store_into
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
@@ -108,7 +108,7 @@ def collect_rollouts_parallel(
     n_rollouts = _number_of_rollouts(num_rollouts, rollouts_per_task, tasks)
     agent = _agent(learner, lanes, arch, random_actions)
     # Random actions depend on no other row: no more rows are needed than there are lanes.
-    rows = RowsEnv(lanes, lanes.n_lanes if random_actions else max(lanes.n_lanes, n_rows))
+    n_rows = lanes.n_lanes if random_actions else max(lanes.n_lanes, n_rows)
     lengths: list[int] = []
 
     def deliver(columns: RolloutColumns, task: Any) -> None:
@@ -119,8 +119,8 @@ def collect_rollouts_parallel(
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
     try:
-        drawn = _draw_episodes(learner, n_rollouts, rollouts_per_task, tasks, rows.n_lanes)
-        _run(drawn, agent, rows, deliver)
+        drawn = _draw_episodes(learner, n_rollouts, rollouts_per_task, tasks, lanes.n_lanes)
+        _run(drawn, Rollout(agent, lanes, agent_rows=n_rows), lanes, deliver)
     except (EnvError, AgentError) as error:
         raise _placed(error, lanes) from error.__cause__
     return sum(lengths)
@@ -231,15 +231,16 @@ def _number_of_rollouts(n_rollouts: Any, per_task: Any, tasks: Sequence[Any] | N
     return n_all
 
 
-def _run(drawn: _Drawn, agent: Agent, rows: RowsEnv, deliver: Deliver) -> None:
+def _run(drawn: _Drawn, rollout: Rollout, lanes: VecEnv, deliver: Deliver) -> None:
     """Run rollouts, and deliver those that are complete even if one fails."""
     root, episodes, keys = drawn
-    rollout = Rollout(agent, rows)
     options = episodes[0].options if episodes else None
-    steps = rollout.probe(probe_seed(root), [options] * rows.n_lanes, None)
-    horizon = int(getattr(rows.lanes, "horizon_bamdp", None) or MAX_CHUNK)
-    layout = Layout(steps, rows.n_lanes, min(horizon, MAX_CHUNK), 1)
-    plan = RolloutPlan(layout, rows, episodes, keys, deliver)
+    # Environments see one reset per rollout, unless only another one can show what they observe.
+    steps = rollout.probe(probe_seed(root), [options] * lanes.n_lanes, None, resets=False)
+    horizon = int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK)
+    layout = Layout(steps, lanes.n_lanes, min(horizon, MAX_CHUNK), 1)
+    observed = list(lanes.columns.observed) if lanes.columns is not None else []
+    plan = RolloutPlan(layout, observed, episodes, keys, deliver)
     try:
         rollout.run(OnePlan(plan))
     finally:
@@ -247,7 +248,7 @@ def _run(drawn: _Drawn, agent: Agent, rows: RowsEnv, deliver: Deliver) -> None:
 
 
 def _draw_episodes(
-    learner: Any, n_rollouts: int, per_task: int | None, tasks: Sequence[Any] | None, n_rows: int
+    learner: Any, n_rollouts: int, per_task: int | None, tasks: Sequence[Any] | None, n_lanes: int
 ) -> _Drawn:
     """Root, episodes and the keys of their noise; the learner remembers how many were drawn."""
     root, collection, n_before = _drawn(learner)
@@ -260,7 +261,10 @@ def _draw_episodes(
             draws = [i // per_task for i in range(n_rollouts)]
         options = [{TASK_OPTION: tasks[draw]} for draw in draws]
     seeds = episode_seeds(root, n_before, n_rollouts)
-    episodes = [Episode(i, seeds[i], options[i], None, i % n_rows) for i in range(n_rollouts)]
+    episodes = [
+        Episode(i, seeds[i], options[i], None, i % n_lanes, running_number=i)
+        for i in range(n_rollouts)
+    ]
     return root, episodes, noise_keys(root, n_before, n_rollouts)
 
 
@@ -339,11 +343,9 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
 
 
 def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
-    """The error of an environment or agent, with the lane instead of the row of the batch."""
+    """The error of an environment or agent, with the advice of a learner."""
     is_remote = isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager)
     where = error.where if is_remote else error.where._replace(worker=None)
-    if where.episode is not None:
-        where = where._replace(lane=where.episode % lanes.n_lanes)
     advice = _ADVICE_WITH_TASK if TASK_OPTION in (where.env_info or {}) else _ADVICE
     fix = advice.get(error.reason, error.own_fix)
     here = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT
