@@ -121,9 +121,9 @@ class ClusterDispatcher(RequestQueue):
 
     def resume(self) -> None:
         """Let the next window bring all nodes to where the tapes of its lanes end."""
-        homes = self._nodes.homes
-        for part in range(homes.n_parts):
-            homes.move(part)
+        assignment = self._nodes.assignment
+        for part in range(assignment.n_parts):
+            assignment.move(part)
 
     def wait_until(
         self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
@@ -289,7 +289,7 @@ class ClusterDispatcher(RequestQueue):
         if report.step is not None:
             self._agree_on(report.step, report.name)
         self.n_lanes = report.n_lanes
-        self._n_slots = self._n_slots or self._nodes.homes.n_parts * self._part_size
+        self._n_slots = self._n_slots or self._nodes.assignment.n_parts * self._part_size
 
     def _agree_on(self, step: StepSpecs, name: str) -> None:
         """Learn from a node what a step consists of, or see that all agree on it.
@@ -342,7 +342,9 @@ class ClusterDispatcher(RequestQueue):
             self._queued.popleft()
             try:
                 if isinstance(request, Divided):
-                    request.begin(self._nodes.homes, self._part_size, self.n_lanes, self._specs)
+                    request.begin(
+                        self._nodes.assignment, self._part_size, self.n_lanes, self._specs
+                    )
             except RlpoolError as error:
                 request.error = error
             else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlpool.batch.requests import Request
-from rlpool.cluster.homes import Homes
+from rlpool.cluster.assignment import Assignment
 from rlpool.cluster.requests import Flight
 from rlpool.cluster.same_bits import check_alike
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome
@@ -97,7 +97,7 @@ class Nodes:
 
     Attributes:
         states: Those that have joined, by number.
-        homes: Which of them has which lanes of windows.
+        assignment: Which of them has which lanes of windows.
         is_undisturbed: See ``Request.is_reproducible``.
         has_started: Whether all nodes that were expected have joined.
     """
@@ -106,7 +106,7 @@ class Nodes:
         self, transport: Transport, setup: NodeSetup, owner: Owner, require_same_bits: bool
     ) -> None:
         self.states: dict[int, NodeState] = {}
-        self.homes = Homes(transport.n_expected)
+        self.assignment = Assignment(transport.n_expected)
         self.is_undisturbed = True
         self.has_started = False
         self._transport = transport
@@ -148,7 +148,7 @@ class Nodes:
         self._left.pop(number, None)
         self._n_failed_starts[number] = 0
         self.states[number] = NodeState(report)
-        self.homes.join(number)
+        self.assignment.join(number)
         self.has_started = self.has_started or len(self.states) == self._transport.n_expected
         if self.has_started:
             self._alone_s = None
@@ -230,7 +230,7 @@ class Nodes:
         _LOG.warning("%s (%s): others try the same episodes", error.what, error.where)
         self._suspected.update(dict.fromkeys(shards, number))
         self._transport.cancel(number, list(node.flights))
-        self.homes.leave(number, error)
+        self.assignment.leave(number, error)
         flights, node.flights = node.flights, {}
         for flight in flights.values():
             self._owner.lose(flight, error)
@@ -251,7 +251,7 @@ class Nodes:
         self._suspected = {shard: n for shard, n in suspected if shard[0] in running}
         usable = self.states.keys() - self._suspects or set(self.states)
         for number in usable:
-            self.homes.join(number)  # unless it has
+            self.assignment.join(number)  # unless it has
             if (given_up := self.states[number].given_up) is not None:
                 self._refuse(number, given_up)
         return [number for number in self.states if number in usable]
@@ -299,7 +299,7 @@ class Nodes:
         if node is None:
             return 0
         self.is_undisturbed = False
-        self.homes.leave(number, error)
+        self.assignment.leave(number, error)
         for flight in node.flights.values():
             self._owner.lose(flight, error)
         self._n_failures += node.look.n_restarts

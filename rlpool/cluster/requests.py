@@ -11,7 +11,7 @@ import numpy as np
 
 from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest, part_of
 from rlpool.batch.shares import Shares
-from rlpool.cluster.homes import Homes
+from rlpool.cluster.assignment import Assignment
 from rlpool.cluster.shards import (
     EpisodeShard,
     PolicyAt,
@@ -31,11 +31,13 @@ class Divided(Request):
     """A request whose rows are run in parts."""
 
     @abstractmethod
-    def begin(self, homes: Homes, part_size: int, n_lanes: int, step: StepSpecs | None) -> None:
+    def begin(
+        self, assignment: Assignment, part_size: int, n_lanes: int, step: StepSpecs | None
+    ) -> None:
         """Prepare to be run by nodes.
 
         Args:
-            homes: Which node runs which part of all lanes.
+            assignment: Which node runs which part of all lanes.
             part_size: Lanes of a part.
             n_lanes: Lanes of a worker.
             step: What a step consists of, if it is known.
@@ -118,14 +120,16 @@ class DividedEpisodes(EpisodeRequest, Divided):
         """See ``Divided``."""
         return self.n_rows - self._next + sum(len(rows) for rows in self._again)
 
-    def begin(self, homes: Homes, part_size: int, n_lanes: int, step: StepSpecs | None) -> None:
+    def begin(
+        self, assignment: Assignment, part_size: int, n_lanes: int, step: StepSpecs | None
+    ) -> None:
         """See ``Divided``.
 
         Which of several nodes runs a fixed part depends on time, and unseeded lanes on the node.
         """
         if step is None or step.resets_together:
-            self.is_reproducible = homes.n_parts == 1
-            self.part_size = -(-self.n_rows // (homes.n_parts * n_lanes)) * n_lanes
+            self.is_reproducible = assignment.n_parts == 1
+            self.part_size = -(-self.n_rows // (assignment.n_parts * n_lanes)) * n_lanes
 
     @property
     def n_there(self) -> int:
@@ -208,16 +212,20 @@ class DividedEpisodes(EpisodeRequest, Divided):
 class DividedWindow(WindowRequest, Divided):
     """The next steps of every running lane; the lanes of each part are run together."""
 
-    def begin(self, homes: Homes, part_size: int, n_lanes: int, step: StepSpecs | None) -> None:
+    def begin(
+        self, assignment: Assignment, part_size: int, n_lanes: int, step: StepSpecs | None
+    ) -> None:
         """See ``Divided``."""
-        self._homes, self._part_size = homes, part_size
+        self._assignment, self._part_size = assignment, part_size
         self._left = {lane // part_size for lane in self.lanes}  # that nobody runs
         self._missing = set(self._left)
         if self.can_be_repeated():
-            homes.balance()
+            assignment.balance()
             return
-        for part in self._left & homes.moved.keys():
-            raise homes.moved[part] or WorkerError(f"lanes from {part * part_size} on are lost")
+        for part in self._left & assignment.moved.keys():
+            raise assignment.moved[part] or WorkerError(
+                f"lanes from {part * part_size} on are lost"
+            )
 
     @property
     def is_complete(self) -> bool:
@@ -236,7 +244,7 @@ class DividedWindow(WindowRequest, Divided):
 
     def next_rows(self, node: int, size: int) -> range | None:
         """See ``Divided``."""
-        for part in self._homes.of(node):
+        for part in self._assignment.parts_of(node):
             if part in self._left:
                 self._left.remove(part)
                 return self._rows_in(part)
@@ -254,7 +262,7 @@ class DividedWindow(WindowRequest, Divided):
         """See ``Divided``; whoever ran it is past it."""
         part = self._part_with(rows)
         self._left.add(part)
-        self._homes.move(part)
+        self._assignment.move(part)
 
     def shard(self, rows: range, number: int, policy: PolicyAt) -> WindowShard:
         """See ``Divided``."""
@@ -262,13 +270,13 @@ class DividedWindow(WindowRequest, Divided):
         first = part * self._part_size
         lanes = [lane - first for lane in self.lanes[rows.start : rows.stop]]
         tapes = None
-        if part in self._homes.moved and not self.is_first and self.tapes is not None:
+        if part in self._assignment.moved and not self.is_first and self.tapes is not None:
             tapes = {lane: self.tapes.tapes[first + lane] for lane in lanes}
         return WindowShard(
             number=number,
             root=self.root,
             part=part,
-            parts=frozenset(self._homes.beside(part)),
+            parts=frozenset(self._assignment.parts_with(part)),
             first_lane=first,
             lanes=lanes,
             n_resets=self.n_resets,
@@ -290,5 +298,5 @@ class DividedWindow(WindowRequest, Divided):
         for lane, steps_before in result.lanes_left.items():
             control["running"].reshape(-1)[first + lane] = first + lane
             control["steps_before"].reshape(-1)[first + lane] = steps_before
-        self._homes.moved.pop(part, None)
+        self._assignment.moved.pop(part, None)
         self._missing.remove(part)

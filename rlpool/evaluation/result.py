@@ -209,7 +209,7 @@ def refuse_other_formats(path: Any, whole: Any) -> None:
 
 
 def parsed_lines(path: Any, lines: Sequence[str]) -> tuple[dict[str, Any], list[Entry]]:
-    """The header and the episodes of a record in lines; a torn last line is left out."""
+    """The header and the episodes of a record in lines; an incomplete last line is left out."""
     parsed: list[Any] = []
     for number, line in enumerate(lines):
         try:
@@ -217,7 +217,7 @@ def parsed_lines(path: Any, lines: Sequence[str]) -> tuple[dict[str, Any], list[
         except ValueError:
             if number < len(lines) - 1:
                 what = f"line {number + 1} of {path} cannot be read"
-                raise SpecError(what, fix="only the last line may be torn") from None
+                raise SpecError(what, fix="only the last line may be incomplete") from None
     header = parsed[0] if parsed else {}
     refuse_other_formats(path, {**header, "episodes": []} if isinstance(header, dict) else header)
     return header, parsed[1:]
@@ -242,7 +242,7 @@ class Record:
         file = Path(path)
         data = file.read_bytes() if file.exists() else b""
         header = json.dumps(header_of(protocol)).encode() + b"\n"
-        whole = data[: data.rfind(b"\n") + 1]  # a torn last line is written again
+        whole = data[: data.rfind(b"\n") + 1]  # an incomplete last line is written again
         if whole:
             found, self.entries = parsed_lines(path, whole.decode().splitlines())
             differs = differences(found["protocol"], json.loads(header)["protocol"])

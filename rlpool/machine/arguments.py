@@ -113,20 +113,17 @@ def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
     return float(number)
 
 
-def checked_timeout(timeout: Any) -> float | None:
+def checked_timeout(timeout: Any, limits: str = "above 0") -> float | None:
     """A timeout in seconds, ``None`` for no limit; SpecError if it is not positive."""
     if timeout is None:
         return None
     fix = "pass seconds, or timeout=None for no limit"
-    return real_number("timeout", timeout, "above 0", fix=fix)
+    return real_number("timeout", timeout, limits, fix=fix)
 
 
 def checked_wait(timeout: Any) -> float | None:
     """How many seconds to wait for a result, ``None`` for no limit; SpecError if it is negative."""
-    if timeout is None:
-        return None
-    fix = "pass seconds, or timeout=None for no limit"
-    return real_number("timeout", timeout, "from 0 on, and finite", fix=fix)
+    return checked_timeout(timeout, "from 0 on, and finite")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | bool], *, fix: str = "") -> None:

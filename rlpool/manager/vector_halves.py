@@ -6,7 +6,6 @@ time. One whose wait timed out is given up: the next call waits for its end and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 from gymnasium import logger
 
 from rlpool.errors import CallTimeoutError, NoPendingCallError, PendingCallError
-from rlpool.machine.arguments import real_number
+from rlpool.machine.arguments import checked_wait
 from rlpool.manager.vector_env import VectorOverLanes
 from rlpool.memory.storage import Array
 
@@ -196,13 +195,11 @@ class CallsInHalves(VectorOverLanes):
         if pending is None or pending.is_given_up or pending.kind != kind:
             what = f"{kind}_wait() was called, and no {kind} is pending"
             raise NoPendingCallError(what, kind, fix=f"call {kind}_async() first")
-        limit_s = math.inf
-        if timeout is not None:
-            limit_s = real_number("timeout", timeout, "from 0 on, and finite")
+        timeout = checked_wait(timeout)
         pending.is_given_up = True  # unless its outcome gets to the caller
-        if timeout is not None and not pending.is_over(monotonic() + limit_s):
+        if timeout is not None and not pending.is_over(monotonic() + timeout):
             raise CallTimeoutError(
-                f"the {kind} has not ended after {timeout} s",
+                f"the {kind} has not ended after {timeout:g} s",
                 fix="wait longer; the next call waits for its end and forgets its outcome",
             )
         try:

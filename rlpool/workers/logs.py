@@ -148,7 +148,7 @@ def encode(record: logging.LogRecord, worker: int) -> bytes:
 
 
 def decode(line: bytes) -> logging.LogRecord | None:
-    """The record of a line; ``None`` if the line was torn."""
+    """The record of a line; ``None`` if the line is incomplete."""
     try:
         record = logging.makeLogRecord(json.loads(line))
     except (ValueError, TypeError):

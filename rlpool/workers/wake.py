@@ -27,7 +27,7 @@ _ONE = (1).to_bytes(8, "little")
 _LOOK_S = 0.0005
 """How long to look: most steps of a batch of environments take less."""
 
-_TAKEN_S = 0.002
+_PREEMPTED_S = 0.002
 """A yield that takes longer has given the core to a program that keeps it for a whole slice (3 to 4
 ms by default), not to the other side's step."""
 
@@ -92,7 +92,7 @@ class Wake:
         if now_s < self._look_until_s:
             os.sched_yield()
             away_s = time.perf_counter() - now_s
-            if away_s > _TAKEN_S:
+            if away_s > _PREEMPTED_S:
                 self._rest_until_s = now_s + _REST * away_s
         else:
             self._asleep[0], self._sleep_s = 1, _FIRST_SLEEP_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlpool.errors import RlpoolError
 
 
-class Homes:
+class Assignment:
     """The node of every part, one of the equal parts into which all lanes are divided.
 
     A part stays where it is from window to window, as its environments are in the middle of
@@ -39,12 +39,12 @@ class Homes:
         """Note that a part's environments are not where the last window has left them."""
         self.moved[part] = self.moved.get(part) or error
 
-    def of(self, node: int) -> list[int]:
+    def parts_of(self, node: int) -> list[int]:
         """The parts of a node."""
         self._settle()
         return self._parts.get(node, [])
 
-    def beside(self, part: int) -> list[int]:
+    def parts_with(self, part: int) -> list[int]:
         """The parts of the node that has a part, itself included."""
         return next((parts for parts in self._parts.values() if part in parts), [])
 
