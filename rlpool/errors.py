@@ -5,8 +5,9 @@
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     │ ├ EnvsClosedError(ClosedEnvironmentError)  environments in workers are closed
-    │ ├ PendingCallError(AlreadyPendingCallError)  a call of a vector environment is pending
-    │ └ NoPendingCallError(NoAsyncCallError)  there is none to wait for
+    │ └ CallInHalvesError             the halves of a call of a vector environment do not fit
+    │   ├ PendingCallError(AlreadyPendingCallError)  another call is pending
+    │   └ NoPendingCallError(NoAsyncCallError)  there is none to wait for
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
     │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
@@ -134,25 +135,8 @@ class EnvsClosedError(UsageError, ClosedEnvironmentError):
     """Environments in workers are closed; also what Gymnasium's vector environments raise."""
 
 
-class PendingCallError(UsageError, AlreadyPendingCallError):
-    """A vector environment is called while an earlier call is pending.
-
-    Args:
-        what: One line that says what happened.
-        name: Which call is pending: ``"reset"``, ``"step"`` or ``"call"``.
-        fix: One line that says what to do about it.
-
-    Attributes:
-        name: As given.
-    """
-
-    def __init__(self, what: str, name: str = "", *, fix: str = "") -> None:
-        super().__init__(what, fix=fix)
-        self.name = name
-
-
-class NoPendingCallError(UsageError, NoAsyncCallError):
-    """A vector environment is told to wait for a call that was not begun.
+class CallInHalvesError(UsageError):
+    """Two halves of a call of a vector environment do not fit together.
 
     Args:
         what: One line that says what happened.
@@ -166,6 +150,14 @@ class NoPendingCallError(UsageError, NoAsyncCallError):
     def __init__(self, what: str, name: str = "", *, fix: str = "") -> None:
         super().__init__(what, fix=fix)
         self.name = name
+
+
+class PendingCallError(CallInHalvesError, AlreadyPendingCallError):
+    """A vector environment is called while an earlier call is pending."""
+
+
+class NoPendingCallError(CallInHalvesError, NoAsyncCallError):
+    """A vector environment is told to wait for a call that was not begun."""
 
 
 class CallTimeoutError(RlpoolError, multiprocessing.TimeoutError, TimeoutError):

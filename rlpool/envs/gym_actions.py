@@ -14,7 +14,7 @@ from rlpool.memory.storage import Array
 from rlpool.specs import Leaf, Structure, leaves_of, nester
 
 
-def some_action(space: Any, info: Any) -> Any:
+def some_action(space: Any, info: Any = None) -> Any:
     """An action, always the same, that is not masked by an ``action_mask`` in the info."""
     space = copy.deepcopy(space)
     space.seed(0)

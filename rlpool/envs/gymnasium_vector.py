@@ -14,7 +14,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 
 from rlpool.envs.atari_lanes import resets_atari_lanes, take_a_seed_per_lane
 from rlpool.envs.columns import checked_result
-from rlpool.errors import SpecError
+from rlpool.errors import RemoteTraceback, SpecError
 from rlpool.memory.storage import Array
 from rlpool.seeding import Seeding
 
@@ -158,13 +158,6 @@ def _nothing_new(observation: Any) -> tuple[Any, float, bool, bool, dict[str, An
     return observation, 0.0, False, False, {}
 
 
-class _RemoteTraceback(Exception):
-    """The traceback of an exception in another process, as its cause."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
 def _raiser(base: Any) -> Callable[[Iterable[bool]], None]:
     """A function in place of ``AsyncVectorEnv._raise_if_errors``.
 
@@ -190,7 +183,7 @@ def _raiser(base: Any) -> Callable[[Iterable[bool]], None]:
             raise refusals[0]
         what = RuntimeError("a sub-environment failed with an exception that cannot be pickled")
         error, trace = told.get(failed[0], (what, "no traceback"))
-        raise error from _RemoteTraceback(trace)
+        raise error from RemoteTraceback(trace)
 
     return raise_if_errors
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
-from rlpool.envs.columns import Results, as_array, wrong_count
+from rlpool.envs.columns import Results, wrong_count
 from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
+from rlpool.envs.idle_lanes import IdleLanes
 from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
+from rlpool.envs.vector_results import (
+    as_bools,
+    checked_pair,
+    final_observations,
+    per_lane,
+    with_equal_options,
+)
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, whole_number
@@ -145,15 +152,12 @@ class VectorGymEnv(VecEnv):
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
         refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
         self.at_rest = self._none_rests = np.zeros(n_lanes, bool)
-        self._can_rest = adapt(vector_env, self)
+        self._idle = IdleLanes(n_lanes, can_rest=adapt(vector_env, self))
         self._mode = autoreset_mode(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
         self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
-        self._episodes: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
-        self._idle_episode: tuple[int, Options, int] = 0, None, 1  # the last that ended; its steps
-        self._repeats_idle = np.zeros(n_lanes, bool)  # lanes that repeat that one
         self._is_broken = False
         # Only where lanes cannot be reset one by one:
         self._is_anew = True  # whether the next reset is one of all lanes
@@ -192,7 +196,7 @@ class VectorGymEnv(VecEnv):
                 return
             # Until they are reset: if that fails, nobody knows in which state they are.
             self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
-            for rows in _with_equal_options(options):
+            for rows in with_equal_options(options):
                 some = [lanes[row] for row in rows]
                 shown = self._reset_some(some, [seeds[row] for row in rows], options[rows[0]])
                 self._write(some, *shown)
@@ -224,7 +228,7 @@ class VectorGymEnv(VecEnv):
     ) -> None:
         """Begin episodes in lanes that are at the start of one."""
         if self._is_anew:
-            if len(_with_equal_options(options)) > 1:
+            if len(with_equal_options(options)) > 1:
                 raise SpecError(
                     "the lanes have different options, and one reset serves all of them "
                     f"(seeding is {self.seeding!r})",
@@ -258,7 +262,7 @@ class VectorGymEnv(VecEnv):
         self._is_anew = True  # until that is done
         used = stream_seed(seed, number) if number else seed
         result = self.vector_env.reset(seed=used, options=dict(options or {}))
-        self._shown, self._shown_infos = _checked_pair(result)
+        self._shown, self._shown_infos = checked_pair(result)
         self._is_written = False
         self._begun = seed, number, options
         self._in_episode[:] = self._has_ended[:] = self._is_anew = False
@@ -277,12 +281,10 @@ class VectorGymEnv(VecEnv):
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
         result = self.vector_env.reset(seed=every, options=given)
-        shown = _checked_pair(result)
-        if not self._was_reset:
-            self._was_reset, self._idle_episode = True, (seeds[0], options, 1)
-        for lane, seed in zip(lanes, seeds, strict=True):
-            self._episodes[lane] = seed, options
-        self._has_ended[lanes] = self._repeats_idle[lanes] = False
+        shown = checked_pair(result)
+        self._idle.note_reset(lanes, seeds, options)
+        self._was_reset = True
+        self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
         return shown
 
@@ -294,16 +296,12 @@ class VectorGymEnv(VecEnv):
         """
         idle = np.ones(self.n_lanes, bool)
         idle[rows] = False
-        seed, options, n_steps = self._idle_episode
-        if self._can_rest:
+        if self._idle.can_rest:
             self.at_rest = idle
-            again = idle & self._has_ended
-        else:
-            again = idle & (self._has_ended | ~self._repeats_idle | (self._elapsed >= n_steps))
-        lanes = np.flatnonzero(again).tolist()
+        lanes = self._idle.to_reset(idle, self._has_ended, self._elapsed)
         if lanes:
-            self._reset_some(lanes, [seed] * len(lanes), options)
-            self._repeats_idle[lanes] = True
+            self._reset_some(lanes, *self._idle.episode(len(lanes)))
+            self._idle.repeats[lanes] = True
 
     # Steps ---------------------------------------------------------------------------------
 
@@ -339,11 +337,11 @@ class VectorGymEnv(VecEnv):
                 np.where(in_episode, values, values.dtype.type(0))
                 for values in (rewards, terminated, truncated)
             )
-        over = _as_bools(terminated) | _as_bools(truncated)
+        over = as_bools(terminated) | as_bools(truncated)
         self._in_episode[rows] = in_episode & ~over
         if self.seeding == "episode" and np.count_nonzero(over):
             lane = lanes[int(over.argmax())]
-            self._idle_episode = *self._episodes[lane], int(self._elapsed[lane])
+            self._idle.note_end(lane, int(self._elapsed[lane]))
         return rewards, terminated, truncated
 
     def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[Array, Array, Array]:
@@ -356,8 +354,11 @@ class VectorGymEnv(VecEnv):
             raise wrong_count("step", "five", result)
         self._shown, *results, self._shown_infos = result
         self._is_written = False
-        rewards, terminated, truncated = map(self._per_lane, _RESULTS, results)
-        ended = _as_bools(terminated) | _as_bools(truncated)
+        rewards, terminated, truncated = (
+            per_lane(name, values, self.n_lanes)
+            for name, values in zip(_RESULTS, results, strict=True)
+        )
+        ended = as_bools(terminated) | as_bools(truncated)
         if lanes:
             self._write(lanes, self._shown, self._shown_infos)
         if self._mode is AutoresetMode.SAME_STEP:
@@ -389,15 +390,6 @@ class VectorGymEnv(VecEnv):
                 array[idle] = array[rows[0]]  # their own row may hold anything
         return self._nest_action(parts)
 
-    def _per_lane(self, name: str, values: Any) -> Array:
-        array = as_array(values)
-        if array.shape != (self.n_lanes,):
-            raise SpecError(
-                f"{name!r} should have shape [{self.n_lanes}], got {list(array.shape)}",
-                fix="return one value per lane",
-            )
-        return array
-
     def _write(
         self, lanes: Sequence[int], observation: Any, infos: Any, left_out: Collection[str] = ()
     ) -> None:
@@ -410,19 +402,8 @@ class VectorGymEnv(VecEnv):
         """Write the last observations and infos of lanes that have restarted within the step."""
         if not ended:
             return
-        if isinstance(infos, Mapping):
-            final = infos.get("final_obs")
-        else:  # one info per lane
-            final = [info.get("final_obs") for info in infos]
-        is_list = isinstance(final, list)
-        if final is None or (is_list and any(final[lane] is None for lane in ended)):
-            raise SpecError(
-                "a lane restarted in the step that ended its episode, and the infos have no "
-                "'final_obs'",
-                fix="use AutoresetMode.NEXT_STEP or AutoresetMode.DISABLED",
-            )
-        is_list = is_list or (isinstance(final, np.ndarray) and final.dtype == object)
-        if is_list:  # one observation per lane
+        final, is_list = final_observations(infos, ended)
+        if is_list:
             self._observations.write(ended, [final[lane] for lane in ended])
         else:
             self._observations.write_batch(ended, final)
@@ -461,31 +442,9 @@ def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
         raise
 
 
-def _with_equal_options(options: Sequence[Options]) -> list[list[int]]:
-    """The positions of equal options, together."""
-    if len(options) == 1 or not any(options):
-        return [list(range(len(options)))] if options else []
-    groups: dict[bytes, list[int]] = {}
-    for row, option in enumerate(options):
-        # Bytes tell 1 from True, and compare arrays as well.
-        groups.setdefault(pickle.dumps(option), []).append(row)
-    return list(groups.values())
-
-
 def _refuse_others(value: Any) -> None:
     if not isinstance(value, VectorEnv):
         raise SpecError(
             f"VectorGymEnv got {value!r:.60}, not a gymnasium.vector.VectorEnv",
             fix="pass what gymnasium.make_vec returns; single environments go into a GymEnv",
         )
-
-
-def _checked_pair(result: Any) -> tuple[Any, Any]:
-    """The observation and the infos that ``reset`` returned."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise wrong_count("reset", "two", result)
-    return result
-
-
-def _as_bools(flags: Array) -> Array:
-    return flags if flags.dtype == np.bool_ else flags.astype(bool)

@@ -11,8 +11,8 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWra
 
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
+from rlpool.envs.gym_actions import some_action
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
-from rlpool.envs.vector_seeding import some_action
 from rlpool.errors import SpecError, described
 from rlpool.seeding import Seeding
 from rlpool.specs import TensorSpec
@@ -93,7 +93,7 @@ def keep_infos_apart(env: VectorEnv[Any, Any, Any]) -> None:
 
 def _unmasked_action(env: VectorEnv[Any, Any, Any], infos: Any) -> Any:
     """Actions for all lanes, none of them masked by an ``action_mask`` in the infos."""
-    action, space = some_action(env), env.single_action_space
+    action, space = some_action(env.action_space), env.single_action_space
     mask = batch_of(infos, "action_mask")[0] if isinstance(infos, Mapping) else None
     if mask is None or type(space) is not Discrete:
         return action

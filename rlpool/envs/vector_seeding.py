@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from rlpool.envs.atari_lanes import resets_atari_lanes
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
+from rlpool.envs.gym_actions import some_action
 from rlpool.envs.gymnasium_vector import autoreset_mode
 from rlpool.errors import SpecError, described
 from rlpool.memory.storage import Array
@@ -61,7 +61,7 @@ def _attempt(question: Callable[[Any], bool], env: VectorEnv[Any, Any, Any]) -> 
 
 def _lanes_repeat(env: Any) -> bool:
     """Whether the reset of one lane leaves the others alone, and repeats that lane's episode."""
-    n_lanes, action = env.num_envs, some_action(env)
+    n_lanes, action = env.num_envs, some_action(env.action_space)
     seeds = list(range(n_lanes))
     started = _parts(env.reset(seed=seeds)[0])
     stepped = _parts(env.step(action)[:4])
@@ -80,17 +80,10 @@ def _all_repeat(env: VectorEnv[Any, Any, Any]) -> bool:
     for _ in range(2):
         run = _parts(env.reset(seed=0)[0])
         for _ in range(n_steps):
-            run += _parts(env.step(some_action(env))[:4])
+            run += _parts(env.step(some_action(env.action_space))[:4])
         runs.append(run)
     first, second = runs
     return _same(first, second, 0, env.num_envs)
-
-
-def some_action(env: VectorEnv[Any, Any, Any]) -> Any:
-    """Actions for all lanes, the same in every call."""
-    space = copy.deepcopy(env.action_space)
-    space.seed(0)
-    return space.sample()
 
 
 def _parts(value: Any) -> Rows:

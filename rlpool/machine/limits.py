@@ -161,13 +161,18 @@ def size_warning(
     return f"{what} may take up to {takes}, but only {least}", advice(least.free)
 
 
+def stat_fields(pid: int | str | None) -> list[str]:
+    """What the kernel says of a process, its state first; empty if there is no such process."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
 def process_activity(pid: int | None) -> int:
     """CPU time and page faults of a process: a number that grows while it does anything.
 
     Returns:
         At least 1; 0 where the system does not provide it.
     """
-    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = stat_fields(pid)
     # Minor and major faults, user and system time.
     return 1 + sum(int(fields[n]) for n in (7, 9, 11, 12)) if fields else 0
 
@@ -190,7 +195,7 @@ def private_bytes(pid: int) -> int:
 
 def has_ended(pid: int) -> bool:
     """Whether a process is no more, or waits for its parent to notice its end."""
-    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = stat_fields(pid)
     return not fields or fields[0] in "ZX"
 
 

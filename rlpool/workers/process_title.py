@@ -6,6 +6,8 @@ import ctypes
 from contextlib import suppress
 from pathlib import Path
 
+from rlpool.machine.limits import stat_fields
+
 _MAX_COMM_BYTES = 15
 _ARG_START = 45  # in /proc/self/stat, counted from the field after the name
 
@@ -22,8 +24,7 @@ def set_title(title: str) -> None:
     short = head[: _MAX_COMM_BYTES - 1 - len(tail)] + b"-" + tail
     with suppress(OSError, ValueError, IndexError):  # not Linux, or not allowed
         Path("/proc/self/comm").write_bytes(short)
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = map(int, fields[_ARG_START : _ARG_START + 2])
+        start, end = map(int, stat_fields("self")[_ARG_START : _ARG_START + 2])
         if 0 < start < end:
             # The command line is read from this process's memory. It is shown up to its first zero
             # if its last byte is not zero.

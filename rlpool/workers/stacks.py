@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlpool.errors import Where
+from rlpool.machine.limits import stat_fields
 from rlpool.memory.storage import anonymous_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -178,12 +179,8 @@ def _state_of(pid: int | None) -> str:
 
     Asking ``multiprocessing`` could take its end from somebody who is waiting for it.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "gone"
-    state, parent_pid = fields[0], int(fields[1])
-    return "gone" if state in "ZXx" or parent_pid != os.getpid() else state
+    state, parent_pid, *_ = stat_fields(pid) or ("X", "")
+    return "gone" if state in "ZXx" or parent_pid != str(os.getpid()) else state
 
 
 def _threads_that_block(pid: int) -> set[str]:

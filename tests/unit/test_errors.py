@@ -15,6 +15,7 @@ from rlpool import errors
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
+    CallInHalvesError,
     CallTimeoutError,
     EnvError,
     EnvsClosedError,
@@ -49,8 +50,9 @@ DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"
 BASES: dict[type[RlpoolError], set[type[Exception]]] = {
     UsageError: {RuntimeError},
     EnvsClosedError: {UsageError, ClosedEnvironmentError},
-    PendingCallError: {UsageError, AlreadyPendingCallError},
-    NoPendingCallError: {UsageError, NoAsyncCallError},
+    CallInHalvesError: {UsageError},
+    PendingCallError: {CallInHalvesError, AlreadyPendingCallError},
+    NoPendingCallError: {CallInHalvesError, NoAsyncCallError},
     ResultTimeoutError: {TimeoutError},
     CallTimeoutError: {multiprocessing.TimeoutError, TimeoutError},
     SpecError: {ValueError},
