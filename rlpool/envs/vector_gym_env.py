@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from rlpool.envs.columns import Results, wrong_count
-from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
+from rlpool.envs.gymnasium_vector import adapt, autoreset_mode
 from rlpool.envs.idle_lanes import IdleLanes
 from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
-from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
+from rlpool.envs.vector_infos import refuse_wrong_statistics, statistics_keys
+from rlpool.envs.vector_lanes import VectorLanes
 from rlpool.envs.vector_results import (
     as_bools,
     checked_pair,
-    final_observations,
     per_lane,
     with_equal_options,
 )
@@ -29,13 +28,12 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, whole_number
 from rlpool.memory.storage import Array
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
-from rlpool.specs import leaves_of, nester, structure_of_space
 
 _ALL = slice(None)
 _RESULTS = "reward", "terminated", "truncated"
 
 
-class VectorGymEnv(VecEnv):
+class VectorGymEnv(VectorLanes):
     """A ``gymnasium.vector.VectorEnv``: one lane per sub-environment, one call per batch step.
 
     Keys, dtypes, time limits, ``env_info`` and errors are those of ``GymEnv``. What differs is
@@ -105,8 +103,6 @@ class VectorGymEnv(VecEnv):
         (3, 'request')
     """
 
-    steps_all_lanes = True
-
     @names_arguments
     def __init__(
         self,
@@ -119,36 +115,13 @@ class VectorGymEnv(VecEnv):
         keep_float64: bool = False,
         info_keys: InfoKeys = None,
     ) -> None:
-        _refuse_others(vector_env)
-        if is_envpool(vector_env):
-            vector_env = EnvPoolLanes(vector_env)
-        if isinstance(vector_env, EnvPoolLanes):
-            vector_env.has_infos = info_keys is not None
         if seeding is not None:
             check_choice("seeding", seeding, SEEDINGS)
-        n_lanes = vector_env.num_envs
-        super().__init__(n_lanes, seed)
-        self.auto_reset, self._keep_float64 = auto_reset, keep_float64
         self._limit = max_episode_steps
         if max_episode_steps is not None:
             self._limit = whole_number("max_episode_steps", max_episode_steps, 1)
-        self.vector_env: Any = vector_env
-        self._base: Any = vector_env.unwrapped
-        self.observation_space = vector_env.single_observation_space
-        self.action_space = vector_env.single_action_space
-        observed = structure_of_space(
-            self.observation_space, keep_float64=keep_float64, name="single_observation_space"
-        )
-        self._info_specs = info_specs_of(vector_env, info_keys, keep_float64=keep_float64)
-        self._observations = self._declare_structure(observed)
-        stored, native = (
-            structure_of_space(self.action_space, keep_float64=wide, name="single_action_space")
-            for wide in (keep_float64, True)
-        )
-        self._action_leaves = leaves_of({"action": stored}, "")
-        self._native_actions = leaves_of({"action": native}, "")
-        self._action_dtypes = {key: leaf.spec.dtype for key, leaf in self._native_actions.items()}
-        self._nest_action = nester(native)
+        super().__init__(vector_env, seed, keep_float64=keep_float64, info_keys=info_keys)
+        self.auto_reset, n_lanes, vector_env = auto_reset, self.n_lanes, self.vector_env
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
         refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
         self.at_rest = self._none_rests = np.zeros(n_lanes, bool)
@@ -158,7 +131,6 @@ class VectorGymEnv(VecEnv):
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
         self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
-        self._is_broken = False
         # Only where lanes cannot be reset one by one:
         self._is_anew = True  # whether the next reset is one of all lanes
         self._begun: tuple[int, int, Options] = 0, 0, None  # seed, number and options of the last
@@ -167,13 +139,6 @@ class VectorGymEnv(VecEnv):
         self._shown_infos: Any = {}  # the infos beside it
         self._is_written = False  # whether that of every lane is in its column
         self._last_batch: Any = None
-
-    def close(self) -> None:
-        """Close the vector environment."""
-        if self._is_broken:
-            kill(self.vector_env)
-        else:
-            self.vector_env.close()
 
     def in_this_process(self, lane: int) -> tuple[VecEnv, int]:
         """See ``VecEnv``: the sub-environments of an ``AsyncVectorEnv`` are in other processes."""
@@ -380,51 +345,6 @@ class VectorGymEnv(VecEnv):
                 fix="reset the lane, or step all lanes whose episodes go on together",
             )
 
-    def _batch(self, rows: Any, actions: Mapping[str, Array]) -> Any:
-        """The actions of all lanes, as the vector environment takes them: copies."""
-        parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
-        if rows is not _ALL:
-            idle = np.ones(self.n_lanes, bool)
-            idle[rows] = False
-            for array in parts:
-                array[idle] = array[rows[0]]  # their own row may hold anything
-        return self._nest_action(parts)
-
-    def _write(
-        self, lanes: Sequence[int], observation: Any, infos: Any, left_out: Collection[str] = ()
-    ) -> None:
-        """Write what a call has returned about lanes."""
-        self._observations.write_batch(lanes, observation)
-        if self._infos is not None:
-            self._infos.write_batch(lanes, infos, left_out)
-
-    def _write_final(self, ended: Sequence[int], infos: Any) -> None:
-        """Write the last observations and infos of lanes that have restarted within the step."""
-        if not ended:
-            return
-        final, is_list = final_observations(infos, ended)
-        if is_list:
-            self._observations.write(ended, [final[lane] for lane in ended])
-        else:
-            self._observations.write_batch(ended, final)
-        if self._infos is not None:
-            self._infos.write_final(ended, infos, statistics_keys(self.vector_env))
-
-    # Failures ------------------------------------------------------------------------------
-
-    def _fail(self, call: str, error: BaseException) -> NoReturn:
-        failed, error = failed_process(self._base, error)
-        if failed is not None:
-            self.lane_in_use[0] = failed
-            if self._is_broken:
-                error = UsageError(
-                    "a process of this AsyncVectorEnv has failed and ended",
-                    fix='let new workers replace those that failed: on_env_error="restart"; or '
-                    "make a new batcher",
-                )
-            self._is_broken = True
-        super()._fail(call, error)
-
 
 def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
     """What ``create_env`` returned, a vector environment of Gymnasium as a ``VectorGymEnv``.
@@ -440,11 +360,3 @@ def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
     except BaseException:
         made.close()
         raise
-
-
-def _refuse_others(value: Any) -> None:
-    if not isinstance(value, VectorEnv):
-        raise SpecError(
-            f"VectorGymEnv got {value!r:.60}, not a gymnasium.vector.VectorEnv",
-            fix="pass what gymnasium.make_vec returns; single environments go into a GymEnv",
-        )
