@@ -35,14 +35,14 @@ pytest.importorskip("h5py", reason='needs the extra: pip install "rlpool[minari]
 import minari
 from minari.data_collector import EpisodeBuffer
 
-from rlpool.integrations import minari as adapter
+from rlpool.integrations import minari_writing
 from rlpool.integrations.minari import from_minari, to_minari
 
 HAS_ARROW = importlib.util.find_spec("pyarrow") is not None
 needs_arrow = pytest.mark.skipif(not HAS_ARROW, reason="Minari's format needs pyarrow")
 FORMATS = ["hdf5", pytest.param("arrow", marks=needs_arrow)]
 needs_images = pytest.mark.skipif(
-    not adapter._IS_LOSSLESS, reason="before 0.5.4, Minari makes all images JPEG"
+    not minari_writing._IS_LOSSLESS, reason="before 0.5.4, Minari makes all images JPEG"
 )
 INFO_KEYS = {"cost": np.float32, "score/total": np.int64, "score/both": (np.int64, 2)}
 
@@ -507,7 +507,7 @@ def test_what_is_no_environment_is_refused(env: Any) -> None:
 def test_images_are_refused_by_a_minari_that_would_change_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapter, "_IS_LOSSLESS", False)
+    monkeypatch.setattr(minari_writing, "_IS_LOSSLESS", False)
     episodes, env = episodes_and_env("nested")
     with pytest.raises(SpecError, match=r"'picture'.*JPEG"):
         to_minari(episodes, "drift-v0", env)
