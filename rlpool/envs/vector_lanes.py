@@ -18,8 +18,6 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.memory.storage import Array
 from rlpool.specs import leaves_of, nester, structure_of_space
 
-_ALL = slice(None)
-
 
 class VectorLanes(VecEnv):
     """Lanes of a vector environment, before anything is said of when they are reset.
@@ -76,7 +74,7 @@ class VectorLanes(VecEnv):
     def _batch(self, rows: Any, actions: Mapping[str, Array]) -> Any:
         """The actions of all lanes, as the vector environment takes them: copies."""
         parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
-        if rows is not _ALL:
+        if not isinstance(rows, slice):
             idle = np.ones(self.n_lanes, bool)
             idle[rows] = False
             for array in parts:

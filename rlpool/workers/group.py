@@ -21,7 +21,7 @@ from rlpool.machine.limits import process_activity
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import State, Word
 from rlpool.workers.life import Life
-from rlpool.workers.lifecycle import LEAVE_S, LifeCycle
+from rlpool.workers.lifecycle import LifeCycle
 from rlpool.workers.poller import Events
 from rlpool.workers.process_start import (
     reap_template,
@@ -221,7 +221,7 @@ class Workers(LifeCycle):
             self._client.brief(life.worker, message.report)
         elif isinstance(message, Retiring):
             life.retires = message.why
-            self._set_state(life, State.LEAVING, LEAVE_S)
+            self._let_leave(life)
         elif isinstance(message, Failed) and message.command is None:
             self.expect_end(life.worker, message.error)
             if not self._has_started:

@@ -205,6 +205,9 @@ class LifeCycle:
         """Record that a worker will end because of a failure; if it does not, it is killed."""
         life = self._lives[worker]
         life.last_words = failure
+        self._let_leave(life)
+
+    def _let_leave(self, life: Life) -> None:
         self._set_state(life, State.LEAVING, LEAVE_S)
 
     def dismiss(self, worker: int) -> None:
