@@ -24,7 +24,7 @@ def names() -> set[str]:
         for process in Path("/proc").glob("[0-9]*"):
             if int(process.name) not in own:
                 found -= _open_in(process)
-    return found
+    return {name for name in found if (FOLDER / name).exists()}  # others delete theirs meanwhile
 
 
 def _open_in(process: Path) -> set[str]:
