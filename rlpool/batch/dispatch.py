@@ -23,7 +23,8 @@ from rlpool.observe.control import MAX_REQUESTS
 from rlpool.observe.stats import StatsReader
 from rlpool.record.capsule_files import CrashDir
 from rlpool.record.tape import Tape
-from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
+from rlpool.slots.block_pool import BlockPool
+from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 
 _LOG = logging.getLogger("rlpool")

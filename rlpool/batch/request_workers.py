@@ -30,7 +30,7 @@ from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
-from rlpool.slots.blocks import Block
+from rlpool.slots.block_pool import Block
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.group import Workers
 from rlpool.workers.payload import Packed, pack

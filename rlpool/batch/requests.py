@@ -22,7 +22,8 @@ from rlpool.memory.storage import Array
 from rlpool.observe.control import Control
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
-from rlpool.slots.blocks import Block, Layout, StepSpecs, successor_key
+from rlpool.slots.block_pool import Block
+from rlpool.slots.blocks import Layout, StepSpecs, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload

@@ -12,16 +12,15 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.agents.noise import NoiseStream
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.active_plan import ActivePlan
-from rlpool.loop.agent_driver import AgentFailure, History, InfoRows, rows_repeating
+from rlpool.loop.agent_driver import AgentFailure, rows_repeating
 from rlpool.loop.fixed_rows import driver_of
 from rlpool.loop.plan import Episode
-from rlpool.loop.probe import probe
+from rlpool.loop.shown import History, InfoRows
 from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
-from rlpool.slots.blocks import NOISE_KEY, StepSpecs
+from rlpool.slots.blocks import NOISE_KEY
 from rlpool.specs import FLAGS, row_specs
 
 
@@ -53,14 +52,6 @@ class AgentCalls:
         self.infos = InfoRows(env.n_lanes)
         self.current: dict[str, Array] = {}
         self._sources: list[Array] = []  # of what is written, all rewritten in place
-
-    def probe(self, seed: int, options: Sequence[Options], resets: bool) -> StepSpecs:
-        """Determine the keys of a step, see ``rlpool.loop.probe``."""
-        noise = None if self.noise is None else self.noise.tensor
-        shown = self.infos.tensors, noise
-        steps = probe(self._env, self.driver, seed, options, *shown, resets)
-        self.history = History(steps) if steps.wants_history else None
-        return steps
 
     def bind(self) -> bool:
         """Prepare the views of the batch, which all plans share; False if they are the same."""

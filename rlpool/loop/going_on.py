@@ -66,29 +66,26 @@ def take_over(active: ActivePlan, env: VecEnv, calls: AgentCalls, where: Where) 
         EnvError: If an environment does not repeat what it did.
     """
     plan = active.plan
-    episodes = {
-        lane: replace(plan.resumed(lane, tape.n_restarts), options=tape.options)
-        for lane, tape in plan.tapes.items()
-    }
-    tapes = {lane: replace(tape, seed=episodes[lane].seed) for lane, tape in plan.tapes.items()}
-    wheres = {
-        lane: Where(where.worker, lane, episodes[lane].number, 0, tape.seed, tape.options)
-        for lane, tape in tapes.items()
-    }
-    able = {n: tape for n, tape in tapes.items() if _can_begin(episodes[n], tape, wheres[n])}
-    env.begin_lanes([lane for lane in tapes if lane not in able])
-    take_over_together(env, able, wheres, calls.record.steps)
-    taken: list[Lane] = []
-    for lane, tape in tapes.items():
-        episode = episodes[lane]
-        calls.infos.show(plan.agent_info or {}, {lane: episode.number})
-        if tape.n_steps:
-            calls.driver.resume(lane, tape.state, episode)
+    lanes: list[Lane] = []
+    able: dict[int, Tape] = {}
+    wheres: dict[int, Where] = {}
+    for number, known in plan.tapes.items():
+        episode = replace(plan.resumed(number, known.n_restarts), options=known.options)
+        tape, n_steps = replace(known, seed=episode.seed), known.n_steps
+        lanes.append(Lane(number, episode, active, episode.slot, steps_before=n_steps, tape=tape))
+        here = Where(where.worker, number, episode.number, 0, tape.seed, tape.options)
+        if _can_begin(episode, tape, here):
+            able[number], wheres[number] = tape, here
         else:
-            calls.driver.start([lane], calls.infos.tensors, [episode])
-        n_before = tape.n_steps
-        taken.append(Lane(lane, episode, active, episode.slot, steps_before=n_before, tape=tape))
-    return taken
+            env.begin_lanes([number])
+    take_over_together(env, able, wheres, calls.record.steps)
+    for lane in lanes:
+        calls.infos.show(plan.agent_info or {}, {lane.number: lane.episode.number})
+        if lane.steps_before:
+            calls.driver.resume(lane.number, plan.tapes[lane.number].state, lane.episode)
+        else:
+            calls.driver.start([lane.number], calls.infos.tensors, [lane.episode])
+    return lanes
 
 
 def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:

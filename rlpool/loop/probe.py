@@ -11,30 +11,24 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import RlpoolError, SpecError, described
+from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
+from rlpool.loop.shown import History
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
 from rlpool.specs import TensorSpec, is_action, row_specs
 
 
 def probe(
-    env: VecEnv,
-    driver: AgentDriver,
-    seed: int,
-    options: Sequence[Options],
-    agent_info: DictTensor | None,
-    noise: torch.Tensor | None,
-    resets: bool = True,
+    env: VecEnv, calls: AgentCalls, seed: int, options: Sequence[Options], resets: bool
 ) -> StepSpecs:
     """Reset all lanes and call the agent, to learn keys, shapes and dtypes.
 
     Args:
         env: The environments; they are reset afterwards.
-        driver: The agent; it has the states after the call.
+        calls: The agent, which is shown its ``infos``. It has the states after the call.
         seed: Seed of every lane's reset.
         options: Options of each lane's reset.
-        agent_info: ``[n_lanes, ...]`` or ``None``.
-        noise: ``[n_lanes, n_noise]`` or ``None``.
         resets: Whether to reset all lanes. If not, one is reset, and only if nothing else shows
             what it observes; the agent is shown what is there.
 
@@ -42,52 +36,60 @@ def probe(
         LaneError: If the user's code fails, or the actions do not fit the action space.
         SpecError: If keys collide.
     """
-    lanes = range(env.n_lanes)
     if resets:
         env.begin_anew()
-        env.reset_lanes(lanes, [seed] * env.n_lanes, options)
+        env.reset_lanes(range(env.n_lanes), [seed] * env.n_lanes, options)
     else:
         if env.columns is None:
             env.reset_lanes([0], [seed], options[:1])
-        env.begin_lanes(lanes)
+        env.begin_lanes(range(env.n_lanes))
     leaves = env.action_leaves  # some are only known after a reset
     if leaves is not None:
         env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
+    driver, noise = calls.driver, calls.noise
+    wants_history = bool(driver.agent.require_history())
+    try:
+        _call_agent(env, calls, wants_history)
+    except AgentFailure as failure:
+        cause = _cause(driver, failure.__cause__)
+        raise AgentFailure(failure.lanes, failure.call) from cause
+    outputs = driver.output_specs or {}
+    _match_actions(env, driver, outputs)
+    steps = StepSpecs(
+        n_lanes=env.n_lanes,
+        auto_reset=env.auto_reset,
+        observation=row_specs(env.current),
+        output=outputs,
+        state=row_specs(driver.state),
+        n_noise=0 if noise is None else noise.tensor.shape[1],
+        wants_history=wants_history,
+        seeding=env.seeding,
+    )
+    calls.history = History(steps) if wants_history else None
+    return steps
+
+
+def _call_agent(env: VecEnv, calls: AgentCalls, wants_history: bool) -> None:
+    """Let the agent show its outputs and states."""
+    driver, lanes, agent_info = calls.driver, range(env.n_lanes), calls.infos.tensors
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
-    if noise is not None:
-        observation[NOISE_KEY] = noise
+    if calls.noise is not None:
+        observation[NOISE_KEY] = calls.noise.tensor
 
     def shown() -> tuple[dict[str, torch.Tensor], DictTensor | None]:
         """Copies, which the agent may change."""
         copies = {key: tensor.clone() for key, tensor in observation.items()}
         return copies, None if agent_info is None else agent_info.clone()
 
-    wants_history = bool(driver.agent.require_history())
     known = dict(env.current)
-    try:
-        for _ in range(1 + wants_history):  # the second history includes the agent's keys
-            driver.forget()
-            driver.start(lanes, agent_info)
-            history = _no_history(known) if wants_history else None
-            known |= driver.act(*shown(), history, lanes) | driver.state
-        driver.commit()  # idle lanes need a valid state
-        if driver.widened:  # does the agent take it?
-            driver.act(*shown(), history, lanes)
-    except AgentFailure as failure:
-        cause = _cause(driver, failure.__cause__)
-        raise AgentFailure(failure.lanes, failure.call) from cause
-    outputs = driver.output_specs or {}
-    _match_actions(env, driver, outputs)
-    return StepSpecs(
-        n_lanes=env.n_lanes,
-        auto_reset=env.auto_reset,
-        observation=row_specs(env.current),
-        output=outputs,
-        state=row_specs(driver.state),
-        n_noise=0 if noise is None else noise.shape[1],
-        wants_history=wants_history,
-        seeding=env.seeding,
-    )
+    for _ in range(1 + wants_history):  # the second history includes the agent's keys
+        driver.forget()
+        driver.start(lanes, agent_info)
+        history = _no_history(known) if wants_history else None
+        known |= driver.act(*shown(), history, lanes) | driver.state
+    driver.commit()  # idle lanes need a valid state
+    if driver.widened:  # does the agent take it?
+        driver.act(*shown(), history, lanes)
 
 
 def _match_actions(env: VecEnv, driver: AgentDriver, outputs: Mapping[str, TensorSpec]) -> None:

@@ -33,6 +33,7 @@ from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.going_on import marked
 from rlpool.loop.lane_table import LaneTable
 from rlpool.loop.plan import PlanQueue
+from rlpool.loop.probe import probe
 from rlpool.loop.self_restarting import SelfRestartingLanes
 from rlpool.memory.storage import Array
 from rlpool.observe.control import WorkerRecord
@@ -94,7 +95,7 @@ class Rollout:
         infos.show(agent_info or {}, {lane: lane for lane in range(env.n_lanes)})
         steps = None
         try:
-            steps = self._calls.probe(seed, options, resets)
+            steps = probe(env, self._calls, seed, options, resets)
         except LaneError as error:
             lane = error.lane
             where = Where(self._worker, lane, lane, 0, seed, options[lane])

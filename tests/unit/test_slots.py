@@ -10,7 +10,8 @@ import torch
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Memory
-from rlpool.slots.blocks import BlockPool, Layout, StepSpecs, flat
+from rlpool.slots.block_pool import BlockPool
+from rlpool.slots.blocks import Layout, StepSpecs, flat
 from rlpool.specs import TensorSpec
 
 NUMBER = TensorSpec((), np.dtype(np.float32))
