@@ -31,6 +31,7 @@ from rlpool import (
 
 from support.faults import KINDS
 from support.fragile import ChancyEnv, FragileEnv, RecurrentAgent, create_fragile, failing
+from support.meta import LaggingLanes
 from support.variants import variants
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
@@ -46,14 +47,24 @@ def infos(kind: str, step: int, rows: tuple[int, ...] = (2, 7)) -> dict[str, Any
     return {"length": 2 + torch.arange(N) % 7, "fault": fault, "fault_step": step}
 
 
+def create_lagging(seed: int, n_lanes: int = 2, **arguments: Any) -> LaggingLanes:
+    """Lanes of which the last two that were asked are ready first."""
+    return LaggingLanes([FragileEnv(**arguments) for _ in range(n_lanes)], 2, seed)
+
+
 def collected(
-    tmp_path: Path | None, env_info: Any, n_threads: int = 2, n_timesteps: int = 16, **policy: Any
+    tmp_path: Path | None,
+    env_info: Any,
+    n_threads: int = 2,
+    n_timesteps: int = 16,
+    create_env: Any = create_fragile,
+    **policy: Any,
 ) -> Any:
     env_args: dict[str, Any] = {"n_lanes": 4}
     if tmp_path is not None:
         env_args |= {"marks": str(tmp_path), "times": ALWAYS}
     with EpisodeBatcher(
-        n_timesteps, 24, RecurrentAgent, {}, create_fragile, env_args, n_threads, 5, **policy
+        n_timesteps, 24, RecurrentAgent, {}, create_env, env_args, n_threads, 5, **policy
     ) as batcher:
         batcher.execute(N, {"gain": torch.linspace(0.5, 2.0, N)}, env_info)
         result, failures = batcher.get(), batcher.failures
@@ -108,6 +119,15 @@ def test_an_episode_whose_environment_raises_is_truncated(
         assert isinstance(error, EnvError)
         assert error.capsule is not None
         assert error.where.step == max(step, 0)
+
+
+@pytest.mark.parametrize("n_timesteps", [16, 2])
+def test_it_is_truncated_where_steps_wait_only_for_those_lanes_that_are_ready(
+    n_timesteps: int, tmp_path: Path
+) -> None:
+    policy: dict[str, Any] = {"on_env_error": "truncate", "create_env": create_lagging}
+    result, failures = collected(tmp_path, infos("raise", 1), 0, n_timesteps, **policy)
+    assert_truncated(result, failures, undisturbed(), 1)
 
 
 @pytest.mark.parametrize(
