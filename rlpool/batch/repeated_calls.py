@@ -12,9 +12,11 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from rlpool.batch.messages import Infos
+from rlpool.batch.requests import Policy
 from rlpool.errors import RlpoolError
 from rlpool.machine.arguments import names_arguments
 
+_NONE = Policy()
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
@@ -34,6 +36,7 @@ def once(call: _Call) -> _Call:
         except RlpoolError as error:
             self._unconfirmed = None
             if pending and pending[0].error is error:
+                pending[0].policy = _NONE  # it and its error refer to each other for a while
                 del pending[0]
             raise
         self._unconfirmed = None

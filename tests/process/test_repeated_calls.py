@@ -161,13 +161,14 @@ def test_results_survive_a_storm_of_real_signals() -> None:
     with episodes(2) as batcher:
         for number in range(60):
             ids = [number, 0, number + 1]
-            infos = {"id": ids}, {"id": ids, "length": LENGTHS}
+            agent_info, env_info = {"id": ids}, {"id": ids, "length": LENGTHS}
             is_requested, result = False, None
             while result is None:
                 try:
                     alarm_soon(rng)
                     if not is_requested:
-                        batcher.execute(3, *infos)
+                        # With *infos, a handler could run after it has returned.
+                        batcher.execute(3, agent_info, env_info)
                         is_requested = True
                     result = batcher.get()
                     signal.setitimer(signal.ITIMER_REAL, 0)
