@@ -22,6 +22,8 @@ from torch import nn
 
 from rlpool import Agent, Batcher, DictTensor, EpisodeStatistics, GymEnvInf, Pool, evaluate
 
+import running
+
 # The hyper-parameters of CleanRL's dqn.py (https://docs.cleanrl.dev/rl-algorithms/dqn), with whose
 # published results docs/results.md compares this script.
 LEARNING_RATE, DISCOUNT = 2.5e-4, 0.99
@@ -53,9 +55,9 @@ class QNetwork(nn.Module, Agent):
     update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
-def create_env(seed, env_id, n_envs=1):
+def create_env(seed, env_id, n_envs=1, render_mode=None):
     # "Inf" for infinite: an environment whose episode ended starts the next one at once.
-    return GymEnvInf([gym.make(env_id) for _ in range(n_envs)], seed)
+    return GymEnvInf([gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)], seed)
 
 
 def epsilon_after(n_steps, total):
@@ -82,50 +84,6 @@ def learn(batch, q_network, target_network, optimizer):
     return {"loss": loss, "value": value.mean()}
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-    try:
-        gym.spec(arguments.env_id)
-    except gym.error.Error as error:
-        parser.exit(2, f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)\n")
-
-
-def save_curve(progress, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
-
-    axes = (figure := Figure(layout="constrained")).subplots()
-    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
-    n = min(100, max(1, len(progress["returns"]) // 10))
-    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
-    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
@@ -137,11 +95,13 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--evaluate", type=int, default=0, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="dqn.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=50_000, help="in steps")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
+    running.check_env_id(parser, arguments.env_id)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small
@@ -161,23 +121,26 @@ def main():
 
         writer = SummaryWriter(arguments.track)
     env_args = {"env_id": arguments.env_id}  # one environment, or one in each worker
-    with Batcher(
-        n_timesteps=N_STEPS,
-        n_workers=arguments.n_workers,
-        seed=arguments.seed,
-        create_agent=QNetwork,
-        agent_args=sizes,
-        create_env=create_env,
-        env_args=env_args,
-    ) as batcher:
+    with (
+        running.CtrlC() as ctrl_c,
+        Batcher(
+            n_timesteps=N_STEPS,
+            n_workers=arguments.n_workers,
+            seed=arguments.seed,
+            create_agent=QNetwork,
+            agent_args=sizes,
+            create_env=create_env,
+            env_args=env_args,
+        ) as batcher,
+    ):
         batcher.reset()
         parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
         parts |= {"pool": pool, "batcher": batcher, "episodes": episodes}
         if arguments.resume:
-            progress = load_checkpoint(arguments.checkpoint, parts)
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
         total, window_size = arguments.total_timesteps, N_STEPS * batcher.n_lanes
         bar = tqdm(desc="DQN", unit=" steps", total=total, initial=progress["n_steps"])
-        while progress["n_steps"] + window_size <= total:
+        while progress["n_steps"] + window_size <= total and not ctrl_c.is_pressed:
             batcher.update(q_network.state_dict())
             batcher.execute(agent_info={"epsilon": epsilon_after(progress["n_steps"], total)})
             window = batcher.get()
@@ -200,19 +163,22 @@ def main():
                     for name, value in {**results, "return": average}.items():
                         writer.add_scalar(name, value, progress["n_steps"])
             if progress["n_steps"] % arguments.checkpoint_interval < window_size:
-                save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
-        if arguments.evaluate:
+        if arguments.evaluate and not ctrl_c.is_pressed:
             greedy = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"epsilon": 0.0}}
             evaluation = evaluate(q_network, create_env, arguments.evaluate, **greedy)
             progress["evaluation"] = evaluation.returns.tolist()
-        save_checkpoint(arguments.checkpoint, parts, progress)
+            running.save_checkpoint(arguments.checkpoint, parts, progress)
 
     final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
     if arguments.evaluate:  # the policy at the end, without its exploration
         final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
     print(f"average return of {kind} episodes: {fmean(final):.1f}")
-    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        running.film(q_network, create_env, arguments.video, env_args, {"epsilon": 0.0})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ References:
 
 import argparse
 import time
+from pathlib import Path
 from statistics import fmean
 
 import gymnasium as gym
@@ -31,6 +32,8 @@ from rlpool import (
     sample_categorical,
     vtrace,
 )
+
+import running
 
 N_EPISODES = 16  # of a request, and so of a gradient step
 LEARNING_RATE, DISCOUNT = 1e-2, 0.99  # the first falls linearly to zero
@@ -56,8 +59,8 @@ class ActorCritic(nn.Module, Agent):
         self.load_state_dict(info)
 
 
-def create_env(seed, env_id, n_envs=8):
-    return GymEnv([gym.make(env_id) for _ in range(n_envs)], seed)
+def create_env(seed, env_id, n_envs=8, render_mode=None):
+    return GymEnv([gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)], seed)
 
 
 def learn(agent, optimizer, episodes):
@@ -98,7 +101,13 @@ def main():
     parser.add_argument("--n-pending", type=int, default=3, help="requests in flight; 1 waits")
     parser.add_argument("--n-workers", type=int, default=2, help="worker processes, 0 for none")
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
+    parser.add_argument("--checkpoint", default="impala.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=20, help="in updates")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
+    running.check_arguments(parser, arguments)
+    running.check_env_id(parser, arguments.env_id)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small
@@ -107,35 +116,54 @@ def main():
     sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": int(env.action_space.n)}
     agent = ActorCritic(**sizes)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE)
-    returns, ages, n_steps = [], [], 0
-    with EpisodeBatcher(
-        n_timesteps=env.spec.max_episode_steps,  # one slot per episode
-        n_slots=(arguments.n_pending + 1) * N_EPISODES,
-        create_agent=ActorCritic,
-        agent_args=sizes,
-        create_env=create_env,
-        env_args={"env_id": arguments.env_id},
-        n_workers=arguments.n_workers,
-        seeds=arguments.seed,
-    ) as batcher:
-        batcher.update(agent.state_dict())
-        start = time.perf_counter()
+    progress = {"n_updates": 0, "n_steps": 0, "steps": [], "returns": [], "ages": []}
+    with (
+        running.CtrlC() as ctrl_c,
+        EpisodeBatcher(
+            n_timesteps=env.spec.max_episode_steps,  # one slot per episode
+            n_slots=(arguments.n_pending + 1) * N_EPISODES,
+            create_agent=ActorCritic,
+            agent_args=sizes,
+            create_env=create_env,
+            env_args={"env_id": arguments.env_id},
+            n_workers=arguments.n_workers,
+            seeds=arguments.seed,
+        ) as batcher,
+    ):
+        parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
+        if arguments.resume:  # the batcher makes the requests that were in flight again
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
+        total, n_before, start = arguments.n_updates, progress["n_steps"], time.perf_counter()
         requests = batcher.stream(n_episodes=N_EPISODES, n_pending=arguments.n_pending)
-        for number, episodes in zip(
-            tqdm(range(arguments.n_updates), "IMPALA"), requests, strict=False
-        ):
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - number / arguments.n_updates)
-            learn(agent, optimizer, episodes)
+        bar = tqdm(desc="IMPALA", unit=" steps", initial=n_before)
+        while progress["n_updates"] < total and not ctrl_c.is_pressed:
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_updates"] / total)
             batcher.update(agent.state_dict())  # holds for the request that is made next
-            returns += episode_returns(episodes).tolist()
-            ages += episodes.info["policy_age"].tolist()
-            n_steps += int(episodes.lengths.sum())
+            episodes = next(requests)
+            learn(agent, optimizer, episodes)
+            n_steps, returns = int(episodes.lengths.sum()), episode_returns(episodes).tolist()
+            progress["n_updates"] += 1
+            progress["n_steps"] += n_steps
+            progress["steps"] += [progress["n_steps"]] * N_EPISODES
+            progress["returns"] += returns
+            progress["ages"] += episodes.info["policy_age"].tolist()
+            bar.set_postfix({"return": f"{fmean(returns):.1f}"}, refresh=False)
+            bar.update(n_steps)
+            if progress["n_updates"] % arguments.checkpoint_interval == 0:
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
         elapsed_s = time.perf_counter() - start
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
 
+    returns, ages = progress["returns"], progress["ages"]
     assert max(ages) < arguments.n_pending
     print(f"average return of the last 100 episodes: {fmean(returns[-100:]):.1f}")
     print(f"policies were {fmean(ages):.1f} updates old on average, at most {max(ages)}")
-    print(f"{n_steps} steps, {n_steps / elapsed_s:,.0f} per second")
+    n_steps = progress["n_steps"]
+    print(f"{n_steps} steps, {(n_steps - n_before) / elapsed_s:,.0f} per second")
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        running.film(agent, create_env, arguments.video, {"env_id": arguments.env_id, "n_envs": 1})
 
 
 if __name__ == "__main__":

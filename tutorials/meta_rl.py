@@ -42,6 +42,8 @@ from rlpool import (
     sample_normal,
 )
 
+import running
+
 # Chosen on this environment. PPO as in ppo_continuous.py, over whole trials.
 LEARNING_RATE = 1e-3  # at first; it falls linearly to a fifth
 N_EPOCHS, N_MINIBATCHES = 6, 4
@@ -178,33 +180,6 @@ def returns_of_episodes(frames, rewards):
     return [(rewards * (number == i)).sum(1).mean().item() for i in range(N_EPISODES)]
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-
-
 def save_curve(progress, title, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
@@ -231,7 +206,7 @@ def parse_arguments():
     parser.add_argument("--checkpoint-interval", type=int, default=50, help="in iterations")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
     return arguments
 
 
@@ -262,14 +237,14 @@ def main():
     progress = {"n_iters": 0, "steps": [], "returns": []}  # of each episode of the trials
     writer = None
     if arguments.resume:
-        progress = load_checkpoint(arguments.checkpoint, parts)
+        progress = running.load_checkpoint(arguments.checkpoint, parts)
     if arguments.track:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(arguments.track)
-    with parallel_env or nullcontext():
+    with running.CtrlC() as ctrl_c, parallel_env or nullcontext():
         bar = tqdm(desc=arguments.agent, unit=" steps", initial=learner.n_env_steps_total)
-        while progress["n_iters"] < arguments.num_iters:
+        while progress["n_iters"] < arguments.num_iters and not ctrl_c.is_pressed:
             share = progress["n_iters"] / arguments.num_iters
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - 0.8 * share)
             n_steps = learner.collect_rollouts_parallel(
@@ -287,11 +262,12 @@ def main():
                 for name, value in {**losses, "first": first, "last": last}.items():
                     writer.add_scalar(name, value, learner.n_env_steps_total)
             if progress["n_iters"] % arguments.checkpoint_interval == 0:
-                save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
-        save_checkpoint(arguments.checkpoint, parts, progress)
-        learner.train_tasks = range(n_train, n_train + n_eval)
-        learner.collect_rollouts_parallel(4 * n_eval, parallel_env=parallel_env)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
+        if not ctrl_c.is_pressed:
+            learner.train_tasks = range(n_train, n_train + n_eval)
+            learner.collect_rollouts_parallel(4 * n_eval, parallel_env=parallel_env)
     frames, _, rewards = storage.take_all()
     episodes = ", ".join(f"{value:.1f}" for value in returns_of_episodes(frames, rewards))
     print(f"{arguments.agent} on unseen tasks, average return of each episode: {episodes}")

@@ -34,6 +34,8 @@ from rlpool import (
     sample_categorical,
 )
 
+import running
+
 N_AGENTS, N_ACTIONS, N_STEPS = 3, 5, 25  # of each episode
 OBSERVATION_SIZE, STATE_SIZE = 18, 54  # the state consists of all observations
 N_EPISODES = 64  # per update
@@ -130,33 +132,6 @@ def loss_of(team, frame, state, action, old_log_probability, advantage, target):
     return VALUE_WEIGHT * error - gain.mean() - ENTROPY_WEIGHT * entropy.mean()
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-
-
 def save_curve(progress, path):
     from matplotlib.figure import Figure  # here, because workers import this file as well
 
@@ -178,7 +153,7 @@ def main():
     parser.add_argument("--checkpoint-interval", type=int, default=20, help="in updates")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small
@@ -186,22 +161,25 @@ def main():
     team = Team(arguments.central_critic)
     optimizer = torch.optim.Adam(team.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
     progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
-    with EpisodeBatcher(
-        n_timesteps=N_STEPS,
-        n_slots=N_EPISODES,
-        n_workers=arguments.n_workers,
-        seed=arguments.seed,
-        create_agent=Team,
-        agent_args={"is_central": arguments.central_critic},
-        create_env=create_env,
-        env_args={"n_envs": 32 // max(1, arguments.n_workers)},
-    ) as batcher:
+    with (
+        running.CtrlC() as ctrl_c,
+        EpisodeBatcher(
+            n_timesteps=N_STEPS,
+            n_slots=N_EPISODES,
+            n_workers=arguments.n_workers,
+            seed=arguments.seed,
+            create_agent=Team,
+            agent_args={"is_central": arguments.central_critic},
+            create_env=create_env,
+            env_args={"n_envs": 32 // max(1, arguments.n_workers)},
+        ) as batcher,
+    ):
         parts = {"team": team, "optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
-            progress = load_checkpoint(arguments.checkpoint, parts)
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
         total, per_update = arguments.total_timesteps, N_EPISODES * N_STEPS
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
-        while progress["n_steps"] + per_update <= total:
+        while progress["n_steps"] + per_update <= total and not ctrl_c.is_pressed:
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
             batcher.update(team.state_dict())
             batcher.execute(N_EPISODES)
@@ -214,8 +192,8 @@ def main():
             bar.set_postfix({"return": f"{fmean(returns):.2f}"}, refresh=False)
             bar.update(per_update)
             if progress["n_steps"] // per_update % arguments.checkpoint_interval == 0:
-                save_checkpoint(arguments.checkpoint, parts, progress)
-        save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
     average = fmean(progress["returns"][-100:] or [torch.nan])

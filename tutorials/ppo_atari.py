@@ -33,6 +33,8 @@ from rlpool import (
     sample_categorical,
 )
 
+import running
+
 # The hyper-parameters of CleanRL's ppo_atari.py (https://docs.cleanrl.dev/rl-algorithms/ppo), with
 # which docs/results.md compares this script.
 LEARNING_RATE = 2.5e-4  # at first; it falls linearly to zero
@@ -126,48 +128,11 @@ def losses_of(agent, frame, action, old_log_probability, old_value, advantage, t
     return {"policy": -gain.mean(), "value": 0.5 * error.mean(), "entropy": entropy.mean()}
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
+def check_game(parser, game):
     from ale_py import roms
 
-    if arguments.env_id not in (games := roms.get_all_rom_ids()):
-        parser.exit(2, f"--env-id: there is no game {arguments.env_id}; choose of {games}\n")
-
-
-def save_curve(progress, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
-
-    axes = (figure := Figure(layout="constrained")).subplots()
-    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
-    n = min(100, max(1, len(progress["returns"]) // 10))
-    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
-    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
-    figure.savefig(path)
+    if game not in (games := roms.get_all_rom_ids()):
+        parser.exit(2, f"--env-id: there is no game {game}; choose of {games}\n")
 
 
 def main():
@@ -184,7 +149,8 @@ def main():
     parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
+    check_game(parser, arguments.env_id)
     from ale_py.vector_env import AtariVectorEnv
     from tqdm import tqdm  # here, since --help does without it
 
@@ -199,22 +165,25 @@ def main():
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(arguments.track)
-    with Batcher(
-        n_timesteps=N_STEPS,
-        n_workers=arguments.n_workers,
-        seeds=arguments.seed,
-        create_agent=ActorCritic,
-        agent_args=sizes,
-        create_env=create_env,
-        env_args={"env_id": arguments.env_id, "n_workers": arguments.n_workers},
-    ) as batcher:
+    with (
+        running.CtrlC() as ctrl_c,
+        Batcher(
+            n_timesteps=N_STEPS,
+            n_workers=arguments.n_workers,
+            seeds=arguments.seed,
+            create_agent=ActorCritic,
+            agent_args=sizes,
+            create_env=create_env,
+            env_args={"env_id": arguments.env_id, "n_workers": arguments.n_workers},
+        ) as batcher,
+    ):
         batcher.reset()
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}
         if arguments.resume:
-            progress = load_checkpoint(arguments.checkpoint, parts)
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
-        while progress["n_steps"] + BATCH_SIZE <= total:
+        while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
             batcher.update(agent.state_dict())
             batcher.execute()
@@ -231,13 +200,13 @@ def main():
                 for name, value in {**losses, "return": average}.items():
                     writer.add_scalar(name, value, progress["n_steps"])
             if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
-                save_checkpoint(arguments.checkpoint, parts, progress)
-        save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
     average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.1f}")
-    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 
 if __name__ == "__main__":

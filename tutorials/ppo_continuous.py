@@ -34,6 +34,8 @@ from rlpool import (
     sample_normal,
 )
 
+import running
+
 # The hyper-parameters of CleanRL's ppo_continuous_action.py, with whose published results
 # (https://docs.cleanrl.dev/rl-algorithms/ppo) docs/results.md compares this script.
 LEARNING_RATE = 3e-4  # at first; it falls linearly to zero
@@ -97,9 +99,10 @@ def make_network(n_inputs, n_outputs, last_gain):
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def create_env(seed, env_id, n_envs):
+def create_env(seed, env_id, n_envs, render_mode=None):
     # The actions of a normal distribution have no bounds; those of a joint have.
-    return GymEnvInf([gym.wrappers.ClipAction(gym.make(env_id)) for _ in range(n_envs)], seed)
+    envs = [gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)]
+    return GymEnvInf([gym.wrappers.ClipAction(env) for env in envs], seed)
 
 
 def learn(agent, reward_scale, optimizer, window):
@@ -135,50 +138,6 @@ def losses_of(agent, frame, action, old_log_probability, old_value, advantage, t
     return {"policy": -gain.mean(), "value": 0.5 * error.mean()}
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-    try:
-        gym.spec(arguments.env_id)
-    except gym.error.Error as error:
-        parser.exit(2, f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)\n")
-
-
-def save_curve(progress, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
-
-    axes = (figure := Figure(layout="constrained")).subplots()
-    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
-    n = min(100, max(1, len(progress["returns"]) // 10))
-    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
-    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="HalfCheetah-v4", help="with a vector as observation")
@@ -188,11 +147,13 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="ppo_continuous.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=25, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
+    running.check_env_id(parser, arguments.env_id)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small
@@ -208,23 +169,26 @@ def main():
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(arguments.track)
-    with Batcher(
-        n_timesteps=N_STEPS,
-        n_workers=arguments.n_workers,
-        seeds=arguments.seed,
-        create_agent=ActorCritic,
-        agent_args=sizes,
-        create_env=create_env,
-        env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
-    ) as batcher:
+    with (
+        running.CtrlC() as ctrl_c,
+        Batcher(
+            n_timesteps=N_STEPS,
+            n_workers=arguments.n_workers,
+            seeds=arguments.seed,
+            create_agent=ActorCritic,
+            agent_args=sizes,
+            create_env=create_env,
+            env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
+        ) as batcher,
+    ):
         batcher.reset()
         parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}
         parts |= {"batcher": batcher, "episodes": episodes}
         if arguments.resume:
-            progress = load_checkpoint(arguments.checkpoint, parts)
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
-        while progress["n_steps"] + BATCH_SIZE <= total:
+        while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
             batcher.update(agent.state_dict())
             batcher.execute()
@@ -241,13 +205,15 @@ def main():
                 for name, value in {**losses, "return": average}.items():
                     writer.add_scalar(name, value, progress["n_steps"])
             if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
-                save_checkpoint(arguments.checkpoint, parts, progress)
-        save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
     average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.1f}")
-    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        running.film(agent, create_env, arguments.video, {"env_id": arguments.env_id, "n_envs": 1})
 
 
 if __name__ == "__main__":

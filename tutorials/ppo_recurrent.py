@@ -38,6 +38,8 @@ from rlpool import (
     sample_categorical,
 )
 
+import running
+
 # Networks, learning rate, normalisation and the size of a gradient step are those of
 # rl-baselines3-zoo's ppo_lstm for CartPoleNoVel-v1, with whose published result
 # (https://github.com/DLR-RM/rl-baselines3-zoo) docs/results.md compares this script.
@@ -130,8 +132,9 @@ class WithoutVelocities(gym.ObservationWrapper):
         return observation * np.float32(VISIBLE[self.spec.id])
 
 
-def create_env(seed, env_id, n_envs):
-    return GymEnvInf([WithoutVelocities(gym.make(env_id)) for _ in range(n_envs)], seed)
+def create_env(seed, env_id, n_envs, render_mode=None):
+    envs = [gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)]
+    return GymEnvInf([WithoutVelocities(env) for env in envs], seed)
 
 
 def losses_of(agent, sequences):
@@ -175,46 +178,6 @@ def learn(agent, reward_scale, optimizer, window):
     return losses
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-
-
-def save_curve(progress, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
-
-    axes = (figure := Figure(layout="constrained")).subplots()
-    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
-    n = min(100, max(1, len(progress["returns"]) // 10))
-    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
-    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="CartPole-v1", choices=VISIBLE)
@@ -224,12 +187,13 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="ppo_recurrent.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=10, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small
@@ -245,23 +209,26 @@ def main():
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(arguments.track)
-    with Batcher(
-        n_timesteps=N_STEPS,
-        n_workers=arguments.n_workers,
-        seeds=arguments.seed,
-        create_agent=RecurrentActorCritic,
-        agent_args=sizes,
-        create_env=create_env,
-        env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
-    ) as batcher:
+    with (
+        running.CtrlC() as ctrl_c,
+        Batcher(
+            n_timesteps=N_STEPS,
+            n_workers=arguments.n_workers,
+            seeds=arguments.seed,
+            create_agent=RecurrentActorCritic,
+            agent_args=sizes,
+            create_env=create_env,
+            env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
+        ) as batcher,
+    ):
         batcher.reset()
         parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}
         parts |= {"batcher": batcher, "episodes": episodes}
         if arguments.resume:
-            progress = load_checkpoint(arguments.checkpoint, parts)
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
-        while progress["n_steps"] + BATCH_SIZE <= total:
+        while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
             batcher.update(agent.state_dict())
             batcher.execute()
@@ -278,20 +245,24 @@ def main():
                 for name, value in {**losses, "return": average}.items():
                     writer.add_scalar(name, value, progress["n_steps"])
             if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
-                save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
-        if arguments.evaluate:
+        if arguments.evaluate and not ctrl_c.is_pressed:
             greedy = {"agent_info": {"is_greedy": True}, "seeds": arguments.seed}
             greedy["env_args"] = {"env_id": arguments.env_id, "n_envs": N_ENVS}
             evaluation = evaluate(agent, create_env, arguments.evaluate, **greedy)
             progress["evaluation"] = evaluation.returns.tolist()
-        save_checkpoint(arguments.checkpoint, parts, progress)
+            running.save_checkpoint(arguments.checkpoint, parts, progress)
 
     final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
     if arguments.evaluate:  # the policy at the end, without its exploration
         final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
     print(f"average return of {kind} episodes: {fmean(final):.1f}")
-    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        env_args = {"env_id": arguments.env_id, "n_envs": 1}
+        running.film(agent, create_env, arguments.video, env_args, {"is_greedy": True})
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from rlpool import (
     sample_categorical,
 )
 
+import running
+
 # Chosen for CartPole-v1: the first that we tried, and good enough to see how learning goes.
 LEARNING_RATE = 1e-2
 N_EPISODES = 32  # per gradient step
@@ -55,8 +57,8 @@ class Policy(nn.Module, Agent):
     update = nn.Module.load_state_dict  # runs in the workers, with what batcher.update() got here
 
 
-def create_env(seed, env_id):
-    return GymEnv([gym.make(env_id) for _ in range(N_ENVS)], seed)
+def create_env(seed, env_id, render_mode=None):
+    return GymEnv([gym.make(env_id, render_mode=render_mode) for _ in range(N_ENVS)], seed)
 
 
 def learn(agent, optimizer, episodes):
@@ -81,50 +83,6 @@ def learn(agent, optimizer, episodes):
     return loss
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-    try:
-        gym.spec(arguments.env_id)
-    except gym.error.Error as error:
-        parser.exit(2, f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)\n")
-
-
-def save_curve(progress, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
-
-    axes = (figure := Figure(layout="constrained")).subplots()
-    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
-    n = min(100, max(1, len(progress["returns"]) // 10))
-    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
-    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
@@ -134,11 +92,13 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="reinforce.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=10, help="in epochs")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
+    running.check_env_id(parser, arguments.env_id)
     from tqdm import tqdm  # here, since --help does without it
 
     # The workers need the other cores, and these networks are too small to gain from threads.
@@ -154,21 +114,24 @@ def main():
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(arguments.track)
-    with EpisodeBatcher(
-        n_timesteps=env.spec.max_episode_steps,  # one slot per episode
-        n_slots=2 * N_EPISODES,
-        n_workers=arguments.n_workers,
-        seeds=arguments.seed,
-        create_agent=Policy,
-        agent_args=sizes,
-        create_env=create_env,
-        env_args={"env_id": arguments.env_id},
-    ) as batcher:
+    with (
+        running.CtrlC() as ctrl_c,
+        EpisodeBatcher(
+            n_timesteps=env.spec.max_episode_steps,  # one slot per episode
+            n_slots=2 * N_EPISODES,
+            n_workers=arguments.n_workers,
+            seeds=arguments.seed,
+            create_agent=Policy,
+            agent_args=sizes,
+            create_env=create_env,
+            env_args={"env_id": arguments.env_id},
+        ) as batcher,
+    ):
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
-            progress = load_checkpoint(arguments.checkpoint, parts)
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
         bar = tqdm(desc="REINFORCE", unit=" steps", initial=progress["n_steps"])
-        while progress["n_epochs"] < arguments.n_epochs:
+        while progress["n_epochs"] < arguments.n_epochs and not ctrl_c.is_pressed:
             batcher.update(agent.state_dict())
             batcher.execute(N_EPISODES)
             episodes = batcher.get()
@@ -185,13 +148,15 @@ def main():
                 for name, value in {"loss": loss, "return": fmean(returns)}.items():
                     writer.add_scalar(name, value, progress["n_steps"])
             if progress["n_epochs"] % arguments.checkpoint_interval == 0:
-                save_checkpoint(arguments.checkpoint, parts, progress)
-        save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
     average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.1f}")
-    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        running.film(agent, create_env, arguments.video, {"env_id": arguments.env_id})
 
 
 if __name__ == "__main__":

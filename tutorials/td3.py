@@ -36,6 +36,8 @@ from rlpool import (
     sample_normal,
 )
 
+import running
+
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -95,12 +97,12 @@ class Actor(nn.Module, Agent):
     update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
-def create_env(seed, env_id, n_envs=1):
+def create_env(seed, env_id, n_envs=1, render_mode=None):
     # Actions are between -1 and 1, whatever those of the environment are. "Inf" for infinite: an
     # environment whose episode ended starts the next one at once.
+    envs = [gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)]
     one = np.float32(1.0)
-    envs = [gym.wrappers.RescaleAction(gym.make(env_id), -one, one) for _ in range(n_envs)]
-    return GymEnvInf(envs, seed)
+    return GymEnvInf([gym.wrappers.RescaleAction(env, -one, one) for env in envs], seed)
 
 
 class Learner(nn.Module):
@@ -155,50 +157,6 @@ def values_of(critics, frame, action):
     return torch.stack([critic(inputs).squeeze(-1) for critic in critics])  # [2, B]
 
 
-def save_checkpoint(path, parts, progress):
-    """Save all that a run consists of; there is a complete file at any time."""
-    state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
-
-
-def load_checkpoint(path, parts):
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
-
-
-def check_arguments(parser, arguments):
-    """Refuse at the start what would fail later."""
-    path = Path(arguments.checkpoint)
-    if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
-    try:
-        Path(f"{path}.new").touch()
-        Path(f"{path}.new").unlink()
-    except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-    try:
-        gym.spec(arguments.env_id)
-    except gym.error.Error as error:
-        parser.exit(2, f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)\n")
-
-
-def save_curve(progress, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
-
-    axes = (figure := Figure(layout="constrained")).subplots()
-    # Single episodes as dots, and what is learned as a line, in short runs of fewer episodes.
-    n = min(100, max(1, len(progress["returns"]) // 10))
-    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
-    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
-    axes.set(xlabel="environment steps", ylabel=f"return, average of {n} episodes")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
@@ -208,13 +166,15 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="td3.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=10_000, help="in steps")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     for field in fields(Hyperparameters):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
+    running.check_arguments(parser, arguments)
+    running.check_env_id(parser, arguments.env_id)
     from tqdm import tqdm  # here, since --help does without it
 
     hyper = PENDULUM if arguments.env_id == "Pendulum-v1" else Hyperparameters()
@@ -235,23 +195,26 @@ def main():
 
         writer = SummaryWriter(arguments.track)
     env_args = {"env_id": arguments.env_id}  # one environment, or one in each worker
-    with Batcher(
-        n_timesteps=1,
-        n_workers=arguments.n_workers,
-        seed=arguments.seed,
-        create_agent=Actor,
-        agent_args=agent_args,
-        create_env=create_env,
-        env_args=env_args,
-    ) as batcher:
+    with (
+        running.CtrlC() as ctrl_c,
+        Batcher(
+            n_timesteps=1,
+            n_workers=arguments.n_workers,
+            seed=arguments.seed,
+            create_agent=Actor,
+            agent_args=agent_args,
+            create_env=create_env,
+            env_args=env_args,
+        ) as batcher,
+    ):
         batcher.reset()
         parts = {"learner": learner, "pool": pool, "batcher": batcher, "episodes": episodes}
         parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
         if arguments.resume:
-            progress = load_checkpoint(arguments.checkpoint, parts)
+            progress = running.load_checkpoint(arguments.checkpoint, parts)
         total, n_envs = hyper.total_timesteps, batcher.n_lanes
         bar = tqdm(desc="TD3", unit=" steps", total=total, initial=progress["n_steps"])
-        while progress["n_steps"] + n_envs <= total:
+        while progress["n_steps"] + n_envs <= total and not ctrl_c.is_pressed:
             is_learning = progress["n_steps"] >= hyper.learning_starts
             batcher.update(learner.actor.state_dict())
             batcher.execute(agent_info={"exploration": NOISY if is_learning else UNIFORM})
@@ -272,19 +235,22 @@ def main():
                     for name, value in {**results, "return": average}.items():
                         writer.add_scalar(name, value, progress["n_steps"])
             if progress["n_steps"] % arguments.checkpoint_interval < n_envs:
-                save_checkpoint(arguments.checkpoint, parts, progress)
+                running.save_checkpoint(arguments.checkpoint, parts, progress)
+        running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
-        if arguments.evaluate:
+        if arguments.evaluate and not ctrl_c.is_pressed:
             greedy = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
             evaluation = evaluate(learner.actor, create_env, arguments.evaluate, **greedy)
             progress["evaluation"] = evaluation.returns.tolist()
-        save_checkpoint(arguments.checkpoint, parts, progress)
+            running.save_checkpoint(arguments.checkpoint, parts, progress)
 
     final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
     if arguments.evaluate:  # the policy at the end, without its exploration
         final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
     print(f"average return of {kind} episodes: {fmean(final):.1f}")
-    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        running.film(learner.actor, create_env, arguments.video, env_args, {"exploration": GREEDY})
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def run_as_main(
         if folder is not None:
             patch.chdir(folder)
         patch.setattr(sys, "argv", [str(path), *arguments])
+        patch.syspath_prepend(str(path.parent))  # as Python does
         multiprocessing.set_start_method(None, force=True)  # as it is in a new process
         try:
             if constants is None:

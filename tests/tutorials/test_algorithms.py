@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import runpy
-from collections.abc import Mapping
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from rlpool import Pool, TemporalDictTensor
 
 from support.programs import run_as_main
+from support.variants import variants
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 
@@ -22,6 +27,7 @@ CONTINUOUS = "--total-timesteps=260 --learning-starts=205 --batch-size=16 --chec
 SMALL = {
     "a2c": "--total-timesteps=400 --checkpoint-interval=4",
     "dqn": "--total-timesteps=700 --learning-starts=20 --checkpoint-interval=510",
+    "impala": "--n-updates=4 --checkpoint-interval=1 --n-workers=0",
     "meta_rl": "--num-iters=2 --num-rollouts-per-iter=4 --envs-per-worker=2 "
     "--num-parallel-workers=0 --num-eval-tasks=4 --checkpoint-interval=1",
     "multi_agent": "--total-timesteps=1600 --checkpoint-interval=1 --n-workers=0",
@@ -34,6 +40,8 @@ SMALL = {
     "td3": f"{CONTINUOUS} --evaluate=2",
 }
 
+FILMING = sorted(SMALL.keys() - {"meta_rl", "multi_agent", "ppo_atari"})
+
 # Learning from whole windows takes longer than all the others together.
 CONSTANTS = {
     "multi_agent": {"N_EPISODES": 16, "N_EPOCHS": 1},
@@ -41,6 +49,11 @@ CONSTANTS = {
     "ppo_continuous": {"N_STEPS": 256, "BATCH_SIZE": 256, "N_EPOCHS": 2, "N_MINIBATCHES": 4},
     "ppo_recurrent": {"N_STEPS": 64, "BATCH_SIZE": 8 * 64, "N_EPOCHS": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def what_scripts_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
 
 
 class PowerFailureError(Exception):
@@ -88,12 +101,58 @@ def test_a_run_that_is_cut_off_resumes_bit_by_bit(
         patch.setattr(torch, "save", save_once)
         with pytest.raises(PowerFailureError):
             run(name, program_folder)
-    resumed = run(name, program_folder, "--resume")
-    expected, got = leaves(whole), leaves(resumed)
+    assert_same(run(name, program_folder, "--resume"), whole)
+
+
+def assert_same(saved: Any, whole: Any) -> None:
+    expected, got = leaves(whole), leaves(saved)
     assert got.keys() == expected.keys()
     for key, value in expected.items():
         equal = torch.equal(value, got[key]) if torch.is_tensor(value) else value == got[key]
         assert equal, key
+
+
+@contextmanager
+def ctrl_c_after(cpu_s: float) -> Iterator[None]:
+    """Interrupt this process once it has computed for some time."""
+    before = signal.signal(signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_PROF, max(cpu_s, 1e-6))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@pytest.mark.promise("I3")
+@pytest.mark.parametrize(("name", "n"), variants([("ppo", 2)], [(name, 2) for name in SMALL]))
+def test_a_run_resumes_bit_by_bit_after_ctrl_c_at_a_random_moment(
+    name: str, n: int, program_folder: Path
+) -> None:
+    whole = run(name, program_folder)  # which imports what they need
+    start = time.process_time()
+    run(name, program_folder)
+    whole_s = time.process_time() - start
+    rng, checkpoint = random.Random(name), program_folder / f"{name}.pt"
+    for part in range(n):
+        checkpoint.unlink()
+        cpu_s = whole_s * (part + rng.random()) / n
+        with suppress(SystemExit, KeyboardInterrupt), ctrl_c_after(cpu_s):
+            run(name, program_folder)
+        # One that had not begun has nothing to go on from.
+        flags = ("--resume",) if checkpoint.exists() else ()
+        assert_same(run(name, program_folder, *flags), whole)
+
+
+@pytest.mark.parametrize("name", variants(["ppo"], FILMING))
+def test_a_run_ends_with_a_film(
+    name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(name, program_folder, "--video=films")
+    (film,) = (program_folder / "films").iterdir()
+    assert film.suffix == ".mp4"
+    assert film.stat().st_size > 1000
+    assert f"film of an episode: films/{film.name}" in capfd.readouterr().out
 
 
 # Flags with which a script ends before any episode does.
