@@ -23,6 +23,7 @@ from rlpool.batch.window_batcher import Batcher
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.envpool_env import EnvPoolEnv
 from rlpool.envs.gym_env import GymEnv, GymEnvInf
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv
@@ -47,7 +48,6 @@ from rlpool.evaluation.evaluate import evaluate
 from rlpool.evaluation.figures import Comparison, Estimate, Summary, compare
 from rlpool.evaluation.result import Evaluation
 from rlpool.evaluation.verification import Verification, verify
-from rlpool.integrations.envpool import EnvPoolEnv
 from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager, ParallelVectorEnv
