@@ -56,7 +56,8 @@ N_EPISODES = 2  # of a trial
 class PointRobot(gym.Env):
     """A point in the plane, and a goal somewhere on the upper half of the unit circle."""
 
-    def __init__(self, n_tasks, max_episode_steps=15):
+    def __init__(self, n_tasks, max_episode_steps=15, render_mode=None):
+        self.render_mode, self.metadata = render_mode, {"render_fps": 5}
         self.observation_space = Box(-10.0, 10.0, (2,))  # where it is; not where the goal is
         self.action_space = Box(-0.2, 0.2, (2,))
         self.max_episode_steps = max_episode_steps
@@ -82,6 +83,18 @@ class PointRobot(gym.Env):
         is_there = np.linalg.norm(self.position - self.goal) < 0.3
         # Reaching the goal ends nothing; the trial's wrapper keeps the time.
         return self.position, float(is_there), False, False, {}
+
+    def render(self):
+        """The goal in green, and the robot in black."""
+        picture = np.full((200, 200, 3), 255, np.uint8)
+        for (x, y), size, colour in ((self.goal, 12, (90, 200, 90)), (self.position, 4, (0, 0, 0))):
+            column, row = (np.clip([100 + 60 * x, 100 - 60 * y], 12, 188)).astype(int)
+            picture[row - size : row + size, column - size : column + size] = colour
+        return picture
+
+
+def create_trial(seed, **env_args):
+    return GymEnv([make_env(PointRobot, N_EPISODES, **env_args)], seed)
 
 
 class ActorCritic(nn.Module, Agent):
@@ -202,6 +215,7 @@ def parse_arguments():
     parser.add_argument("--num-rollouts-per-iter", type=int, default=64, help="trials")
     parser.add_argument("--seed", type=int, default=0, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of a trial at the end")
     parser.add_argument("--checkpoint", default="meta_rl.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=50, help="in iterations")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
@@ -272,6 +286,8 @@ def main():
     episodes = ", ".join(f"{value:.1f}" for value in returns_of_episodes(frames, rewards))
     print(f"{arguments.agent} on unseen tasks, average return of each episode: {episodes}")
     save_curve(progress, arguments.agent, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        running.film(agent, create_trial, arguments.video, shared)
 
 
 if __name__ == "__main__":
