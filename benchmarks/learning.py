@@ -67,6 +67,7 @@ class Task:
         n_greedy: Greedy episodes after training which are the result; 0 for training returns.
         cleanrl: CleanRL's script and its arguments, if runs of it are the reference.
         setup: What CleanRL's interpreter runs before the script.
+        flags: Arguments of the script in place of ``--env-id``.
     """
 
     script: str
@@ -78,6 +79,7 @@ class Task:
     n_greedy: int = 0
     cleanrl: tuple[str, ...] = ()
     setup: str = ""
+    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -108,6 +110,22 @@ TASKS = [
         cleanrl=("ppo_atari.py", "--env-id=PongNoFrameskip-v4"),
         setup=ATARI,
     ),
+    Task(
+        *("multi_agent", "simple_spread-ippo", 400_000, None, "−29 at 20 million steps, see below"),
+        n_seeds=3,
+        flags=("--n-workers=0",),
+    ),
+    Task(
+        *(
+            "multi_agent",
+            "simple_spread-mappo",
+            400_000,
+            None,
+            "−29 at 20 million steps, see below",
+        ),
+        n_seeds=3,
+        flags=("--n-workers=0", "--central-critic"),
+    ),
 ]
 
 
@@ -118,7 +136,7 @@ def run(task: Task, seed: int, folder: Path) -> None:
     """Run a script to its end, and write what came out."""
     checkpoint = folder / f"{task.name}-{seed}.pt"
     command = [sys.executable, str(REPOSITORY / "tutorials" / f"{task.script}.py")]
-    command += [f"--env-id={task.env_id}", f"--total-timesteps={task.n_steps}"]
+    command += [*(task.flags or [f"--env-id={task.env_id}"]), f"--total-timesteps={task.n_steps}"]
     command += [f"--seed={seed}", f"--checkpoint={checkpoint}"]
     if task.n_greedy:
         command.append(f"--evaluate={task.n_greedy}")
@@ -232,7 +250,9 @@ def rows(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
         results = results_of(task, folder)
         ours = mean_and_spread(results) if results else "not run"
         listed = ", ".join(f"{result['result']:.1f}" for result in results)
-        bar = "as CleanRL's" if task.bar is None else f"≥ {task.bar:g}"
+        bar = (
+            ("as CleanRL's" if task.cleanrl else "none") if task.bar is None else f"≥ {task.bar:g}"
+        )
         reference = task.reference
         if theirs := results_of(task, folder, cleanrl_path):
             reference = f"CleanRL {mean_and_spread(theirs)}, its script run here"
