@@ -105,7 +105,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self.env, self._in_turns = in_parallel(env)
         self.metadata = {**getattr(env, "metadata", {})}
         self.render_mode = getattr(env, "render_mode", None)
-        if not callable(reward) and reward not in _COMBINED:
+        if not callable(reward) and reward not in [*_COMBINED]:
             fix = 'reward="sum", "mean", or a function of a dict with the reward of every agent'
             raise SpecError(f"reward should combine the rewards, got {reward!r:.60}", fix=fix)
         self._combine = reward if callable(reward) else _COMBINED[reward]
@@ -157,7 +157,8 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._alive = self._agents_now()
         if not self._alive:
             raise SpecError("reset() left no agents", fix="let agents begin with the episode")
-        return self._observed(observations, {}, {}, {}), self._infos(infos)
+        shown = {agent: observations.get(agent) for agent in self._alive}
+        return self._observed(shown, {}, {}, {}), self._infos(infos)
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Step the environment with the actions of all agents that are alive.
@@ -179,9 +180,14 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
             raise wrong_count("step", "five", result)
         observations, rewards, terminations, truncations, infos = result
         rewards, terminations, truncations = self._checked(rewards, terminations, truncations)
+        # Some environments go on telling of agents that have left, or are not born yet.
+        terminations, truncations = (
+            {agent: flags[agent] for agent in actions} for flags in (terminations, truncations)
+        )
         ending = {agent for agent in actions if terminations[agent] or truncations[agent]}
         self._gone |= ending
         self._alive = self._agents_now()
+        observations = {agent: observations.get(agent) for agent in [*actions, *self._alive]}
         for agent in actions:
             if agent not in ending and agent not in self._alive:
                 raise SpecError(
@@ -229,6 +235,8 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
             results = checked_results(range(len(agents)), (values, ends[0], ends[1]))
         except BadValue as error:
             raise SpecError(f"agent {agents[error.lane]!r}: {error.what}", fix=error.fix) from error
+        # Sums of Python's floats do not wrap around, as those of NumPy's small ints do.
+        results = list(map(float, results[0])), *results[1:]
         one, two, three = (dict(zip(agents, each, strict=True)) for each in results)
         return one, two, three
 

@@ -31,6 +31,7 @@ Groups = Mapping[str, Sequence[str]] | None
 OBSERVATION, MASK, STATE = "observation", "action_mask", "state"
 AGENT_FLAGS = ("alive", "terminations", "truncations")
 TURN = "acting"
+_ACTIONS = ("action", "last_action")  # names of groups follow these in keys
 
 
 class AgentGroup:
@@ -168,19 +169,31 @@ def grouped(env: Any, groups: Groups) -> dict[str, list[str]]:
                 name = str(agent) if stem in spaces else stem
                 spaces[name] = both
             made.setdefault(name, []).append(agent)
-    elif not isinstance(groups, Mapping) or any(isinstance(each, str) for each in groups.values()):
+    elif not isinstance(groups, Mapping) or not all(
+        isinstance(each, list | tuple) for each in groups.values()
+    ):
         what = f"groups should be a dict of names to lists of agents, got {groups!r:.80}"
         raise SpecError(what, fix=f"such as groups={{'team': {agents[:2]}, ...}}")
     else:
         made = {name: list(members) for name, members in groups.items()}
         members = [agent for part in made.values() for agent in part]
-        if sorted(map(str, members)) != sorted(map(str, agents)):
+        if len(members) != len(agents) or any(agent not in members for agent in agents):
             raise SpecError(
                 f"groups are {made}, agents are {agents}", fix="put each agent into one group"
             )
     if not agents or not all(made.values()):
         raise SpecError(f"groups are {made}, agents are {agents}", fix="leave out empty groups")
-    return made if len(made) > 1 else {"": agents if groups is None else next(iter(made.values()))}
+    if len(made) == 1:
+        return {"": next(iter(made.values()))}
+    for name, members in made.items():
+        is_name = isinstance(name, str) and re.fullmatch("[^_/][^/]*", name)
+        if not is_name or name in _ACTIONS:
+            raise SpecError(
+                f"{name!r} cannot be the name of a group, with which its keys begin",
+                fix="give names without '/', a leading '_', and none that is 'action': "
+                f"groups={{'team': {members}, ...}}",
+            )
+    return made
 
 
 def _same_structure(env: Any, name: str, agents: Sequence[str]) -> tuple[Any, list[Any]]:

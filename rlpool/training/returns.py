@@ -190,7 +190,7 @@ def gae(
             _by_agent(each, reward, done)
             for each in (reward, value, next_value, terminated, done, discount)
         )
-        if lengths is not None:
+        if isinstance(lengths, Tensor) and lengths.shape == done.shape[:-1]:
             lengths = lengths.unsqueeze(-1).expand(*lengths.shape, reward.shape[-1])
         return gae(r, v, n, t, d, factor, lambda_, lengths=lengths).movedim(-1, -2)
     steps = Steps(reward, done, terminated, next_value, discount, lengths, value=value)

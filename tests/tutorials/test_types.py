@@ -56,7 +56,8 @@ OTHERS = (
     (r"\"n\"", r"action_space\.n\b"),
     (r"overrides class \"Wrapper\"", r"def step"),
     # PyTorch: what a module registers is a `Tensor | Module`; private functions.
-    (r"Module|\"Tensor\" (is )?not callable|Unbound|_foreach_lerp_|\"Tensor \| float\"", r""),
+    (r"\"(Tensor \| Module|Module \| Tensor|Tensor \| float)\b|Unbound|_foreach_lerp_", r""),
+    (r"\"Tensor\"( is)? not callable", r""),
     (r"\"arange\"|\"end\"|\"to\"", r"torch\.arange|self\.to\(memory_format"),
     # NumPy: the class of an array's elements is no number.
     (r"", r"np\.(float32|finfo|iinfo)|kind\(dtype\)"),

@@ -146,6 +146,40 @@ def test_the_joint_reward_combines_those_of_the_agents(reward: Any, wanted: Any)
     torch.testing.assert_close(episodes["_reward"], expected)
 
 
+@pytest.mark.parametrize("small", [np.uint8(200), np.int8(100), np.float16(60000), 2**62])
+def test_rewards_of_narrow_dtypes_do_not_wrap_around_when_they_are_summed(small: Any) -> None:
+    class Narrow(Lives):
+        def _reward(self, agent: str, action: Any) -> Any:
+            return small
+
+    env = JointEnv(Narrow({"small_0": (0, 2, "terminated"), "small_1": (0, 2, "terminated")}))
+    env.reset(seed=0)
+    assert env.step(np.zeros(2, np.int64))[1] == 2 * float(small)
+
+
+def test_what_is_told_of_agents_that_are_not_there_is_zero() -> None:
+    class Talkative(Lives):
+        def reset(self, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+            _, infos = super().reset(seed, options)
+            return self._observed(self.possible_agents), infos
+
+        def step(self, actions: Any) -> Any:
+            _, rewards, _, truncations, infos = super().step(actions)
+            over = {agent: sum(life[:2]) <= self.t for agent, life in self.lives.items()}
+            return self._observed(self.possible_agents), rewards, over, truncations, infos
+
+    env = JointEnv(Talkative(LIVES))
+    observation, _ = env.reset(seed=0)
+    assert not observation["frame"][2:].any()
+    for step in range(1, 8):
+        was_alive = observation["alive"]
+        observation, *_ = env.step(np.zeros(4, np.int64))
+        is_shown = observation["frame"].any(-1)
+        assert np.array_equal(is_shown, was_alive | observation["alive"])
+        ended = [sum(LIVES[agent][:2]) == step for agent in LIVES]
+        assert observation["terminations"].tolist() == ended
+
+
 def test_windows_go_on_with_agents_that_live_again() -> None:
     def create_env(seed: int) -> PettingZooEnvInf:
         return PettingZooEnvInf([Lives(LIVES) for _ in range(2)], seed)
@@ -216,6 +250,12 @@ def test_gae_takes_rewards_of_all_agents() -> None:
     ]
     joint = gae(reward, value, following, terminated, done, 0.9, 0.8, lengths=lengths)
     assert torch.equal(joint, torch.stack(each, -1))
+    by_agent = lengths.unsqueeze(-1).expand(5, 4)
+    again = gae(reward, value, following, terminated, done, 0.9, 0.8, lengths=by_agent)
+    assert torch.equal(again, joint)
+    for wrong in (lengths.tolist(), lengths.int()):
+        with pytest.raises(SpecError, match=r"int64 \[5, 4\]"):
+            gae(reward, value, following, terminated, done, 0.9, 0.8, lengths=wrong)
     shared = gae(reward, value[..., 0], following[..., 0], terminated, done, 0.9, 0.8)
     expected = gae(reward[..., 2], value[..., 0], following[..., 0], terminated, done, 0.9, 0.8)
     assert torch.equal(shared[..., 2], expected)
@@ -242,7 +282,14 @@ def test_a_manager_says_what_to_do() -> None:
         ({"groups": {"a": list(LIVES), "b": []}}, "leave out empty groups"),
         ({"groups": ["small_0"]}, "dict of names to lists of agents"),
         ({"groups": {"a": "small_0"}}, "dict of names to lists of agents"),
+        ({"groups": {"a": set(LIVES)}}, "dict of names to lists of agents"),  # in what order?
+        ({"groups": {"a": 3}}, "dict of names to lists of agents"),
+        *(
+            ({"groups": {name: ["small_0"], "b": [*LIVES][1:]}}, "cannot be the name of a group")
+            for name in ("", "u/v", "_x", 0, "action", "last_action")
+        ),
         ({"state": "yes"}, "state"),
+        ({"reward": ["sum"]}, "'sum'"),
         ({"reward": "max"}, "'max'"),
         ({"state": True}, "state_space"),
     ],
@@ -252,6 +299,15 @@ def test_arguments_that_do_not_fit(change: Any, words: str) -> None:
     del env.state_space
     with pytest.raises(SpecError, match=words):
         PettingZooEnv([env], 0, **change)
+
+
+def test_agents_that_are_no_texts_are_named_as_they_are() -> None:
+    env = Lives(dict.fromkeys(range(2), (0, 2, "terminated")))
+    env.observation_space = lambda agent: gymnasium.spaces.Box(-1, 1, (2,))
+    env.action_space = lambda agent: gymnasium.spaces.Discrete(4)
+    with pytest.raises(SpecError, match="put each agent into one group"):
+        JointEnv(env, groups={"a": ["0", "1"]})
+    assert JointEnv(env, groups={"a": [1, 0]}).groups == {"": (1, 0)}
 
 
 def test_groups_of_agents_with_different_spaces_are_refused() -> None:
