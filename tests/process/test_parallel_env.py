@@ -243,6 +243,8 @@ def test_environments_step_at_the_same_time_and_waiting_costs_no_processor_time(
     sleepy: ParallelEnvManager,
 ) -> None:
     manager = sleepy
+    manager.reset_lanes(range(3), [0] * 3, [{"sleep_ms": 0}] * 3)
+    manager.step_lanes(range(3), no_actions(manager))  # what is done for the first time costs some
     manager.reset_lanes(range(3), [0] * 3, [{"sleep_ms": 250}] * 3)
     processes = [psutil.Process(), *(psutil.Process(worker.pid) for worker in manager.workers)]
 
@@ -258,7 +260,7 @@ def test_environments_step_at_the_same_time_and_waiting_costs_no_processor_time(
     passed_s = time.monotonic() - start
     assert 0.5 <= passed_s < 0.75
     for after, spent in zip(cpu_s(), before, strict=True):
-        assert (after - spent) / passed_s < 0.1
+        assert (after - spent) / passed_s < 0.2  # to poll would cost all of it
 
 
 def test_workers_that_wait_for_the_caller_cost_no_processor_time(
