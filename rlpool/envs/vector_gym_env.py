@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -319,10 +320,8 @@ class VectorGymEnv(VectorLanes):
             raise wrong_count("step", "five", result)
         self._shown, *results, self._shown_infos = result
         self._is_written = False
-        rewards, terminated, truncated = (
-            per_lane(name, values, self.n_lanes)
-            for name, values in zip(_RESULTS, results, strict=True)
-        )
+        each = map(per_lane, _RESULTS, results, repeat(self.n_lanes))
+        rewards, terminated, truncated = each
         ended = as_bools(terminated) | as_bools(truncated)
         if lanes:
             self._write(lanes, self._shown, self._shown_infos)
