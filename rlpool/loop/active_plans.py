@@ -69,7 +69,7 @@ class ActivePlans:
         return has_waited
 
     def drop(self, active: ActivePlan) -> None:
-        """Drop a plan that nobody waits for."""
+        """Drop a plan of which lanes run nothing any more."""
         self.active.remove(active)
         self.queue.done(active.plan)
 
@@ -77,5 +77,4 @@ class ActivePlans:
         """Drop plans of which nothing is left to do."""
         for active in list(self.active):
             if not active.n_lanes and active.plan.is_over():
-                self.active.remove(active)
-                self.queue.done(active.plan)
+                self.drop(active)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from rlpool.envs.vec_env import VecEnv
@@ -17,7 +17,7 @@ from rlpool.specs import FLAGS
 
 
 def marked(
-    running: Iterable[Lane], env: VecEnv, state: Mapping[str, Array]
+    running: Collection[Lane], env: VecEnv, state: Mapping[str, Array]
 ) -> Callable[[], dict[int, Tape]]:
     """Keep what lanes have done between two windows.
 
@@ -29,6 +29,8 @@ def marked(
     Returns:
         Makes the tapes of these lanes, whatever they have done since.
     """
+    if not running:
+        return dict
     shown = {key: array.copy() for key, array in env.current.items() if key not in FLAGS}
     states = {key: array.copy() for key, array in state.items()}
     lanes: list[tuple[Lane, Episode, Tape, list[Actions], int, str]] = []
