@@ -17,8 +17,6 @@ Peers that are not installed are left out. Prints a JSON line for each.
 from __future__ import annotations
 
 import importlib.util
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,7 +24,7 @@ import numpy as np
 import torch
 from mpe2 import simple_spread_v3
 from torch import nn
-from workloads import SEED, Window, in_turns, noise_of, parser_of, quartiles, show
+from workloads import SEED, Window, in_turns, noise_of, parser_of, quartiles, show, timed
 
 from rlpool import Agent, DictTensor, EpisodeBatcher, sample_categorical
 from rlpool.integrations.pettingzoo import PettingZooEnv
@@ -66,20 +64,6 @@ def make_env() -> Any:
 
 def create_env(seed: int) -> PettingZooEnv:
     return PettingZooEnv([make_env() for _ in range(N_LANES)], seed)
-
-
-def timed(collect: Callable[[], int]) -> Window:
-    """A window that repeats ``collect``, which returns its number of joint steps."""
-
-    def window(seconds: float) -> float:
-        n_steps = 0
-        start = now = time.perf_counter()
-        while now - start < seconds:
-            n_steps += collect()
-            now = time.perf_counter()
-        return n_steps / (now - start)
-
-    return window
 
 
 def bare_loop() -> Window:

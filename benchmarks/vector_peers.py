@@ -15,7 +15,6 @@ CartPole-v1:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -25,24 +24,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from workloads import SEED, Window, Workload, make_cartpole, seeded_policy
+from workloads import SEED, Window, Workload, make_cartpole, seeded_policy, timed
 
 N_STEPS = 512
 """Steps that are kept at a time, as in a window of the batcher."""
-
-
-def timed(collect: Callable[[], int]) -> Window:
-    """A window that repeats ``collect``, which returns its number of steps."""
-
-    def window(seconds: float) -> float:
-        n_steps = 0
-        start = now = time.perf_counter()
-        while now - start < seconds:
-            n_steps += collect()
-            now = time.perf_counter()
-        return n_steps / (now - start)
-
-    return window
 
 
 @contextmanager

@@ -418,6 +418,20 @@ def show(figures: Mapping[str, Any], *more: str) -> None:
     print(json.dumps({**figures, "versions": versions(*more)}), flush=True)
 
 
+def timed(collect: Callable[[], int]) -> Window:
+    """A window that repeats ``collect``, which returns its number of steps."""
+
+    def window(seconds: float) -> float:
+        n_steps = 0
+        start = now = time.perf_counter()
+        while now - start < seconds:
+            n_steps += collect()
+            now = time.perf_counter()
+        return n_steps / (now - start)
+
+    return window
+
+
 def in_turns(
     base: Window, others: Mapping[str, Window], n_windows: int, seconds: float
 ) -> tuple[list[float], dict[str, tuple[list[float], list[float]]]]:
