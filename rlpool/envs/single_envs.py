@@ -25,12 +25,11 @@ def checked_environments(envs: Any) -> list[Any]:
 
 
 def is_environment(value: Any) -> bool:
-    """Whether a value is a single environment, of any protocol."""
-    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
+    """Whether a value is a single environment, of any protocol but PettingZoo's."""
     # Batches of environments have both methods as well; in other libraries also step_async.
     is_batch = isinstance(value, VecEnv | gymnasium.vector.VectorEnv)
     is_batch = is_batch or (hasattr(value, "num_envs") and hasattr(value, "step_async"))
-    return has_methods and not isinstance(value, type) and not is_batch and not is_of_agents(value)
+    return _has_methods(value) and not is_batch and not is_of_agents(value)
 
 
 def refuse_no_environment(what: str, value: Any, fix: str) -> None:
@@ -51,12 +50,12 @@ def refuse_no_environment(what: str, value: Any, fix: str) -> None:
 
 def is_of_agents(value: Any) -> bool:
     """Whether a value is an environment of PettingZoo: its spaces are methods of an agent."""
-    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
-    return (
-        has_methods
-        and not isinstance(value, type)
-        and callable(getattr(value, "observation_space", None))
-    )
+    return _has_methods(value) and callable(getattr(value, "observation_space", None))
+
+
+def _has_methods(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ("reset", "step"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def how_to_make_one(value: Any) -> str:
