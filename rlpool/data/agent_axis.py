@@ -16,12 +16,13 @@ from rlpool.data.dict_tensor_base import kind
 from rlpool.data.rows import as_signed, taken
 from rlpool.data.time_steps import Steps, longest, steps_within
 from rlpool.errors import SpecError
-from rlpool.specs import FLAGS, join_key
+from rlpool.specs import FLAGS, join_key, refuse_missing
 
 _ALIVE = "alive"
 _OWN_NAMES = {"rewards": "reward", "terminations": "terminated", "truncations": "truncated"}
 _ACTIONS = ("action", "last_action")
-_JOINT = {f"{mark}{name}" for mark in ("", "_") for name in ("reward", *FLAGS)}
+_JOINT = ("reward", *FLAGS)
+_ALL_KEYS = "per_agent is for episodes of a PettingZooEnv, with all their keys"
 
 
 class AgentSteps(NamedTuple):
@@ -56,16 +57,16 @@ def steps_of_agents(joint: Steps, group: str) -> AgentSteps:
     if group not in groups:
         raise SpecError(
             f"no key {join_key(group, _ALIVE)!r} says in which steps agents were alive",
-            fix=f"name a group: {', '.join(map(repr, groups))}"
-            if groups
-            else "per_agent is for episodes of a PettingZooEnv, with all their keys",
+            fix=f"name a group: {', '.join(map(repr, groups))}" if groups else _ALL_KEYS,
         )
+    refuse_missing("the episodes", list(joint), ["initial_state"], _ALL_KEYS)
     alive = joint[join_key(group, _ALIVE)] & steps_within(joint.lengths, n_timesteps).unsqueeze(-1)
     n_agents = alive.shape[2]
     was_alive = torch.ones_like(alive)
     was_alive[:, 1:] = alive[:, :-1]
     starts = joint["initial_state"].unsqueeze(-1) | ~was_alive
-    alive, starts = (t.transpose(1, 2).reshape(n_elems * n_agents, -1) for t in (alive, starts))
+    shape = n_elems * n_agents, n_timesteps
+    alive, starts = (tensor.transpose(1, 2).reshape(shape) for tensor in (alive, starts))
     rows, times = alive.nonzero(as_tuple=True)
     others = [name for name in groups if name != group]
     return AgentSteps(rows, times, alive.sum(1), starts[rows, times], n_agents, others)
@@ -74,12 +75,19 @@ def steps_of_agents(joint: Steps, group: str) -> AgentSteps:
 def own_steps(
     joint: Steps, group: str, shared: Collection[str], steps: AgentSteps
 ) -> dict[str, Tensor]:
-    """The values of all agents' steps: tensors ``[N, ...]``; see ``per_agent``."""
+    """The values of all agents' steps: tensors ``[N, ...]``; see ``per_agent``.
+
+    Raises:
+        SpecError: If the episodes lack a key that says where they end.
+    """
+    marks = [f"_{join_key(group, name)}" for name in ("terminations", "truncations")]
+    needed = ["_terminated", "_truncated", *marks]
+    refuse_missing("the episodes", list(joint), needed, _ALL_KEYS)
     n_agents, times = steps.n_agents, steps.times
     episodes = steps.rows.div(n_agents, rounding_mode="floor")
     own: dict[str, Tensor] = {}
     for key in joint:
-        if key in _JOINT:
+        if key.removeprefix("_") in (*_JOINT, join_key(group, _ALIVE)):
             continue
         name, is_groups = _name_in_group(key, group, steps.others)
         tensor = joint[key]

@@ -247,11 +247,13 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         terminations: Mapping[str, bool],
         truncations: Mapping[str, bool],
     ) -> dict[str, Any]:
-        for agent in self._alive:
+        cut = [agent for agent, flag in truncations.items() if flag and not terminations[agent]]
+        for agent in (*self._alive, *cut):  # what they see has a value
             if observations.get(agent) is None:
                 raise SpecError(
                     f"agent {agent!r} has no observation",
-                    fix="let every agent observe in every step, also while others take their turn",
+                    fix="let every agent observe in every step, also while others take their turn, "
+                    "and in its last one if that is truncated",
                 )
         flags = {
             "alive": self._alive,

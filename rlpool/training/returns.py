@@ -153,7 +153,9 @@ def gae(
     The target of the value function is ``advantage + value``.
 
     Rewards of many agents with a common end, ``[..., T, A]`` beside ``done`` ``[..., T]``, give
-    advantages ``[..., T, A]``; values are then those of each agent, or ``[..., T]`` for all.
+    advantages ``[..., T, A]``; values are then those of each agent, or ``[..., T]`` for all. Where
+    agents have ends of their own, ``[..., T, A]``, all tensors have to be transposed to
+    ``[..., A, T]``: of two alike dimensions, the last one is time.
 
     Args:
         reward: float32 or float64 ``[..., T]``, what each step earned.

@@ -382,12 +382,20 @@ def with_value(position: int, value: Any) -> Any:
     return change
 
 
+def cut_without_observation(env: Any, results: list[Any]) -> Any:
+    results[3]["small_0"] = True
+    env.agents.remove("small_0")
+    del results[0]["small_0"]
+    return tuple(results)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (left, "'small_0' left without being terminated or truncated"),
         (unknown, r"\['nobody'\] are not in possible_agents"),
         (without(0), "'small_0' has no observation"),
+        (cut_without_observation, "'small_0' has no observation"),
         (without(1), "'small_0' acted and got no reward"),
         (with_value(1, "much"), "'small_0': 'reward' should be a number, got 'much'"),
         (with_value(1, 1e300), "'small_0'"),
@@ -407,6 +415,23 @@ def test_results_that_do_not_fit_name_the_agent(change: Any, words: str) -> None
         batcher.execute(1)
         with pytest.raises(EnvError, match=words):
             batcher.get()
+
+
+def test_no_episodes_have_no_agents() -> None:
+    own = collected(LIVES, SIZES).slice(0, 0).per_agent()
+    assert own["frame"].shape == (0, 0, 2)
+
+
+def test_the_steps_of_agents_have_no_agents() -> None:
+    with pytest.raises(SpecError, match="no key 'alive'"):
+        collected(LIVES, SIZES).per_agent().per_agent()
+
+
+@pytest.mark.parametrize("key", ["initial_state", "_terminated", "_truncations"])
+def test_per_agent_names_what_episodes_lack(key: str) -> None:
+    episodes = collected(LIVES, SIZES)
+    with pytest.raises(SpecError, match=rf"\['{key}'\].*\n.*with all their keys"):
+        episodes.get([name for name in episodes if name != key]).per_agent()
 
 
 def test_per_agent_names_the_groups() -> None:
