@@ -132,17 +132,6 @@ def loss_of(team, frame, state, action, old_log_probability, advantage, target):
     return VALUE_WEIGHT * error - gain.mean() - ENTROPY_WEIGHT * entropy.mean()
 
 
-def save_curve(progress, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
-
-    axes = (figure := Figure(layout="constrained")).subplots()
-    n = min(500, max(1, len(progress["returns"]) // 10))
-    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
-    axes.plot(progress["steps"][n - 1 :], (sums[n:] - sums[:-n]) / n)
-    axes.set(xlabel="joint steps", ylabel=f"return of all agents, average of {n} episodes")
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--central-critic", action="store_true", help="MAPPO instead of IPPO")
@@ -198,7 +187,7 @@ def main():
 
     average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.2f}")
-    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 
 if __name__ == "__main__":
