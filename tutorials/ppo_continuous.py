@@ -51,6 +51,10 @@ LIMIT = 10.0  # of normalised observations and rewards
 class Normalizer(nn.Module):
     """Subtracts a running mean (or not), and divides by the running standard deviation."""
 
+    count: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+
     def __init__(self, size, centered=True):
         super().__init__()
         self.centered = centered

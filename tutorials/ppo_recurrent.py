@@ -61,6 +61,10 @@ N_HIDDEN = 64
 class Normalizer(nn.Module):
     """Subtracts a running mean (or not), and divides by the running standard deviation."""
 
+    count: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+
     def __init__(self, size, centered=True):
         super().__init__()
         self.centered = centered
