@@ -94,12 +94,13 @@ def make_network(n_inputs, n_outputs, last_gain):
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def create_env(seed, n_envs):
+def create_env(seed, n_envs, render_mode=None):
     from mpe2 import simple_spread_v3  # here, since --help does without it
 
     from rlpool.integrations.pettingzoo import PettingZooEnv
 
-    envs = [simple_spread_v3.parallel_env(N=N_AGENTS, max_cycles=N_STEPS) for _ in range(n_envs)]
+    options = {"N": N_AGENTS, "max_cycles": N_STEPS, "render_mode": render_mode}
+    envs = [simple_spread_v3.parallel_env(**options) for _ in range(n_envs)]
     return PettingZooEnv(envs, seed, state=True)
 
 
@@ -141,6 +142,7 @@ def main():
     parser.add_argument("--checkpoint", default="multi_agent.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=20, help="in updates")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     arguments = parser.parse_args()
     running.check_arguments(parser, arguments)
     from tqdm import tqdm  # here, since --help does without it
@@ -188,6 +190,8 @@ def main():
     average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.2f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        running.film(team, create_env, arguments.video, {"n_envs": 1})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from rlpool import (
     Agent,
     Batcher,
     DictTensor,
+    EpisodeBatcher,
     EpisodeStatistics,
     VectorGymEnv,
     categorical_log_probability,
@@ -80,14 +81,14 @@ class ActorCritic(nn.Module, Agent):
     update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
-def create_env(seed, env_id, n_workers):
+def create_env(seed, env_id, n_workers, auto_reset=True):
     # Frames are skipped, shrunk and stacked in C++. Rewards are clipped by the learner, so that
     # returns are those of the game.
     n_envs, cores = (N_ENVS // n_workers, 1) if n_workers else (N_ENVS, 0)  # 0: all
     from ale_py.vector_env import AtariVectorEnv  # here, since --help does without it
 
     env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
-    return VectorGymEnv(env, seed, auto_reset=True, info_keys={"lives": np.int32})
+    return VectorGymEnv(env, seed, auto_reset=auto_reset, info_keys={"lives": np.int32})
 
 
 def learn(agent, optimizer, window):
@@ -128,6 +129,30 @@ def losses_of(agent, frame, action, old_log_probability, old_value, advantage, t
     return {"policy": -gain.mean(), "value": 0.5 * error.mean(), "entropy": entropy.mean()}
 
 
+def film(agent, sizes, env_id, folder):
+    """Film an episode as the agent sees it: the last of its four frames, in every step."""
+    from moviepy import ImageSequenceClip
+
+    with EpisodeBatcher(
+        n_timesteps=1000,
+        n_slots=1,
+        n_workers=0,
+        seed=0,
+        create_agent=ActorCritic,
+        agent_args=sizes,
+        create_env=create_env,
+        env_args={"env_id": env_id, "n_workers": N_ENVS, "auto_reset": False},  # one environment
+    ) as batcher:
+        batcher.update(agent.state_dict())
+        batcher.execute(1)
+        episode = batcher.get()
+    frames = episode["frame"][0, :, -1, :, :, None].expand(-1, -1, -1, 3)
+    path = Path(folder) / f"episode-return-{episode['_reward'].sum():.0f}.mp4"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ImageSequenceClip(list(frames.numpy()), fps=15).write_videofile(str(path), logger=None)
+    print(f"film of an episode: {path}")
+
+
 def check_game(parser, game):
     from ale_py import roms
 
@@ -148,6 +173,7 @@ def main():
     parser.add_argument("--checkpoint", default="ppo_atari.pt", help="its curve is a .png")
     parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     arguments = parser.parse_args()
     running.check_arguments(parser, arguments)
     check_game(parser, arguments.env_id)
@@ -207,6 +233,8 @@ def main():
     average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.1f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+    if arguments.video:
+        film(agent, sizes, arguments.env_id, arguments.video)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rlpool.memory.storage import Array
 class IdleLanes:
     """Lanes without an episode: they rest, or repeat one that is known to go through.
 
-    That is the last one of any lane that has ended, up to its end.
+    That is the one in which a lane has come furthest, as far as it came.
 
     Args:
         n_lanes: Number of lanes.
@@ -29,7 +29,7 @@ class IdleLanes:
         self.repeats = np.zeros(n_lanes, bool)
         self._episodes: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
         self._repeated: tuple[int, Options] | None = None
-        self._n_steps = 1  # of the episode that is repeated
+        self._n_steps = 1  # of that episode, which are known to go through
 
     def note_reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Options) -> None:
         """Note which episodes some lanes begin."""
@@ -38,10 +38,6 @@ class IdleLanes:
         for lane, seed in zip(lanes, seeds, strict=True):
             self._episodes[lane] = seed, options
         self.repeats[lanes] = False
-
-    def note_end(self, lane: int, n_steps: int) -> None:
-        """Note that a lane's episode has ended after so many steps."""
-        self._repeated, self._n_steps = self._episodes[lane], n_steps
 
     def to_reset(self, idle: Array, has_ended: Array, elapsed: Array) -> list[int]:
         """Idle lanes that have to begin the episode which is repeated, before another step.
@@ -53,6 +49,12 @@ class IdleLanes:
         """
         needs = has_ended
         if not self.can_rest:
+            furthest = int(np.where(idle, 0, elapsed).argmax())
+            if elapsed[furthest] > self._n_steps:
+                self._n_steps = int(elapsed[furthest])
+                if self._episodes[furthest] is not self._repeated:
+                    self._repeated = self._episodes[furthest]
+                    self.repeats[:] = False
             needs = has_ended | ~self.repeats | (elapsed >= self._n_steps)
         lanes: list[int] = np.flatnonzero(idle & needs).tolist()
         return lanes

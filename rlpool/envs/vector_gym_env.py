@@ -305,9 +305,6 @@ class VectorGymEnv(VectorLanes):
             )
         over = as_bools(terminated) | as_bools(truncated)
         self._in_episode[rows] = in_episode & ~over
-        if self.seeding == "episode" and np.count_nonzero(over):
-            lane = lanes[int(over.argmax())]
-            self._idle.note_end(lane, int(self._elapsed[lane]))
         return rewards, terminated, truncated
 
     def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[Array, Array, Array]:

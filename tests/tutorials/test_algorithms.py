@@ -40,7 +40,7 @@ SMALL = {
     "td3": f"{CONTINUOUS} --evaluate=2",
 }
 
-FILMING = sorted(SMALL.keys() - {"multi_agent", "ppo_atari"})
+FILMING = sorted(SMALL)
 
 # Learning from whole windows takes longer than all the others together.
 CONSTANTS = {

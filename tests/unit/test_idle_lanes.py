@@ -185,6 +185,25 @@ def test_episodes_of_a_request_that_failed_are_not_stepped_on(over: str) -> None
             assert run(batcher, lengths).lengths.tolist() == lengths
 
 
+def test_lanes_that_cannot_rest_are_seldom_reset() -> None:
+    """A reset may cost as much as hundreds of steps, as those of Atari games do."""
+    n_resets = []
+
+    class Counted(ArrayEnv):
+        def reset(self, **options: Any) -> Any:
+            n_resets.append(1)
+            return super().reset(**options)
+
+    def create_env(seed: int) -> VectorGymEnv:
+        return VectorGymEnv(Counted(N_LANES), seed, seeding="episode")
+
+    with make(lambda: FunctionAgent(play_id), create_env) as batcher:
+        for lengths in ([200], [200, 3], [3, 3, 3, 200], [100, 200]):
+            n_resets.clear()
+            assert run(batcher, lengths).lengths.tolist() == lengths
+            assert len(n_resets) < 10
+
+
 @pytest.mark.parametrize("over", OVER[:3])
 def test_lanes_at_rest_take_no_action(over: str) -> None:
     """An action that is legal in one lane may not be in another."""
