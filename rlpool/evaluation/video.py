@@ -64,7 +64,8 @@ def filming(
     except OSError as error:
         raise SpecError(f"video is {video!s:.200}: {error.strerror}", fix=fix) from error
     with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
-        yield Filming(create_env, Path(folder).absolute(), filmed), Path(folder)
+        # The name of a temporary directory is absolute since Python 3.12.
+        yield Filming(create_env, Path(folder).absolute(), filmed), directory / Path(folder).name
 
 
 class Filming:

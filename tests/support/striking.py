@@ -39,6 +39,7 @@ def alarms() -> Iterator[None]:
 def traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
     """Trace a section, and nothing after it."""
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 shows none in functions called first
     sys.settrace(trace)
     try:
         yield
@@ -93,6 +94,7 @@ class Strike:
             return None
         is_point = False
         if event == "call":
+            frame.f_trace = self  # else Python 3.13 shows opcodes from the next call on
             frame.f_trace_opcodes, frame.f_trace_lines = not self._lines, self._lines
         elif event == "return":
             self._returned = frame.f_back

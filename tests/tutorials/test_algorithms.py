@@ -124,6 +124,9 @@ def ctrl_c_after(cpu_s: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+# A drawing that is interrupted while it is written leaves a file that the collector closes.
+@pytest.mark.filterwarnings("ignore:.*unclosed file .*png:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:.*png.*:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.promise("I3")
 @pytest.mark.parametrize(("name", "n"), variants([("ppo", 2)], [(name, 2) for name in SMALL]))
 def test_a_run_resumes_bit_by_bit_after_ctrl_c_at_a_random_moment(

@@ -69,7 +69,8 @@ OTHERS = (
     # literal of a list or dict has elements of one type, and a name keeps the type that it began
     # with.
     (r"\"None\"", r"agent_info\["),
-    (r"object|list\[int\]|annotation|Cannot determine", r"progress|ages|n_before|VISIBLE|is_ending|epoch_of_"),
+    (r"object", r"progress|ages|n_before"),
+    (r"list\[int\]|annotation|Cannot determine", r"progress|VISIBLE|is_ending|epoch_of_"),
     (r"\*\*dict\[|multiple values", r"\*\*?\w+"),
     (r"None", r"self\.memory|cluster\.remove_node|__doc__"),
     (r"Incompatible types in assignment", r"parts? (=|in)|talker\."),

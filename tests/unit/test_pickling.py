@@ -14,7 +14,6 @@ import cloudpickle
 import pytest
 
 from rlpool import SpecError, WorkerStartupError
-from rlpool.machine.pickling import why_not
 from rlpool.memory.sharing import ByValue, pickled
 
 LOCK = "a _thread.lock (TypeError: cannot pickle '_thread.lock' object)"
@@ -103,8 +102,20 @@ def test_of_several_parts_the_one_that_fails_is_named() -> None:
         pickled(parts, tuple(parts.values()), fix="")
     with pytest.raises(WorkerStartupError, match=r"environment 3 cannot .*: env\[3\].lock is a"):
         pickled({"env[3]": Holder(threading.Lock())}, [Refusing()], fix="", what="environment 3")
-    words = why_not({"a": 1, "b": 2}, TypeError("it was\nthe weather"))
-    assert words == "a, b cannot be pickled: TypeError: it was the weather"
+
+
+def test_what_a_signal_handler_raises_is_no_fault_of_an_object() -> None:
+    class Interrupted:
+        n_times = 0
+
+        def __reduce__(self) -> Any:
+            self.n_times += 1
+            if self.n_times == 1:
+                raise TimeoutError("the alarm of a user")
+            return Interrupted, ()
+
+    with pytest.raises(TimeoutError, match="the alarm of a user"):
+        pickled({"env": (env := Interrupted())}, env, fix="")
 
 
 def test_data_for_a_worker_arrive_as_they_were_with_the_classes_of_its_functions() -> None:
