@@ -16,6 +16,7 @@ from rlpool import (
     EpisodeStatistics,
     GymEnv,
     ParallelEnvManager,
+    Pool,
     SpecError,
     evaluate,
     gae,
@@ -204,6 +205,18 @@ def test_a_manager_takes_joint_environments() -> None:
         observation, _ = manager.reset()
         assert observation["frame"].shape == (2, 4, 2)
         assert observation["alive"].tolist() == [[True, True, False, False]] * 2
+
+
+def test_pools_keep_joint_episodes_and_run_joint_environments() -> None:
+    episodes = collected(LIVES, SIZES)
+    for given, shape in ((episodes, [3, 4, 2]), (episodes.per_agent(), [3, 2])):
+        pool = Pool(pool_size=200, seed=0)
+        pool.extend(given)
+        assert list(pool.sample(3, n_step=2)["_frame"].shape) == shape
+    with Pool([JointEnv(Lives(LIVES))], pool_size=20, policy=lambda _: [0] * 4, seed=0) as pool:
+        pool.store()
+        alive = pool.transitions()["alive"]
+    assert alive.sum(0).tolist() == [6, 3, 4, 9]
 
 
 def test_evaluate_takes_them() -> None:
