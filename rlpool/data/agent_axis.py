@@ -18,7 +18,7 @@ from rlpool.data.time_steps import Steps, longest, steps_within
 from rlpool.errors import SpecError
 from rlpool.specs import FLAGS, join_key, refuse_missing
 
-_ALIVE = "alive"
+_ALIVE, _BORN = "alive", "born"
 _OWN_NAMES = {"rewards": "reward", "terminations": "terminated", "truncations": "truncated"}
 _ACTIONS = ("action", "last_action")
 _JOINT = ("reward", *FLAGS)
@@ -59,14 +59,11 @@ def steps_of_agents(joint: Steps, group: str) -> AgentSteps:
             f"no key {join_key(group, _ALIVE)!r} says in which steps agents were alive",
             fix=f"name a group: {', '.join(map(repr, groups))}" if groups else _ALL_KEYS,
         )
-    refuse_missing("the episodes", list(joint), ["initial_state"], _ALL_KEYS)
+    refuse_missing("the episodes", list(joint), [born := join_key(group, _BORN)], _ALL_KEYS)
     alive = joint[join_key(group, _ALIVE)] & steps_within(joint.lengths, n_timesteps).unsqueeze(-1)
     n_agents = alive.shape[2]
-    was_alive = torch.ones_like(alive)
-    was_alive[:, 1:] = alive[:, :-1]
-    starts = joint["initial_state"].unsqueeze(-1) | ~was_alive
     shape = n_elems * n_agents, n_timesteps
-    alive, starts = (tensor.transpose(1, 2).reshape(shape) for tensor in (alive, starts))
+    alive, starts = (t.transpose(1, 2).reshape(shape) for t in (alive, joint[born]))
     rows, times = alive.nonzero(as_tuple=True)
     others = [name for name in groups if name != group]
     return AgentSteps(rows, times, alive.sum(1), starts[rows, times], n_agents, others)
@@ -87,7 +84,7 @@ def own_steps(
     episodes = steps.rows.div(n_agents, rounding_mode="floor")
     own: dict[str, Tensor] = {}
     for key in joint:
-        if key.removeprefix("_") in (*_JOINT, join_key(group, _ALIVE)):
+        if key.removeprefix("_") in (*_JOINT, join_key(group, _ALIVE), join_key(group, _BORN)):
             continue
         name, is_groups = _name_in_group(key, group, steps.others)
         tensor = joint[key]

@@ -334,7 +334,7 @@ class TemporalDictTensor(Steps):
         Example:
             >>> steps = {
             ...     "alive": torch.tensor([[[True, True], [True, False]]]),
-            ...     "initial_state": torch.tensor([[True, False]]),
+            ...     "born": torch.tensor([[[True, True], [False, False]]]),
             ... }
             >>> episodes = TemporalDictTensor(steps)  # one of two agents, the second leaves early
             >>> episodes.from_agents(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))

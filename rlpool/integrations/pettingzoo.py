@@ -8,7 +8,7 @@
     rewards[agent]                  rewards [B, A]; reward [B] is their sum
     terminations[agent]             terminations [B, A]
     truncations[agent]              truncations [B, A]
-    agent in env.agents             alive [B, A]
+    agent in env.agents             alive [B, A]; born [B, A], if it acts for the first time
     infos[agent][key]               key [B, A, ...], if it is one of info_keys
     env.state()                     state [B, ...], if it is asked for
 
@@ -257,6 +257,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
                 )
         flags = {
             "alive": self._alive,
+            "born": [agent for agent in self._alive if agent not in terminations],
             "terminations": [agent for agent, flag in terminations.items() if flag],
             "truncations": [agent for agent, flag in truncations.items() if flag],
         }

@@ -29,7 +29,7 @@ from rlpool.specs import (
 Groups = Mapping[str, Sequence[str]] | None
 
 OBSERVATION, MASK, STATE = "observation", "action_mask", "state"
-AGENT_FLAGS = ("alive", "terminations", "truncations")
+AGENT_FLAGS = ("alive", "born", "terminations", "truncations")
 TURN = "acting"
 _ACTIONS = ("action", "last_action")  # names of groups follow these in keys
 

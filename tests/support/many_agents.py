@@ -212,6 +212,8 @@ def check_joint_episode(
                         after = episodes[f"_{prefix}{key}"][row, step - 1, place].numpy()
                         assert np.array_equal(after, at(step, key))
                 assert at(step, "alive") == moment["alive"][agent]
+                was_alive = step > 0 and moments[step - 1]["alive"][agent]
+                assert at(step, "born") == (moment["alive"][agent] and not was_alive)
                 shown = moment["observed"].get(agent, 0)
                 if isinstance(shown, dict):
                     assert np.array_equal(at(step, "action_mask"), shown["action_mask"])

@@ -200,6 +200,21 @@ def test_windows_go_on_with_agents_that_live_again() -> None:
     assert sorted(ended.lengths.tolist()) == sorted([6, 6, 3, 3, 4, 4, 9] * 2)
 
 
+def test_an_agent_may_be_born_where_a_window_begins() -> None:
+    def create_env(seed: int) -> PettingZooEnvInf:
+        return PettingZooEnvInf([Lives(LIVES)], seed)
+
+    with Batcher(2, None, RandomAgents, {"sizes": SIZES}, create_env, n_workers=0) as batcher:
+        batcher.reset()
+        starts = []
+        for _ in range(4):
+            batcher.execute()
+            own = batcher.get().per_agent()
+            starts.append([own["initial_state"][k, : own.lengths[k]].tolist() for k in range(4)])
+    assert [each[2] for each in starts] == [[], [True, False], [False, False], []]
+    assert [each[3] for each in starts] == [[], [], [True, False], [False, False]]
+
+
 def test_a_manager_takes_joint_environments() -> None:
     with ParallelEnvManager([lambda: JointEnv(Lives(LIVES))] * 2) as manager:
         observation, _ = manager.reset()
@@ -440,7 +455,7 @@ def test_the_steps_of_agents_have_no_agents() -> None:
         collected(LIVES, SIZES).per_agent().per_agent()
 
 
-@pytest.mark.parametrize("key", ["initial_state", "_terminated", "_truncations"])
+@pytest.mark.parametrize("key", ["born", "_terminated", "_truncations"])
 def test_per_agent_names_what_episodes_lack(key: str) -> None:
     episodes = collected(LIVES, SIZES)
     with pytest.raises(SpecError, match=rf"\['{key}'\].*\n.*with all their keys"):

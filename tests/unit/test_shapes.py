@@ -40,7 +40,7 @@ NAMED = DictTensor({"x": ROWS})
 TIMED = TemporalDictTensor({"x": torch.rand(B, T, N)}, torch.full((B,), T), {"task": ROW})
 
 JOINT = TemporalDictTensor(
-    {"alive": torch.ones(B, T, 2, dtype=torch.bool), "initial_state": torch.zeros(B, T).bool()}
+    {"alive": torch.ones(B, T, 2).bool(), "born": torch.zeros(B, T, 2).bool()}
 )
 
 
