@@ -33,7 +33,7 @@ from gymnasium.wrappers import TimeLimit
 from rlpool.envs.columns import checked_result
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import is_environment
-from rlpool.errors import SpecError, VectorSpecError
+from rlpool.errors import SpecError, VectorSpecError, described
 from rlpool.machine.pickling import why_not
 from rlpool.manager.vector_pieces import PIECE_BYTES, Pieces
 from rlpool.memory.storage import Array
@@ -100,13 +100,13 @@ def described_together(
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
         )
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         spaces = [(lane.observation_space, lane.action_space) for lane in lanes]
         odd = [number for number, each in enumerate(spaces) if each != spaces[0]]
         raise VectorSpecError(
             f"observation_mode is {observation_mode!r}"
             + (f", but the spaces of environment {odd[0]} are not those of 0" if odd else "")
-            + f": {error}",
+            + f" ({described(error)})",
             fix="pass observation_mode='same', 'different' if only bounds differ, or a pair of "
             "spaces, and environments that fit it",
         ) from error
