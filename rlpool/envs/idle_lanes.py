@@ -9,11 +9,35 @@ import numpy as np
 from rlpool.envs.lanes import Options
 from rlpool.memory.storage import Array
 
+_ENOUGH, _MOST = 100, 1000  # steps: no other episode is recorded then, and no further ones
+
+
+class _Episode:
+    """An episode as far as it has gone, and can go again.
+
+    Args:
+        lane: The lane that runs it.
+        seed: Of its reset.
+        options: Of its reset.
+
+    Attributes:
+        lane: As given, -1 once it is over.
+        begin: Seed and options.
+        n_steps: Steps that have been made.
+        actions: Arrays ``[_MOST, ...]``: of these steps, and of the one being made.
+    """
+
+    def __init__(self, lane: int, seed: int, options: Options) -> None:
+        self.lane, self.begin = lane, (seed, options)
+        self.n_steps = 0
+        self.actions: list[Array] = []
+
 
 class IdleLanes:
-    """Lanes without an episode: they rest, or repeat one that is known to go through.
+    """Lanes without an episode: they rest, or repeat one that has gone well, action by action.
 
-    That is the one in which a lane has come furthest, as far as it came.
+    That is the longest one of those recorded. Lanes may have caught up with the lane that runs it:
+    then they make the same step together.
 
     Args:
         n_lanes: Number of lanes.
@@ -21,45 +45,91 @@ class IdleLanes:
 
     Attributes:
         can_rest: As given.
-        repeats: bool ``[n_lanes]``: lanes that repeat that episode.
     """
 
     def __init__(self, n_lanes: int, *, can_rest: bool) -> None:
         self.can_rest = can_rest
-        self.repeats = np.zeros(n_lanes, bool)
-        self._episodes: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
-        self._repeated: tuple[int, Options] | None = None
-        self._n_steps = 1  # of that episode, which are known to go through
+        self._follows = np.zeros(n_lanes, bool)  # lanes that repeat ``_known``
+        self._begun: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
+        self._known = self._recorded = _Episode(-1, 0, None)
 
     def note_reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Options) -> None:
         """Note which episodes some lanes begin."""
-        if self._repeated is None:
-            self._repeated = seeds[0], options
         for lane, seed in zip(lanes, seeds, strict=True):
-            self._episodes[lane] = seed, options
-        self.repeats[lanes] = False
+            self._begun[lane] = seed, options
+        self._follows[lanes] = False
+        if self.can_rest:
+            self._known.begin = seeds[0], options
+        elif self._recorded.lane in lanes or self._recorded.lane < 0:
+            self._record(lanes[0])
 
-    def to_reset(self, idle: Array, has_ended: Array, elapsed: Array) -> list[int]:
+    def _record(self, lane: int) -> None:
+        self._recorded = _Episode(lane, *self._begun[lane])
+        if self._known.n_steps == 0:
+            self._known = self._recorded
+            self._follows[:] = False
+        elif self._known.n_steps >= _ENOUGH:
+            self._recorded.lane = -1
+
+    def to_reset(self, lanes: Sequence[int], has_ended: Array, elapsed: Array) -> list[int]:
         """Idle lanes that have to begin the episode which is repeated, before another step.
 
         Args:
-            idle: bool ``[n_lanes]``: the idle ones.
+            lanes: Those that have an episode.
             has_ended: bool ``[n_lanes]``: those that refuse another step.
             elapsed: int64 ``[n_lanes]``: steps since the reset of each.
         """
         needs = has_ended
         if not self.can_rest:
-            furthest = int(np.where(idle, 0, elapsed).argmax())
-            if elapsed[furthest] > self._n_steps:
-                self._n_steps = int(elapsed[furthest])
-                if self._episodes[furthest] is not self._repeated:
-                    self._repeated = self._episodes[furthest]
-                    self.repeats[:] = False
-            needs = has_ended | ~self.repeats | (elapsed >= self._n_steps)
-        lanes: list[int] = np.flatnonzero(idle & needs).tolist()
-        return lanes
+            is_led = self._known is self._recorded and self._known.lane in lanes
+            if self._known.n_steps == 0 and not is_led:
+                self._record(lanes[0])
+                is_led = True
+            needs = has_ended | ~self._follows | (elapsed >= self._known.n_steps + is_led)
+        idle = np.ones(len(needs), bool)
+        idle[lanes] = False
+        found: list[int] = np.flatnonzero(idle & needs).tolist()
+        self._follows[found] = True
+        return found
 
     def episode(self, n: int) -> tuple[list[int], Options]:
         """The seed of the episode that is repeated, ``n`` times, and its options."""
-        seed, options = self._repeated or (0, None)
+        seed, options = self._known.begin
         return [seed] * n, options
+
+    def act(self, parts: Sequence[Array], idle: Array | None, elapsed: Array) -> None:
+        """Record the action of one lane, and give idle lanes theirs.
+
+        Args:
+            parts: The actions of the step, ``[n_lanes, ...]`` each; changed in place.
+            idle: bool ``[n_lanes]``: the idle ones, ``None`` if there are none.
+            elapsed: int64 ``[n_lanes]``: steps since the reset of each.
+        """
+        recorded = self._recorded
+        if recorded.lane >= 0:
+            if not recorded.actions:
+                recorded.actions = [np.empty((_MOST, *p.shape[1:]), p.dtype) for p in parts]
+            for kept, part in zip(recorded.actions, parts, strict=True):
+                kept[recorded.n_steps] = part[recorded.lane]
+        if idle is not None:
+            for kept, part in zip(self._known.actions, parts, strict=True):
+                part[idle] = kept[elapsed[idle]]
+
+    def note_step(self, lanes: Sequence[int], elapsed: Array, over: Array) -> None:
+        """Note that a step has been made.
+
+        Args:
+            lanes: Those that have an episode.
+            elapsed: int64 ``[n_lanes]``: steps since the reset of each.
+            over: bool ``[len(lanes)]``: whose episode it has ended.
+        """
+        recorded = self._recorded
+        if recorded.lane < 0 or recorded.lane not in lanes:
+            return
+        if elapsed[recorded.lane] == recorded.n_steps + 1:
+            recorded.n_steps += 1
+        if recorded.n_steps > self._known.n_steps:
+            self._known = recorded
+            self._follows[:] = False
+        if over[lanes.index(recorded.lane)] or recorded.n_steps == _MOST:
+            recorded.lane = -1

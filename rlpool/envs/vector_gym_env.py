@@ -62,8 +62,8 @@ class VectorGymEnv(VectorLanes):
 
     A vector environment steps all lanes at once. Lanes without an episode are in no result; nor are
     the steps in which lanes restart (``AutoresetMode.NEXT_STEP``). Those of a ``SyncVectorEnv`` or
-    ``AsyncVectorEnv`` rest meanwhile, others step as well, with the actions of another lane: where
-    single lanes are reset, they repeat an episode that has ended well before.
+    ``AsyncVectorEnv`` rest meanwhile, others step as well: where single lanes are reset, they
+    repeat what an episode has done before, else they take the actions of another lane.
 
     Options of a reset are a dict, an empty one without ``env_info``. If a step or reset raises,
     the error names the sub-environment of a ``SyncVectorEnv`` or ``AsyncVectorEnv`` that failed,
@@ -127,6 +127,7 @@ class VectorGymEnv(VectorLanes):
         refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
         self.at_rest = self._none_rests = np.zeros(n_lanes, bool)
         self._idle = IdleLanes(n_lanes, can_rest=adapt(vector_env, self))
+        self._repeats = self.seeding == "episode" and not self._idle.can_rest
         self._mode = autoreset_mode(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
@@ -164,8 +165,9 @@ class VectorGymEnv(VectorLanes):
             self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
             for rows in with_equal_options(options):
                 some = [lanes[row] for row in rows]
-                shown = self._reset_some(some, [seeds[row] for row in rows], options[rows[0]])
-                self._write(some, *shown)
+                begun = some, [seeds[row] for row in rows], options[rows[0]]
+                self._write(some, *self._reset_some(*begun))
+                self._idle.note_reset(*begun)
         except BaseException as error:
             self._fail("reset", error)
         self._in_episode[list(lanes)] = True
@@ -248,26 +250,23 @@ class VectorGymEnv(VectorLanes):
             given["reset_mask"][lanes] = True
         result = self.vector_env.reset(seed=every, options=given)
         shown = checked_pair(result)
-        self._idle.note_reset(lanes, seeds, options)
         self._was_reset = True
         self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
         return shown
 
-    def _keep_idle(self, rows: Array) -> None:
-        """Let lanes without an episode rest, where that is possible.
-
-        Others repeat one that is known not to fail, with other actions; and so do those that ended
-        and would refuse the next step.
-        """
-        idle = np.ones(self.n_lanes, bool)
-        idle[rows] = False
+    def _keep_idle(self, lanes: Sequence[int]) -> None:
+        """Let lanes without an episode rest, where that is possible, or begin the one to repeat."""
         if self._idle.can_rest:
-            self.at_rest = idle
-        lanes = self._idle.to_reset(idle, self._has_ended, self._elapsed)
-        if lanes:
-            self._reset_some(lanes, *self._idle.episode(len(lanes)))
-            self._idle.repeats[lanes] = True
+            self.at_rest = np.ones(self.n_lanes, bool)
+            self.at_rest[lanes] = False
+        begin = self._idle.to_reset(lanes, self._has_ended, self._elapsed)
+        if begin:
+            self._reset_some(begin, *self._idle.episode(len(begin)))
+
+    def _act_idle(self, parts: Sequence[Array], idle: Array | None) -> None:
+        if self._repeats:
+            self._idle.act(parts, idle, self._elapsed)
 
     # Steps ---------------------------------------------------------------------------------
 
@@ -280,7 +279,7 @@ class VectorGymEnv(VectorLanes):
             if self.seeding == "episode":
                 self._refuse_left_out(lanes, in_episode)
                 if not all_step:
-                    self._keep_idle(rows)
+                    self._keep_idle(lanes)
             elif not np.count_nonzero(self._in_episode) and not np.count_nonzero(self._has_ended):
                 # All were truncated here, and none of them would restart soon by itself.
                 seed, number, options = self._begun
@@ -305,6 +304,8 @@ class VectorGymEnv(VectorLanes):
             )
         over = as_bools(terminated) | as_bools(truncated)
         self._in_episode[rows] = in_episode & ~over
+        if self._repeats:
+            self._idle.note_step(lanes, self._elapsed, over)
         return rewards, terminated, truncated
 
     def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[Array, Array, Array]:

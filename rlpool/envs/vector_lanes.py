@@ -74,12 +74,17 @@ class VectorLanes(VecEnv):
     def _batch(self, rows: Any, actions: Mapping[str, Array]) -> Any:
         """The actions of all lanes, as the vector environment takes them: copies."""
         parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
+        idle = None
         if not isinstance(rows, slice):
             idle = np.ones(self.n_lanes, bool)
             idle[rows] = False
             for array in parts:
                 array[idle] = array[rows[0]]  # their own row may hold anything
+        self._act_idle(parts, idle)
         return self._nest_action(parts)
+
+    def _act_idle(self, parts: Sequence[Array], idle: Array | None) -> None:
+        """Change the actions of lanes without an episode: by default those of another lane."""
 
     def _write(
         self, lanes: Sequence[int], observation: Any, infos: Any, left_out: Collection[str] = ()
