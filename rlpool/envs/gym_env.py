@@ -81,7 +81,9 @@ class GymEnv(VecEnv):
         keep_float64: bool = False,
         info_keys: InfoKeys = None,
     ) -> None:
-        envs = [modernised(env) for env in checked_environments(envs)]
+        envs = checked_environments(envs)
+        self.step_keys = getattr(envs[0], "step_keys", ())
+        envs = [modernised(env) for env in envs]
         super().__init__(len(envs), seed)
         if max_episode_steps is not None:
             limit = whole_number("max_episode_steps", max_episode_steps, 1)

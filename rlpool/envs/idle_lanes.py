@@ -9,7 +9,7 @@ import numpy as np
 from rlpool.envs.lanes import Options
 from rlpool.memory.storage import Array
 
-_ENOUGH, _MOST = 100, 1000  # steps: no other episode is recorded then, and no further ones
+_MOST = 1000  # steps that are recorded of an episode
 
 
 class _Episode:
@@ -36,8 +36,8 @@ class _Episode:
 class IdleLanes:
     """Lanes without an episode: they rest, or repeat one that has gone well, action by action.
 
-    That is the longest one of those recorded. Lanes may have caught up with the lane that runs it:
-    then they make the same step together.
+    That is the longest one of those recorded: the first, and others after it was too short. Lanes
+    may have caught up with the lane that runs it: then they make the same step together.
 
     Args:
         n_lanes: Number of lanes.
@@ -52,6 +52,7 @@ class IdleLanes:
         self._follows = np.zeros(n_lanes, bool)  # lanes that repeat ``_known``
         self._begun: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
         self._known = self._recorded = _Episode(-1, 0, None)
+        self._wants_longer = True  # than the known one
 
     def note_reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Options) -> None:
         """Note which episodes some lanes begin."""
@@ -60,7 +61,7 @@ class IdleLanes:
         self._follows[lanes] = False
         if self.can_rest:
             self._known.begin = seeds[0], options
-        elif self._recorded.lane in lanes or self._recorded.lane < 0:
+        elif self._recorded.lane in lanes or (self._recorded.lane < 0 and self._wants_longer):
             self._record(lanes[0])
 
     def _record(self, lane: int) -> None:
@@ -68,8 +69,6 @@ class IdleLanes:
         if self._known.n_steps == 0:
             self._known = self._recorded
             self._follows[:] = False
-        elif self._known.n_steps >= _ENOUGH:
-            self._recorded.lane = -1
 
     def to_reset(self, lanes: Sequence[int], has_ended: Array, elapsed: Array) -> list[int]:
         """Idle lanes that have to begin the episode which is repeated, before another step.
@@ -79,15 +78,18 @@ class IdleLanes:
             has_ended: bool ``[n_lanes]``: those that refuse another step.
             elapsed: int64 ``[n_lanes]``: steps since the reset of each.
         """
+        idle = np.ones(len(has_ended), bool)
+        idle[lanes] = False
         needs = has_ended
         if not self.can_rest:
             is_led = self._known is self._recorded and self._known.lane in lanes
             if self._known.n_steps == 0 and not is_led:
                 self._record(lanes[0])
                 is_led = True
-            needs = has_ended | ~self._follows | (elapsed >= self._known.n_steps + is_led)
-        idle = np.ones(len(needs), bool)
-        idle[lanes] = False
+            is_done = self._follows & (elapsed >= self._known.n_steps + is_led)
+            if np.count_nonzero(idle & is_done):
+                self._wants_longer = self._known.n_steps < _MOST
+            needs = has_ended | ~self._follows | is_done
         found: list[int] = np.flatnonzero(idle & needs).tolist()
         self._follows[found] = True
         return found
@@ -132,4 +134,4 @@ class IdleLanes:
             self._known = recorded
             self._follows[:] = False
         if over[lanes.index(recorded.lane)] or recorded.n_steps == _MOST:
-            recorded.lane = -1
+            recorded.lane, self._wants_longer = -1, False

@@ -69,6 +69,7 @@ class Lanes(ABC):
     min_ready: int | None = None
     shares_current = False
     varying_keys: Collection[str] = ()
+    step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
     _info_specs: Mapping[str, TensorSpec] = {}
@@ -252,7 +253,7 @@ class Lanes(ABC):
     def truncate_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> None:
         """Let lanes make a last step, in which the environments do nothing.
 
-        They show what they showed before, and the reward is 0.
+        They show what they showed before, and what the step did, such as its reward, is 0.
 
         Args:
             lanes: Lane numbers.
@@ -261,8 +262,8 @@ class Lanes(ABC):
         rows = list(lanes)
         for key, array in self._last_actions.items():
             array[rows] = actions[key][rows]
-        for key, value in {"reward": 0, "initial_state": False, "terminated": False}.items():
-            self.current[key][rows] = value
+        for key in ("reward", "initial_state", "terminated", *self.step_keys):
+            self.current[key][rows] = 0
         self.current["truncated"][rows] = self.current["done"][rows] = True
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import gymnasium
@@ -21,7 +21,16 @@ def checked_environments(envs: Any) -> list[Any]:
         what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
         fix = "pass at least one" if is_list else how_to_make_one(envs)
         raise SpecError(f"GymEnv got {what}", fix=fix)
+    refuse_same(checked, "GymEnv([make() for _ in range(n)], seed)")
     return checked
+
+
+def refuse_same(envs: Sequence[Any], fix: str) -> None:
+    """Raise if an environment is in a list twice: its lanes would step each other's episode."""
+    for number, env in enumerate(envs):
+        first = next(k for k, other in enumerate(envs) if other is env)
+        if first < number:
+            raise SpecError(f"environments {first} and {number} are the same object", fix=fix)
 
 
 def is_environment(value: Any) -> bool:

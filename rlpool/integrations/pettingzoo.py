@@ -32,10 +32,11 @@ import gymnasium
 from rlpool.envs.columns import BadValue, checked_results, wrong_count
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
-from rlpool.envs.single_envs import is_of_agents
+from rlpool.envs.single_envs import is_of_agents, refuse_same
 from rlpool.errors import SpecError
 from rlpool.integrations.pettingzoo_groups import (
     AGENT_FLAGS,
+    OF_A_STEP,
     STATE,
     TURN,
     AgentGroup,
@@ -52,6 +53,7 @@ from rlpool.specs import (
 
 __all__ = ["JointEnv", "PettingZooEnv", "PettingZooEnvInf"]
 
+_BY_AGENT = ("rewards", "terminations", "truncations")
 Reward = str | Callable[[dict[str, float]], float]
 
 _COMBINED: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -117,6 +119,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._has_state = state
         self._alive: list[str] = []
         self._gone: set[str] = set()
+        self._listed: set[str] = set()  # in env.agents one step before
         flags = [*AGENT_FLAGS, TURN] if self._in_turns else AGENT_FLAGS
         seen = {key: space for group in self._groups for key, space in group.spaces.items()}
         spaces = {key: space for group in self._groups for key, space in group.own(flags).items()}
@@ -125,6 +128,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         refuse_collisions({"PettingZooEnv": list(spaces), "the observation": list(seen)})
         spaces |= seen
         self.observation_space = gymnasium.spaces.Dict(spaces)
+        self.step_keys = [group.key(key) for group in self._groups for key in OF_A_STEP]
         actions = {group.name: group.action_space for group in self._groups}
         self.action_space = gymnasium.spaces.Dict(actions) if len(actions) > 1 else actions[""]
         self.info_specs = self._specs_of_infos(info_keys)
@@ -153,7 +157,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         if not isinstance(result, tuple) or len(result) != 2:
             raise wrong_count("reset", "two", result)
         observations, infos = result
-        self._gone = set()
+        self._gone, self._listed = set(), set()
         self._alive = self._agents_now()
         if not self._alive:
             raise SpecError("reset() left no agents", fix="let agents begin with the episode")
@@ -214,7 +218,12 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
 
     def _agents_now(self) -> list[str]:
         """The agents that act next, in the order of the groups."""
-        there = set(self.env.agents) - self._gone
+        there = set(self.env.agents)
+        if back := there & self._gone - self._listed:
+            what = f"agents {sorted(map(str, back))} have come back after their end"
+            raise SpecError(what, fix="let an agent live once in an episode; list another for more")
+        self._listed = there
+        there = there - self._gone
         if unknown := there.difference(self._agents):
             what = f"agents {sorted(map(str, unknown))} are not in possible_agents"
             raise SpecError(what, fix="let possible_agents list all agents that can appear")
@@ -224,6 +233,10 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self, rewards: Any, terminations: Any, truncations: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Results by agent, of all that have acted and of others that got a reward."""
+        for name, part in zip(_BY_AGENT, (rewards, terminations, truncations), strict=True):
+            if not isinstance(part, Mapping):
+                what = f"step() returned {name} {part!r:.60}, not a dict of agents"
+                raise SpecError(what, fix="return a dict with a value for every agent that acted")
         agents = [agent for agent in self._agents if agent in rewards or agent in self._alive]
         try:
             values = [rewards[agent] for agent in agents]
@@ -360,6 +373,7 @@ class PettingZooEnv(GymEnv):
         if not isinstance(envs, Iterable) or is_of_agents(envs):
             fix = "PettingZooEnv([make() for _ in range(n)], seed)"
             raise SpecError(f"PettingZooEnv got {envs!r:.60}, not a list of environments", fix=fix)
+        refuse_same(envs := list(envs), "PettingZooEnv([make() for _ in range(n)], seed)")
         joint = partial(JointEnv, groups=groups, reward=reward, state=state, info_keys=info_keys)
         lanes = [joint(env) for env in envs]
         for number, lane in enumerate(lanes):

@@ -31,6 +31,7 @@ Groups = Mapping[str, Sequence[str]] | None
 OBSERVATION, MASK, STATE = "observation", "action_mask", "state"
 AGENT_FLAGS = ("alive", "born", "terminations", "truncations")
 TURN = "acting"
+OF_A_STEP = ("rewards", "terminations", "truncations", "born")
 _ACTIONS = ("action", "last_action")  # names of groups follow these in keys
 
 

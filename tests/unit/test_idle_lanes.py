@@ -185,23 +185,38 @@ def test_episodes_of_a_request_that_failed_are_not_stepped_on(over: str) -> None
             assert run(batcher, lengths).lengths.tolist() == lengths
 
 
-def test_lanes_that_cannot_rest_are_seldom_reset() -> None:
+def play_legal(state: Any, observation: Any, agent_info: Any, history: Any) -> Any:
+    return None, DictTensor({"action": agent_info["legal"]}), None
+
+
+def test_lanes_that_cannot_rest_do_what_an_episode_did_and_are_seldom_reset() -> None:
     """A reset may cost as much as hundreds of steps, as those of Atari games do."""
     n_resets = []
 
-    class Counted(ArrayEnv):
-        def reset(self, **options: Any) -> Any:
+    class PickyArrays(ArrayEnv):
+        """Takes one action per episode, which follows from an option that it needs."""
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             n_resets.append(1)
-            return super().reset(**options)
+            result = super().reset(seed=seed, options=options)
+            self.has_options = "length" in options
+            return result
+
+        def step(self, actions: Any) -> Any:
+            if not self.has_options or (actions != self._length % 3).any():
+                raise RuntimeError(f"illegal actions {actions}")
+            return super().step(actions)
 
     def create_env(seed: int) -> VectorGymEnv:
-        return VectorGymEnv(Counted(N_LANES), seed, seeding="episode")
+        return VectorGymEnv(PickyArrays(N_LANES), seed, seeding="episode")
 
-    with make(lambda: FunctionAgent(play_id), create_env) as batcher:
-        for lengths in ([200], [200, 3], [3, 3, 3, 200], [100, 200]):
+    requests = [200], [4], [4], [200, 3], [3, 3, 3, 200], [100, 201], [5, 202, 1], [1], [900], [3]
+    with make(lambda: FunctionAgent(play_legal), create_env) as batcher:
+        for lengths in requests:
             n_resets.clear()
-            assert run(batcher, lengths).lengths.tolist() == lengths
-            assert len(n_resets) < 10
+            batcher.execute(len(lengths), {"legal": [n % 3 for n in lengths]}, {"length": lengths})
+            assert batcher.get().lengths.tolist() == lengths
+            assert len(n_resets) < 20
 
 
 @pytest.mark.parametrize("over", OVER[:3])

@@ -80,6 +80,31 @@ def test_groups_can_be_given() -> None:
     check_agents(episodes, groups)
 
 
+@pytest.mark.parametrize("is_in_list", [True, False])
+def test_a_step_that_is_given_up_earned_nobody_anything(is_in_list: bool) -> None:
+    class Lost(Lives):
+        def step(self, actions: Any) -> Any:
+            if self.t == 3:
+                raise RuntimeError("the simulator is lost")
+            return super().step(actions)
+
+    def create_env(seed: int) -> GymEnv:
+        return PettingZooEnv([Lost(LIVES)], seed) if is_in_list else GymEnv([JointEnv(Lost(LIVES))])
+
+    with EpisodeBatcher(
+        *(8, 4, RandomAgents, {"sizes": SIZES}, create_env), n_workers=0, on_env_error="truncate"
+    ) as batcher:
+        batcher.execute(1)
+        episodes = batcher.get()
+    assert episodes["alive"][0, 3].tolist() == [True, False, True, False]
+    for key in ("_reward", "_rewards", "_terminations", "_truncations", "_born"):
+        assert not episodes[key][0, 3].any(), key
+    assert episodes["_terminations"][0].sum() == 1
+    own = episodes.per_agent()
+    assert own.lengths.tolist() == [4, 3, 2, 0]
+    assert own["_truncated"].sum(1).tolist() == [1, 0, 1, 0]
+
+
 def test_a_limit_of_the_joint_episode_truncates_the_agents_that_are_alive() -> None:
     episodes = collected(LIVES, SIZES, max_episode_steps=5)
     assert episodes.lengths.tolist() == [5] * 5
@@ -342,6 +367,13 @@ def test_groups_of_agents_with_different_spaces_are_refused() -> None:
     groups = {"all": list(GROUPS)}
     with pytest.raises(SpecError, match=r"observation_space of 'big_0'.*that of 'small_0'"):
         PettingZooEnv([Lives(GROUPS)], 0, groups=groups)
+
+
+def test_an_environment_is_in_one_lane() -> None:
+    with pytest.raises(SpecError, match="environments 0 and 2 are the same object"):
+        PettingZooEnv([env := Lives(LIVES), Lives(LIVES), env])
+    with pytest.raises(SpecError, match="environments 0 and 1 are the same object"):
+        GymEnv([JointEnv(Lives(LIVES))] * 2)
 
 
 def test_environments_with_other_agents_are_refused() -> None:
