@@ -84,7 +84,7 @@ class VectorGymEnv(VectorLanes):
         keep_float64: Store float64 values as float64, see ``GymEnv``.
         info_keys: Keys of the infos that become keys of a step, see ``GymEnv``. What has to be
             learned is looked for here, by a reset and a step. Where lanes restart within a step,
-            the values after an episode's last step are those of ``final_info``.
+            the values after an episode's last step are those of ``final_info``, if there is one.
 
     Attributes:
         vector_env: The vector environment.
