@@ -35,6 +35,7 @@ import torch
 
 from rlpool.envs.columns import Columns, as_array, flag_of
 from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.errors import SpecError
@@ -151,11 +152,11 @@ class OneEnv(GymEnv):
         *,
         dtypes: Mapping[str, np.dtype[Any]] | None = None,
         owns_process: bool = False,
-        info_keys: Sequence[str] = (),
+        info_keys: InfoKeys = None,
     ) -> None:
         self._dtypes = dict(dtypes or {})
         self._env = ActingEnv(env)
-        super().__init__([self._env], keep_float64=True, info_keys=list(info_keys) or None)
+        super().__init__([self._env], keep_float64=True, info_keys=info_keys or None)
         self._forget_columns()
         self.is_declared, self.is_fresh = False, False  # the first reset declares
         self._first_seed = first_seed

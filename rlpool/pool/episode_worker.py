@@ -19,6 +19,7 @@ from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns
+from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.one_env import ACTION_KEY, OneEnv
 from rlpool.errors import SpecError, Where
 from rlpool.memory.sharing import Parcel
@@ -46,7 +47,7 @@ class WorkerFactory:
     policy: Parcel
     seeds: Sequence[int]
     root: int
-    info_keys: Sequence[str] = ()
+    info_keys: InfoKeys = None
 
     def create_env(self, seed: int) -> OneEnv:
         """The environment of the worker that is created with a seed."""

@@ -71,7 +71,7 @@ class Pool(FilledPool, DumpsStacks):
             and a slash. Samples have them among their keys, sequences in their ``info``, where
             ``replay_agent`` takes ``agent_info`` from. For ``store()`` they are keys of the
             environments' ``info``, whose values before and after each step are kept, ``"cost"``
-            and ``"_cost"``.
+            and ``"_cost"``; one that only later steps have is declared, ``{"cost": np.float32}``.
         storage: ``"local"``, ``"shared"`` (for readers in other processes) or ``"memmap"`` (a file
             without a name, for pools beyond memory).
         directory: Directory of the file of ``"memmap"``, by default that of temporary files.
@@ -116,7 +116,7 @@ class Pool(FilledPool, DumpsStacks):
         policy: Any = None,
         seed: int | None = None,
         keys: Sequence[str] | None = None,
-        info_keys: Sequence[str] = (),
+        info_keys: Sequence[str] | Mapping[str, Any] | None = None,
         storage: str = "local",
         directory: str | Path | None = None,
         priority_exponent: float | None = None,
@@ -131,7 +131,7 @@ class Pool(FilledPool, DumpsStacks):
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
         keys = checked_keys(keys)
-        self._info_keys = list(dict.fromkeys(listed(info_keys, str, "info_keys")))
+        self._info_keys = list(dict.fromkeys(listed(info_keys or (), str, "info_keys")))
         if priority_exponent is not None:
             limits = "from 0 on, and finite"
             priority_exponent = real_number("priority_exponent", priority_exponent, limits)
@@ -153,11 +153,12 @@ class Pool(FilledPool, DumpsStacks):
         self._one_thread = OneThread("hand_over")
         self._runner = self._n_stacked = None
         if env is not None:
-            of_steps = [
-                name
+            declared = info_keys if isinstance(info_keys, Mapping) else {}
+            of_steps = {
+                name: declared.get(name)
                 for name in self._info_keys
                 if name.split("/")[0] not in ("agent_info", "env_info")
-            ]
+            }
             self._runner = EpisodeRunner(
                 env, n_workers, seed, policy, timeout, start_method, of_steps
             )

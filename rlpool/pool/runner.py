@@ -7,7 +7,7 @@ gives each worker its environment, and an agent that asks the pool's policy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.envs.single_envs import refuse_no_environment
 from rlpool.errors import (
@@ -77,7 +78,7 @@ class EpisodeRunner:
         timeout: Seconds without a step after which a process counts as hanging, ``None`` for
             never.
         start_method: How processes are started, as for ``Batcher``.
-        info_keys: Keys of the environments' ``info`` that become keys of a step.
+        info_keys: Keys of the environments' ``info`` that become keys of a step, see ``GymEnv``.
 
     Attributes:
         closed: Whether ``close`` was called.
@@ -98,12 +99,12 @@ class EpisodeRunner:
         policy: Policy | None,
         timeout: float | None,
         start_method: str,
-        info_keys: Sequence[str] = (),
+        info_keys: InfoKeys,
     ) -> None:
         if policy is not None and not callable(policy):
             raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
         self.closed = False
-        self._info_keys = info_keys
+        self._info_keys = wanted_infos(info_keys, keep_float64=True)
         self._envs, self._n_processes, self._policy = envs, processes, policy
         self._timeout, self._start_method = checked_timeout(timeout), start_method
         self._root, self.n_runs = root_from(seed), 0
@@ -274,7 +275,7 @@ def _joined(parts: list[list[DictTensor]]) -> tuple[DictTensor, list[int]]:
     return DictTensor({key: torch.from_numpy(array) for key, array in arrays.items()}), lengths
 
 
-def _names_in_pool(window: TemporalDictTensor, info_keys: Sequence[str]) -> dict[str, str]:
+def _names_in_pool(window: TemporalDictTensor, info_keys: Iterable[str]) -> dict[str, str]:
     """What a pool calls the keys of a window that it stores, in its order."""
     names: dict[str, str] = {}
     for start, name, prefix in _STORED:

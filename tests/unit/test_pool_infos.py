@@ -6,6 +6,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,6 +169,25 @@ def test_store_keeps_infos_of_its_environments(n_envs: int) -> None:
     batch = pool.sample(6 * n_envs)
     assert torch.equal(batch["_cost"].float(), batch["_frame"][:, 0] / 4)
     assert torch.equal(batch["cost"].float(), batch["frame"][:, 0] / 4)
+
+
+class SucceedingEnv(CountingEnv):
+    """Tells in its last step only that it has succeeded."""
+
+    def step(self, action: Any) -> Any:
+        *results, _ = super().step(action)
+        return *results, {"success": True} if results[2] else {}
+
+
+def test_store_keeps_an_info_of_the_last_step_if_its_dtype_is_declared() -> None:
+    with (
+        Pool([SucceedingEnv(length=3)], pool_size=100, info_keys=["success"]) as pool,
+        pytest.raises(SpecError, match=r"declare.*info_keys=\{'success': np.float32\}"),
+    ):
+        pool.store()
+    with Pool([SucceedingEnv(length=3)], pool_size=100, info_keys={"success": np.bool_}) as pool:
+        pool.store()
+        assert pool.transitions()["_success"].tolist() == [False, False, True]
 
 
 def test_what_is_missing_is_named(episodes: Any) -> None:
