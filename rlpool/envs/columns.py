@@ -70,7 +70,11 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
     Raises:
         SpecError: Naming the key and both sides.
     """
-    array = as_array(value)
+    try:
+        array = as_array(value)
+    except ValueError as error:  # nested lists of different lengths
+        what = f"{key!r} should have shape {list(spec.shape)}, got {value!r:.60}: {error}"
+        raise SpecError(what, fix=f"if it varies from step to step: {PADDING}") from error
     if array.shape != spec.shape:
         what = f"{key!r} should have shape {list(spec.shape)}, got {list(array.shape)}"
         is_ragged = bool(spec.shape) and array.ndim == len(spec.shape) and not is_action(key)

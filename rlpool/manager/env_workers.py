@@ -364,7 +364,7 @@ class EnvWorkers(LaneStates):
     def refuse_closed(self) -> None:
         """Refuse to go on after ``close`` or in a forked copy, in whatever thread."""
         if self.closed:
-            fix = "make a new manager, or close it later"
+            fix = "make new ones, or close these later"
             raise EnvsClosedError("the environments are closed", fix=fix)
         refuse_forked_copy(self.owner_pid)
 
