@@ -265,8 +265,7 @@ class VectorGymEnv(VectorLanes):
             self._reset_some(begin, *self._idle.episode(len(begin)))
 
     def _act_idle(self, parts: Sequence[Array], idle: Array | None) -> None:
-        if self._repeats:
-            self._idle.act(parts, idle, self._elapsed)
+        self._idle.act(parts, idle, self._elapsed)
 
     # Steps ---------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class VectorLanes(VecEnv):
     """
 
     steps_all_lanes = True
+    _repeats = False  # whether lanes without an episode repeat one
 
     def __init__(
         self,
@@ -80,11 +81,12 @@ class VectorLanes(VecEnv):
             idle[rows] = False
             for array in parts:
                 array[idle] = array[rows[0]]  # their own row may hold anything
-        self._act_idle(parts, idle)
+        if self._repeats:
+            self._act_idle(parts, idle)
         return self._nest_action(parts)
 
     def _act_idle(self, parts: Sequence[Array], idle: Array | None) -> None:
-        """Change the actions of lanes without an episode: by default those of another lane."""
+        """Change the actions of lanes without an episode, where these repeat one."""
 
     def _write(
         self, lanes: Sequence[int], observation: Any, infos: Any, left_out: Collection[str] = ()
