@@ -163,14 +163,14 @@ def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | Non
     """How many episodes, and their seeds if the user has named them."""
     if given is None:
         return whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds"), None
-    size = len(given) if hasattr(given, "__len__") else 0
-    n_episodes = whole_number("n_episodes", size if n_episodes is None else n_episodes, 1)
+    if n_episodes is not None:
+        n_episodes = whole_number("n_episodes", n_episodes, 1)
     seeds = checked_seeds(given, n_episodes)
     if len(set(seeds)) < len(seeds):
         twice = next(seed for row, seed in enumerate(seeds) if seed in seeds[:row])
         what = f"episode_seeds has the seed {twice} {seeds.count(twice)} times"
         raise SpecError(what, fix="name every seed once: the same episode again is no further one")
-    return n_episodes, seeds
+    return len(seeds), seeds
 
 
 def _entries(

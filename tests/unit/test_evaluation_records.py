@@ -123,6 +123,19 @@ def test_what_is_no_record_of_this_version_is_refused(
         Evaluation.load(tmp_path / "a.json")
 
 
+def test_what_is_no_file_of_its_kind_is_told(tmp_path: Path) -> None:
+    made().save(tmp_path / "saved.json")
+    with pytest.raises(SpecError, match=r"(?s)line 1 of .*saved.json.*what save\(\) wrote is none"):
+        made(record=tmp_path / "saved.json")
+    (tmp_path / "torn.jsonl").write_text('{"format": "rlp')
+    with pytest.raises(SpecError, match="its format is missing or incomplete"):
+        Evaluation.load(tmp_path / "torn.jsonl")
+    with pytest.raises(SpecError, match="path should be a path, got 5"):
+        Evaluation.load(5)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"evaluation should be an Evaluation, got 'a.json'"):
+        verify("a.json", Policy(), create_cartpoles)  # type: ignore[arg-type]
+
+
 # Verifying ---------------------------------------------------------------------------------------
 
 
@@ -243,6 +256,9 @@ def test_episodes_that_failed_count_as_they_are_told_to(tmp_path: Path) -> None:
     loaded = Evaluation.load(tmp_path / "a.json")
     assert loaded.failed.tolist() == found.failed.tolist()
     assert "broken" in loaded.failures[0].what
+    with pytest.raises(SpecError, match=r"first is episode 3: env.step raised.*broken") as told:
+        loaded.summary()
+    assert str(told.value).count("fix:") == 1
     with pytest.raises(SpecError, match="failures should be a number"):
         found.summary(failures="leave out")
 
@@ -266,6 +282,9 @@ def test_restarts_are_recorded() -> None:
     [
         ({"episode_seeds": [1, 2, 1]}, "has the seed 1 2 times"),
         ({"episode_seeds": [1, 2], "n_episodes": 3}, "has 2 seeds for 3 episodes"),
+        ({"episode_seeds": []}, "episode_seeds has 0 seeds for at least one episode"),
+        ({"episode_seeds": 5}, "episode_seeds should be a list of ints, got 5"),
+        ({"episode_seeds": np.array(3)}, r"episode_seeds should be a list of ints, got array\(3\)"),
         ({}, "n_episodes should be an int"),
         ({"n_episodes": 2, "infos": ["score"]}, "infos names 'score'"),
         ({"n_episodes": 2, "agent_rows": 0}, "agent_rows should be an int of at least 1"),

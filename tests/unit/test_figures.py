@@ -77,6 +77,27 @@ def test_mcnemar_counts_pairs_that_differ() -> None:
     assert compare(wins, wins).difference == Estimate(0.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("returns", "failures", "message"),
+    [
+        (
+            RETURNS,
+            "skip",
+            "(?s)failures should be a number that is finite, got 'skip'.*\"exclude\"",
+        ),
+        ([], None, "the evaluation has no episodes"),
+    ],
+)
+def test_what_cannot_be_summarised_is_refused(returns: Any, failures: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        evaluation_of(returns).summary(failures=failures)
+
+
+def test_paths_are_not_compared() -> None:
+    with pytest.raises(SpecError, match=r"(?s)second should be an Evaluation, got 'b.json'.*load"):
+        compare(ONE, "b.json")  # type: ignore[arg-type]
+
+
 def test_seeds_that_repeat_cannot_be_paired() -> None:
     twice = evaluation_of([1.0, 2.0], seeds=[3, 3])
     with pytest.raises(SpecError, match="seed 3 occurs 2 times"):
