@@ -29,8 +29,9 @@ from rlpool import (
     verify,
 )
 from rlpool.__main__ import main
+from rlpool.testing import FaultyEnv
 
-from support.agents import ConstantAgent
+from support.agents import ConstantAgent, StepCounter
 
 SEEDS = range(20)
 
@@ -272,6 +273,17 @@ def test_restarts_are_recorded() -> None:
     assert restarts[3] >= 1
     assert found.failed is not None
     assert found.failed.tolist()[3]
+
+
+def create_deadly(seed: int) -> GymEnv:
+    return GymEnv([FaultyEnv("sigkill", at_step=2)], seed)
+
+
+def test_a_death_is_listed_with_seed_and_step_and_without_a_capsule() -> None:
+    found = evaluate(StepCounter(), create_deadly, 1, n_workers=1, on_env_error="truncate")
+    (failure,) = found.failures
+    assert (failure.where.seed, failure.where.step) == (int(found.seeds[0]), 2)
+    assert failure.capsule is None
 
 
 # Arguments ---------------------------------------------------------------------------------------
