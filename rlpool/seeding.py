@@ -138,12 +138,12 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
     return seeds
 
 
-def checked_seeds(seeds: Any, n_episodes: int) -> list[int]:
+def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
     """The seeds of episodes that a user has named, as ints.
 
     Args:
         seeds: A sequence or a 1-d array of ints.
-        n_episodes: How many there should be.
+        n_episodes: How many there should be; ``None`` for any number but 0.
 
     Raises:
         SpecError: For another number of them, and for what is no seed below ``N_SEEDS``.
@@ -153,8 +153,9 @@ def checked_seeds(seeds: Any, n_episodes: int) -> list[int]:
         what = f"episode_seeds should be a list of ints, got {seeds!r:.60}"
         raise SpecError(what, fix="name one seed per episode")
     checked = [whole_number(f"episode_seeds[{i}]", seed, 0) for i, seed in enumerate(seeds)]
-    if len(checked) != n_episodes:
-        what = f"episode_seeds has {len(checked)} seeds for {n_episodes} episodes"
+    if not checked or n_episodes not in (None, len(checked)):
+        wanted = "at least one episode" if n_episodes is None else f"{n_episodes} episodes"
+        what = f"episode_seeds has {len(checked)} seeds for {wanted}"
         raise SpecError(what, fix="name one seed per episode")
     if checked and max(checked) >= N_SEEDS:
         row = checked.index(max(checked))

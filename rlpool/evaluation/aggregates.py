@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlpool.envs.columns import as_array
 from rlpool.errors import SpecError
 from rlpool.evaluation.figures import N_RESAMPLES, Estimate, interval, returns_of, scipy_stats
-from rlpool.machine.arguments import names_arguments, real_number
+from rlpool.evaluation.result import Evaluation
+from rlpool.machine.arguments import names_arguments, real_number, whole_number
 from rlpool.memory.storage import Array
+
+_FORMS = "pass {task: [evaluation, ...]}, the list of one task's runs, or a matrix [runs, tasks]"
 
 
 class Aggregate(NamedTuple):
@@ -71,9 +75,9 @@ def aggregate(
     Runs are resampled within each task. Needs the extra ``evaluation``.
 
     Args:
-        scores: A mapping of tasks to the evaluations of their runs, a list of the evaluations of
-            the runs of one task, or a matrix ``[runs, tasks]``. The score of an evaluation is its
-            mean return.
+        scores: A mapping of tasks to lists of their runs, the list of the runs of a single task, or
+            a matrix ``[runs, tasks]``. A run is an evaluation, whose score is its mean return, or a
+            score.
         normalize: ``(low, high)``, or a mapping of tasks to that: what has the scores 0 and 1, such
             as a random policy and a person. By default scores stay as they are.
         gamma: The score that the optimality gap is measured from.
@@ -85,8 +89,8 @@ def aggregate(
         The figures. With a single run per task the intervals are NaN.
 
     Raises:
-        SpecError: For tasks with different numbers of runs, scores that are no numbers, or ranges
-            without an extent.
+        SpecError: For tasks with different numbers of runs, what is no finite number, and ranges
+            that are missing or have no extent.
 
     Reference:
         Agarwal et al. 2021, as in rliable.
@@ -97,6 +101,7 @@ def aggregate(
         (0.5, 0.475)
     """
     stats = scipy_stats()
+    n_resamples = whole_number("n_resamples", n_resamples, 1)
     matrix = _matrix_of(scores, normalize, failures)
     gamma = real_number("gamma", gamma, "that is finite")
     columns = tuple(matrix.T)
@@ -112,7 +117,7 @@ def aggregate(
 
     if thresholds is None:
         thresholds = np.linspace(matrix.min(), matrix.max(), 101)
-    taus = np.asarray(thresholds, np.float64)
+    taus = np.array(_numbers("thresholds", thresholds, "pass a list of scores"), np.float64)
     return Aggregate(
         scores=matrix,
         mean=of_all(lambda drawn: drawn.mean(-1).mean(-1)),
@@ -128,32 +133,69 @@ def aggregate(
 
 def _matrix_of(scores: Any, normalize: Any, failures: str | float | None) -> Array:
     """Scores ``[runs, tasks]``, normalised."""
-    tasks: list[Any] = [0]
-    if isinstance(scores, Mapping):
-        tasks, scores = list(scores), list(scores.values())
-        columns = [[_score(run, failures) for run in runs] for runs in scores]
-    elif isinstance(scores, list | tuple) and scores and hasattr(scores[0], "returns"):
-        columns = [[_score(run, failures) for run in scores]]
-    else:
-        columns = np.atleast_2d(np.asarray(scores, np.float64)).T.tolist()
-        tasks = list(range(len(columns)))
-    sizes = {str(task): len(column) for task, column in zip(tasks, columns, strict=True)}
+    tasks = _runs_by_task(scores)
+    sizes = {str(task): len(runs) for task, runs in tasks.items()}
     if not sizes or not all(sizes.values()) or len(set(sizes.values())) > 1:
         what = f"numbers of runs by task: {sizes}"
         raise SpecError(what, fix="give every task as many runs, at least one")
+    columns = [[_score(task, run, failures) for run in runs] for task, runs in tasks.items()]
     matrix: Array = np.array(columns, np.float64).T
-    if not np.isfinite(matrix).all():
-        raise SpecError("scores are not finite", fix="leave out runs that diverged, and say so")
     for column, task in enumerate(tasks if normalize is not None else ()):
-        low, high = normalize[task] if isinstance(normalize, Mapping) else normalize
-        if not high > low:
-            what = f"normalize has the range {low} to {high}"
-            raise SpecError(what, fix="pass (low, high) with low < high")
+        low, high = _range_of(task, normalize)
         matrix[:, column] = (matrix[:, column] - low) / (high - low)
     return matrix
 
 
-def _score(run: Any, failures: str | float | None) -> float:
-    if isinstance(run, int | float | np.number):
-        return float(run)
-    return float(returns_of(run, failures)[0].mean())
+def _runs_by_task(scores: Any) -> dict[Any, list[Any]]:
+    """The runs of each task; tasks of a matrix have the numbers of their columns."""
+    if isinstance(scores, Mapping):
+        return {task: _items(f"scores[{task!r}]", runs, _FORMS) for task, runs in scores.items()}
+    rows = [_listed(row) for row in _items("scores", scores, _FORMS)]
+    if not any(isinstance(row, Sequence) for row in rows):
+        return {0: rows}
+    matrix = [_items(f"scores[{number}]", row, _FORMS) for number, row in enumerate(rows)]
+    columns = range(max(map(len, matrix)))
+    return {column: [row[column] for row in matrix if column < len(row)] for column in columns}
+
+
+def _score(task: Any, run: Any, failures: str | float | None) -> float:
+    if isinstance(run, Evaluation):
+        run = returns_of(run, failures)[0].mean()
+    elif isinstance(run, bool | np.bool_):  # whether it succeeded
+        run = int(run)
+    fix = "pass evaluations or numbers; leave out runs that diverged, and say so"
+    return real_number(f"the score of each run of task {task!r}", run, "that is finite", fix=fix)
+
+
+def _range_of(task: Any, normalize: Any) -> list[float]:
+    """What has the scores 0 and 1 in a task."""
+    if isinstance(normalize, Mapping):
+        if task not in normalize:
+            what = f"normalize lacks the task {task!r}: it has {list(normalize)}"
+            raise SpecError(what, fix="name the range of every task")
+        normalize = normalize[task]
+    fix = "pass (low, high) with low < high, or a mapping of tasks to that"
+    ends = _numbers("normalize", normalize, fix)
+    if len(ends) != 2 or not ends[0] < ends[1]:
+        raise SpecError(f"normalize has the range {ends} for the task {task!r}", fix=fix)
+    return ends
+
+
+def _numbers(name: str, values: Any, fix: str) -> list[float]:
+    each = f"each number of {name}"
+    return [
+        real_number(each, value, "that is finite", fix=fix) for value in _items(name, values, fix)
+    ]
+
+
+def _items(name: str, values: Any, fix: str) -> list[Any]:
+    """What is in a sequence, or the rows of an array."""
+    values = _listed(values)
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise SpecError(f"{name} should be a list, got {values!r:.60}", fix=fix)
+    return list(values)
+
+
+def _listed(values: Any) -> Any:
+    """An array as lists; anything else as it is."""
+    return as_array(values).tolist() if hasattr(values, "__array__") else values

@@ -23,7 +23,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
 from rlpool.evaluation.protocol import Telling, described_infos, modules_of, protocol_of
 from rlpool.evaluation.result import Entry, Evaluation, Record, plain_rows
-from rlpool.evaluation.video import filmed_seeds, filming
+from rlpool.evaluation.video import filmed_seeds, filming, kept_films
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
 from rlpool.machine.files import checked_target
@@ -111,7 +111,8 @@ def evaluate(
             ``episode-002-seed-1703251-return-200.mp4``. Needs the extra ``video``. ``create_env``
             has to make a ``GymEnv`` of environments with ``render_mode="rgb_array"``; Gymnasium's
             ``RecordVideo`` films them, in the workers, and keeps the frames of an episode in
-            memory until its end.
+            memory until its end. Episodes that ``record`` holds already, and those that fail, are
+            not filmed: the log names them.
         video_episodes: How many of the first episodes to film, or the numbers of those to film.
         timeout: As for ``EpisodeBatcher``.
         crash_dir: As for ``EpisodeBatcher``.
@@ -154,8 +155,7 @@ def evaluate(
         with Evaluator(agent_args, create, env_args, n_workers, root, agent_rows, failing) as runs:
             protocol = protocol_of(agent, runs.environment, env_args or {}, **settings)
             entries = _entries(runs, rows, all_seeds if given else None, protocol, record, progress)
-        films = [film for n in filmed.values() for film in folder.glob(f"episode-{n:03d}-*")]
-        videos = tuple(film.replace(folder.parent / film.name) for film in films)
+        videos = kept_films(folder, filmed)
     return Evaluation.of_entries(entries, protocol, videos, _all_failures(entries, runs.found))
 
 
@@ -163,14 +163,14 @@ def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | Non
     """How many episodes, and their seeds if the user has named them."""
     if given is None:
         return whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds"), None
-    size = len(given) if hasattr(given, "__len__") else 0
-    n_episodes = whole_number("n_episodes", size if n_episodes is None else n_episodes, 1)
+    if n_episodes is not None:
+        n_episodes = whole_number("n_episodes", n_episodes, 1)
     seeds = checked_seeds(given, n_episodes)
     if len(set(seeds)) < len(seeds):
         twice = next(seed for row, seed in enumerate(seeds) if seed in seeds[:row])
         what = f"episode_seeds has the seed {twice} {seeds.count(twice)} times"
         raise SpecError(what, fix="name every seed once: the same episode again is no further one")
-    return n_episodes, seeds
+    return len(seeds), seeds
 
 
 def _entries(

@@ -166,14 +166,18 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[Ar
     returns = evaluation.returns.double().numpy().copy()
     counts = np.ones(len(returns), bool)
     if failures is not None and failures != "exclude":
-        failures = real_number("failures", failures, "that is finite")
+        fix = 'pass "exclude", or the return that episodes get which failed'
+        failures = real_number("failures", failures, "that is finite", fix=fix)
+    if not len(returns):
+        raise SpecError("the evaluation has no episodes", fix="evaluate at least one")
     if evaluation.n_failed and evaluation.failed is not None:
         failed = evaluation.failed.numpy()
         if failures is None:
             rows = np.flatnonzero(failed)
+            why = evaluation.failures[0].what if evaluation.failures else "unknown"
             raise SpecError(
                 f"{len(rows)} of {len(returns)} episodes failed for good, the first is episode "
-                f"{rows[0]}: {evaluation.failures[0].what if evaluation.failures else 'unknown'}",
+                f"{rows[0]}: {why.splitlines()[0]}",
                 fix='say how they count: failures="exclude", or failures=0.0 for a return of 0',
             )
         if failures == "exclude":
@@ -204,8 +208,8 @@ def compare(
         Figures of the pairs.
 
     Raises:
-        SpecError: If they share no seed, are of different environments or infos, or failed
-            episodes are not told how to count.
+        SpecError: If they are no evaluations, share no seed, are of different environments or
+            infos, or failed episodes are not told how to count.
 
     Example:
         >>> one, other = (evaluate(create_agent(), create_env, n_episodes=4) for _ in range(2))
@@ -213,6 +217,8 @@ def compare(
         Estimate(value=0.0, low=0.0, high=0.0)
     """
     stats = scipy_stats()
+    refuse_no_evaluation("first", first)
+    refuse_no_evaluation("second", second)
     _refuse_other_environments(first, second)
     rows = [_by_seed(each, failures) for each in (first, second)]
     seeds = [seed for seed in rows[0] if seed in rows[1]]
@@ -241,6 +247,13 @@ def compare(
         success_difference=success,
         mcnemar_p=None if p_value is None else float(p_value),
     )
+
+
+def refuse_no_evaluation(name: str, value: Any) -> None:
+    """Raise for an argument that is no evaluation, such as the path of one."""
+    if not hasattr(value, "returns"):
+        fix = "pass what evaluate returned, or Evaluation.load(path)"
+        raise SpecError(f"{name} should be an Evaluation, got {value!r:.60}", fix=fix)
 
 
 def scipy_stats() -> Any:

@@ -157,6 +157,8 @@ class Evaluation:
         Raises:
             SpecError: For another format or version, and a record that is not complete.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise SpecError(f"path should be a path, got {path!r:.60}", fix="name a file")
         text = Path(path).read_text()
         try:
             whole = json.loads(text)
@@ -198,7 +200,8 @@ def refuse_other_formats(path: Any, whole: Any) -> None:
     """Raise for what is no record of this version."""
     found = whole if isinstance(whole, Mapping) else {}
     if found.get("format") != FORMAT:
-        what = f"{path} is no record of an evaluation: its format is {found.get('format')!r}"
+        kind = repr(found["format"]) if "format" in found else "missing or incomplete"
+        what = f"{path} is no record of an evaluation: its format is {kind}"
         raise SpecError(what, fix="pass what Evaluation.save or evaluate(record=...) wrote")
     if found.get("version") != VERSION:
         what = f"{path} has version {found.get('version')!r} of the format, this is {VERSION}"
@@ -217,7 +220,8 @@ def parsed_lines(path: Any, lines: Sequence[str]) -> tuple[dict[str, Any], list[
         except ValueError:
             if number < len(lines) - 1:
                 what = f"line {number + 1} of {path} cannot be read"
-                raise SpecError(what, fix="only the last line may be incomplete") from None
+                fix = "a record has a line per episode, only the last may be incomplete; "
+                raise SpecError(what, fix=f"{fix}what save() wrote is none") from None
     header = parsed[0] if parsed else {}
     refuse_other_formats(path, {**header, "episodes": []} if isinstance(header, dict) else header)
     return header, parsed[1:]

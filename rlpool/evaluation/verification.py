@@ -12,6 +12,7 @@ from rlpool.batch.batcher_base import CreateEnv
 from rlpool.batch.requests import as_infos
 from rlpool.errors import SpecError
 from rlpool.evaluation.evaluate import Evaluator, checked_agent
+from rlpool.evaluation.figures import refuse_no_evaluation
 from rlpool.evaluation.protocol import differences, digest_of, protocol_of
 from rlpool.evaluation.result import Entry, Evaluation
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -77,6 +78,7 @@ def verify(
         >>> print(verify(evaluation, create_agent(), create_env))
         4 episodes were run again: 4 agree
     """
+    refuse_no_evaluation("evaluation", evaluation)
     refuse_no_agent(agent)
     protocol, entries = evaluation.protocol, evaluation.entries
     if not entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import warnings
@@ -20,6 +21,8 @@ from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import called_with_seed, whole_number
 from rlpool.memory.storage import Array
+
+_LOG = logging.getLogger("rlpool")
 
 _DEFAULT_FPS = 30  # as RecordVideo has it
 _DECIMALS = 6  # of the returns in names of files
@@ -66,6 +69,18 @@ def filming(
     with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
         # The name of a temporary directory is absolute since Python 3.12.
         yield Filming(create_env, Path(folder).absolute(), filmed), directory / Path(folder).name
+
+
+def kept_films(folder: Path, filmed: Mapping[int, int]) -> tuple[Path, ...]:
+    """Move films out of the folder; the log names the episodes without one."""
+    films, missing = list[Path](), list[int]()
+    for number in filmed.values():
+        found = [*folder.glob(f"episode-{number:03d}-*")]
+        films += [film.replace(folder.parent / film.name) for film in found]
+        missing += [] if found else [number]
+    if missing:
+        _LOG.warning("no film of episodes %s: they failed, or the record had them already", missing)
+    return tuple(films)
 
 
 class Filming:

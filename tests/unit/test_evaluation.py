@@ -244,6 +244,17 @@ def test_films_are_those_of_their_episodes(n_threads: int, tmp_path: Path) -> No
     assert plain.videos == ()
 
 
+@pytest.mark.usefixtures("moviepy")
+def test_the_log_names_episodes_that_were_not_filmed_since_a_record_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"record": tmp_path / "run.jsonl", "video": tmp_path, "video_episodes": [1, 2]}
+    assert len(evaluate(StepCounter(), create_shown, 3, **options).videos) == 2
+    assert caplog.text == ""
+    assert evaluate(StepCounter(), create_shown, 3, **options).videos == ()
+    assert "no film of episodes [1, 2]: they failed, or the record had them" in caplog.text
+
+
 class OldShownEnv(AncestorCountingEnv):
     """For the old gym, with another interface altogether or with a reset of today's arguments."""
 

@@ -29,8 +29,9 @@ from rlpool import (
     verify,
 )
 from rlpool.__main__ import main
+from rlpool.testing import FaultyEnv
 
-from support.agents import ConstantAgent
+from support.agents import ConstantAgent, StepCounter
 
 SEEDS = range(20)
 
@@ -121,6 +122,19 @@ def test_what_is_no_record_of_this_version_is_refused(
     (tmp_path / "a.json").write_text(json.dumps(change(whole)))
     with pytest.raises(SpecError, match=message):
         Evaluation.load(tmp_path / "a.json")
+
+
+def test_what_is_no_file_of_its_kind_is_told(tmp_path: Path) -> None:
+    made().save(tmp_path / "saved.json")
+    with pytest.raises(SpecError, match=r"(?s)line 1 of .*saved.json.*what save\(\) wrote is none"):
+        made(record=tmp_path / "saved.json")
+    (tmp_path / "torn.jsonl").write_text('{"format": "rlp')
+    with pytest.raises(SpecError, match="its format is missing or incomplete"):
+        Evaluation.load(tmp_path / "torn.jsonl")
+    with pytest.raises(SpecError, match="path should be a path, got 5"):
+        Evaluation.load(5)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"evaluation should be an Evaluation, got 'a.json'"):
+        verify("a.json", Policy(), create_cartpoles)  # type: ignore[arg-type]
 
 
 # Verifying ---------------------------------------------------------------------------------------
@@ -243,6 +257,9 @@ def test_episodes_that_failed_count_as_they_are_told_to(tmp_path: Path) -> None:
     loaded = Evaluation.load(tmp_path / "a.json")
     assert loaded.failed.tolist() == found.failed.tolist()
     assert "broken" in loaded.failures[0].what
+    with pytest.raises(SpecError, match=r"first is episode 3: env.step raised.*broken") as told:
+        loaded.summary()
+    assert str(told.value).count("fix:") == 1
     with pytest.raises(SpecError, match="failures should be a number"):
         found.summary(failures="leave out")
 
@@ -258,6 +275,17 @@ def test_restarts_are_recorded() -> None:
     assert found.failed.tolist()[3]
 
 
+def create_deadly(seed: int) -> GymEnv:
+    return GymEnv([FaultyEnv("sigkill", at_step=2)], seed)
+
+
+def test_a_death_is_listed_with_seed_and_step_and_without_a_capsule() -> None:
+    found = evaluate(StepCounter(), create_deadly, 1, n_workers=1, on_env_error="truncate")
+    (failure,) = found.failures
+    assert (failure.where.seed, failure.where.step) == (int(found.seeds[0]), 2)
+    assert failure.capsule is None
+
+
 # Arguments ---------------------------------------------------------------------------------------
 
 
@@ -266,6 +294,9 @@ def test_restarts_are_recorded() -> None:
     [
         ({"episode_seeds": [1, 2, 1]}, "has the seed 1 2 times"),
         ({"episode_seeds": [1, 2], "n_episodes": 3}, "has 2 seeds for 3 episodes"),
+        ({"episode_seeds": []}, "episode_seeds has 0 seeds for at least one episode"),
+        ({"episode_seeds": 5}, "episode_seeds should be a list of ints, got 5"),
+        ({"episode_seeds": np.array(3)}, r"episode_seeds should be a list of ints, got array\(3\)"),
         ({}, "n_episodes should be an int"),
         ({"n_episodes": 2, "infos": ["score"]}, "infos names 'score'"),
         ({"n_episodes": 2, "agent_rows": 0}, "agent_rows should be an int of at least 1"),
@@ -345,3 +376,108 @@ def test_the_commands_evaluate_compare_and_verify(
         out, error = capsys.readouterr()
         assert f"{flag}='no/such/file' is in a folder that does not exist" in error
         assert out == ""
+
+
+BROKEN = """
+import sys
+from unit.test_evaluation_records import Policy, create_cartpoles
+
+VALUE, AGENT = 3, Policy()
+
+def lacks_file():
+    raise FileNotFoundError("checkpoint.pt")
+
+def lacks_key():
+    raise KeyError("policy")
+
+def exits():
+    sys.exit(1)
+
+def returns_none():
+    pass
+"""
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Runs a command in a folder with modules; returns its exit code and what it says is wrong."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("broken_subjects.py").write_text(BROKEN)
+    Path("bad_syntax.py").write_text("def f(:")
+    Path("bad_import.py").write_text("import nonexistent_thing")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        try:
+            return main(list(arguments)), capsys.readouterr().err
+        except SystemExit as error:  # of argparse
+            return int(error.code or 0), capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken_subjects:lacks_file", "FileNotFoundError: checkpoint.pt\n"),
+        ("broken_subjects:lacks_key", "KeyError: 'policy'\n"),
+        ("broken_subjects:exits", "SystemExit: 1\n"),
+        ("broken_subjects:returns_none", "agent is a NoneType, not an Agent\n"),
+        ("broken_subjects:VALUE", "it is of type int\n  fix:   name a function"),
+        ("broken_subjects:AGENT", "it is of type Policy\n  fix:   name a function"),
+        ("broken_subjects:missing", "AttributeError: module 'broken_subjects' has no attribute"),
+        ("bad_syntax:f", "SyntaxError: invalid syntax"),
+        ("bad_import:f", "ModuleNotFoundError: No module named 'nonexistent_thing'\n"),
+        (":f", "it is not module:function"),
+        (".broken_subjects:f", "it is not module:function"),
+        ("broken_subjects", "it is not module:function"),
+    ],
+)
+def test_a_subject_that_cannot_be_loaded_is_told_by_argument(
+    name: str, message: str, command: Any
+) -> None:
+    code, error = command("evaluate", "broken_subjects:create_cartpoles", name, "--episodes", "1")
+    assert (code, error[: len(name) + 13]) == (2, f"load_agent {name}: ")
+    assert message in error
+
+
+def test_a_create_env_that_is_no_function_is_told_before_the_agent_is_loaded(command: Any) -> None:
+    code, error = command("evaluate", "broken_subjects:VALUE", "broken_subjects:lacks_file")
+    assert (code, error.splitlines()[0]) == (
+        2,
+        "create_env broken_subjects:VALUE: it is of type int",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--env-args", "[1]", """takes a JSON object such as {"size": 3}, got '[1]'"""),
+        ("--env-args", "5", "takes a JSON object"),
+        ("--env-args", "{n: 5}", "takes a JSON object"),
+        ("--episode-seeds", "0:8:0", "takes a range such as 0:200, or seeds such as 3,5,8"),
+        ("--failures", "excl", "takes exclude or a finite number, got 'excl'"),
+        ("--failures", "nan", "takes exclude or a finite number"),
+        ("--plot", "a.xyz", "--plot='a.xyz' does not end as pictures do"),
+        ("--plot", "noext", "--plot='noext' does not end as pictures do"),
+    ],
+)
+def test_flags_are_refused_before_anything_is_loaded(
+    flag: str, value: str, message: str, command: Any
+) -> None:
+    code, error = command("evaluate", "no_module:f", "no_module:g", flag, value)
+    assert code == 2
+    assert message in error
+
+
+def test_files_that_are_no_text_end_commands_with_2(command: Any) -> None:
+    Path("binary.json").write_bytes(b"\x89PNG\xff\x00")
+    subject = "broken_subjects:create_cartpoles", "broken_subjects:Policy", "--episodes", "1"
+    for arguments in (
+        ("compare", "binary.json", "binary.json"),
+        ("verify", "binary.json", *subject),
+        ("evaluate", *subject, "--record", "binary.json"),
+    ):
+        assert command(*arguments)[0] == 2

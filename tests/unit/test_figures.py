@@ -24,6 +24,9 @@ def evaluation_of(returns: Any, successes: Any = None, seeds: Any = None) -> Eva
     )
 
 
+ONE = evaluation_of(RETURNS)
+
+
 def test_a_summary_has_the_figures_by_their_definitions() -> None:
     summary = evaluation_of(RETURNS, [True] * 6 + [False] * 2).summary()
     assert summary.n_episodes == 8
@@ -74,6 +77,27 @@ def test_mcnemar_counts_pairs_that_differ() -> None:
     assert compare(wins, wins).difference == Estimate(0.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("returns", "failures", "message"),
+    [
+        (
+            RETURNS,
+            "skip",
+            "(?s)failures should be a number that is finite, got 'skip'.*\"exclude\"",
+        ),
+        ([], None, "the evaluation has no episodes"),
+    ],
+)
+def test_what_cannot_be_summarised_is_refused(returns: Any, failures: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        evaluation_of(returns).summary(failures=failures)
+
+
+def test_paths_are_not_compared() -> None:
+    with pytest.raises(SpecError, match=r"(?s)second should be an Evaluation, got 'b.json'.*load"):
+        compare(ONE, "b.json")  # type: ignore[arg-type]
+
+
 def test_seeds_that_repeat_cannot_be_paired() -> None:
     twice = evaluation_of([1.0, 2.0], seeds=[3, 3])
     with pytest.raises(SpecError, match="seed 3 occurs 2 times"):
@@ -105,7 +129,8 @@ def test_evaluations_by_task_are_normalised() -> None:
     tasks = {task: [evaluation_of(run) for run in each] for task, each in runs.items()}
     found = aggregate(tasks, normalize={"one": (0, 4), "two": (10, 20)}, n_resamples=50)
     assert found.scores.tolist() == [[0.5, 0.0], [1.0, 1.5]]
-    assert aggregate(tasks["one"], n_resamples=50).scores.tolist() == [[2.0], [4.0]]
+    for runs in (tasks["one"], [2.0, 4.0], np.array([2, 4]), [tasks["one"][0], 4.0]):
+        assert aggregate(runs, n_resamples=50).scores.tolist() == [[2.0], [4.0]]
     assert math.isnan(aggregate([[1.0, 2.0]]).mean.low)
 
 
@@ -113,9 +138,31 @@ def test_evaluations_by_task_are_normalised() -> None:
     ("scores", "options", "message"),
     [
         ({"one": [1.0], "two": [1.0, 2.0]}, {}, "numbers of runs by task"),
-        ([[1.0, float("nan")]], {}, "not finite"),
-        ([[1.0], [2.0]], {"normalize": (3, 3)}, "the range 3 to 3"),
+        (
+            [[1.0, float("nan")]],
+            {},
+            "each run of task 1 should be a number that is finite, got nan",
+        ),
+        ([[1.0], [2.0]], {"normalize": (3, 3)}, r"the range \[3.0, 3.0\] for the task 0"),
         ([[1.0], [2.0]], {"gamma": "one"}, "gamma should be a number"),
+        (ONE, {}, r"(?s)scores should be a list, got Evaluation.*pass \{task: \[evaluation"),
+        ({"a": ONE}, {}, r"scores\['a'\] should be a list, got Evaluation"),
+        ((each for each in [ONE]), {}, "scores should be a list, got <generator"),
+        ("12", {}, "scores should be a list, got '12'"),
+        ([[1.0], ONE], {}, r"scores\[1\] should be a list, got Evaluation"),
+        ([[1.0, 2.0], [3.0]], {}, r"numbers of runs by task: \{'0': 2, '1': 1\}"),
+        ([], {}, "numbers of runs by task"),
+        (np.zeros((2, 2, 2)), {}, r"each run of task 0 should be a number.*got \[0.0, 0.0\]"),
+        ({"a": [1.0, "x"]}, {}, "each run of task 'a' should be a number that is finite, got 'x'"),
+        ({"a": [1.0]}, {"normalize": {"b": (0, 1)}}, r"lacks the task 'a': it has \['b'\]"),
+        ([1.0], {"normalize": 5}, "normalize should be a list, got 5"),
+        ([1.0], {"normalize": (0,)}, r"the range \[0.0\]"),
+        ([1.0], {"normalize": (0, math.inf)}, "number of normalize should be a number that is fin"),
+        ([1.0], {"normalize": ((0, 1), (0, 2))}, r"number of normalize .* got \(0, 1\)"),
+        ([1.0], {"thresholds": 0.5}, "thresholds should be a list, got 0.5"),
+        ([1.0], {"thresholds": [math.nan]}, "each number of thresholds .* got nan"),
+        ([1.0], {"n_resamples": 0}, "n_resamples should be an int of at least 1, got 0"),
+        ([1.0], {"n_resamples": 1.5}, "n_resamples should be an int"),
     ],
 )
 def test_scores_that_cannot_be_aggregated_are_refused(
