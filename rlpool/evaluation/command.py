@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("create_env", help="module:function, as for evaluate()")
         made.add_argument("load_agent", help="module:function without arguments: the agent")
         made.add_argument("--env-args", type=env_args, default={}, help="JSON: {...}")
-        made.add_argument("--workers", type=int, default=0, help="worker processes")
+        made.add_argument("--n-workers", "--workers", type=int, default=0, help="worker processes")
 
     one = command("evaluate", _evaluate, "Evaluate an agent, show figures, write a record.")
     add_subject(one)
@@ -153,7 +153,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         *_subject(args),
         args.episodes,
         env_args=args.env_args,
-        n_workers=args.workers,
+        n_workers=args.n_workers,
         seeds=args.seed,
         episode_seeds=args.episode_seeds,
         agent_rows=args.agent_rows or None,
@@ -199,7 +199,7 @@ def _verify(args: argparse.Namespace) -> int:
         *_subject(args),
         n_episodes=args.episodes,
         env_args=args.env_args,
-        n_workers=args.workers,
+        n_workers=args.n_workers,
     )
     sys.stdout.write(f"{found}\n")
     return int(bool(found.differences))
