@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 from rlpool import demo, doctor
@@ -24,5 +26,18 @@ def main(arguments: list[str]) -> int:
     return doctor.main(arguments)
 
 
+def _main() -> int:
+    """Run the command of this process; whoever reads its output may stop, as ``head`` does."""
+    try:
+        try:
+            return main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # here, where it may fail
+    except BrokenPipeError:
+        # What is not written yet goes nowhere: Python writes it at the end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE  # what shells say of a program that ends so
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_main())

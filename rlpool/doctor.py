@@ -210,7 +210,7 @@ def _quotas(workers: int, start_method: str, root: Path) -> Iterator[Check]:
     quotas = worker_quotas(workers, WORKER_DESCRIPTORS, memory_of(start_method), root)
     for quota in quotas:
         if quota.room < workers:
-            yield Check(quota.noun, FAIL, quota.complaint(workers), quota.remedy)
+            yield Check(quota.noun, FAIL, quota.complaint(workers), quota.fix("use fewer workers"))
         else:
             yield Check(quota.noun, OK, f"{quota.bound}: room for {quota.room} workers")
     for noun in ("file descriptors", "processes and threads"):

@@ -14,6 +14,7 @@ Run it: ``python tutorials/arrays.py``. It takes a few seconds and needs nothing
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 from operator import setitem
 
@@ -146,6 +147,7 @@ def one_array_in_two_processes() -> Array:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print(f"An array:\n{writing_and_reading()}\n")
     array = rows_around_a_batch()
     print(f"With its padding:\n{array[-1 : N_STEPS + 1]}\n")

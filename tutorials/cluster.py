@@ -18,7 +18,6 @@ References:
     estimation", equation 16.
 """
 
-import argparse
 import time
 from statistics import fmean
 
@@ -34,6 +33,8 @@ from rlpool import (
     categorical_log_probability,
     sample_categorical,
 )
+
+import running
 
 DISCOUNT = 0.99
 LAMBDA = 0.95
@@ -129,22 +130,22 @@ def train(agent, batcher, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--address", help='of a running cluster, or "auto"; simulate one if absent')
-    parser.add_argument("--n-nodes", type=int, default=2, help="nodes to simulate")
-    parser.add_argument(
-        "--n-workers", "--n-threads", type=int, default=1, help="worker processes per node"
+    parser.add_number("--n-nodes", least=1, default=2, help="nodes to simulate")
+    parser.add_number(
+        "--n-workers", "--n-threads", least=1, default=1, help="worker processes per node"
     )
-    parser.add_argument("--n-epochs", type=int, default=40, help="at most")
-    parser.add_argument("--n-episodes", type=int, default=64, help="episodes per epoch")
-    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
+    parser.add_number("--n-epochs", least=1, default=40, help="at most")
+    parser.add_number("--n-episodes", least=1, default=64, help="episodes per epoch")
+    parser.add_number("--seed", least=0, default=0, help="another one is another run")
     parser.add_argument("--target", type=float, default=400.0, help="average return to reach")
     arguments = parser.parse_args()
     try:  # here, since --help does without it
         import ray
         from ray.cluster_utils import Cluster
     except ImportError:
-        parser.exit(2, 'this tutorial needs Ray: pip install "rlpool[ray]"\n')
+        running.refuse('this tutorial needs Ray: pip install "rlpool[ray]"')
     from rlpool.cluster import RayEpisodeBatcher
 
     torch.set_num_threads(1)  # the workers need the other cores

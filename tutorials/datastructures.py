@@ -13,6 +13,7 @@ Run it: ``python tutorials/datastructures.py``. It takes a second and needs noth
 
 from __future__ import annotations
 
+import argparse
 import pickle
 
 import torch
@@ -106,6 +107,7 @@ def views_and_files(trajectories: TemporalDictTensor) -> int:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     torch.manual_seed(0)
     batch = tensors_of_a_batch()
     print(f"A batch:\n{batch}\n")

@@ -10,14 +10,14 @@ You will learn
 - what ``GymEnvInf`` does when an episode ends.
 """
 
-import argparse
-
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 
 from rlpool import DictTensor, GymEnv, GymEnvInf, SpecError
+
+import running
 
 N_ENVS = 3
 
@@ -212,8 +212,8 @@ def environments_that_restart():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-steps", type=int, default=300, help="at most, per environment")
+    parser = running.Parser(__doc__)
+    parser.add_number("--n-steps", least=1, default=300, help="at most, per environment")
     arguments = parser.parse_args()
     import ale_py  # here, since --help does without it
 

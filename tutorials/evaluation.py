@@ -13,7 +13,6 @@ References:
     reinforcement learning".
 """
 
-import argparse
 import subprocess
 import sys
 
@@ -32,6 +31,8 @@ from rlpool import (
     evaluate,
     verify,
 )
+
+import running
 
 ENV_ID, N_INPUTS, N_ACTIONS = "HalfCheetah-v5", 17, 6
 LEARNING_RATE, NOISE = 0.05, 0.1  # of a step, and of the policies around the current one
@@ -74,13 +75,13 @@ def search(weights, batcher, n_directions):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-iterations", type=int, default=60, help="steps of random search")
-    parser.add_argument("--n-directions", type=int, default=16, help="of each step")
-    parser.add_argument("--n-steps", type=int, default=250, help="of an episode")
-    parser.add_argument("--n-episodes", type=int, default=50, help="of each evaluation")
-    parser.add_argument("--n-workers", type=int, default=2, help="worker processes")
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser = running.Parser(__doc__)
+    parser.add_number("--n-iterations", least=1, default=60, help="steps of random search")
+    parser.add_number("--n-directions", least=1, default=16, help="of each step")
+    parser.add_number("--n-steps", least=1, default=250, help="of an episode")
+    parser.add_number("--n-episodes", least=1, default=50, help="of each evaluation")
+    parser.add_number("--n-workers", least=0, default=2, help="worker processes")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
     arguments = parser.parse_args()
     from tqdm import tqdm  # here, since --help does without it
 

@@ -13,7 +13,6 @@ References:
     actor-learner architectures".
 """
 
-import argparse
 import time
 from pathlib import Path
 from statistics import fmean
@@ -95,24 +94,23 @@ def learn(agent, optimizer, episodes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
-    parser.add_argument("--n-updates", type=int, default=150, help="gradient steps")
-    parser.add_argument("--n-pending", type=int, default=3, help="requests in flight; 1 waits")
-    parser.add_argument("--n-workers", type=int, default=2, help="worker processes, 0 for none")
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_number("--n-updates", least=1, default=150, help="gradient steps")
+    parser.add_number("--n-pending", least=1, default=3, help="requests in flight; 1 waits")
+    parser.add_number("--n-workers", least=0, default=2, help="worker processes, 0 for none")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="impala.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=20, help="in updates")
+    parser.add_number("--checkpoint-interval", least=1, default=20, help="in updates")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
-    running.check_env_id(parser, arguments.env_id)
+    running.check_arguments(arguments)
+    env = running.make_env(arguments, is_discrete=True)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
-    env = gym.make(arguments.env_id)
     sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": int(env.action_space.n)}
     agent = ActorCritic(**sizes)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE)

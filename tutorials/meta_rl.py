@@ -19,7 +19,6 @@ References:
     Schulman et al. 2017, "Proximal policy optimization algorithms", equation 7.
 """
 
-import argparse
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -205,22 +204,22 @@ def save_curve(progress, title, path):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--agent", default="rl2", choices=["rl2", "markov", "oracle"])
-    parser.add_argument("--num-train-tasks", type=int, default=80)
-    parser.add_argument("--num-eval-tasks", type=int, default=40, help="never trained on")
-    parser.add_argument("--n-workers", "--num-parallel-workers", type=int, default=2, help="or 0")
-    parser.add_argument("--envs-per-worker", type=int, default=16)
-    parser.add_argument("--num-iters", type=int, default=250)
-    parser.add_argument("--num-rollouts-per-iter", type=int, default=64, help="trials")
-    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
+    parser.add_number("--num-train-tasks", least=1, default=80)
+    parser.add_number("--num-eval-tasks", least=1, default=40, help="never trained on")
+    parser.add_number("--n-workers", "--num-parallel-workers", least=0, default=2, help="or 0")
+    parser.add_number("--envs-per-worker", least=1, default=16)
+    parser.add_number("--num-iters", least=1, default=250)
+    parser.add_number("--num-rollouts-per-iter", least=1, default=64, help="trials")
+    parser.add_number("--seed", least=0, default=0, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of a trial at the end")
     parser.add_argument("--checkpoint", default="meta_rl.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=50, help="in iterations")
+    parser.add_number("--checkpoint-interval", least=1, default=50, help="in iterations")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
+    running.check_arguments(arguments)
     return arguments
 
 

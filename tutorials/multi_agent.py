@@ -17,7 +17,6 @@ References:
     cooperative tasks", whose results docs/results.md shows beside those of this script.
 """
 
-import argparse
 from pathlib import Path
 from statistics import fmean
 
@@ -134,17 +133,17 @@ def loss_of(team, frame, state, action, old_log_probability, advantage, target):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--central-critic", action="store_true", help="MAPPO instead of IPPO")
-    parser.add_argument("--total-timesteps", type=int, default=1_000_000, help="joint steps")
+    parser.add_number("--total-timesteps", least=1, default=1_000_000, help="joint steps")
     parser.add_argument("--n-workers", type=int, default=2, choices=(0, 1, 2, 4))
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
     parser.add_argument("--checkpoint", default="multi_agent.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=20, help="in updates")
+    parser.add_number("--checkpoint-interval", least=1, default=20, help="in updates")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
+    running.check_arguments(arguments)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small

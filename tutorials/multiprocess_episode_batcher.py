@@ -12,7 +12,6 @@ You will learn
 Run it with ``python tutorials/multiprocess_episode_batcher.py``.
 """
 
-import argparse
 import time
 
 import gymnasium as gym
@@ -21,6 +20,8 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 
 from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, sample_categorical
+
+import running
 
 
 class WindyLine(gym.Env):
@@ -114,10 +115,10 @@ def average_return(trajectories):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-episodes", type=int, default=32, help="on the windy line")
-    parser.add_argument("--n-cartpole-episodes", type=int, default=500)
-    parser.add_argument("--n-workers", "--n-threads", type=int, default=2, help="worker processes")
+    parser = running.Parser(__doc__)
+    parser.add_number("--n-episodes", least=1, default=32, help="on the windy line")
+    parser.add_number("--n-cartpole-episodes", least=4, default=500)
+    parser.add_number("--n-workers", "--n-threads", least=0, default=2, help="worker processes")
     arguments = parser.parse_args()
     n, n_workers = arguments.n_episodes, arguments.n_workers
 

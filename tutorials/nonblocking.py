@@ -11,8 +11,6 @@ A policy is evaluated on many long episodes without exploration. Learning does n
 it continues with newer parameters and checks after each step whether an evaluation is finished.
 """
 
-import argparse
-
 import gymnasium as gym
 import torch
 from torch import nn
@@ -26,6 +24,8 @@ from rlpool import (
     replay_agent,
     sample_categorical,
 )
+
+import running
 
 
 class PolicyAgent(nn.Module, Agent):
@@ -86,10 +86,10 @@ def average_return(episodes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-epochs", type=int, default=25, help="steps of learning")
-    parser.add_argument("--n-episodes", type=int, default=32, help="episodes per step")
-    parser.add_argument("--n-evaluation-episodes", type=int, default=100)
+    parser = running.Parser(__doc__)
+    parser.add_number("--n-epochs", least=1, default=25, help="steps of learning")
+    parser.add_number("--n-episodes", least=1, default=32, help="episodes per step")
+    parser.add_number("--n-evaluation-episodes", least=1, default=100)
     arguments = parser.parse_args()
     from tqdm import tqdm  # here, since --help does without it
 

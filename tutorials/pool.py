@@ -15,6 +15,7 @@ References:
     Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning".
 """
 
+import argparse
 import random
 import tempfile
 from pathlib import Path
@@ -194,6 +195,7 @@ def save_and_load(pool):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     torch.manual_seed(0)
     print(f"environments that act: {environments_that_act()} transitions")
     print(f"environments of Gymnasium: {gymnasium_environments()} transitions")

@@ -14,7 +14,6 @@ References:
     Huang et al. 2022, "The 37 implementation details of proximal policy optimization".
 """
 
-import argparse
 from pathlib import Path
 from statistics import fmean
 
@@ -153,30 +152,30 @@ def film(agent, sizes, env_id, folder):
     print(f"film of an episode: {path}")
 
 
-def check_game(parser, game):
+def check_game(game):
     from ale_py import roms
 
     if game not in (games := roms.get_all_rom_ids()):
-        parser.exit(2, f"--env-id: there is no game {game}; choose of {games}\n")
+        running.refuse(f"--env-id: there is no game {game}; choose of {games}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--env-id", default="pong", help="a game of ale-py: space_invaders, ...")
-    parser.add_argument("--total-timesteps", type=int, default=1_000_000)
+    parser.add_number("--total-timesteps", least=1, default=1_000_000)
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=2, choices=(0, 1, 2, 4, 8), help="workers"
     )
     parser.add_argument("--bfloat16", action="store_true", help="faster if the CPU multiplies them")
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--checkpoint", default="ppo_atari.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
+    parser.add_number("--checkpoint-interval", least=1, default=100, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
-    check_game(parser, arguments.env_id)
+    running.check_arguments(arguments)
+    check_game(arguments.env_id)
     from ale_py.vector_env import AtariVectorEnv
     from tqdm import tqdm  # here, since --help does without it
 

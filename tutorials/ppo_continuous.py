@@ -14,7 +14,6 @@ References:
     Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance" (equation 2.1).
 """
 
-import argparse
 from pathlib import Path
 from statistics import fmean
 
@@ -143,26 +142,25 @@ def losses_of(agent, frame, action, old_log_probability, old_value, advantage, t
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--env-id", default="HalfCheetah-v4", help="with a vector as observation")
-    parser.add_argument("--total-timesteps", type=int, default=1_000_000)
+    parser.add_number("--total-timesteps", least=1, default=1_000_000)
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=0, choices=(0, 1), help="worker processes"
     )
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="ppo_continuous.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=25, help="in windows")
+    parser.add_number("--checkpoint-interval", least=1, default=25, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
-    running.check_env_id(parser, arguments.env_id)
+    running.check_arguments(arguments)
+    env = running.make_env(arguments, is_discrete=False)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
-    env = gym.make(arguments.env_id)
     sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": env.action_space.shape[0]}
     agent, reward_scale = ActorCritic(**sizes), Normalizer((), centered=False)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)

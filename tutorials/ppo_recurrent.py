@@ -14,7 +14,6 @@ References:
     which hides part of what is seen, as this does with velocities.
 """
 
-import argparse
 from pathlib import Path
 from statistics import fmean
 
@@ -183,21 +182,21 @@ def learn(agent, reward_scale, optimizer, window):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--env-id", default="CartPole-v1", choices=VISIBLE)
-    parser.add_argument("--total-timesteps", type=int, default=100_000)
+    parser.add_number("--total-timesteps", least=1, default=100_000)
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=0, choices=(0, 1, 2, 4, 8), help="workers"
     )
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="ppo_recurrent.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=10, help="in windows")
+    parser.add_number("--checkpoint-interval", least=1, default=10, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
+    parser.add_number("--evaluate", least=0, default=50, help="greedy episodes at the end")
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
+    running.check_arguments(arguments)
     from tqdm import tqdm  # here, since --help does without it
 
     torch.set_num_threads(1)  # the networks are small

@@ -14,7 +14,6 @@ Reference:
     reinforcement learning".
 """
 
-import argparse
 from pathlib import Path
 from statistics import fmean
 
@@ -84,27 +83,26 @@ def learn(agent, optimizer, episodes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
-    parser.add_argument("--n-epochs", type=int, default=40, help="gradient steps")
-    parser.add_argument(
-        "--n-workers", "--n-threads", type=int, default=2, help="worker processes, 0 for none"
+    parser.add_number("--n-epochs", least=1, default=40, help="gradient steps")
+    parser.add_number(
+        "--n-workers", "--n-threads", least=0, default=2, help="worker processes, 0 for none"
     )
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="reinforce.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=10, help="in epochs")
+    parser.add_number("--checkpoint-interval", least=1, default=10, help="in epochs")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
-    running.check_env_id(parser, arguments.env_id)
+    running.check_arguments(arguments)
+    env = running.make_env(arguments, is_discrete=True)
     from tqdm import tqdm  # here, since --help does without it
 
     # The workers need the other cores, and these networks are too small to gain from threads.
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
-    env = gym.make(arguments.env_id)
     sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": int(env.action_space.n)}
     agent = Policy(**sizes)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE)
@@ -152,7 +150,7 @@ def main():
         running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
-    average = fmean(progress["returns"][-100:] or [torch.nan])
+    average = fmean(progress["returns"][-100:])
     print(f"average return of the last 100 episodes: {average:.1f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
     if arguments.video:

@@ -1,21 +1,58 @@
-"""What the tutorials that train share: checkpoints, Ctrl-C, learning curves, films.
+"""What the tutorials share: flags, checkpoints, Ctrl-C, learning curves, films.
 
 You will learn
 
+- how flags are checked, so that a run does not fail after hours for what was known at its start,
 - how all that a run consists of is saved in one file, of which there is a complete one at any time,
 - how Ctrl-C ends a run between two rounds of learning, so that it resumes bit by bit,
 - how a film of a policy is made.
 """
 
+import argparse
 import signal
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import gymnasium as gym
 import torch
 
 from rlpool import evaluate
+
+# Flags with folders that are written to, and the package and the extra that write.
+FOLDERS = ("track", "tensorboard", "tutorials"), ("video", "moviepy", "video")
+
+
+class Parser(argparse.ArgumentParser):
+    """Describes a tutorial by its docstring's first line, and refuses bad flags in one line."""
+
+    def __init__(self, docstring):
+        super().__init__(description=docstring.partition("\n")[0])
+
+    def add_number(self, *flags, least, type=int, **options):
+        """Add a flag with a finite number, ``least`` or above."""
+
+        def number(text):
+            try:
+                if least <= (value := type(text)) < float("inf"):
+                    return value
+            except ValueError:
+                pass
+            kind = {int: "an int", float: "a number"}[type]
+            raise argparse.ArgumentTypeError(f"should be {kind} of at least {least}, got {text}")
+
+        self.add_argument(*flags, type=number, **options)
+
+    def error(self, message) -> NoReturn:
+        refuse(message)
+
+
+def refuse(message) -> NoReturn:
+    """End in one line, with the exit code of wrong flags."""
+    print(" ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
 
 
 class CtrlC:
@@ -54,33 +91,67 @@ def save_checkpoint(path, parts, progress):
 
 def load_checkpoint(path, parts):
     """Let a run go on; returns the progress that it had made."""
-    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return state["progress"]
+    try:
+        state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    except Exception as error:  # a damaged file fails in many ways
+        refuse(f"--resume: {path} is damaged, or no checkpoint ({type(error).__name__})")
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        torch.set_rng_state(state["random"])
+        return state["progress"]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        refuse(f"--resume: {path} is of a run with other flags; give the same ({reason})")
 
 
-def check_arguments(parser, arguments):
+def check_arguments(arguments):
     """Refuse at the start what would fail later."""
     path = Path(arguments.checkpoint)
+    if path.is_dir() or path.suffix == ".png":
+        refuse(f"--checkpoint: {path} is a folder, or a picture as the curve is; name another file")
     if arguments.resume and not path.is_file():
-        parser.exit(2, f"--resume: there is no file {path}; run without --resume first\n")
+        refuse(f"--resume: there is no file {path}; run without --resume first")
     try:
         Path(f"{path}.new").touch()
         Path(f"{path}.new").unlink()
     except OSError as error:
-        parser.exit(2, f"--checkpoint: {error}; name a file in a folder that can be written\n")
-    if getattr(arguments, "video", None) and find_spec("moviepy") is None:
-        parser.exit(2, '--video: needs an extra, pip install "rlpool[video]"\n')
+        refuse(f"--checkpoint: {error}; name a file in a folder that can be written")
+    for flag, package, extra in FOLDERS:
+        if folder := getattr(arguments, flag, None):
+            check_folder(flag, Path(folder))
+            if find_spec(package) is None:
+                refuse(f'--{flag}: needs an extra, pip install "rlpool[{extra}]"')
 
 
-def check_env_id(parser, env_id):
-    """Refuse an environment that Gymnasium does not know."""
+def check_folder(flag, path):
+    """Refuse a folder that can neither be made nor be written."""
     try:
-        gym.spec(env_id)
-    except gym.error.Error as error:
-        parser.exit(2, f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)\n")
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        tempfile.TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        refuse(f"--{flag}: {path} cannot be written ({error.strerror}); name another folder")
+
+
+def make_env(arguments, is_discrete):
+    """Make an environment to look at; refuse one that a tutorial does not learn from.
+
+    Observations are vectors. Actions are so too, or one of a few numbers if ``is_discrete``.
+    """
+    env_id = arguments.env_id
+    try:
+        env = gym.make(env_id)
+    except (gym.error.Error, ImportError) as error:
+        refuse(f"--env-id: {error} (gymnasium.pprint_registry() lists what there is)")
+    spaces, kind = [env.observation_space, env.action_space], "Discrete" if is_discrete else "a Box"
+    is_vector = [isinstance(each, gym.spaces.Box) and len(each.shape) == 1 for each in spaces]
+    is_known = isinstance(spaces[1], gym.spaces.Discrete) if is_discrete else is_vector[1]
+    if not (is_vector[0] and is_known):
+        found = f"{env_id} has observations {spaces[0]} and actions {spaces[1]}"
+        refuse(f"--env-id: {found}; those of this tutorial are vectors (a Box) and {kind}")
+    if arguments.video and "rgb_array" not in env.metadata.get("render_modes", []):
+        refuse(f"--video: {env_id} has no render mode rgb_array; leave --video out")
+    return env
 
 
 def save_curve(progress, path):

@@ -12,7 +12,6 @@ References:
     methods" (two critics, of which the smaller value counts).
 """
 
-import argparse
 import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -158,23 +157,24 @@ def values_of(critics, frame, action):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = running.Parser(__doc__)
     parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
-    parser.add_argument(
-        "--n-workers", "--n-threads", type=int, default=0, help="worker processes, 0 for none"
+    parser.add_number(
+        "--n-workers", "--n-threads", least=0, default=0, help="worker processes, 0 for none"
     )
-    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
-    parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
+    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--evaluate", least=0, default=50, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
     parser.add_argument("--checkpoint", default="sac.pt", help="its curve is a .png")
-    parser.add_argument("--checkpoint-interval", type=int, default=10_000, help="in steps")
+    parser.add_number("--checkpoint-interval", least=1, default=10_000, help="in steps")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     for field in fields(Hyperparameters):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
+        least = 1 if field.type is int and field.name != "learning_starts" else 0
+        parser.add_number(f"--{field.name.replace('_', '-')}", least=least, type=field.type)
     arguments = parser.parse_args()
-    running.check_arguments(parser, arguments)
-    running.check_env_id(parser, arguments.env_id)
+    running.check_arguments(arguments)
+    env = running.make_env(arguments, is_discrete=False)
     from tqdm import tqdm  # here, since --help does without it
 
     hyper = PENDULUM if arguments.env_id == "Pendulum-v1" else Hyperparameters()
@@ -182,7 +182,6 @@ def main():
     hyper = replace(hyper, **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
-    env = gym.make(arguments.env_id)
     sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": env.action_space.shape[0]}
     learner, episodes = Learner(**sizes, hyper=hyper), EpisodeStatistics()
     keys = ["frame", "action", "_frame", "_reward", "_done", "_terminated"]

@@ -241,7 +241,7 @@ class Batcher(BatcherBase):
                 ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
             timeout: As for ``EpisodeBatcher.get``.
             progress: As for ``EpisodeBatcher.get``, with lanes in place of episodes: they count
-                once their worker is done with the window.
+                once their worker is done with the window. By default nothing is shown.
 
         Returns:
             Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to

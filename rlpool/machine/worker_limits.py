@@ -60,7 +60,7 @@ class Quota:
         bound: How much there is.
         each: How much a worker takes.
         spare: How much is needed besides, for any number of workers.
-        remedy: How to get more.
+        remedy: How to get enough.
     """
 
     noun: str
@@ -80,6 +80,15 @@ class Quota:
         wanted = self.bound.text(n_workers * self.each + self.spare)
         of = "of " if self.noun == "memory" else ""
         return f"{who} at least {wanted} {of}{self.noun}, but only {self.bound}"
+
+    def fix(self, advice: str) -> str:
+        """The fix if that is too few.
+
+        Args:
+            advice: Which arguments to change.
+        """
+        fits = f" ({self.room} would fit)" if self.room else ""
+        return f"{advice}{fits}, or {self.remedy}"
 
 
 def worker_count(n_workers: int | str) -> int:
@@ -147,8 +156,7 @@ def refuse_too_many_workers(
     """What ``check_workers`` does, without the warning."""
     for quota in worker_quotas(n_workers, descriptors_each, memory):
         if n_workers > quota.room:
-            fits = f" ({quota.room} would fit)" if quota.room else ""
-            raise SpecError(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
+            raise SpecError(quota.complaint(n_workers), fix=quota.fix(advice))
 
 
 def worker_quotas(
@@ -162,7 +170,12 @@ def worker_quotas(
         memory: As for ``check_workers``.
         root: Where ``/proc`` and ``/sys`` are.
     """
-    quotas = [Quota("memory", b, *memory, "free memory") for b in shared_memory_bounds(root)]
+    quotas = []
+    wanted = n_workers * memory[0] + memory[1]
+    for limit in shared_memory_bounds(root):
+        elsewhere = f"use a machine or container with {human(wanted)}"
+        remedy = "free memory" if wanted <= limit.total else elsewhere
+        quotas.append(Quota("memory", limit, *memory, remedy))
     needs = {
         "n": ("file descriptors", descriptors_each, _SPARE_DESCRIPTORS),
         "u": ("processes and threads", _WORKER_TASKS, _SPARE_TASKS),

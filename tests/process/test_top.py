@@ -341,3 +341,15 @@ def test_all_steps_and_resets_of_a_managers_environments_are_counted_and_timed()
             assert manager.stats().n_steps - n_before == n_steps
             spent_s = (int(row[Word.ENV_NS]) - ns_before) / 1e9
             assert spent_s >= (n_steps + n_resets) * SLOW_S
+
+
+@pytest.mark.parametrize("arguments", ["top {pid}", "demo --seconds=1.5", "top --json"])
+def test_a_command_ends_quietly_if_nobody_reads_its_output(arguments: str) -> None:
+    with ParallelEnvManager([CountingEnv], seed=1) as manager:
+        manager.reset()
+        reader, writer = os.pipe()
+        os.close(reader)  # as head does when it has had enough
+        command = [sys.executable, "-m", "rlpool", *arguments.format(pid=os.getpid()).split()]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -161,12 +161,11 @@ def test_a_run_ends_with_a_film(
 # Flags with which a script ends before any episode does.
 SHORT = {
     "a2c": "--total-timesteps=40",
-    "dqn": "--total-timesteps=0",
-    "ppo": "--total-timesteps=0",
+    "dqn": "--total-timesteps=1",
+    "ppo": "--total-timesteps=1",
     "ppo_atari": "--total-timesteps=64",
-    "ppo_continuous": "--total-timesteps=0",
-    "ppo_recurrent": "--total-timesteps=0 --evaluate=0",
-    "reinforce": "--n-epochs=0",
+    "ppo_continuous": "--total-timesteps=1",
+    "ppo_recurrent": "--total-timesteps=1 --evaluate=0",
     "sac": "--total-timesteps=3 --evaluate=0",
     "td3": "--total-timesteps=3 --evaluate=0",
 }

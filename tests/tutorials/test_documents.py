@@ -234,3 +234,19 @@ def test_the_program_that_measures_where_time_goes_runs(
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["environments", "policy"]
     assert all(int(re.findall(r": (\d+) us", line)[0]) > 0 for line in lines)
+
+
+def test_what_documents_call_by_its_full_name_needs_no_other_import() -> None:
+    text = "".join(map(text_of, DOCUMENTS))
+    called = sorted({*re.findall(r"\brlpool\.(\w+)(?:\.\w+)*\(", text)} - {"trace"})  # is removed
+    program = "import rlpool, sys; sys.exit(str([*{*sys.argv[1:]} - {*dir(rlpool)}]))"
+    command = [sys.executable, "-c", program, *called]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+    assert done.stderr == "[]\n"
+
+
+def test_batchers_are_given_no_number_of_workers_that_they_refuse() -> None:
+    takes_auto = "make_parallel_env"
+    for document in DOCUMENTS:
+        for line in text_of(document).splitlines():
+            assert 'n_workers="auto"' not in line or takes_auto in line, document

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from support.programs import run_as_main
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
-WITH_FLAGS = [p for p in sorted(FOLDER.glob("*.py")) if "argparse" in p.read_text("utf-8")]
-SAVING = [path for path in WITH_FLAGS if '"--resume"' in path.read_text("utf-8")]
+TUTORIALS = [path for path in sorted(FOLDER.glob("*.py")) if path.stem != "running"]
+SAVING = [path for path in TUTORIALS if '"--resume"' in path.read_text("utf-8")]
+NUMBERS = [  # every flag with a number, and one less than the least that it takes
+    (path, flag, int(least) - 1)
+    for path in TUTORIALS
+    for flag, least in re.findall(
+        r'add_number\(\s*"(--[a-z-]+)".*?least=(\d)', path.read_text("utf-8"), re.DOTALL
+    )
+]
+FAILS_LATER = [  # one of each kind that fails later if it is not refused
+    ("ppo --checkpoint=folder", "--checkpoint: folder is a folder"),
+    ("ppo --checkpoint=ppo.png", "a picture as the curve is"),
+    ("ppo --video=/proc/nope", "--video: /proc/nope cannot be written (No such file or directory)"),
+    ("ppo --track=file/logs", "--track: file/logs cannot be written (Not a directory)"),
+    ("ppo_atari --video=/proc/nope", "--video: /proc/nope cannot be written"),
+    ("reinforce --env-id=Pendulum-v1", "actions Box(-2.0, 2.0, (1,), float32); those of this"),
+    ("impala --env-id=FrozenLake-v1", "--env-id: FrozenLake-v1 has observations Discrete(16)"),
+    ("td3 --env-id=CartPole-v1", "and actions Discrete(2); those of this tutorial are vectors"),
+    ("sac --env-id=nowhere:Env-v1", "--env-id: No module named 'nowhere'"),
+    ("sac --discount=nan", "argument --discount: should be a number of at least 0, got nan"),
+    ("dqn --evaluate=-1", "argument --evaluate: should be an int of at least 0, got -1"),
+    ("dqn --seed=one", "argument --seed: should be an int of at least 0, got one"),
+    ("dqn --resume --checkpoint=file", "--resume: file is damaged, or no checkpoint (Unpickling"),
+    ("dqn --resume --checkpoint=empty", "--resume: empty is damaged, or no checkpoint (EOFError)"),
+    ("dqn --resume --checkpoint=other.pt", "--resume: other.pt is of a run with other flags; "),
+]
 EXTRAS = ("tqdm", "ray", "ale_py", "matplotlib", "mujoco", "tensorboard")
 
 
@@ -23,7 +51,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> object:
     return caught.value.code
 
 
-@pytest.mark.parametrize("path", WITH_FLAGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_help_needs_no_extra(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,3 +87,64 @@ def test_what_cannot_work_is_refused_at_the_start_in_one_line(
         assert told in error
         assert error.count("\n") == 1
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("path", "flag", "number"), NUMBERS, ids=lambda each: getattr(each, "stem", str(each))
+)
+def test_a_number_that_is_too_small_is_refused_in_one_line(
+    path: Path,
+    flag: str,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(path, monkeypatch, f"{flag}={number}") == 2
+    error = capsys.readouterr().err
+    assert flag in error
+    assert error.endswith(f"should be an int of at least {number + 1}, got {number}\n")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_an_unknown_flag_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(path, monkeypatch, "--foo", "bar") == 2
+    assert "unrecognized arguments: --foo bar\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "told"), FAILS_LATER)
+def test_what_would_fail_later_is_refused_at_the_start_in_one_line(
+    flags: str,
+    told: str,
+    program_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(program_folder)
+    Path("folder").mkdir()
+    Path("file").write_text("no checkpoint", encoding="utf-8")
+    Path("empty").touch()
+    torch.save({"q_network": {}, "random": torch.get_rng_state(), "progress": {}}, "other.pt")
+    before = sorted(program_folder.iterdir())
+    name, *flags_of = flags.split()
+    assert run(FOLDER / f"{name}.py", monkeypatch, *flags_of) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert sorted(program_folder.iterdir()) == before
+
+
+def test_a_checkpoint_of_another_environment_is_refused_in_one_line(
+    program_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--total-timesteps=1", "--n-workers=0")
+    run_as_main(FOLDER / "ppo.py", *flags, folder=program_folder)
+    capsys.readouterr()
+    monkeypatch.chdir(program_folder)
+    flags = (*flags, "--resume", "--env-id=MountainCar-v0")
+    assert run(FOLDER / "ppo.py", monkeypatch, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("--resume: ppo.pt is of a run with other flags; give the same (Runtime")
+    assert error.count("\n") == 1

@@ -82,6 +82,19 @@ def test_large_blocks(root: Path, slots: int, status: str) -> None:
         assert check.fix.startswith("lower n_slots or n_timesteps")
 
 
+@pytest.mark.parametrize(
+    ("workers", "remedy"),
+    [
+        (60, "use fewer workers (40 would fit), or free memory"),
+        (10**5, "use fewer workers (40 would fit), or use a machine or container with 9.54 TiB"),
+    ],
+)
+def test_memory_is_to_be_freed_only_where_there_is_enough(
+    root: Path, workers: int, remedy: str
+) -> None:
+    assert named("memory", workers, root=root).fix == remedy
+
+
 def raising(error: Exception) -> Callable[..., Any]:
     def fail() -> None:
         raise error
