@@ -26,7 +26,7 @@ from rlpool.batch.resuming import (
 )
 from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import SpecError, UsageError, WorkerError
+from rlpool.errors import BatcherClosedError, RlpoolError, SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, checked_wait, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
@@ -542,7 +542,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     def _not_closed(self) -> RequestQueue:
         if self._dispatcher is None or self._dispatcher.is_closed:
-            raise UsageError("the batcher is closed", fix="make a new one, or close it later")
+            fix = "make a new one, or close it later"
+            raise BatcherClosedError("the batcher is closed", fix=fix)
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
         return self._dispatcher
