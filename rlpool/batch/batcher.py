@@ -16,7 +16,7 @@ from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
-from rlpool.machine.arguments import also_takes, whole_number
+from rlpool.machine.arguments import also_takes, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds
@@ -342,6 +342,7 @@ class EpisodeBatcher(BatcherBase):
         request = self._taken(dispatcher, blocking, timeout, progress)
         return None if request is None else request.trajectories
 
+    @names_arguments
     def stream(
         self,
         n_episodes: int,

@@ -142,5 +142,9 @@ def test_what_cannot_be_streamed_is_refused_at_once() -> None:
         for arguments in ((0,), (1, 0), (1, 1.5)):
             with pytest.raises(SpecError, match="should be an int"):
                 batcher.stream(*arguments)
+        named: Any
+        for named, name in (({"pending": 2}, "n_pending"), ({"num_episodes": 3}, "n_episodes")):
+            with pytest.raises(TypeError, match=f"fix: +pass {name}"):
+                batcher.stream(**named)
     with pytest.raises(UsageError, match="closed"):
         batcher.stream(1)
