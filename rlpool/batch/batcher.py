@@ -422,6 +422,7 @@ class EpisodeBatcher(BatcherBase):
 
     _KIND = "EpisodeBatcher"
     _KEYS = ("n_episodes", "last")
+    _DETAILS = ("n_episodes", "first", "episode_seeds")
 
     def _state(self, dispatcher: RequestQueue) -> State:
         last = None
@@ -430,18 +431,23 @@ class EpisodeBatcher(BatcherBase):
             last = {"n_episodes": n_episodes, **state_of_infos((infos[0], infos[1]))}
             if seeds is not None:
                 last["episode_seeds"] = list(seeds)
+        n_streamed = self._n_streamed or self._left[1]
         return {
             "n_episodes": self._n_episodes,
             "last": last,
-            "n_streamed": self._n_streamed or self._left[1],
+            **({"n_streamed": n_streamed} if n_streamed else {}),
             "why_lost": why_unseeded(dispatcher.step),
         }
 
-    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
         last = state["last"]
-        self._last = last and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds"))
-        self._n_episodes, self._left = state["n_episodes"], ((), 0)
-        self._n_streamed = state.get("n_streamed", 0)  # before version 0.4 it was not saved
+        return {
+            "_last": last
+            and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds")),
+            "_n_episodes": state["n_episodes"],
+            "_n_streamed": state.get("n_streamed", 0),
+            "_left": ((), 0),
+        }
 
     def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
         asked = []

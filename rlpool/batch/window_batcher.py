@@ -351,21 +351,20 @@ class Batcher(BatcherBase):
         lanes = {"n_lanes": self.n_lanes, "lanes of each worker": dispatcher.n_lanes}
         return {"n_timesteps": self._n_timesteps, **lanes}
 
-    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
         refuse_other_agents(dispatcher.step, state["tapes"])
-        for name in self._COUNTERS:
-            setattr(self, f"_{name}", state[name])
-        self._infos, self._running = infos_of_state(state), list(state["running"])
-        self._tapes = WindowTapes(self.n_lanes)
-        self._tapes.tapes = tapes_of_state(state["tapes"], self._infos[1])
-        if self._tapes.tapes:
-            dispatcher.resume()
+        infos, tapes = infos_of_state(state), WindowTapes(self.n_lanes)
+        tapes.tapes = tapes_of_state(state["tapes"], infos[1])
+        rest = {"_infos": infos, "_running": list(state["running"]), "_tapes": tapes}
+        return {**{f"_{name}": state[name] for name in self._COUNTERS}, **rest}
 
     def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
         asked = [Asked(each.policy, each.infos) for each in self._pending(dispatcher)]
         return [*asked, *itertools.starmap(Asked, self._queued)] if asked else ()
 
     def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
+        if self._tapes is not None and self._tapes.tapes:
+            dispatcher.resume()
         self._queued = tuple((each.policy, each.infos) for each in asked[1:])
         if asked:
             self._submit(dispatcher, asked[0].policy, asked[0].infos)

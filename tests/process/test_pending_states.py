@@ -349,6 +349,25 @@ def test_a_stream_that_ctrl_c_has_ended_at_any_point_goes_on_from_a_state(n: int
 # What is refused --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [episodes, windows])
+def test_a_state_that_is_damaged_is_refused_and_changes_nothing(make: Make) -> None:
+    with make(0) as batcher, make(0) as other:
+        request(batcher, 0)
+        state = batcher.state_dict()
+        lacks = [({**state, "pending": [{}]}, "KeyError"), ({**state, "pending": 3}, "TypeError")]
+        lacks.append(({k: v for k, v in state.items() if k != "policies"}, "'policies'"))
+        lacks += [({**state, "root": "zz"}, "ValueError"), ({**state, "agent_info": 1}, "")]
+        if make is episodes:
+            del lacks[-1]
+            first = {k: v for k, v in state["pending"][0].items() if k != "first"}
+            lacks.append(({**state, "pending": [first]}, "'first'"))
+        before = str(other.state_dict())
+        for damaged, text in lacks:
+            with pytest.raises(SpecError, match=f"the state cannot be read: .*{text}"):
+                other.load_state_dict(damaged)
+        assert str(other.state_dict()) == before
+
+
 def test_requests_are_not_made_again_by_agents_that_were_updated_before() -> None:
     with episodes(0) as batcher, episodes(0) as other:
         request(batcher, 0)
