@@ -273,6 +273,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """
         return self._open().finished_episodes()
 
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the oldest result, see ``EpisodeBatcher.get`` and ``Batcher.get``."""
+        raise NotImplementedError
+
     def _taken(
         self,
         dispatcher: RequestQueue,
