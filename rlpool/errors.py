@@ -4,6 +4,7 @@
 
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
+    │ ├ BatcherClosedError(ValueError)  as of files that are closed
     │ ├ EnvsClosedError(ClosedEnvironmentError)  environments in workers are closed
     │ └ CallInHalvesError             the halves of a call of a vector environment do not fit
     │   ├ PendingCallError(AlreadyPendingCallError)  another call is pending
@@ -129,6 +130,10 @@ class UsageError(RlpoolError, RuntimeError):
         nothing is pending
           fix:   call execute() before get()
     """
+
+
+class BatcherClosedError(UsageError, ValueError):
+    """A batcher is closed; a ``ValueError`` as of files, so that ``selectors`` can forget it."""
 
 
 class EnvsClosedError(UsageError, ClosedEnvironmentError):

@@ -12,11 +12,11 @@ from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Asked, EpisodeRequest, Policy, Request, as_infos
 from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
-from rlpool.batch.stream import InfoOf, stream
+from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
-from rlpool.machine.arguments import also_takes, whole_number
+from rlpool.machine.arguments import also_takes, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds
@@ -123,7 +123,10 @@ class EpisodeBatcher(BatcherBase):
 
     _n_episodes = 0
     _last: tuple[int, Any, Any, list[int] | None] | None = None
-    _left: Sequence[Asked] = ()  # in flight when a stream was left, until the next request
+    _stream: OpenStream = None
+    _n_streamed = 0  # number of the next request of the stream, after load_state_dict(), too
+    # In flight when a stream was left, and that number, until the next request.
+    _left: tuple[Sequence[Asked], int] = ((), 0)
 
     @also_takes(n_threads="n_workers", seed="seeds")
     @takes_policy
@@ -178,7 +181,7 @@ class EpisodeBatcher(BatcherBase):
                 ``episode_seeds`` are no seeds or of another number; or, for environments that can
                 only be reset together (see ``VectorGymEnv``), if seeds are named, rows of
                 ``env_info`` differ, or there are fewer slots than lanes.
-            UsageError: If the batcher is closed.
+            UsageError: If the batcher is closed, or a ``stream`` is open.
             WorkerDiedError: If a worker died meanwhile.
 
         Example:
@@ -190,7 +193,14 @@ class EpisodeBatcher(BatcherBase):
             >>> batcher.get().info["seed"]
             tensor([7, 3])
         """
-        self._request(self._open(), n_episodes, agent_info, env_info, episode_seeds)
+        dispatcher = self._open()
+        refuse_in_stream("execute()", self._stream)
+        self._request(dispatcher, n_episodes, agent_info, env_info, episode_seeds)
+
+    @once
+    def _execute_next(self, n_episodes: int, agent_info: Info, env_info: Info) -> None:
+        """The next request of a stream."""
+        self._request(self._open(), n_episodes, agent_info, env_info, None, self._n_streamed + 1)
 
     def _request(
         self,
@@ -199,6 +209,7 @@ class EpisodeBatcher(BatcherBase):
         agent_info: Info,
         env_info: Info,
         given_seeds: Sequence[int] | None,
+        n_streamed: int = 0,
     ) -> None:
         n_episodes = whole_number("n_episodes", n_episodes, 1)
         infos = as_infos(agent_info, env_info, n_episodes)
@@ -213,7 +224,7 @@ class EpisodeBatcher(BatcherBase):
             dispatcher.check(request)
             self._n_episodes += n_episodes
             self._last = (n_episodes, *infos, given_seeds)
-            self._left = ()
+            self._n_streamed, self._left = n_streamed, ((), 0)
             self._unconfirmed = asked, infos
             dispatcher.submit(request)
 
@@ -241,7 +252,7 @@ class EpisodeBatcher(BatcherBase):
         """Request new episodes with the arguments of the last ``execute``.
 
         Raises:
-            UsageError: Before the first ``execute``.
+            UsageError: Before the first ``execute``, and while a ``stream`` is open.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -252,6 +263,7 @@ class EpisodeBatcher(BatcherBase):
             (tensor([1, 4, 2]), False)
         """
         dispatcher = self._open()
+        refuse_in_stream("reexecute()", self._stream)
         if self._last is None:
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
         self._request(dispatcher, *self._last)
@@ -306,7 +318,7 @@ class EpisodeBatcher(BatcherBase):
             you drop the last of them, and is reused afterwards.
 
         Raises:
-            UsageError: If nothing is pending or the batcher is closed.
+            UsageError: If nothing is pending, the batcher is closed, or a ``stream`` is open.
             TimeoutError: If the result is not there after ``timeout``: a ``ResultTimeoutError``.
             EnvError, AgentError: If the user's code failed. The request is lost, the batcher
                 still works.
@@ -325,9 +337,12 @@ class EpisodeBatcher(BatcherBase):
             >>> trajectories["frame"].shape, trajectories.lengths
             (torch.Size([2, 3, 1]), tensor([2, 3]))
         """
-        request = self._taken(self._open(), blocking, timeout, progress)
+        dispatcher = self._open()
+        refuse_in_stream("get()", self._stream)
+        request = self._taken(dispatcher, blocking, timeout, progress)
         return None if request is None else request.trajectories
 
+    @names_arguments
     def stream(
         self,
         n_episodes: int,
@@ -342,20 +357,25 @@ class EpisodeBatcher(BatcherBase):
         which policy an episode runs with follows from the order of calls, and results are the same
         for any number of workers.
 
-        The requests that are in flight when the loop is left, by ``break`` or an exception, are
-        dropped, as soon as the iterator is closed or forgotten. After that the batcher can be used
-        as before; numbers of episodes continue behind those that were dropped. A state that is
-        saved before the next request has them as pending ones.
+        A stream is open from its first result until its iterator is closed or forgotten, as it is
+        when a loop over it is left by ``break`` or an exception. Meanwhile ``execute``, ``get`` and
+        another stream are refused: evaluate with a second batcher. Then the requests in flight
+        are dropped, and the batcher can be used as before; numbers of episodes continue behind
+        those that were dropped.
 
         What is pending when a stream begins comes first. So a program that was interrupted loads
-        its state, begins a stream with the same arguments, and gets the same bits.
+        its state, begins a stream with the same arguments, and gets the same bits. It cannot be
+        seen whether a loop was left by ``break`` or by Ctrl-C. So after either, a state that is
+        saved before the next ``execute`` or stream has the requests in flight as pending ones: to
+        begin anew after loading it, take them with ``get`` first, as often as ``n_pending`` says.
 
         Args:
             n_episodes: Of each request, from 1.
             n_pending: Requests in flight, from 1. With one, all episodes run with the last update.
             agent_info: As for ``execute``, for every request; or a function that is called with
                 the number of the request, from 0, and returns that. Requests that were pending when
-                the stream began have the first numbers.
+                the stream began have the first numbers; after ``load_state_dict``, the numbers
+                of the stream from which the state is continue until there is an ``execute``.
             env_info: Likewise.
 
         Yields:
@@ -365,7 +385,7 @@ class EpisodeBatcher(BatcherBase):
 
         Raises:
             SpecError: For other numbers.
-            UsageError: If the batcher is closed.
+            UsageError: If the batcher is closed, or another stream of it is open.
             RlpoolError: What ``execute`` and ``get`` raise, from the iterator.
 
         Example:
@@ -382,6 +402,7 @@ class EpisodeBatcher(BatcherBase):
             tensor([2, 2]) tensor([1, 1])
         """
         self._open()
+        refuse_in_stream("a second stream()", self._stream)
         n_episodes = whole_number("n_episodes", n_episodes, 1)
         n_pending = whole_number("n_pending", n_pending, 1)
         return stream(self, n_episodes, n_pending, agent_info, env_info)
@@ -395,11 +416,13 @@ class EpisodeBatcher(BatcherBase):
         """Drop what is in flight, but for a state that is saved now."""
         dispatcher = self._not_closed()
         with InterruptsHeld():
-            self._left, self._unconfirmed = self._asked(dispatcher), None
+            self._left = self._asked(dispatcher), self._n_streamed or self._left[1]
+            self._n_streamed, self._unconfirmed = 0, None
             dispatcher.drop_pending()
 
     _KIND = "EpisodeBatcher"
     _KEYS = ("n_episodes", "last")
+    _DETAILS = ("n_episodes", "first", "episode_seeds")
 
     def _state(self, dispatcher: RequestQueue) -> State:
         last = None
@@ -408,16 +431,23 @@ class EpisodeBatcher(BatcherBase):
             last = {"n_episodes": n_episodes, **state_of_infos((infos[0], infos[1]))}
             if seeds is not None:
                 last["episode_seeds"] = list(seeds)
+        n_streamed = self._n_streamed or self._left[1]
         return {
             "n_episodes": self._n_episodes,
             "last": last,
+            **({"n_streamed": n_streamed} if n_streamed else {}),
             "why_lost": why_unseeded(dispatcher.step),
         }
 
-    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
         last = state["last"]
-        self._last = last and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds"))
-        self._n_episodes, self._left = state["n_episodes"], ()
+        return {
+            "_last": last
+            and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds")),
+            "_n_episodes": state["n_episodes"],
+            "_n_streamed": state.get("n_streamed", 0),
+            "_left": ((), 0),
+        }
 
     def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
         asked = []
@@ -428,7 +458,7 @@ class EpisodeBatcher(BatcherBase):
                 asked.append(
                     Asked(request.policy, request.infos, {**details, "episode_seeds": seeds})
                 )
-        return asked or self._left
+        return asked or self._left[0]
 
     def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
         for policy, infos, which in asked:
@@ -502,5 +532,6 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         See ``EpisodeBatcher.execute``.
         """
         dispatcher = self._open()
+        refuse_in_stream("execute()", self._stream)
         n_episodes = dispatcher.n_lanes if n_episodes is None else n_episodes
         self._request(dispatcher, n_episodes, agent_info, env_info, episode_seeds)

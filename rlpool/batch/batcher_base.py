@@ -26,7 +26,7 @@ from rlpool.batch.resuming import (
 )
 from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import SpecError, UsageError, WorkerError
+from rlpool.errors import BatcherClosedError, RlpoolError, SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, checked_wait, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
@@ -273,6 +273,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """
         return self._open().finished_episodes()
 
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the oldest result, see ``EpisodeBatcher.get`` and ``Batcher.get``."""
+        raise NotImplementedError
+
     def _taken(
         self,
         dispatcher: RequestQueue,
@@ -383,12 +387,13 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             state: What ``state_dict`` returned, saved and loaded or not.
 
         Raises:
-            SpecError: If it is of another kind of batcher or of another format, or lacks a key; for
-                a ``Batcher`` also of one with other lanes, another ``n_timesteps`` or an agent with
-                other states or actions. If its episodes cannot be repeated: the agent requires a
-                history, environments cannot be reset one by one or not be seeded, or episodes were
-                so long that their first actions were dropped. If it has pending requests, and this
-                batcher was updated before. Nothing has changed then.
+            SpecError: If it is of another kind of batcher or of another format, or lacks something
+                or is damaged; for a ``Batcher`` also of one with other lanes, another
+                ``n_timesteps`` or an agent with other states or actions. If its episodes cannot be
+                repeated: the agent requires a history, environments cannot be reset one by one or
+                not be seeded, or episodes were so long that their first actions were dropped. If
+                it has pending requests, and this batcher was updated before. Nothing has changed
+                then.
             UsageError: If results are pending here, or the batcher is closed.
 
         Example:
@@ -403,18 +408,26 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         dispatcher = self._idle("load_state_dict()")
         keys = ("root", "policy_version", "why_lost", *self._KEYS)
         checked = checked_state(state, self._KIND, keys, self._expected(dispatcher))
-        # Workers tell policies apart by their versions: none may come back with other parameters.
-        version = max(dispatcher.policy.version, checked["policy_version"])
+        if "pending" in checked and dispatcher.policy.packed is not None:
+            what = "the state has pending requests, and the agents here were updated before"
+            raise SpecError(what, fix="call load_state_dict() before update()")
         asked: Sequence[Asked] = ()
-        policy = dispatcher.policy._replace(version=version)
-        if "pending" in checked:
-            if policy.packed is not None:
-                what = "the state has pending requests, and the agents here were updated before"
-                raise SpecError(what, fix="call load_state_dict() before update()")
-            asked, policy = pending_of_state(checked, dispatcher.updated)
+        try:
+            # Workers tell policies apart by their versions: none may come back with other
+            # parameters.
+            version = max(dispatcher.policy.version, checked["policy_version"])
+            policy = dispatcher.policy._replace(version=version)
+            loaded = {**self._loaded(dispatcher, checked), "_root": int(checked["root"], 16)}
+            if "pending" in checked:
+                asked, policy = pending_of_state(checked, self._DETAILS, dispatcher.updated)
+        except RlpoolError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            what = f"the state cannot be read: {type(error).__name__}: {error}"
+            fix = f"pass what state_dict() of the same {self._KIND} returned, all of it"
+            raise SpecError(what, fix=fix) from error
         with InterruptsHeld():
-            self._load(dispatcher, checked)
-            self._root, self._unconfirmed = int(checked["root"], 16), None
+            vars(self).update(loaded, _unconfirmed=None)
             dispatcher.policy = policy
             self._repeat(dispatcher, asked)
 
@@ -432,8 +445,11 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """What has to be the same where a state is loaded."""
         return {}
 
-    def _load(self, dispatcher: RequestQueue, state: State) -> None:
-        """Take over what ``_state`` has returned."""
+    _DETAILS: tuple[str, ...] = ()
+    """The ``details`` of what ``_asked`` returns."""
+
+    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
+        """What becomes of the attributes where a state is loaded, by name."""
         raise NotImplementedError
 
     def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
@@ -542,7 +558,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     def _not_closed(self) -> RequestQueue:
         if self._dispatcher is None or self._dispatcher.is_closed:
-            raise UsageError("the batcher is closed", fix="make a new one, or close it later")
+            fix = "make a new one, or close it later"
+            raise BatcherClosedError("the batcher is closed", fix=fix)
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
         return self._dispatcher

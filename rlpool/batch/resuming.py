@@ -141,12 +141,13 @@ def state_of_pending(asked: Sequence[Asked], policy: Policy) -> State:
 
 
 def pending_of_state(
-    state: Mapping[str, Any], updated: Callable[[Any], Policy]
+    state: Mapping[str, Any], details: Iterable[str], updated: Callable[[Any], Policy]
 ) -> tuple[list[Asked], Policy]:
     """The inverse of ``state_of_pending``; copies.
 
     Args:
         state: A state with what it returned.
+        details: What it says of each request besides.
         updated: Makes the policy of agents that are updated with something.
     """
     policies = {n: Policy(n, updated(info).packed) for n, info in state["policies"].items()}
@@ -155,7 +156,7 @@ def pending_of_state(
         return policies.get(version, Policy(version))
 
     asked = [
-        Asked(policy(each["policy_version"]), infos_of_state(each), each)
+        Asked(policy(each["policy_version"]), infos_of_state(each), {k: each[k] for k in details})
         for each in state["pending"]
     ]
     return asked, policy(state["policy_version"])

@@ -58,6 +58,28 @@ def warn_if_unseeded(step: StepSpecs) -> None:
         )
 
 
+def check_rows(step: StepSpecs | None, env_info: Mapping[str, Array]) -> None:
+    """Refuse different rows for lanes that are reset together.
+
+    Args:
+        step: What a step consists of, ``None`` before that is known.
+        env_info: Per row.
+
+    Raises:
+        SpecError: If there are.
+    """
+    if step is None or not step.resets_together:
+        return
+    for key, array in env_info.items():
+        if len({row.tobytes() for row in array}) > 1:
+            raise SpecError(
+                f"env_info[{key!r}] has different rows, and one reset serves all lanes "
+                f"(seeding is {step.seeding!r})",
+                fix="give all rows the same value, or use a vector environment whose lanes "
+                "can be reset one by one, such as SyncVectorEnv",
+            )
+
+
 def check_shares(layout: Layout, env_info: Mapping[str, Array], n_rows: int) -> None:
     """Refuse what lanes that are reset together cannot run.
 
@@ -69,14 +91,7 @@ def check_shares(layout: Layout, env_info: Mapping[str, Array], n_rows: int) -> 
     Raises:
         SpecError: If lanes have different ``env_info``, or there are too few slots for them.
     """
-    for key, array in env_info.items():
-        if len({row.tobytes() for row in array}) > 1:
-            raise SpecError(
-                f"env_info[{key!r}] has different rows, and one reset serves all lanes "
-                f"(seeding is {layout.step.seeding!r})",
-                fix="give all rows the same value, or use a vector environment whose lanes "
-                "can be reset one by one, such as SyncVectorEnv",
-            )
+    check_rows(layout.step, env_info)
     n_lanes = layout.step.n_lanes * layout.n_workers
     if layout.n_slots < min(n_lanes, n_rows):
         raise SpecError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from multiprocessing import connection
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ BatcherT = TypeVar("BatcherT", bound=BatcherBase)
 
 
 @names_arguments
-def wait(batchers: Sequence[BatcherT], timeout: float | None = None) -> list[BatcherT]:
+def wait(batchers: Iterable[BatcherT], timeout: float | None = None) -> list[BatcherT]:
     """Wait until at least one of several batchers has a result.
 
     The process sleeps in one call of the operating system, for the workers of all of them, on
@@ -31,7 +31,7 @@ def wait(batchers: Sequence[BatcherT], timeout: float | None = None) -> list[Bat
         none after ``timeout``.
 
     Raises:
-        SpecError: If something is no batcher, or ``timeout`` no number from 0 on.
+        SpecError: If something is no batcher, one stands alone, or ``timeout`` no number from 0 on.
         UsageError: If nothing is pending in any of them, or one is closed.
 
     Example:
@@ -45,6 +45,11 @@ def wait(batchers: Sequence[BatcherT], timeout: float | None = None) -> list[Bat
     """
     timeout = checked_wait(timeout)
     until_s = None if timeout is None else time.monotonic() + timeout
+    try:
+        batchers = list(batchers)
+    except TypeError:
+        what = f"{batchers!r:.60} is no list of batchers"
+        raise SpecError(what, fix="pass a list: wait([batcher])") from None
     for batcher in batchers:
         instance: Any = batcher
         if not isinstance(instance, BatcherBase):

@@ -22,6 +22,7 @@ from rlpool.batch.resuming import (
     tapes_of_state,
     why_lost,
 )
+from rlpool.batch.shares import check_rows
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
@@ -133,7 +134,9 @@ class Batcher(BatcherBase):
             env_info: Likewise; its rows are passed to the environments at every reset.
 
         Raises:
-            SpecError: If an info holds anything but numbers, or has another number of rows.
+            SpecError: If an info holds anything but numbers, or has another number of rows; or if
+                rows of ``env_info`` differ for environments that can only be reset together, see
+                ``VectorGymEnv``. Nothing has changed then.
 
         Example:
             >>> def create_endless_env(seed):
@@ -147,6 +150,7 @@ class Batcher(BatcherBase):
         """
         dispatcher = self._open()
         infos = as_infos(agent_info, env_info, self.n_lanes)
+        check_rows(dispatcher.step, infos[1])
         if is_repeated(self._unconfirmed, "reset", infos):
             return
         tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
@@ -173,7 +177,7 @@ class Batcher(BatcherBase):
                 rows of ``info["env_info/..."]`` are those in force during the window.
 
         Raises:
-            SpecError: If an info holds anything but numbers, or has another number of rows.
+            SpecError: As for ``reset``. Nothing has changed then, and running episodes go on.
             UsageError: Before ``reset``, and after an error.
 
         Example:
@@ -195,6 +199,7 @@ class Batcher(BatcherBase):
             old_agent_info if agent_info is None else given[0],
             old_env_info if env_info is None else given[1],
         )
+        check_rows(dispatcher.step, infos[1])
         if is_repeated(self._unconfirmed, dispatcher.policy.version, infos):
             return
         with InterruptsHeld():
@@ -346,21 +351,20 @@ class Batcher(BatcherBase):
         lanes = {"n_lanes": self.n_lanes, "lanes of each worker": dispatcher.n_lanes}
         return {"n_timesteps": self._n_timesteps, **lanes}
 
-    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
         refuse_other_agents(dispatcher.step, state["tapes"])
-        for name in self._COUNTERS:
-            setattr(self, f"_{name}", state[name])
-        self._infos, self._running = infos_of_state(state), list(state["running"])
-        self._tapes = WindowTapes(self.n_lanes)
-        self._tapes.tapes = tapes_of_state(state["tapes"], self._infos[1])
-        if self._tapes.tapes:
-            dispatcher.resume()
+        infos, tapes = infos_of_state(state), WindowTapes(self.n_lanes)
+        tapes.tapes = tapes_of_state(state["tapes"], infos[1])
+        rest = {"_infos": infos, "_running": list(state["running"]), "_tapes": tapes}
+        return {**{f"_{name}": state[name] for name in self._COUNTERS}, **rest}
 
     def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
         asked = [Asked(each.policy, each.infos) for each in self._pending(dispatcher)]
         return [*asked, *itertools.starmap(Asked, self._queued)] if asked else ()
 
     def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
+        if self._tapes is not None and self._tapes.tapes:
+            dispatcher.resume()
         self._queued = tuple((each.policy, each.infos) for each in asked[1:])
         if asked:
             self._submit(dispatcher, asked[0].policy, asked[0].infos)

@@ -23,6 +23,7 @@ _SYNONYMS = (
     "seeds seed random_seed root_seed rng_seed",
     "n_timesteps n_steps num_steps num_timesteps timesteps steps rollout_length",
     "n_slots num_slots slots",
+    "n_pending pending num_pending",
     "n_episodes num_episodes episodes batch_size",
     "create_env env_fn env_fns make_env env_creator env_factory env envs environments",
     "create_agent agent_fn make_agent agent_creator agent_factory agent policy",
@@ -62,13 +63,14 @@ def refuse_other_states(state: Any, of: str, keys: Iterable[str], version: int) 
     Raises:
         SpecError: If it is.
     """
-    fix = f"pass what state_dict() of a {of} of this version of rlpool has returned, all of it"
+    of = f"{'an' if of[0] in 'AEIOU' else 'a'} {of}"
+    fix = f"pass what state_dict() of {of} of this version of rlpool has returned, all of it"
     if not isinstance(state, Mapping):
-        raise SpecError(f"got {type(state).__name__}, no state of a {of}", fix=fix)
+        raise SpecError(f"got {type(state).__name__}, no state of {of}", fix=fix)
     if missing := sorted({"format", *keys}.difference(state)):
-        raise SpecError(f"the state of the {of} lacks {', '.join(missing)}", fix=fix)
+        raise SpecError(f"this state of {of} lacks {', '.join(missing)}", fix=fix)
     if state["format"] != version:
-        what = f"the state of the {of} has format {state['format']!r}, here it is {version}"
+        what = f"this state of {of} has format {state['format']!r}, here it is {version}"
         raise SpecError(what, fix=fix)
 
 
@@ -170,7 +172,9 @@ def also_takes(
                     what = f"both {target} and {name} are given, two names of the same argument"
                     raise UnknownArgumentError(what, fix=f"pass {target} alone")
                 if name == "seed" and value is not None:
-                    value = whole_number(name, value, 0, fix="several are given as seeds")
+                    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+                    fix = "give several as seeds" if is_list else "give an int from 0 on"
+                    value = whole_number(name, value, 0, fix=fix)
                 kwargs[target] = value
             return checked(*args, **kwargs)
 

@@ -256,11 +256,12 @@ class StoppedError(Exception):
     """What ends a program in the middle."""
 
 
-def streamed(batcher: EpisodeBatcher, found: Results, stops_at: int = -1) -> None:
+def streamed(
+    batcher: EpisodeBatcher, found: Results, stops_at: int = -1, n_pending: int = MOST_PENDING
+) -> None:
     """Learn from a stream, from the next result on; the loop may be left in its body."""
-    n_before = len(found)
-    infos = {"env_info": lambda number: {"length": 2 + n_before + number}}
-    for result in batcher.stream(4, MOST_PENDING, {"gain": 1.5}, **infos):
+    infos = {"env_info": lambda number: {"length": 2 + number}}
+    for result in batcher.stream(4, n_pending, {"gain": 1.5}, **infos):
         found.append(result)
         if len(found) == N_RESULTS:
             return
@@ -298,6 +299,27 @@ def test_a_stream_that_was_left_goes_on_from_a_state(n_workers: int, stops_at: i
     assert ages(found) == ages(expected)
 
 
+@pytest.mark.parametrize("n_pending", [1, 2])
+def test_a_stream_counts_on_after_a_state_was_loaded(n_pending: int) -> None:
+    lengths = []
+    with episodes(0) as batcher, episodes(0) as other:
+        for part in (batcher, other):
+            found: Results = []
+            with suppress(StoppedError):
+                streamed(part, found, 3, n_pending)
+            lengths += [result.info["env_info/length"][0].item() for result in found]
+            state = through_a_file(batcher.state_dict())
+            if part is batcher:
+                other.load_state_dict(state)
+        # A new stream begins with the first number where no state was loaded, or after execute().
+        del found[:]
+        other.execute(1, {"gain": 1.5}, {"length": 2})
+        with suppress(StoppedError):
+            streamed(other, found, 3, n_pending)
+    assert lengths == [2, 3, 4, 5, 6, 7]
+    assert [result.info["env_info/length"][0].item() for result in found] == [2, 3, 4]
+
+
 @pytest.mark.promise("I3")
 # Python ignores what a handler raises while an iterator that nobody has any more is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -325,6 +347,25 @@ def test_a_stream_that_ctrl_c_has_ended_at_any_point_goes_on_from_a_state(n: int
 
 
 # What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [episodes, windows])
+def test_a_state_that_is_damaged_is_refused_and_changes_nothing(make: Make) -> None:
+    with make(0) as batcher, make(0) as other:
+        request(batcher, 0)
+        state = batcher.state_dict()
+        lacks = [({**state, "pending": [{}]}, "KeyError"), ({**state, "pending": 3}, "TypeError")]
+        lacks.append(({k: v for k, v in state.items() if k != "policies"}, "'policies'"))
+        lacks += [({**state, "root": "zz"}, "ValueError"), ({**state, "agent_info": 1}, "")]
+        if make is episodes:
+            del lacks[-1]
+            first = {k: v for k, v in state["pending"][0].items() if k != "first"}
+            lacks.append(({**state, "pending": [first]}, "'first'"))
+        before = str(other.state_dict())
+        for damaged, text in lacks:
+            with pytest.raises(SpecError, match=f"the state cannot be read: .*{text}"):
+                other.load_state_dict(damaged)
+        assert str(other.state_dict()) == before
 
 
 def test_requests_are_not_made_again_by_agents_that_were_updated_before() -> None:

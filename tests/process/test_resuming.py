@@ -192,7 +192,8 @@ def test_a_state_of_another_format_or_that_lacks_a_key_is_refused(make: Any) -> 
         for key in state.keys() - {"kind"}:
             with pytest.raises(SpecError, match=rf"lacks {key}\n") as caught:
                 batcher.load_state_dict({k: v for k, v in state.items() if k != key})
-            assert "of this version of rlpool" in caught.value.fix
+            whose = {windows_of: "a Batcher", episodes_of: "an EpisodeBatcher"}[make]
+            assert f"state_dict() of {whose} of this version of rlpool" in caught.value.fix
         with pytest.raises(SpecError, match="has format 0, here it is 1"):
             batcher.load_state_dict({**state, "format": 0})
         assert batcher.state_dict() == state

@@ -89,6 +89,33 @@ def test_a_batcher_can_be_used_after_a_stream_was_left(places: Any) -> None:
         assert "policy_age" not in result.info
 
 
+def test_while_a_stream_is_open_nothing_else_takes_its_results() -> None:
+    with create(0) as batcher:
+        batcher.execute(4)
+        unused = batcher.stream(4)  # which has not begun
+        results = batcher.stream(4, n_pending=2)
+        assert len(batcher.get()) == 4
+        next(results)
+        calls: Any = [
+            lambda: batcher.execute(9),
+            batcher.reexecute,
+            batcher.get,
+            lambda: batcher.stream(3),
+            lambda: next(unused),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match="while a stream of this batcher is open") as error:
+                call()
+            assert "second batcher" in error.value.fix
+        assert len(next(results)) == 4
+        results.close()
+        unused.close()
+        for length in (5, 6):
+            assert len(next(batcher.stream(length))) == length  # nobody has it any more
+            batcher.execute(3)
+            assert len(batcher.get()) == 3
+
+
 def test_a_stream_that_outlives_its_batcher_ends_quietly() -> None:
     with create(1) as batcher:
         requests = batcher.stream(2)
@@ -115,5 +142,9 @@ def test_what_cannot_be_streamed_is_refused_at_once() -> None:
         for arguments in ((0,), (1, 0), (1, 1.5)):
             with pytest.raises(SpecError, match="should be an int"):
                 batcher.stream(*arguments)
+        named: Any
+        for named, name in (({"pending": 2}, "n_pending"), ({"num_episodes": 3}, "n_episodes")):
+            with pytest.raises(TypeError, match=f"fix: +pass {name}"):
+                batcher.stream(**named)
     with pytest.raises(UsageError, match="closed"):
         batcher.stream(1)

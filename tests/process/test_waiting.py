@@ -146,8 +146,13 @@ def test_wait_finds_batchers_without_workers_and_errors(tmp_path: Path) -> None:
         request(batcher)
         assert rlpool.wait([batcher], timeout=0) == [batcher]
         other: Any = object()
+        assert rlpool.wait(each for each in [batcher]) == [batcher]
         with pytest.raises(SpecError, match="is no batcher"):
             rlpool.wait([batcher, other])
+        alone: Any
+        for alone in (batcher, None):
+            with pytest.raises(SpecError, match="is no list of batchers"):
+                rlpool.wait(alone)
     with pytest.raises(UsageError, match="closed"):
         rlpool.wait([batcher])
 
@@ -173,6 +178,7 @@ def test_selectors_wait_for_a_batcher(kind: Any, n_workers: int, tmp_path: Path)
         while (result := batcher.get(blocking=False)) is None:
             s.select(1.0)
         assert len(result) == 2
+        batcher.close()
         s.unregister(batcher)
     with pytest.raises(UsageError, match="closed"):
         batcher.fileno()

@@ -20,12 +20,14 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/**/*.md")))]
 
 USES = """
-from rlpool import Batcher, EpisodeBatcher, TemporalDictTensor, evaluate
+from rlpool import Batcher, EpisodeBatcher, TemporalDictTensor, evaluate, wait
 
 def check(batcher: Batcher, episodes: EpisodeBatcher) -> None:
     window: TemporalDictTensor = batcher.get()
     result: TemporalDictTensor = episodes.get(timeout=3.0)
     wrong: TemporalDictTensor = episodes.get(blocking=False)
+    for ready in wait([batcher, episodes]):
+        ready.get(timeout=3.0)
 """
 
 CHECKERS = {

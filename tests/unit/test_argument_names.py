@@ -91,10 +91,17 @@ def test_an_argument_given_by_both_names_is_refused_with_both(
     assert all(name in str(caught.value) for name in names)
 
 
-@pytest.mark.parametrize("seed", [[1, 2], 0.5, -1, True])
-def test_a_seed_that_is_no_int_is_refused(seed: Any) -> None:
-    with pytest.raises(SpecError, match="seed should be an int of at least 0"):
+@pytest.mark.parametrize(
+    ("seed", "fix"),
+    [
+        ([1, 2], "give several as seeds"),
+        *((seed, "give an int from 0 on") for seed in (0.5, -1, True, "a")),
+    ],
+)
+def test_a_seed_that_is_no_int_is_refused(seed: Any, fix: str) -> None:
+    with pytest.raises(SpecError, match="seed should be an int of at least 0") as caught:
         episodes(n_workers=0, seed=seed)
+    assert caught.value.fix == fix
 
 
 def test_num_workers_makes_parallel_environments() -> None:

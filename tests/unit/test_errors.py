@@ -15,6 +15,7 @@ from rlpool import errors
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
+    BatcherClosedError,
     CallInHalvesError,
     CallTimeoutError,
     EnvError,
@@ -49,6 +50,7 @@ DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"
 
 BASES: dict[type[RlpoolError], set[type[Exception]]] = {
     UsageError: {RuntimeError},
+    BatcherClosedError: {UsageError, ValueError},
     EnvsClosedError: {UsageError, ClosedEnvironmentError},
     CallInHalvesError: {UsageError},
     PendingCallError: {CallInHalvesError, AlreadyPendingCallError},

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
+from process.watching import assert_equal
 
-from rlpool import Batcher, SpecError
+from rlpool import Batcher, SpecError, VectorGymEnv
 from rlpool.testing import CountingEnv
 
-from support.agents import ConstantAgent
-from support.vector_envs import create_lanes
+from support.agents import BinaryAgent, ConstantAgent
+from support.vector_envs import ArrayEnv, create_lanes
 
 
 def open_batcher(n_workers: int, over: str = "gym", **options: Any) -> Batcher:
@@ -77,3 +79,27 @@ def test_rows_of_another_number_are_refused_and_change_nothing() -> None:
             batcher.execute(env_info={"length": [1, 2, 3]})
         batcher.execute()
         assert ends(batcher.get()) == [[1, 3, 5], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_different_rows_for_lanes_that_are_reset_together_are_refused_and_change_nothing(
+    is_queued: bool,
+) -> None:
+    def create(seed: int) -> VectorGymEnv:
+        lanes = ArrayEnv(2, AutoresetMode.NEXT_STEP, "all")
+        return VectorGymEnv(lanes, seed, seeding="request", auto_reset=True)
+
+    arguments: Any = (6, None, BinaryAgent, {}, create, {}, 0)
+    with Batcher(*arguments, seed=0) as batcher, Batcher(*arguments, seed=0) as other:
+        for each in (batcher, other):
+            each.reset(env_info={"length": 4})
+            each.execute()
+            if not is_queued:
+                each.get()
+        for call in (batcher.execute, batcher.reset):
+            with pytest.raises(SpecError, match="different rows, and one reset serves all lanes"):
+                call(env_info={"length": [3, 4]})
+        for each in (batcher, other):
+            each.execute()
+        for _ in range(1 + is_queued):
+            assert_equal(batcher.get(), other.get())
