@@ -21,7 +21,7 @@ from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
-from rlpool.evaluation.protocol import Telling, described_infos, modules_of, protocol_of
+from rlpool.evaluation.protocol import Telling, described_infos, modules_of, plain, protocol_of
 from rlpool.evaluation.result import Entry, Evaluation, Record, plain_rows
 from rlpool.evaluation.video import filmed_seeds, filming
 from rlpool.machine.arguments import also_takes, whole_number
@@ -149,10 +149,11 @@ def evaluate(
         "infos": list(infos),
         **described_infos(rows),
     }
+    args = plain(env_args or {})  # before create_env may change them
     with filming(create_env, video, filmed) as (create, folder):
         failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
         with Evaluator(agent_args, create, env_args, n_workers, root, agent_rows, failing) as runs:
-            protocol = protocol_of(agent, runs.environment, env_args or {}, **settings)
+            protocol = protocol_of(agent, {**runs.environment, "args": args}, **settings)
             entries = _entries(runs, rows, all_seeds if given else None, protocol, record, progress)
         films = [film for n in filmed.values() for film in folder.glob(f"episode-{n:03d}-*")]
         videos = tuple(film.replace(folder.parent / film.name) for film in films)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlpool.errors import SpecError
+from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
 from rlpool.machine.arguments import names_arguments, real_number
 from rlpool.machine.extras import import_extra
 from rlpool.memory.storage import Array
@@ -298,14 +299,12 @@ def _by_seed(evaluation: Evaluation, failures: str | float | None) -> dict[int, 
 
 def _refuse_other_environments(first: Evaluation, second: Evaluation) -> None:
     """Raise for evaluations of different environments, or of pairs with different ``env_info``."""
-    one, other = (each.protocol.get("environment") for each in (first, second))
-    keys = ("class", "spec", "args")
-    if one and other and [one.get(key) for key in keys] != [other.get(key) for key in keys]:
-        raise SpecError(
-            "the evaluations are of different environments: "
-            + " and ".join(str([each.get(key) for key in keys]) for each in (one, other)),
-            fix="compare policies on the same environment",
-        )
+    one, other = (each.protocol.get("environment", {}) for each in (first, second))
+    for environment in (one, other):
+        refuse_unseeded(environment, "compare")
+    if differs := environment_differences(one, other, ("package", "n_lanes")):
+        what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
+        raise SpecError(what, fix="compare policies on the same environment")
     infos = [
         {seed: each.env_info_of(i) for i, seed in enumerate(each.seeds.tolist())}
         for each in (first, second)
