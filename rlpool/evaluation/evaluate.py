@@ -22,7 +22,7 @@ from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
 from rlpool.evaluation.protocol import Telling, described_infos, modules_of, plain, protocol_of
-from rlpool.evaluation.result import Entry, Evaluation, Record, plain_rows
+from rlpool.evaluation.result import Entry, Evaluation, Record, error_of, plain_rows
 from rlpool.evaluation.video import filmed_seeds, filming
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
@@ -157,7 +157,7 @@ def evaluate(
             entries = _entries(runs, rows, all_seeds if given else None, protocol, record, progress)
         films = [film for n in filmed.values() for film in folder.glob(f"episode-{n:03d}-*")]
         videos = tuple(film.replace(folder.parent / film.name) for film in films)
-    return Evaluation.of_entries(entries, protocol, videos, _all_failures(entries, runs.found))
+    return Evaluation.of_entries(entries, protocol, videos, runs.found)
 
 
 def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | None]:
@@ -203,14 +203,6 @@ def _entries(
                 written.append(part)
             entries += part
     return entries
-
-
-def _all_failures(
-    entries: Sequence[Entry], found: Mapping[int, WorkerError]
-) -> tuple[WorkerError, ...] | None:
-    """Why episodes were given up; ``None`` if some of that is only known from a record."""
-    failed = [entry["episode"] for entry in entries if entry["error"]]
-    return tuple(found[n] for n in failed) if all(n in found for n in failed) else None
 
 
 class Evaluator(EpisodeBatcher):
@@ -320,7 +312,7 @@ class Evaluator(EpisodeBatcher):
                 "terminated": terminated[row],
                 "success": None if successes is None else bool(successes[row]),
                 "restarts": int(n_repeats[row]),
-                "error": str(self.found[number]) if number in self.found else None,
+                "error": error_of(self.found[number]) if number in self.found else None,
                 "infos": {key: values[row] for key, values in told.items()},
                 "agent_info": plain_rows(agent_info, number),
                 "env_info": plain_rows(env_info, number),
