@@ -180,6 +180,10 @@ def create_set(seed: int, settings: Any) -> GymEnv:
     return GymEnv([CountingEnv(getattr(settings, "length", 3))])
 
 
+def create_with_function(seed: int, settings: Any) -> GymEnv:
+    return GymEnv([gymnasium.make("rlpool/Configured-v0", value=create_set)])
+
+
 def test_other_wrappers_are_another_environment(tmp_path: Path) -> None:
     plain, path = made(create_pendulums), tmp_path / "run.jsonl"
     made(create_pendulums, record=path)
@@ -229,7 +233,7 @@ gymnasium.register("rlpool/Configured-v0", entry_point=Configured)
     ("one", "other"),
     [
         (list(range(40_000)), list(range(1, 40_001))),
-        (np.zeros(5000), np.arange(5000) == 2500),
+        (np.zeros(5000), 1.0 * (np.arange(5000) == 2500)),
         ({(1, 2): 3, "a": 4}, {(1, 2): 3, "a": 5}),
         (len, max),
     ],
@@ -252,9 +256,10 @@ from unit.test_evaluation_checks import *
 if __name__ == "__main__":
     arguments = {{"settings": {{"fn": made, "of": Settings(4)}}}}
     if sys.argv[1] == "save":
-        evaluate(StepCounter(), create_set, 2, env_args=arguments).save("a.json")
+        evaluate(StepCounter(), create_with_function, 2, env_args=arguments).save("a.json")
     else:
-        print(verify(Evaluation.load("a.json"), StepCounter(), create_set, env_args=arguments))
+        found = Evaluation.load("a.json")
+        print(verify(found, StepCounter(), create_with_function, env_args=arguments))
 """
 
 
