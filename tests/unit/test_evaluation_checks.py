@@ -381,7 +381,9 @@ def test_failures_are_recorded_the_same_by_any_worker(how: str, tmp_path: Path) 
     whole = failing(how, episode_seeds=seeds, n_workers=1, record=path)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
     again = failing(how, episode_seeds=seeds, n_workers=2, record=path)
-    assert again.entries == whole.entries
+    # Which episodes run beside one that ends its worker, and are run again, is a matter of time.
+    for one, other in zip(again.entries, whole.entries, strict=True):
+        assert {**one, "restarts": 0} == {**other, "restarts": 0}
     for number, failure in enumerate(again.failures):
         assert (failure.where.episode, failure.where.step) == (2 * number, 1)
     kinds = {type(failure) for failure in again.failures[2:]}  # of this run
