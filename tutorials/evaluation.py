@@ -124,7 +124,8 @@ def main():
     print(f"late beside early\n{compare(late, early)}\n")
 
     # Without workers, and with another number of environments: the same bits.
-    print(verify(late, Linear(weights), create_env, n_episodes=3, env_args=env_args))
+    other_args = {**env_args, "n_envs": 3}
+    print(verify(late, Linear(weights), create_env, n_episodes=3, env_args=other_args))
 
     # The same from the command line, with a picture.
     command = [sys.executable, "-m", "rlpool", "compare", "late.json", "early.json"]

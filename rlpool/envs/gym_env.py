@@ -151,6 +151,10 @@ class GymEnv(VecEnv):
         getter = getattr(env, "get_wrapper_attr", None)
         return getter(name) if callable(getter) else getattr(env, name)
 
+    def outermost(self, lane: int) -> Any:
+        """An environment with all its wrappers."""
+        return self._envs[lane]
+
     def native_action_specs(self) -> dict[str, TensorSpec] | None:
         """Keys of the actions with the dtypes that the environments take."""
         structure = _native(self.action_space, "action_space")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described
-from rlpool.evaluation.protocol import Telling, described_infos, modules_of, protocol_of
-from rlpool.evaluation.result import Entry, Evaluation, Record, plain_rows
+from rlpool.evaluation.protocol import Telling, described_infos, modules_of, plain, protocol_of
+from rlpool.evaluation.result import Entry, Evaluation, Record, error_of, plain_rows
 from rlpool.evaluation.video import filmed_seeds, filming, kept_films
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
@@ -38,6 +39,8 @@ from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, tak
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_LOG = logging.getLogger("rlpool")
 
 AGENT_ROWS = 16
 """Rows that an agent is called with, so that no result depends on the number of environments."""
@@ -77,14 +80,15 @@ def evaluate(
 ) -> Evaluation:
     """Run complete episodes with a copy of an agent, without gradients.
 
-    The agent itself is not touched: its copy is put into evaluation mode (``nn.Module.eval``), and
-    may change what it likes. The same seeds give the same bits for any ``n_workers`` and any number
-    of environments that ``create_env`` makes, if their ``seeding`` is not ``"request"`` or
-    ``"stream"`` (see ``VectorGymEnv``) and ``agent_rows`` is a number.
+    The agent itself is not touched: its copy is put into evaluation mode (``nn.Module.eval``, of
+    modules that are attributes of agents, also in lists and dicts; not of those inside other
+    objects), and may change what it likes. The same seeds give the same bits for any ``n_workers``
+    and any number of environments that ``create_env`` makes, if their ``seeding`` is not
+    ``"request"`` or ``"stream"`` (see ``VectorGymEnv``) and ``agent_rows`` is a number.
 
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
-    ``info_keys`` of ``GymEnv``.
+    ``info_keys`` of ``GymEnv``: without it there are no successes. NaN is an error.
 
     Args:
         agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
@@ -92,7 +96,8 @@ def evaluate(
         create_env: As for ``EpisodeBatcher``.
         n_episodes: How many episodes, from 1; as many as there are ``episode_seeds`` by default.
         env_args: As for ``EpisodeBatcher``.
-        n_workers: As for ``EpisodeBatcher``.
+        n_workers: As for ``EpisodeBatcher``; at least one with ``on_env_error="restart"``, since
+            what is restarted is a worker.
         seeds: A non-negative int, from which all seeds derive, apart from those of training: a
             batcher made with the same one runs other episodes.
         agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
@@ -105,7 +110,8 @@ def evaluate(
         infos: Keys of the environments' infos (see ``info_keys`` of ``GymEnv``) or observations
             whose value after the last step is recorded in ``entries``.
         record: A file, to which episodes are appended when they are complete. If it holds some
-            already, since an evaluation like this one was killed, only the others are run.
+            already, since an evaluation like this one was killed, only the others are run. It is
+            locked meanwhile.
         progress: Show a bar (tqdm).
         video: A directory, created if it is missing, for one file per filmed episode, such as
             ``episode-002-seed-1703251-return-200.mp4``. Needs the extra ``video``. ``create_env``
@@ -120,8 +126,8 @@ def evaluate(
             there with ``on_env_error="truncate"`` or ``"restart"``, and ``failed`` says so.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation
-            or in a folder that does not exist.
+        SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation,
+            that is damaged, that another one writes to, or in a folder that does not exist.
         WorkerStartupError: If ``create_env`` raises, or its environments cannot be filmed.
         EnvError, AgentError: If the user's code fails.
         WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
@@ -133,6 +139,11 @@ def evaluate(
         (tensor([ 3.,  6., 10.]), tensor(6.3333))
     """
     n_episodes, given = _checked_episodes(n_episodes, episode_seeds)
+    keys = _checked_keys(infos)
+    if agent_rows is not None:
+        agent_rows = whole_number("agent_rows", agent_rows, 1)
+    if policy.get("on_env_error") == "restart":
+        n_workers = n_workers or 1  # what is started again is a worker
     if record is not None:
         checked_target("record", record)  # now, not after the workers have started
     seeds = whole_number("seeds", seeds, 0)
@@ -147,16 +158,18 @@ def evaluate(
         "episode_seeds": given,
         "agent_rows": agent_rows,
         "on_env_error": policy.get("on_env_error", "raise"),
-        "infos": list(infos),
+        "infos": keys,
         **described_infos(rows),
     }
+    args = plain(env_args or {})  # before create_env may change them
     with filming(create_env, video, filmed) as (create, folder):
         failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
         with Evaluator(agent_args, create, env_args, n_workers, root, agent_rows, failing) as runs:
-            protocol = protocol_of(agent, runs.environment, env_args or {}, **settings)
-            entries = _entries(runs, rows, all_seeds if given else None, protocol, record, progress)
+            protocol = protocol_of(agent, {**runs.environment, "args": args}, **settings)
+            seeds_given = all_seeds if given else None
+            entries = _entries(runs, rows, seeds_given, protocol, record, progress)
         videos = kept_films(folder, filmed)
-    return Evaluation.of_entries(entries, protocol, videos, _all_failures(entries, runs.found))
+    return Evaluation.of_entries(entries, protocol, videos, runs.found)
 
 
 def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | None]:
@@ -171,6 +184,14 @@ def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | Non
         what = f"episode_seeds has the seed {twice} {seeds.count(twice)} times"
         raise SpecError(what, fix="name every seed once: the same episode again is no further one")
     return len(seeds), seeds
+
+
+def _checked_keys(infos: Any) -> list[str]:
+    """The keys of infos to record."""
+    keys = [infos] if isinstance(infos, str) or not isinstance(infos, Iterable) else list(infos)
+    if keys == [infos] or not all(isinstance(key, str) for key in keys):
+        raise SpecError(f"infos is {infos!r:.60}, not a list of keys", fix='pass infos=["key"]')
+    return keys
 
 
 def _entries(
@@ -202,14 +223,6 @@ def _entries(
                 written.append(part)
             entries += part
     return entries
-
-
-def _all_failures(
-    entries: Sequence[Entry], found: Mapping[int, WorkerError]
-) -> tuple[WorkerError, ...] | None:
-    """Why episodes were given up; ``None`` if some of that is only known from a record."""
-    failed = [entry["episode"] for entry in entries if entry["error"]]
-    return tuple(found[n] for n in failed) if all(n in found for n in failed) else None
 
 
 class Evaluator(EpisodeBatcher):
@@ -276,6 +289,9 @@ class Evaluator(EpisodeBatcher):
         """
         self._n_episodes = numbers.start  # seeds, noise and rows follow from it
         size = _PER_LANE * self._open().n_lanes
+        step = self._open().step
+        if step is not None:  # else the first episodes show it
+            _refuse_unknown(keys, step.succeeded)
         parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         for part in parts:
             seeds = given and given[part.start : part.stop]
@@ -299,13 +315,9 @@ class Evaluator(EpisodeBatcher):
         keys: Sequence[str],
     ) -> list[Entry]:
         """What is recorded of some episodes."""
-        missing = [key for key in keys if f"_{key}" not in part]
-        if missing:
-            what = f"infos names {missing[0]!r}, which the environments do not report"
-            fix = f"name it in info_keys of GymEnv; there are {list(part.keys())}"
-            raise SpecError(what, fix=fix)
+        _refuse_unknown(keys, [key for key in part if f"_{key}" in part])
         last = torch.arange(len(numbers)), part.lengths - 1
-        returns, successes = episode_returns(part).tolist(), _successes(part)
+        returns, successes = episode_returns(part).tolist(), _successes(part, numbers)
         terminated = part["_terminated"][last].tolist()
         seeds, lengths = part.info["seed"].tolist(), part.lengths.tolist()
         told = {key: part[f"_{key}"][last].tolist() for key in keys}
@@ -319,7 +331,7 @@ class Evaluator(EpisodeBatcher):
                 "terminated": terminated[row],
                 "success": None if successes is None else bool(successes[row]),
                 "restarts": int(n_repeats[row]),
-                "error": str(self.found[number]) if number in self.found else None,
+                "error": error_of(self.found[number]) if number in self.found else None,
                 "infos": {key: values[row] for key, values in told.items()},
                 "agent_info": plain_rows(agent_info, number),
                 "env_info": plain_rows(env_info, number),
@@ -328,13 +340,26 @@ class Evaluator(EpisodeBatcher):
         ]
 
 
-def _successes(part: TemporalDictTensor) -> Tensor | None:
+def _refuse_unknown(keys: Sequence[str], known: Iterable[str]) -> None:
+    for key in keys:
+        if key not in known:
+            what = f"infos names {key!r}, which the environments do not report"
+            fix = f"name it in info_keys of GymEnv; there are {list(known)}"
+            raise SpecError(what, fix=fix)
+
+
+def _successes(part: TemporalDictTensor, numbers: range) -> Tensor | None:
     if "_success" in part:
-        return episode_returns(part, "_success") != 0
-    if "_is_success" in part:
+        found = episode_returns(part, "_success")
+    elif "_is_success" in part:
         last = part.lengths[:, None] - 1
-        return numbers_of(part, "_is_success").gather(1, last)[:, 0] != 0
-    return None
+        found = numbers_of(part, "_is_success").gather(1, last)[:, 0]
+    else:
+        return None
+    for row in found.isnan().nonzero()[:, 0].tolist():
+        what = f"the success of episode {numbers[row]} is nan"
+        raise SpecError(what, fix="let the environment report a bool, in every step")
+    return found != 0
 
 
 # The agent ---------------------------------------------------------------------------------------

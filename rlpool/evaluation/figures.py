@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlpool.errors import SpecError
+from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
 from rlpool.machine.arguments import names_arguments, real_number
 from rlpool.machine.extras import import_extra
 from rlpool.memory.storage import Array
@@ -59,7 +60,7 @@ class Summary(NamedTuple):
         median: Median return.
         interquartile_mean: Mean of the middle half of the returns.
         std: Standard deviation over episodes (with n - 1); NaN for a single one.
-        mean_length: Mean number of steps.
+        mean_length: Mean number of steps, of episodes that did not fail.
         success_rate: Rate of successes with Wilson's interval, ``None`` if the environments do not
             say.
 
@@ -137,7 +138,9 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
     """See ``Evaluation.summary``."""
     stats = scipy_stats()
     returns, counts = returns_of(evaluation, failures)
-    successes = evaluation.successes
+    successes, lengths = evaluation.successes, evaluation.lengths.numpy()
+    if evaluation.failed is not None and evaluation.n_failed < len(lengths):
+        lengths = lengths[~evaluation.failed.numpy()]
     rate = None
     if successes is not None:
         rate = _rate(int(successes.numpy()[counts].sum()), int(counts.sum()))
@@ -148,7 +151,7 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
         median=float(np.median(returns)),
         interquartile_mean=float(stats.trim_mean(returns, 0.25)),
         std=float(returns.std(ddof=1)) if len(returns) > 1 else float("nan"),
-        mean_length=float(evaluation.lengths.numpy()[counts].mean()),
+        mean_length=float(lengths.mean()),
         success_rate=rate,
     )
 
@@ -161,7 +164,8 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[Ar
         failures: See ``Evaluation.summary``.
 
     Raises:
-        SpecError: If episodes failed for good and it is not said how they count, or none is left.
+        SpecError: If episodes failed for good and it is not said how they count, none is left, or
+            a return is not finite.
     """
     returns = evaluation.returns.double().numpy().copy()
     counts = np.ones(len(returns), bool)
@@ -186,6 +190,9 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[Ar
             returns[failed] = failures
     if not counts.any():
         raise SpecError("all episodes failed", fix="pass a number as failures")
+    for episode in np.flatnonzero(counts & ~np.isfinite(returns)):
+        what = f"the return of episode {episode} is {returns[episode]}"
+        raise SpecError(what, fix="mend the environment's rewards: figures need finite returns")
     return returns[counts], counts
 
 
@@ -311,14 +318,12 @@ def _by_seed(evaluation: Evaluation, failures: str | float | None) -> dict[int, 
 
 def _refuse_other_environments(first: Evaluation, second: Evaluation) -> None:
     """Raise for evaluations of different environments, or of pairs with different ``env_info``."""
-    one, other = (each.protocol.get("environment") for each in (first, second))
-    keys = ("class", "spec", "args")
-    if one and other and [one.get(key) for key in keys] != [other.get(key) for key in keys]:
-        raise SpecError(
-            "the evaluations are of different environments: "
-            + " and ".join(str([each.get(key) for key in keys]) for each in (one, other)),
-            fix="compare policies on the same environment",
-        )
+    one, other = (each.protocol.get("environment", {}) for each in (first, second))
+    for environment in (one, other):
+        refuse_unseeded(environment, "compare")
+    if differs := environment_differences(one, other, ("package", "n_lanes")):
+        what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
+        raise SpecError(what, fix="compare policies on the same environment")
     infos = [
         {seed: each.env_info_of(i) for i, seed in enumerate(each.seeds.tolist())}
         for each in (first, second)

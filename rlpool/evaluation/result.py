@@ -15,11 +15,14 @@ an episode each. Numbers are written with as many digits as it takes to read the
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import numpy as np
@@ -28,13 +31,35 @@ from torch import Tensor
 
 from rlpool.errors import SpecError, Where, WorkerError
 from rlpool.evaluation.figures import Summary, summary_of
-from rlpool.evaluation.protocol import differences
+from rlpool.evaluation.protocol import differences, environment_differences, refuse_unseeded
 from rlpool.machine.files import checked_target, replaced
 
 FORMAT, VERSION = "rlpool evaluation", 1
 
 Entry = dict[str, Any]
 """What is recorded of an episode."""
+
+_Kinds = Mapping[tuple[type, ...], str]
+
+_TOP: _Kinds = {(dict,): "protocol", (list,): "episodes"}
+_PROTOCOL: _Kinds = {
+    (int,): "n_episodes seeds",
+    (int, NoneType): "agent_rows",
+    (str,): "on_env_error",
+    (str, NoneType): "parameters",
+    (list,): "infos",
+    (list, NoneType): "episode_seeds",
+    (dict,): "environment machine agent_info env_info",
+}
+_ENTRY: _Kinds = {
+    (int,): "episode seed length restarts",
+    (int, float): "return",
+    (bool,): "terminated",
+    (bool, NoneType): "success",
+    (str, NoneType): "error",
+    (dict,): "infos agent_info env_info",
+}
+"""The types that values in a record may have, and their keys."""
 
 _TENSORS = "returns", "lengths", "successes", "seeds"
 
@@ -81,17 +106,21 @@ class Evaluation:
         entries: Sequence[Entry],
         protocol: Mapping[str, Any],
         videos: tuple[Path, ...] = (),
-        failures: tuple[WorkerError, ...] | None = None,
+        found: Mapping[int, WorkerError] = MappingProxyType({}),
     ) -> Evaluation:
-        """The evaluation that consists of these episodes."""
+        """The evaluation that consists of these episodes.
+
+        Args:
+            entries: What is recorded of them.
+            protocol: How it was made.
+            videos: The files that were written.
+            found: Why episodes were given up, by their number, as far as that is still known.
+        """
         success = [entry["success"] for entry in entries]
         tells = protocol.get("on_env_error", "raise") != "raise"
-        failed = [entry for entry in entries if entry["error"]]
-        if failures is None:
-            failures = tuple(
-                WorkerError(each["error"], where=Where(episode=each["episode"], seed=each["seed"]))
-                for each in failed
-            )
+        failures = tuple(
+            found.get(entry["episode"]) or _failure_of(entry) for entry in entries if entry["error"]
+        )
         return cls(
             returns=torch.tensor([entry["return"] for entry in entries]),
             lengths=torch.tensor([entry["length"] for entry in entries]),
@@ -155,18 +184,19 @@ class Evaluation:
         """Read what ``save`` wrote, or a complete ``record`` of ``evaluate``.
 
         Raises:
-            SpecError: For another format or version, and a record that is not complete.
+            SpecError: For another format or version, and a record that is damaged or not complete.
         """
         if not isinstance(path, str | os.PathLike):
             raise SpecError(f"path should be a path, got {path!r:.60}", fix="name a file")
-        text = Path(path).read_text()
+        data = Path(path).read_bytes()
         try:
-            whole = json.loads(text)
+            whole = json.loads(data)
         except ValueError:
-            lines = text.splitlines()
-            whole, entries = parsed_lines(path, lines)
-            whole = {**whole, "episodes": entries}
-        refuse_other_formats(path, whole)
+            whole = None
+        if isinstance(whole, dict) and "episodes" in whole:
+            refuse_bad_records(path, whole)
+        else:
+            whole = parsed_lines(path, data)
         n_episodes, n_found = whole["protocol"]["n_episodes"], len(whole["episodes"])
         if n_found < n_episodes:
             what = f"{path} has {n_found} of {n_episodes} episodes"
@@ -191,44 +221,84 @@ class Evaluation:
 torch.serialization.add_safe_globals([Evaluation])  # torch.load(weights_only=True) reads it
 
 
+def error_of(failure: WorkerError) -> str:
+    """What is recorded of a failure: nothing that depends on which worker ran the episode."""
+    return re.sub(r"^worker \d+ ", "its worker ", failure.what)
+
+
+def _failure_of(entry: Entry) -> WorkerError:
+    """A failure as far as it is recorded."""
+    where = Where(episode=entry["episode"], step=entry["length"] - 1, seed=entry["seed"])
+    return WorkerError(entry["error"].partition("\n")[0], where=where)
+
+
 def header_of(protocol: Mapping[str, Any]) -> dict[str, Any]:
     """What a record begins with."""
     return {"format": FORMAT, "version": VERSION, "protocol": dict(protocol)}
 
 
-def refuse_other_formats(path: Any, whole: Any) -> None:
-    """Raise for what is no record of this version."""
-    found = whole if isinstance(whole, Mapping) else {}
+def refuse_bad_records(path: Any, whole: Any, *, in_lines: bool = False) -> None:
+    """Raise for what is no record of this version, or is damaged.
+
+    Args:
+        path: The file, for the message.
+        whole: What is in it.
+        in_lines: Whether every episode has a line.
+    """
+    found = whole if isinstance(whole, dict) else {}
     if found.get("format") != FORMAT:
         kind = repr(found["format"]) if "format" in found else "missing or incomplete"
         what = f"{path} is no record of an evaluation: its format is {kind}"
         raise SpecError(what, fix="pass what Evaluation.save or evaluate(record=...) wrote")
-    if found.get("version") != VERSION:
-        what = f"{path} has version {found.get('version')!r} of the format, this is {VERSION}"
+    version = found.get("version")
+    if type(version) is not int or version != VERSION:
+        what = f"{path} has version {version!r} of the format, this is {VERSION}"
         raise SpecError(what, fix="read it with the version of rlpool that wrote it")
-    lacks = [key for key in ("protocol", "episodes") if key not in found]
-    if lacks or "n_episodes" not in found["protocol"]:
-        raise SpecError(f"{path} lacks {lacks or 'n_episodes'}", fix="evaluate again")
+    problem = _misfit(found, _TOP) or _misfit(found["protocol"], _PROTOCOL, "its protocol ")
+    n_episodes = 0 if problem else found["protocol"]["n_episodes"]
+    for number, entry in enumerate([] if problem else found["episodes"]):
+        here = f"line {number + 2} " if in_lines else f"number {number} of its episodes "
+        problem = _misfit(entry, _ENTRY, here)
+        if not problem and not entry["episode"] == number < n_episodes:
+            problem = f"{here}is episode {entry['episode']}, not {number} of {n_episodes}"
+        if problem:
+            break
+    if problem:
+        raise SpecError(f"{path} is damaged: {problem}", fix="restore it, or evaluate again")
 
 
-def parsed_lines(path: Any, lines: Sequence[str]) -> tuple[dict[str, Any], list[Entry]]:
-    """The header and the episodes of a record in lines; an incomplete last line is left out."""
+def _misfit(found: Any, kinds: _Kinds, name: str = "it ") -> str:
+    """What a part of a record lacks or has of another type, empty if nothing."""
+    if not isinstance(found, dict):
+        return f"{name}is {found!r:.40}"
+    for types, names in kinds.items():
+        for key in names.split():
+            if key not in found:
+                return f"{name}lacks {key!r}"
+            if type(found[key]) not in types:
+                return f"{name}has {found[key]!r:.40} as {key!r}"
+    return ""
+
+
+def parsed_lines(path: Any, data: bytes) -> dict[str, Any]:
+    """A record in lines; an incomplete last line is left out."""
     parsed: list[Any] = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
             parsed.append(json.loads(line))
         except ValueError:
-            if number < len(lines) - 1:
-                what = f"line {number + 1} of {path} cannot be read"
-                fix = "a record has a line per episode, only the last may be incomplete; "
-                raise SpecError(what, fix=f"{fix}what save() wrote is none") from None
-    header = parsed[0] if parsed else {}
-    refuse_other_formats(path, {**header, "episodes": []} if isinstance(header, dict) else header)
-    return header, parsed[1:]
+            what = f"line {number} of {path} cannot be read"
+            fix = "pass what evaluate(record=...) wrote; only its last line may be incomplete, and "
+            fix += "what save() wrote is no such file"
+            raise SpecError(what, fix=fix) from None
+    header = parsed[0] if parsed and isinstance(parsed[0], dict) else {}
+    whole = {**header, "episodes": parsed[1:]}
+    refuse_bad_records(path, whole, in_lines=True)
+    return whole
 
 
 class Record:
-    """A file to which an evaluation appends every episode.
+    """A file to which an evaluation appends every episode. It is locked until ``close``.
 
     Args:
         path: The file; it need not exist.
@@ -238,24 +308,42 @@ class Record:
         entries: The episodes that are there already.
 
     Raises:
-        SpecError: If the file is of another evaluation.
+        SpecError: If the file is damaged, of another evaluation, or one is writing to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], protocol: Mapping[str, Any]) -> None:
+        refuse_unseeded(protocol["environment"], "record")
         self.entries = list[Entry]()
         file = Path(path)
-        data = file.read_bytes() if file.exists() else b""
-        header = json.dumps(header_of(protocol)).encode() + b"\n"
+        self._file = file.open("a+b")
+        try:
+            self._begin(path, json.dumps(header_of(protocol)).encode() + b"\n")
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _begin(self, path: Any, header: bytes) -> None:
+        """Lock the file, read what is there, and write the header if that is missing."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another evaluation is writing to {path}"
+            raise SpecError(what, fix="wait for its end, or choose another file") from None
+        except OSError:  # a file system that has no locks
+            pass
+        self._file.seek(0)
+        data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]  # an incomplete last line is written again
         if whole:
-            found, self.entries = parsed_lines(path, whole.decode().splitlines())
-            differs = differences(found["protocol"], json.loads(header)["protocol"])
+            found, mine = parsed_lines(path, whole), json.loads(header)["protocol"]
+            self.entries, theirs = found["episodes"], found["protocol"]
+            differs = environment_differences(theirs.pop("environment"), mine.pop("environment"))
+            differs += differences(theirs, mine)
             if differs:
                 what = f"{path} is the record of another evaluation: {'; '.join(differs[:3])}"
                 raise SpecError(what, fix="choose another file, or evaluate as it was done there")
         elif not header.startswith(data):
-            refuse_other_formats(path, None)
-        self._file = file.open("ab")
+            refuse_bad_records(path, None)
         self._file.truncate(len(whole))
         self._file.write(b"" if whole else header)
         self._file.flush()

@@ -13,7 +13,13 @@ from rlpool.batch.requests import as_infos
 from rlpool.errors import SpecError
 from rlpool.evaluation.evaluate import Evaluator, checked_agent
 from rlpool.evaluation.figures import refuse_no_evaluation
-from rlpool.evaluation.protocol import differences, digest_of, protocol_of
+from rlpool.evaluation.protocol import (
+    differences,
+    digest_of,
+    environment_differences,
+    plain,
+    refuse_unseeded,
+)
 from rlpool.evaluation.result import Entry, Evaluation
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.fingerprint import fingerprint
@@ -67,11 +73,12 @@ def verify(
         create_env: The environments that it was evaluated on.
         n_episodes: How many episodes, from the first to the last.
         env_args: As for ``evaluate``.
-        n_workers: As for ``evaluate``.
+        n_workers: As for ``evaluate``. Episodes that failed or were run again then are run in a
+            worker in any case, since they may end their process.
 
     Raises:
         SpecError: If the agent's parameters, the environment or its arguments are others, naming
-            both; or the evaluation has no record of its episodes.
+            both; or the evaluation has no record of its episodes, or none has a seed of its own.
 
     Example:
         >>> evaluation = evaluate(create_agent(), create_env, n_episodes=4)
@@ -83,6 +90,7 @@ def verify(
     protocol, entries = evaluation.protocol, evaluation.entries
     if not entries:
         raise SpecError("the evaluation has no record", fix="make it with evaluate")
+    refuse_unseeded(protocol["environment"], "verify")
     mine, theirs = digest_of(agent), protocol["parameters"]
     if mine != theirs:
         what = f"the agent's parameters are {mine}, those of the evaluation were {theirs}"
@@ -91,22 +99,26 @@ def verify(
     numbers = sorted({int(n) for n in np.linspace(0, len(entries) - 1, wanted)})
     agent_info, env_info = (_infos(n, protocol, entries) for n in ("agent_info", "env_info"))
     infos = as_infos(agent_info, env_info, len(entries))
-    agent_args = {"agent": checked_agent(agent, n_workers)}
     rows, root = protocol["agent_rows"], evaluation_root(protocol["seeds"])
-    failing = {"on_env_error": protocol["on_env_error"]}
+    # Where rows of the batch decide about bits, all episodes that had shared it.
+    n_beside = 1 if rows is not None else int(protocol["environment"]["n_lanes"])
+    starts = sorted({n // n_beside * n_beside for n in numbers})
+    parts = [range(start, min(start + n_beside, len(entries))) for start in starts]
+    again = [entries[n] for part in parts for n in part]
+    if any(entry["error"] or entry["restarts"] for entry in again):
+        n_workers = n_workers or 1  # they may end their process
+    agent_args = {"agent": checked_agent(agent, n_workers)}
+    args, failing = plain(env_args or {}), {"on_env_error": protocol["on_env_error"]}
     given = [entry["seed"] for entry in entries] if protocol["episode_seeds"] else None
     found: dict[int, Entry] = {}
     with Evaluator(agent_args, create_env, env_args, n_workers, root, rows, failing) as runs:
-        here = protocol_of(agent, runs.environment, env_args or {})["environment"]
-        if differs := differences(protocol["environment"], here):
+        here = {**runs.environment, "args": args}
+        if differs := environment_differences(protocol["environment"], here):
             what = f"the environment is another one: {'; '.join(differs[:3])}"
             raise SpecError(what, fix="pass the create_env and env_args of the evaluation")
-        # Where rows of the batch decide about bits, all episodes that had shared it.
-        n_beside = 1 if rows is not None else int(here["n_lanes"])
-        for start in sorted({n // n_beside * n_beside for n in numbers}):
-            part = range(start, min(start + n_beside, len(entries)))
-            for again in runs.parts(part, infos, given, protocol["infos"]):
-                found |= {entry["episode"]: entry for entry in again}
+        for part in parts:
+            for entries_again in runs.parts(part, infos, given, protocol["infos"]):
+                found |= {entry["episode"]: entry for entry in entries_again}
     told = [
         f"episode {n}, {each}"
         for n in numbers
