@@ -88,7 +88,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     ) -> None:
         refuse_during_import()
         n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
-        n_workers = whole_number("n_workers", n_workers, 0)
+        fix = 'rlpool.worker_count("auto") says how many this machine has room for'
+        n_workers = whole_number("n_workers", n_workers, 0, fix=fix)
         if n_slots is not None:
             n_slots = whole_number("n_slots", n_slots, 1)
         if agent_rows is not None:
