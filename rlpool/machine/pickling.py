@@ -41,10 +41,6 @@ def why_not(
         error: What the pickler raised.
         what: What the line calls the part, if that is not its name.
         dumps: What pickles.
-
-    Raises:
-        Exception: The error, if each part can be pickled now. It is not theirs: a signal handler
-            may have raised it.
     """
     for name, part in parts.items():
         if (found := _culprit(part, dumps)) is not None:
@@ -52,7 +48,7 @@ def why_not(
             place = f"{name}{path}" if path else "it"
             is_what = f"{place} is {_described(culprit)} ({described(error):.300})"
             return f"{what or name} cannot be pickled: {is_what}"
-    raise error
+    return f"{what or ', '.join(parts)} cannot be pickled: {described(error):.300}"
 
 
 def _culprit(

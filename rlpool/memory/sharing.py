@@ -145,7 +145,12 @@ def pickled(
     try:
         return dumps(value)
     except Exception as error:
-        raise WorkerStartupError(why_not(parts, error, what=what, dumps=dumps), fix=fix) from error
+        try:
+            dumps(value).shared.close()
+        except Exception:
+            told = why_not(parts, error, what=what, dumps=dumps)
+            raise WorkerStartupError(told, fix=fix) from error
+        raise  # it can be pickled: a signal handler may have raised that
 
 
 def parcel_of(value: Any, *, refusal: str = "", copies: bool = False) -> Parcel:

@@ -14,6 +14,7 @@ import cloudpickle
 import pytest
 
 from rlpool import SpecError, WorkerStartupError
+from rlpool.machine.pickling import why_not
 from rlpool.memory.sharing import ByValue, pickled
 
 LOCK = "a _thread.lock (TypeError: cannot pickle '_thread.lock' object)"
@@ -102,6 +103,8 @@ def test_of_several_parts_the_one_that_fails_is_named() -> None:
         pickled(parts, tuple(parts.values()), fix="")
     with pytest.raises(WorkerStartupError, match=r"environment 3 cannot .*: env\[3\].lock is a"):
         pickled({"env[3]": Holder(threading.Lock())}, [Refusing()], fix="", what="environment 3")
+    words = why_not({"a": 1, "b": 2}, TypeError("it was\nthe weather"))
+    assert words == "a, b cannot be pickled: TypeError: it was the weather"
 
 
 def test_what_a_signal_handler_raises_is_no_fault_of_an_object() -> None:
