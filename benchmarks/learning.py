@@ -111,7 +111,7 @@ TASKS = [
         setup=ATARI,
     ),
     Task(
-        *("multi_agent", "simple_spread-ippo", 400_000, None, "−29 at 20 million steps, see below"),
+        *("multi_agent", "simple_spread-ippo", 2_000_000, None, "−29 at 20 million steps, see below"),
         n_seeds=3,
         flags=("--n-workers=0",),
     ),
@@ -119,7 +119,7 @@ TASKS = [
         *(
             "multi_agent",
             "simple_spread-mappo",
-            400_000,
+            2_000_000,
             None,
             "−29 at 20 million steps, see below",
         ),
