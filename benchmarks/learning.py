@@ -111,18 +111,14 @@ TASKS = [
         setup=ATARI,
     ),
     Task(
-        *("multi_agent", "simple_spread-ippo", 2_000_000, None, "−29 at 20 million steps, see below"),
+        *("multi_agent", "simple_spread-ippo", 2_000_000, None),
+        "−29 at 20 million steps, see below",
         n_seeds=3,
         flags=("--n-workers=0",),
     ),
     Task(
-        *(
-            "multi_agent",
-            "simple_spread-mappo",
-            2_000_000,
-            None,
-            "−29 at 20 million steps, see below",
-        ),
+        *("multi_agent", "simple_spread-mappo", 2_000_000, None),
+        "−29 at 20 million steps, see below",
         n_seeds=3,
         flags=("--n-workers=0", "--central-critic"),
     ),
