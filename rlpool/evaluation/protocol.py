@@ -7,8 +7,10 @@ import importlib.metadata
 import io
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -242,7 +244,12 @@ def _digest(value: Any) -> str:
 
 def _name_of(value: Any) -> str:
     name = value.__qualname__.replace("<listcomp>.", "")  # which Python 3.12 leaves out
-    return f"{getattr(value, '__module__', None)}.{name}"
+    module = getattr(value, "__module__", None)
+    if module in ("__main__", "__mp_main__"):  # what the program's file is called if it is imported
+        main: Any = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        module = spec.name if spec is not None else Path(file).stem if file else module
+    return f"{module}.{name}"
 
 
 def environment_differences(

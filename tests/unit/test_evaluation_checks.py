@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -441,3 +442,40 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_run(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         evaluate(StepCounter(), never_stepped, 2, **options)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+import gymnasium as gym
+from rlpool import GymEnv, evaluate
+from support.agents import ConstantAgent
+from support.envs import CountingEnv
+
+class Own(CountingEnv):
+    pass
+
+class Around(gym.Wrapper):
+    pass
+
+def create_env(seed):
+    return GymEnv([Around(Own(length=3)) for _ in range(2)], seed)
+
+if __name__ == "__main__":
+    for n_workers in (0, 1):
+        found = evaluate(ConstantAgent(0), create_env, 3, n_workers=n_workers)
+        found.save(str(n_workers) + ".json")
+"""
+
+
+def test_what_a_script_has_evaluated_can_be_verified_where_it_is_imported(
+    program_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [path for path in sys.path if path]
+    (program_folder / "evaluated.py").write_text(SCRIPT.format(paths=paths))
+    subprocess.run([sys.executable, "evaluated.py"], cwd=program_folder, check=True)
+    monkeypatch.syspath_prepend(str(program_folder))
+    evaluated = importlib.import_module("evaluated")
+    for name in ("0.json", "1.json"):
+        record = Evaluation.load(program_folder / name)
+        assert not verify(record, ConstantAgent(0), evaluated.create_env).differences
