@@ -359,9 +359,9 @@ def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, n_befor
 
 
 def all_processors_are_free() -> bool:
-    """Those of all nodes that Ray counts: one that came or left may do so late."""
-    n_free = ray.available_resources().get("CPU")
-    return bool(n_free and n_free == ray.cluster_resources().get("CPU"))
+    """Whether nothing is reserved, which Ray's sums over nodes that came and left do not say."""
+    groups = placement_groups.placement_group_table().values()
+    return all(group["state"] == "REMOVED" for group in groups)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +386,7 @@ def test_a_close_that_is_interrupted_gives_the_processors_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batcher = make()
+    assert not all_processors_are_free()
     with monkeypatch.context() as patch:
         interrupt_at(ray, "wait", patch)
         with pytest.raises(KeyboardInterrupt):
