@@ -18,7 +18,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,7 +222,7 @@ torch.serialization.add_safe_globals([Evaluation])  # torch.load(weights_only=Tr
 
 def error_of(failure: WorkerError) -> str:
     """What is recorded of a failure: nothing that depends on which worker ran the episode."""
-    return re.sub(r"^worker \d+ ", "its worker ", failure.what)
+    return failure.what.replace(f"worker {failure.where.worker} ", "its worker ", 1)
 
 
 def _failure_of(entry: Entry) -> WorkerError:
