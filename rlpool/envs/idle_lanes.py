@@ -70,21 +70,20 @@ class IdleLanes:
             self._known = self._recorded
             self._follows[:] = False
 
-    def to_reset(self, lanes: Sequence[int], has_ended: Array, elapsed: Array) -> list[int]:
+    def to_reset(self, idle: Array, has_ended: Array, elapsed: Array) -> list[int]:
         """Idle lanes that have to begin the episode which is repeated, before another step.
 
         Args:
-            lanes: Those that have an episode.
+            idle: bool ``[n_lanes]``: the idle ones.
             has_ended: bool ``[n_lanes]``: those that refuse another step.
             elapsed: int64 ``[n_lanes]``: steps since the reset of each.
         """
-        idle = np.ones(len(has_ended), bool)
-        idle[lanes] = False
         needs = has_ended
         if not self.can_rest:
-            is_led = self._known is self._recorded and self._known.lane in lanes
+            lane = self._recorded.lane
+            is_led = self._known is self._recorded and lane >= 0 and not idle[lane]
             if self._known.n_steps == 0 and not is_led:
-                self._record(lanes[0])
+                self._record(int(idle.argmin()))
                 is_led = True
             is_done = self._follows & (elapsed >= self._known.n_steps + is_led)
             if np.count_nonzero(idle & is_done):

@@ -255,12 +255,13 @@ class VectorGymEnv(VectorLanes):
         self._elapsed[lanes] = 0
         return shown
 
-    def _keep_idle(self, lanes: Sequence[int]) -> None:
+    def _keep_idle(self, rows: Array) -> None:
         """Let lanes without an episode rest, where that is possible, or begin the one to repeat."""
+        idle = np.ones(self.n_lanes, bool)
+        idle[rows] = False
         if self._idle.can_rest:
-            self.at_rest = np.ones(self.n_lanes, bool)
-            self.at_rest[lanes] = False
-        begin = self._idle.to_reset(lanes, self._has_ended, self._elapsed)
+            self.at_rest = idle
+        begin = self._idle.to_reset(idle, self._has_ended, self._elapsed)
         if begin:
             self._reset_some(begin, *self._idle.episode(len(begin)))
 
@@ -278,7 +279,7 @@ class VectorGymEnv(VectorLanes):
             if self.seeding == "episode":
                 self._refuse_left_out(lanes, in_episode)
                 if not all_step:
-                    self._keep_idle(lanes)
+                    self._keep_idle(rows)
             elif not np.count_nonzero(self._in_episode) and not np.count_nonzero(self._has_ended):
                 # All were truncated here, and none of them would restart soon by itself.
                 seed, number, options = self._begun
