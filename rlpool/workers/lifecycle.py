@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import select
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -115,7 +116,9 @@ class LifeCycle:
         self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
-        self._end = Finalize(self, _close, (self._lives, self._logs), exitpriority=10)
+        self._closing = threading.RLock()
+        arguments = (self._lives, self._logs, self._closing)
+        self._end = Finalize(self, _close, arguments, exitpriority=10)
 
     @property
     def processes(self) -> list[SpawnProcess]:
@@ -302,7 +305,7 @@ class LifeCycle:
 
     def close(self) -> None:
         """End all workers; if it is repeated after an interruption, it does the rest."""
-        _close(self._lives, self._logs)
+        _close(self._lives, self._logs, self._closing)
         with suppress(TypeError):  # at the end of Python multiprocessing has no registry any more
             self._end.cancel()
         self._poller.close()
@@ -317,9 +320,10 @@ def given_up(n_before: int) -> str:
     return f"the same episode failed at the same step, {n_before + 1} times: it is given up"
 
 
-def _close(lives: list[Life], logs: Logs) -> None:
+def _close(lives: list[Life], logs: Logs, closing: threading.RLock) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
-    end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
-    for life in lives:
-        life.pipe = life.process = None
+    with closing:  # Python may exit while another thread closes them
+        end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
+        for life in lives:
+            life.pipe = life.process = None
     logs.finish()  # last: it runs handlers of the user's

@@ -7,13 +7,14 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process.watching import wait_until
+from process.watching import wait_until, worker_pids
 
 from rlpool import Batcher, EpisodeBatcher, GymEnv, ParallelEnvManager, Pool, UsageError
 from rlpool.workers import lifecycle
@@ -191,6 +192,28 @@ def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
     closed.set()
     thread.join()
     assert "closed" in errors[0]
+
+
+def test_two_threads_may_close_a_batcher_at_once(
+    gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Python exits while a thread closes it: each process is closed by one of them."""
+    batcher, meet = open_episodes(gate, 2), threading.Barrier(2)
+    close_process, closed = BaseProcess.close, list[BaseProcess]()
+
+    def close(process: BaseProcess) -> None:
+        closed.append(process)
+        with suppress(threading.BrokenBarrierError):
+            meet.wait(0.5)
+        close_process(process)
+
+    monkeypatch.setattr(BaseProcess, "close", close)
+    other = threading.Thread(target=batcher.close)
+    other.start()
+    batcher.close()
+    other.join()
+    assert (len(closed), len(set(closed))) == (2, 2)
+    assert not worker_pids()
 
 
 class Storing(ActingEnv):
