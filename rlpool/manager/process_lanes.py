@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 from rlpool.data.dict_tensor import DictTensor
@@ -216,7 +217,9 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        return self._stepper.is_over(until_s)
+        asked = [self.remotes[lane] for lane in self._workers.requests]
+        have_answered = all(remote.poll(max(0.0, until_s - monotonic())) for remote in asked)
+        return have_answered and self._stepper.is_over(until_s)
 
     def finish_begun(self) -> None:
         """Wait for a reset that was begun.

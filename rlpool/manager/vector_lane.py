@@ -189,7 +189,6 @@ class VectorLane(gymnasium.Env[Any, Any]):
         self._has_begun = False
         self._told_generator = False
         self._long_message = b""
-        self._has_scalars = _has_scalars(env.action_space)
         self._pieces = Pieces()
         self._last_shown: dict[str, Any] = {}
         is_plain = structure_in_arrays(env.observation_space, "observation_space") is not None
@@ -231,7 +230,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
             if pickled is None:  # nothing happens before it is complete
                 return self._last_shown, 0.0, False, False, {}
             action = pickle.loads(pickled)
-        elif self._has_scalars:
+        else:
             action = _with_scalars(action)
         infos, flags = [], np.zeros(2, bool)
         if self._has_ended and self._mode is AutoresetMode.NEXT_STEP:
@@ -297,14 +296,6 @@ class VectorLane(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
-
-
-def _has_scalars(space: spaces.Space[Any]) -> bool:
-    """Whether there is a ``Box`` without dimensions in a space."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return any(map(_has_scalars, parts))
-    return isinstance(space, spaces.Box) and not space.shape
 
 
 def _with_scalars(action: Any) -> Any:
