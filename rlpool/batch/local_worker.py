@@ -24,7 +24,7 @@ from rlpool.record.tape import Tape
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.life import Client
 from rlpool.workers.lifecycle import given_up
-from rlpool.workers.stacks import Stacks, own_stacks
+from rlpool.workers.stacks import Stacks, described, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place
 
@@ -226,10 +226,11 @@ class LocalWorker:
         if self._failure is not None:
             self.fail(self._failure)
 
-    def stacks(self) -> list[Stacks]:
+    def stacks(self) -> str:
         """What the threads of this process and the processes of environments are doing."""
         dump = getattr(self._collector.env, "dump_stacks", None)
-        return [Stacks(0, os.getpid(), own_stacks() + (dump(file=None) if dump else ""))]
+        text = own_stacks() + (dump(file=None) if dump else "")
+        return described([Stacks(0, os.getpid(), text)], self._client.where)
 
     def fail(self, error: RlpoolError) -> None:
         """Refuse everything from now on."""

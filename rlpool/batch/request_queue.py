@@ -28,6 +28,7 @@ class RequestQueue(ABC):
     """A caller's requests, handed out in order.
 
     Attributes:
+        running: Requests that were sent, and of which something still runs.
         pending: Requests whose outcome the user does not have yet. The outermost frame of a
             ``get`` takes the oldest one off, as its last act.
         policy: What new requests run with, whatever happens to those before.
@@ -48,6 +49,7 @@ class RequestQueue(ABC):
 
     def __init__(self) -> None:
         self._queued: deque[Request] = deque()  # not sent yet
+        self.running: list[Request] = []
         self.pending: deque[Request] = deque()
         self._blocks: BlockPool | None = None
         self._n_requests = 0
@@ -63,11 +65,6 @@ class RequestQueue(ABC):
     @abstractmethod
     def fatal(self) -> RlpoolError | None:
         """Why nothing works any more."""
-
-    @property
-    @abstractmethod
-    def running(self) -> list[Request]:
-        """Requests that were sent, and of which something still runs."""
 
     @abstractmethod
     def wait_until(

@@ -6,10 +6,13 @@ their blocks, the policy that each began with, and the requests, which say what 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rlpool.batch.agreement import Agreement
 from rlpool.batch.local_worker import LocalWorker
@@ -23,23 +26,28 @@ from rlpool.batch.messages import (
     Setup,
     Update,
 )
+from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Request
 from rlpool.batch.worker import main
-from rlpool.errors import SpecError, UsageError, Where, WorkerError
+from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
+from rlpool.observe.stats import StatsReader
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
+from rlpool.record.tape import Tape
 from rlpool.slots.block_pool import Block
+from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.group import Workers
 from rlpool.workers.payload import Packed, pack
-from rlpool.workers.stack_dumps import stack_sources
-from rlpool.workers.stacks import described
 from rlpool.workers.wire import Done, Failed, Message
 
 _LARGE_BYTES = 2**14
 """Larger pickled functions travel in shared memory, once for all workers."""
+
+
+LayoutMaker = Callable[[StepSpecs], Layout]
 
 
 @dataclass
@@ -59,17 +67,7 @@ class _Sent:
     is_successor: bool = False
 
 
-class Owner(Protocol):
-    """Whose requests the workers run."""
-
-    def over(self, request: Request) -> None:
-        """Every worker is done with a request."""
-
-    def probed(self) -> None:
-        """Every worker has answered a probe."""
-
-
-class RequestWorkers:
+class RequestWorkers(RequestQueue):
     """Worker processes, or one worker in this process, that run requests.
 
     Args:
@@ -77,20 +75,21 @@ class RequestWorkers:
         root: Root of all seeds.
         functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a
             ``Parcel`` if there are worker processes.
+        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
+            that is larger than the machine.
         policy: What happens when workers fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
+        owner_name: What advice calls the class that does the same in the caller's process.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
-        owner: Is told what happens.
-        owner_name: What advice calls it.
-        n_before: Workers on other machines, see ``Place``.
+        n_before: Workers on other machines whose numbers come first.
+        wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
 
-    Attributes:
-        processes: The workers.
-        control: What they do.
-        agreement: What a step consists of.
-        crash_files: Where capsules are written.
-        running: Requests that were sent, and are not yet done in every worker.
+    Raises:
+        WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
+        UsageError: If the caller's script lacks its ``__main__`` guard.
+        SpecError: If workers disagree about their keys, shapes or dtypes, or blocks are larger
+            than the machine.
     """
 
     def __init__(
@@ -99,16 +98,19 @@ class RequestWorkers:
         root: int,
         functions: Any,
         *,
+        make_layout: LayoutMaker,
         policy: FailurePolicy,
         timeout_s: float | None,
-        crash_dir: CrashDir,
-        owner: Owner,
         owner_name: str,
+        crash_dir: CrashDir = None,
         n_before: int = 0,
+        wake_fd: int = -1,
     ) -> None:
-        self.crash_files = CrashFiles(crash_dir)
-        self.running: list[Request] = []
-        self._owner = owner
+        super().__init__()
+        self.runs_here = n_workers == 0
+        self._make_layout = make_layout
+        self._owner_pid = os.getpid()
+        self._crash_files = CrashFiles(crash_dir)
         self._policy = policy
         self._repeats_env_errors = policy.truncates or (
             n_workers > 0 and policy.restarts_on_env_errors
@@ -126,28 +128,111 @@ class RequestWorkers:
                 functions = None
         debug_hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
         self._setup = Setup(functions, debug_hint, in_process=not n_workers)
-        self.processes: Workers | LocalWorker
+        self._processes: Workers | LocalWorker
         if n_workers:
             runs = [partial(main, self._shared)] * n_workers
-            self.processes = Workers(runs, root, policy, timeout_s, self, debug_hint, n_before)
-            stack_sources.add(self)
+            self._processes = Workers(runs, root, policy, timeout_s, self, debug_hint, n_before)
         else:
-            self.processes = LocalWorker(root, self, policy)
-        self.control = self.processes.control
-        self.agreement = Agreement(self.processes)
+            self._processes = LocalWorker(root, self, policy)
+        self.control = self._control = self._processes.control
+        self.deliver_logs = self._processes.deliver_logs
+        self.stacks = self._processes.stacks
+        self.read_stats = StatsReader(self._control).read
+        self._agreement = Agreement(self._processes)
+        try:
+            self._processes.start(wake_fd)
+            if not self._processes.is_repeatable:
+                self._forget_setup()
+            self._agree_at_start()
+        except BaseException:
+            self._processes.abort()  # those that are slow to start are not waited for
+            self.close()
+            raise
 
-    def start(self, wake_fd: int = -1) -> None:
-        """Start them and wait until they are ready.
-
-        Args:
-            wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
+    @abstractmethod
+    def _agree_at_start(self) -> None:
+        """Compare what the workers report that are ready.
 
         Raises:
-            RlpoolError: If one does not get ready.
+            RlpoolError: If they disagree.
         """
-        self.processes.start(wake_fd)
-        if not self.processes.is_repeatable:
-            self._forget_setup()
+
+    @abstractmethod
+    def _note_probed(self) -> None:
+        """Every worker has answered a probe."""
+
+    # The queue's hooks -----------------------------------------------------------------------
+
+    @property
+    def fatal(self) -> RlpoolError | None:
+        """Why nothing works any more."""
+        return self._processes.fatal
+
+    def wait_until(
+        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
+    ) -> None:
+        """Handle messages until a condition holds, and look for workers that hang."""
+        self._processes.wait_until(is_over, every_s, until_s)
+
+    def fileno(self) -> int:
+        """See ``RequestQueue.fileno``."""
+        return self._processes.fileno()
+
+    @property
+    def patience_s(self) -> float:
+        """See ``RequestQueue.patience_s``."""
+        return self._processes.patience_s
+
+    def look(self) -> None:
+        """Handle the messages that have arrived, and look for workers that hang."""
+        self._processes.poll(0.0)
+        self._processes.look_for_hang()
+
+    def rest(self) -> None:
+        """Wait until something arrives, the wake descriptor included, and handle it."""
+        self._processes.rest()
+
+    @property
+    def step(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before that is known."""
+        return self._agreement.specs
+
+    @property
+    def n_restarts(self) -> int:
+        """How many workers were replaced because they failed."""
+        return self._processes.n_restarts
+
+    @property
+    def worker_failures(self) -> tuple[WorkerError, ...]:
+        """Why workers were replaced, the latest last."""
+        return self._processes.failures
+
+    @property
+    def repeats(self) -> bool:
+        """Whether workers that have begun something may be replaced."""
+        return self._processes.is_repeatable
+
+    @property
+    def records(self) -> bool:
+        """See ``RequestQueue.records``."""
+        return not self.runs_here
+
+    @property
+    def tapes(self) -> Callable[[], dict[int, Tape]]:
+        """See ``RequestQueue.tapes``."""
+        return self._processes.tapes if isinstance(self._processes, LocalWorker) else super().tapes
+
+    def n_finished(self, request: Request) -> int:
+        """See ``RequestQueue.n_finished``."""
+        return request.n_rows if request.is_complete else request.n_finished(self._control)
+
+    def give_up(self) -> None:
+        """Let the workers stop what they run; nobody is told."""
+        if os.getpid() == self._owner_pid:
+            self._cancel()
+
+    def _abort(self) -> None:
+        self._processes.abort()
 
     def _forget_setup(self) -> None:
         """Keep nothing of what a worker is started with."""
@@ -155,36 +240,44 @@ class RequestWorkers:
         if self._functions is not None:
             self._functions.close_fd()
 
-    def cancel(self) -> None:
+    def _cancel(self) -> None:
         """Let the workers stop all that they run."""
         for request in self.running:
             self._give_up(request)
 
-    def stop(self, request: Request) -> None:
-        """Let the workers stop a request that they run."""
+    def _stop(self, request: Request) -> None:
         self._give_up(request)
         self._is_undisturbed = False
 
     def _give_up(self, request: Request) -> None:
         request.cancel()
-        self.control.request_stops(request.number)
+        self._control.request_stops(request.number)
 
     def close(self) -> None:
-        """End the workers, whatever they run."""
+        """Stop what runs and end the workers. May be repeated, as all that it calls."""
+        self.is_closed = True
+        if os.getpid() != self._owner_pid:
+            return  # a forked copy: workers, pipes and blocks belong to the original process
         # For a get() that a signal handler or another thread interrupts by closing.
-        self.processes.fail(UsageError("the batcher was closed meanwhile"))
-        self.cancel()
-        self.processes.close()
+        self._processes.fail(UsageError("the batcher was closed meanwhile"))
+        self._cancel()
+        self._processes.close()
         self._forget_setup()
-        if self.agreement.infos is not None:
-            self.agreement.infos.memory.close_fd()
-        for request in self.running:
+        if self._agreement.infos is not None:
+            self._agreement.infos.memory.close_fd()
+        if self.policy.packed is not None:
+            self.policy.packed.memory.close_fd()
+        for request in (*self.running, *self._queued):
             request.close_payloads()
+        if self._blocks is not None:
+            self._blocks.close()
         self.running.clear()
+        self._queued.clear()
+        self.pending.clear()
 
     # Sending ---------------------------------------------------------------------------------
 
-    def check_successors(self, request: Request) -> None:
+    def _check_successors(self, request: Request) -> None:
         """Refuse a request if it goes on with what a worker has done that was replaced.
 
         Raises:
@@ -198,40 +291,40 @@ class RequestWorkers:
 
     def _hand_over_tapes(self, request: Request) -> None:
         """Let a window go on from what a worker in this process has kept of its lanes."""
-        specs = self.agreement.specs
-        if isinstance(self.processes, LocalWorker) and specs is not None:
-            request.go_on_from(self.processes.tapes(), specs)
+        specs = self._agreement.specs
+        if self.runs_here and specs is not None:
+            request.go_on_from(self.tapes(), specs)
 
     def resume(self) -> None:
         """Treat all workers as successors of some that had begun the episodes of their lanes."""
         for sent in self._sent.values():
             sent.is_successor = True
 
-    def send(self, request: Request, gone: list[int]) -> None:
+    def _send(self, request: Request, gone: list[int]) -> None:
         """Send a request to all workers that take part and are ready.
 
         Args:
             request: The request, which has its block.
             gone: Blocks that they may unmap.
         """
-        request.remaining.update(request.takers(self.processes.n_workers))
+        request.remaining.update(request.takers(self._processes.n_workers))
         request.tells_failures = self._policy.restarts_on_env_errors
         self.running.append(request)
-        self.control.request_begins(request.number, request.n_rows)
-        for worker in self.processes.up:
+        self._control.request_begins(request.number, request.n_rows)
+        for worker in self._processes.up:
             if worker in request.remaining:
                 self._send_to(worker, request, gone)
             elif gone:
                 self._map(worker, request.running_block, gone)
         # Neither a successor nor a worker that was left out will need what all of them have now.
-        all_take_part = len(request.remaining) == self.processes.n_workers
-        if all_take_part and not self.processes.is_repeatable:
+        all_take_part = len(request.remaining) == self._processes.n_workers
+        if all_take_part and not self._processes.is_repeatable:
             request.running_block.memory.close_fd()
             request.close_payloads()
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""
-        block, sent, send = request.running_block, self._sent[worker], self.processes.send
+        block, sent, send = request.running_block, self._sent[worker], self._processes.send
         version, update = request.policy
         if update is not None and sent.policy != version:
             sent.policy = version
@@ -243,7 +336,7 @@ class RequestWorkers:
             sent.is_successor = False
             tapes = request.tapes_for(worker)
             if tapes:
-                payload, memory = self.pack((*request.infos, tapes))
+                payload, memory = self._pack((*request.infos, tapes))
         send(worker, request.message(worker, payload), memory)
 
     def _map(self, worker: int, block: Block, gone: list[int]) -> None:
@@ -253,9 +346,9 @@ class RequestWorkers:
         is_new = block.number not in known
         known.add(block.number)
         message = MapBlock(block.number, block.layout, gone)
-        self.processes.send(worker, message, block.memory if is_new else None)
+        self._processes.send(worker, message, block.memory if is_new else None)
 
-    def pack(self, value: Any) -> Packed:
+    def _pack(self, value: Any) -> Packed:
         """Put an object where all workers can read it.
 
         Raises:
@@ -270,7 +363,7 @@ class RequestWorkers:
             SpecError: If there is none.
         """
         try:
-            return self.processes.allocate(n_bytes)
+            return self._processes.allocate(n_bytes)
         except (OSError, RuntimeError, MemoryError) as error:
             raise SpecError(
                 f"there is no memory to send {n_bytes} bytes: {error}",
@@ -286,34 +379,34 @@ class RequestWorkers:
 
     def brief(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
-        if self.agreement.take_first(worker, report):
-            self._owner.probed()
+        if self._agreement.take_first(worker, report):
+            self._note_probed()
         for request in self._owed_by(worker):
             self._send_to(worker, request, [])
 
     def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if isinstance(message, Done):
-            self.processes.note_success(worker)
+            self._processes.note_success(worker)
             self._note_done(worker, message.command)
         elif isinstance(message, ChunksDone):
-            self.processes.note_success(worker)
+            self._processes.note_success(worker)
             request = self._find(message.number)
             if request is not None:
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
                 slots = [] if request.error else request.empty_slots(message.chunks)
-                self.processes.send(worker, Credit(message.number, slots))
+                self._processes.send(worker, Credit(message.number, slots))
         elif isinstance(message, BeginsAgain):
             request = self._find(message.number)
             if request is not None:
                 request.drop_chunks([message.episode])
         elif isinstance(message, Probed):
-            if self.agreement.take(worker, message.report):
-                self._owner.probed()
+            if self._agreement.take(worker, message.report):
+                self._note_probed()
         elif isinstance(message, Failed) and message.command is not None:
             if self._repeats_env_errors and message.error.can_be_repeated:
                 self._failing[worker] = message.command
-                self.processes.expect_end(worker, self.crash_files.with_file(message.error))
+                self._processes.expect_end(worker, self._crash_files.with_file(message.error))
             else:
                 self._note_failure(message.command, message.error)
 
@@ -325,28 +418,28 @@ class RequestWorkers:
         if not request.remaining:
             request.is_reproducible = self._is_undisturbed
             self.running.remove(request)
-            self.control.request_ends(request.number)
+            self._control.request_ends(request.number)
             request.packed = None  # no worker will read it again
-            self._owner.over(request)
+            self._over(request)
 
     def _note_failure(self, number: int, error: WorkerError) -> None:
         request = self._find(number)
         if request is not None and request.error is None:
-            request.error = self.crash_files.with_file(error)
-            self.stop(request)
+            request.error = self._crash_files.with_file(error)
+            self._stop(request)
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Take back what a worker had begun, for its successor."""
         self._sent[worker] = _Sent(replaces=failure, is_successor=True)
-        self.agreement.forget(worker)
+        self._agreement.forget(worker)
         self._is_undisturbed = False
         for request in self._owed_by(worker):
             self._hand_over_tapes(request)
             if not request.error and not request.can_be_repeated():
                 request.error = failure or _cannot_go_on(worker)
-                self.stop(request)
+                self._stop(request)
             if request.running_block.layout.step.resets_together:
-                self.control.forget_finished(request.number, worker)
+                self._control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
 
@@ -365,7 +458,7 @@ class RequestWorkers:
         n = request.note_failure(worker, where, failure)
         if not self._policy.gives_up(failure, n):
             return None
-        told = self.crash_files.with_file(failure)
+        told = self._crash_files.with_file(failure)
         if self._policy.restarts_on_env_errors:
             request.give_up(where.episode or 0, told)
         else:
@@ -381,7 +474,7 @@ class RequestWorkers:
 
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory tells."""
-        last = self.processes.lane_in_use(worker)
+        last = self._processes.lane_in_use(worker)
         owed = self._owed_by(worker)
         places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
         if not places:
@@ -394,12 +487,6 @@ class RequestWorkers:
 
     def _owed_by(self, worker: int) -> list[Request]:
         return [request for request in self.running if worker in request.remaining]
-
-    # Stacks ----------------------------------------------------------------------------------
-
-    def stacks(self) -> str:
-        """What the workers are doing, or this process without any; a signal handler may ask."""
-        return described(self.processes.stacks(), self.where)
 
 
 def _cannot_go_on(worker: int) -> WorkerError:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlpool.batch.agreement import other_steps
-from rlpool.batch.dispatch import LayoutMaker
 from rlpool.batch.request_queue import RequestQueue
+from rlpool.batch.request_workers import LayoutMaker
 from rlpool.batch.requests import Policy, Request
 from rlpool.cluster.nodes import Nodes
 from rlpool.cluster.requests import Divided, Flight
@@ -88,7 +88,6 @@ class ClusterDispatcher(RequestQueue):
         self._make_layout = make_layout
         self._crash_files = CrashFiles(crash_dir)
         self._fatal: RlpoolError | None = None
-        self._running: list[Request] = []
         self._nodes = Nodes(transport, setup, self, require_same_bits)
         self._specs: StepSpecs | None = None
         self._published: dict[int, Any] = {}  # version: reference
@@ -109,11 +108,6 @@ class ClusterDispatcher(RequestQueue):
     def fatal(self) -> RlpoolError | None:
         """Why nothing works any more."""
         return self._fatal
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that were begun and are not over."""
-        return self._running
 
     @property
     def step(self) -> StepSpecs | None:
@@ -159,7 +153,7 @@ class ClusterDispatcher(RequestQueue):
     def _stop(self, request: Request) -> None:
         """Let the nodes stop what they run of a request."""
         self._nodes.is_undisturbed = False
-        self._running.remove(request)
+        self.running.remove(request)
         for number, node in self._nodes.states.items():
             numbers = [n for n, flight in node.flights.items() if flight.request is request]
             if numbers:
@@ -189,7 +183,7 @@ class ClusterDispatcher(RequestQueue):
 
     def read_stats(self) -> Stats:
         """See ``RequestQueue``; nodes that do not answer are left out."""
-        requests = [RequestStats(r.number, r.n_rows, self.n_finished(r)) for r in self._running]
+        requests = [RequestStats(r.number, r.n_rows, self.n_finished(r)) for r in self.running]
         answers = self._transport.stats().items()
         states = self._nodes.states
         nodes = {states[n].report.name: s for n, s in answers if n in states}
@@ -208,7 +202,7 @@ class ClusterDispatcher(RequestQueue):
         self._transport.close()
         if self._blocks is not None:
             self._blocks.close()
-        self._running.clear()
+        self.running.clear()
         self._queued.clear()
         self.pending.clear()
         self._published.clear()
@@ -272,7 +266,7 @@ class ClusterDispatcher(RequestQueue):
         self._bytes_per_row = max(self._bytes_per_row, n_bytes) if self._has_results else n_bytes
         self._has_results = True
         if request.is_complete:
-            self._running.remove(request)
+            self.running.remove(request)
             self._over(request)
 
     def _note_error(self, request: Request, error: RlpoolError, is_fatal: bool) -> None:
@@ -325,7 +319,7 @@ class ClusterDispatcher(RequestQueue):
         if self._fatal is not None:
             return
         self._begin_queued()
-        usable = self._nodes.usable(self._running)
+        usable = self._nodes.usable(self.running)
         states = self._nodes.states
         n_in_flight = sum(len(f.rows) for node in states.values() for f in node.flights.values())
         for depth in range(_MOST_SHARDS):
@@ -337,7 +331,7 @@ class ClusterDispatcher(RequestQueue):
         while self._queued:
             request = self._queued[0]
             wanted = request.slots_wanted(self._n_slots - self._n_slots_used(), self._n_slots)
-            versions = {other.policy.version for other in self._running} | {request.policy.version}
+            versions = {other.policy.version for other in self.running} | {request.policy.version}
             if not wanted or len(versions) > _MOST_VERSIONS:
                 return
             self._queued.popleft()
@@ -350,11 +344,11 @@ class ClusterDispatcher(RequestQueue):
                 request.error = error
             else:
                 request.n_slots = wanted
-                self._running.append(request)
+                self.running.append(request)
 
     def _send_next(self, number: int, n_in_flight: int) -> int:
         """Send a node the next rows that nobody runs; returns how many."""
-        for request in self._running:
+        for request in self.running:
             if not isinstance(request, Divided) or not request.n_left:
                 continue
             size = self._shard_size(request)
@@ -392,7 +386,7 @@ class ClusterDispatcher(RequestQueue):
         if packed is None:
             return PolicyAt(version)
         if version not in self._published:
-            used = {request.policy.version for request in self._running}
+            used = {request.policy.version for request in self.running}
             self._published = {v: ref for v, ref in self._published.items() if v in used}
             published = packed.payload, packed.memory.root()
             self._published[version] = self._transport.publish(published)

@@ -38,8 +38,6 @@ from rlpool.workers.group import Workers
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.process_start import memory_of
-from rlpool.workers.stack_dumps import stack_sources
-from rlpool.workers.stacks import described
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message
 
@@ -106,7 +104,6 @@ class EnvWorkers(LaneStates):
             for functions, wake in zip(self._functions, self.wakes, strict=True)
         ]
         self.processes = Workers(runs, root, policy, timeout_s, self, ENV_HINT)
-        stack_sources.add(self)
         try:
             self.processes.start(self._done.fd)
             if not policy.may_restart:
@@ -341,10 +338,6 @@ class EnvWorkers(LaneStates):
             self._refuse_request(lane, request, error)
 
     # Life and end -------------------------------------------------------------------------------
-
-    def stacks(self) -> str:
-        """What the worker processes are doing; a signal handler may ask, too."""
-        return described(self.processes.stacks(), self.where)
 
     def check_open(self) -> None:
         """Refuse to go on after ``close``, after a death, in a forked copy or in two threads.

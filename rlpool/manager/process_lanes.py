@@ -361,7 +361,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
 
     def _stacks(self) -> str:
         self._workers.refuse_closed()
-        return self._workers.stacks()
+        return self._workers.processes.stacks()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""

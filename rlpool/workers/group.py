@@ -27,7 +27,8 @@ from rlpool.workers.process_start import (
     reap_template,
     refuse_large_workers,
 )
-from rlpool.workers.stacks import Stacks, ask
+from rlpool.workers.stack_dumps import stack_sources
+from rlpool.workers.stacks import ask, described
 from rlpool.workers.wire import Failed, Message, Ready, Retiring
 
 _LOOK_EVERY_S = 0.05
@@ -55,6 +56,7 @@ class Workers(LifeCycle):
                 get ready.
             SpecError: If they are larger than ``max_rss_bytes`` already.
         """
+        stack_sources.add(self)
         self._poller.wake_on(wake_fd)
         for n_started, life in enumerate(self._lives):
             try:
@@ -274,9 +276,9 @@ class Workers(LifeCycle):
         """The lane whose environment a worker ran last."""
         return int(self.control.rows[worker, Word.LANE])
 
-    def stacks(self) -> list[Stacks]:
+    def stacks(self) -> str:
         """What each worker is doing; may be called from a signal handler."""
-        return ask(range(self.n_workers), self.processes)
+        return described(ask(range(self.n_workers), self.processes), self._client.where)
 
     def stacks_of(self, worker: int) -> str:
         """What one worker is doing; empty if it cannot answer."""
