@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
-from rlpool.batch.messages import Infos
 from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, EpisodeRequest, Policy, Request, as_infos
+from rlpool.batch.requests import Asked, EpisodeRequest, Request, as_infos
 from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
 from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
 from rlpool.data.infos import Info
@@ -216,11 +215,12 @@ class EpisodeBatcher(BatcherBase):
         if given_seeds is not None:
             given_seeds = checked_seeds(given_seeds, n_episodes)
         asked = n_episodes, given_seeds, dispatcher.policy.version
+        first = self._n_episodes
+        details = {"n_episodes": n_episodes, "first": first, "episode_seeds": given_seeds}
         if is_repeated(self._unconfirmed, asked, infos):
             return
         with InterruptsHeld():
-            policy, first = dispatcher.policy, self._n_episodes
-            request = self._made(dispatcher, n_episodes, infos, policy, first, given_seeds)
+            request = self._made(dispatcher, Asked(dispatcher.policy, infos, details))
             dispatcher.check(request)
             self._n_episodes += n_episodes
             self._last = (n_episodes, *infos, given_seeds)
@@ -228,22 +228,14 @@ class EpisodeBatcher(BatcherBase):
             self._unconfirmed = asked, infos
             dispatcher.submit(request)
 
-    def _made(
-        self,
-        dispatcher: RequestQueue,
-        n_episodes: int,
-        infos: Infos,
-        policy: Policy,
-        first: int,
-        given_seeds: list[int] | None,
-    ) -> EpisodeRequest:
+    def _made(self, dispatcher: RequestQueue, asked: Asked) -> EpisodeRequest:
         return self._EPISODES(
             number=dispatcher.next_number(),
-            n_rows=n_episodes,
-            infos=infos,
-            policy=policy,
-            first=first,
-            given_seeds=given_seeds,
+            n_rows=asked.details["n_episodes"],
+            infos=asked.infos,
+            policy=asked.policy,
+            first=asked.details["first"],
+            given_seeds=asked.details["episode_seeds"],
             root=self._root,
         )
 
@@ -390,9 +382,8 @@ class EpisodeBatcher(BatcherBase):
         return asked or self._left[0]
 
     def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
-        for policy, infos, which in asked:
-            rest = policy, which["first"], which["episode_seeds"]
-            dispatcher.submit(self._made(dispatcher, which["n_episodes"], infos, *rest))
+        for each in asked:
+            dispatcher.submit(self._made(dispatcher, each))
 
     @classmethod
     def layout(

@@ -62,7 +62,7 @@ class Dispatcher(RequestWorkers):
     def _make_blocks(self) -> None:
         if self._agreement.specs is not None:
             layout = self._make_layout(self._agreement.specs)
-            self._blocks = BlockPool(layout, self._processes.allocate)
+            self._blocks = BlockPool(layout, self._make_memory)
 
     # Sending ---------------------------------------------------------------------------------
 

@@ -70,6 +70,10 @@ class _Sent:
 class RequestWorkers(RequestQueue):
     """Worker processes, or one worker in this process, that run requests.
 
+    Attributes:
+        repeats: Whether workers that have begun something may be replaced.
+        restarts: How many were replaced because they failed, and why.
+
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
         root: Root of all seeds.
@@ -108,6 +112,8 @@ class RequestWorkers(RequestQueue):
     ) -> None:
         super().__init__()
         self.runs_here = n_workers == 0
+        self.repeats = n_workers > 0 and policy.may_restart
+        self._make_memory: Callable[[int], Memory] = Memory.shared if n_workers else Memory.local
         self._make_layout = make_layout
         self._owner_pid = os.getpid()
         self._crash_files = CrashFiles(crash_dir)
@@ -135,13 +141,14 @@ class RequestWorkers(RequestQueue):
         else:
             self._processes = LocalWorker(root, self, policy)
         self.control = self._control = self._processes.control
+        self.restarts = self._processes.restarts
         self.deliver_logs = self._processes.deliver_logs
         self.stacks = self._processes.stacks
         self.read_stats = StatsReader(self._control).read
         self._agreement = Agreement(self._processes)
         try:
             self._processes.start(wake_fd)
-            if not self._processes.is_repeatable:
+            if not self.repeats:
                 self._forget_setup()
             self._agree_at_start()
         except BaseException:
@@ -183,34 +190,15 @@ class RequestWorkers(RequestQueue):
         """See ``RequestQueue.patience_s``."""
         return self._processes.patience_s
 
-    def look(self) -> None:
-        """Handle the messages that have arrived, and look for workers that hang."""
-        self._processes.poll(0.0)
+    def look(self, timeout_s: float = 0.0) -> None:
+        """Handle messages, waiting for one if need be, and look for workers that hang."""
+        self._processes.poll(timeout_s)
         self._processes.look_for_hang()
-
-    def rest(self) -> None:
-        """Wait until something arrives, the wake descriptor included, and handle it."""
-        self._processes.rest()
 
     @property
     def step(self) -> StepSpecs | None:
         """What a step consists of, ``None`` before that is known."""
         return self._agreement.specs
-
-    @property
-    def n_restarts(self) -> int:
-        """How many workers were replaced because they failed."""
-        return self._processes.n_restarts
-
-    @property
-    def worker_failures(self) -> tuple[WorkerError, ...]:
-        """Why workers were replaced, the latest last."""
-        return self._processes.failures
-
-    @property
-    def repeats(self) -> bool:
-        """Whether workers that have begun something may be replaced."""
-        return self._processes.is_repeatable
 
     @property
     def records(self) -> bool:
@@ -318,7 +306,7 @@ class RequestWorkers(RequestQueue):
                 self._map(worker, request.running_block, gone)
         # Neither a successor nor a worker that was left out will need what all of them have now.
         all_take_part = len(request.remaining) == self._processes.n_workers
-        if all_take_part and not self._processes.is_repeatable:
+        if all_take_part and not self.repeats:
             request.running_block.memory.close_fd()
             request.close_payloads()
 
@@ -363,7 +351,7 @@ class RequestWorkers(RequestQueue):
             SpecError: If there is none.
         """
         try:
-            return self._processes.allocate(n_bytes)
+            return self._make_memory(n_bytes)
         except (OSError, RuntimeError, MemoryError) as error:
             raise SpecError(
                 f"there is no memory to send {n_bytes} bytes: {error}",
@@ -387,10 +375,10 @@ class RequestWorkers(RequestQueue):
     def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if isinstance(message, Done):
-            self._processes.note_success(worker)
+            self.restarts.note_success(worker)
             self._note_done(worker, message.command)
         elif isinstance(message, ChunksDone):
-            self._processes.note_success(worker)
+            self.restarts.note_success(worker)
             request = self._find(message.number)
             if request is not None:
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
@@ -474,7 +462,7 @@ class RequestWorkers(RequestQueue):
 
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory tells."""
-        last = self._processes.lane_in_use(worker)
+        last = self._control.lane_in_use(worker)
         owed = self._owed_by(worker)
         places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
         if not places:

@@ -151,9 +151,9 @@ class NodeWorkers:
             n_finished[run.shard.number] = self._dispatcher.n_finished(run.request)
         if not self.is_ready:
             return Look(n_finished, 0)
-        failures = self._dispatcher.worker_failures
+        failures = self._dispatcher.restarts.failures
         told, self._n_told = self._n_told, len(failures)
-        return Look(n_finished, self._dispatcher.n_restarts, self._named(failures[told:]))
+        return Look(n_finished, self._dispatcher.restarts.n_restarts, self._named(failures[told:]))
 
     def stacks(self) -> str:
         """What the workers are doing."""
@@ -210,7 +210,7 @@ class NodeWorkers:
                     self._carry_out(self._calls.popleft())
                 self._settle()
                 if not self._calls:
-                    self._dispatcher.rest()
+                    self._dispatcher.look(self._dispatcher.patience_s)
         except BaseException as error:
             self._end(self._told(error))
         finally:

@@ -257,7 +257,7 @@ class EnvWorkers(LaneStates):
 
     def brief(self, worker: int, report: Report) -> None:
         """Send a worker that has made its environments all outstanding work."""
-        self.processes.note_ready(worker)
+        self.processes.restarts.note_ready(worker)
         first = self.reports.setdefault(worker, report)
         if (first.declaration, first.action) != (report.declaration, report.action):
             what = "and its environments have other spaces now"
@@ -302,7 +302,7 @@ class EnvWorkers(LaneStates):
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory shows."""
         own = self.lanes_of[worker]
-        lane = own.start + min(self.processes.lane_in_use(worker), len(own) - 1)
+        lane = own.start + min(self.processes.control.lane_in_use(worker), len(own) - 1)
         if worker not in self.reports:
             return Where(worker, lane)
         return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)

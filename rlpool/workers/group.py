@@ -12,7 +12,6 @@ from multiprocessing.util import is_exiting
 
 from rlpool.errors import (
     WorkerDiedError,
-    WorkerError,
     WorkerStartupError,
     WorkerTimeoutError,
 )
@@ -70,25 +69,6 @@ class Workers(LifeCycle):
         refuse_large_workers(self.processes, self._policy.max_rss_bytes)
         self._has_started = True
 
-    @property
-    def n_restarts(self) -> int:
-        """How many workers were replaced because they failed."""
-        return self._restarts.n_restarts
-
-    @property
-    def failures(self) -> tuple[WorkerError, ...]:
-        """Why workers were replaced, the latest last."""
-        return self._restarts.failures
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether what was sent may have to be sent again."""
-        return self._policy.may_restart
-
-    def allocate(self, n_bytes: int) -> Memory:
-        """Memory that the workers can map."""
-        return Memory.shared(n_bytes)
-
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Send a message to a worker that is ready; any other is briefed when it is.
 
@@ -136,11 +116,6 @@ class Workers(LifeCycle):
             self.poll(min(self.patience_s, every_s, left_s))
             if not is_over():
                 self.look_for_hang()
-
-    def rest(self) -> None:
-        """Wait until something arrives, handle it, and look for workers that hang."""
-        self.poll(self.patience_s)
-        self.look_for_hang()
 
     def poll(self, timeout_s: float) -> bool:
         """Deliver what has arrived, logs included, and start workers that are due.
@@ -256,8 +231,7 @@ class Workers(LifeCycle):
             fix="look for an endless wait in the environment or the agent, or raise timeout",
             traceback_text=self.stacks_of(worker),
         )
-        self.expect_end(worker, error)
-        self.kill(worker)
+        self.kill(worker, error)
 
     def _progress(self) -> list[int]:
         """Per worker, a number that changes when it does anything.
@@ -271,10 +245,6 @@ class Workers(LifeCycle):
             if not rows[life.worker, Word.STEPS] and life.pipe is not None and life.process:
                 progress[life.worker] = -process_activity(life.process.pid)
         return progress
-
-    def lane_in_use(self, worker: int) -> int:
-        """The lane whose environment a worker ran last."""
-        return int(self.control.rows[worker, Word.LANE])
 
     def stacks(self) -> str:
         """What each worker is doing; may be called from a signal handler."""

@@ -81,8 +81,8 @@ class LifeCycle:
     Attributes:
         fatal: Why nothing works any more.
         control: The shared record.
-        control_fd: Its descriptor, for locks.
         all_up: Whether every worker is ready.
+        restarts: How many were replaced because they failed, and why.
     """
 
     def __init__(
@@ -105,13 +105,12 @@ class LifeCycle:
         self._client = client
         self._debug_hint = debug_hint
         self._n_before = n_before
-        self._restarts = Restarts(n_workers, policy.max_restarts)
+        self.restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
         self._has_started = False
         self._lives = [Life(worker) for worker in range(n_workers)]
         self._poller = Poller()
         self.control = Control.create(n_workers)
-        self.control_fd = self.control.fd
         self._logs = Logs(n_workers)
         self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
@@ -135,10 +134,6 @@ class LifeCycle:
         """The workers that are ready."""
         return [life.worker for life in self._lives if life.state is State.UP]
 
-    def is_up(self, worker: int) -> bool:
-        """Whether a worker is ready."""
-        return self._lives[worker].state is State.UP
-
     # Starting ---------------------------------------------------------------------------------
 
     def _start(self, life: Life) -> None:
@@ -155,7 +150,7 @@ class LifeCycle:
         with starting_processes():
             logs = self._logs.of_worker(life.worker)
             life.pipe, life.process = launch(
-                self._runs[life.worker], place, logs, self.control_fd, start_method
+                self._runs[life.worker], place, logs, self.control.fd, start_method
             )
             self.control.rows[life.worker, Word.PID] = life.process.pid or 0
             self._set_state(life, State.STARTING)
@@ -217,21 +212,15 @@ class LifeCycle:
         """Record that a worker ends for good: it has no successor."""
         self._lives[worker].is_dismissed = True
 
-    def note_ready(self, worker: int) -> None:
-        """Record that a worker has what it needs, before it has done any work."""
-        self._restarts.note_ready(worker)
-
-    def note_success(self, worker: int) -> None:
-        """Record that a worker has done some work: its next failure counts as a first one."""
-        self._restarts.note_success(worker)
-
     def fail(self, error: RlpoolError) -> None:
         """Put an end to everything; the first error is the one that is raised."""
         self.fatal = self.fatal or error
 
-    def kill(self, worker: int) -> None:
-        """End a worker at once; ``poll`` notices its death."""
+    def kill(self, worker: int, failure: WorkerError | None = None) -> None:
+        """End a worker at once, for a failure if there is one; ``poll`` notices its death."""
         process = self._lives[worker].process
+        if failure is not None:
+            self.expect_end(worker, failure)
         if process is not None:
             process.kill()
 
@@ -264,7 +253,7 @@ class LifeCycle:
                 self.fatal = failure
                 return
             if self.control.rows[life.worker, Word.DONE]:  # messages come only after whole requests
-                self.note_success(life.worker)
+                self.restarts.note_success(life.worker)
             self._restart(life, failure)
 
     def _restart(self, life: Life, failure: WorkerError) -> None:
@@ -272,17 +261,17 @@ class LifeCycle:
         where = f" ({failure.where})" if str(failure.where) else ""
         n_before = self._client.blames(life.worker, failure)
         if n_before is not None:
-            self._restarts.forgive(life.worker, n_before)
+            self.restarts.forgive(life.worker, n_before)
             self._set_state(life, State.DOWN, 0.0)
             _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
             self._client.lost(life.worker, failure)
             return
         try:
-            self._set_state(life, State.DOWN, self._restarts.delay_s(life.worker, failure))
+            self._set_state(life, State.DOWN, self.restarts.delay_s(life.worker, failure))
         except WorkerDiedError as error:
             self.fatal = error
             return
-        _LOG.warning("%s%s: restart %s", failure.what, where, str(self._restarts))
+        _LOG.warning("%s%s: restart %s", failure.what, where, str(self.restarts))
         self._client.lost(life.worker, failure)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:
