@@ -12,6 +12,7 @@ from threading import get_ident
 from typing import Any, Literal, overload
 
 from rlpool.agents.agent import Agent, refuse_no_factory
+from rlpool.batch.claims import warn_if_unseeded
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Meter, ShowProgress, checked_progress
@@ -25,7 +26,6 @@ from rlpool.batch.resuming import (
     pending_of_state,
     state_of_pending,
 )
-from rlpool.batch.shares import warn_if_unseeded
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import BatcherClosedError, RlpoolError, SpecError, UsageError, WorkerError

@@ -1,32 +1,267 @@
-"""The caller's side of collecting: a queue of requests, their blocks and their results.
+"""The caller's side of collecting: a queue of requests, their blocks, their workers, their results.
 
 A request is queued until its slots fit into what is in flight, then it runs in every worker, until
 each is done with it and its result goes to the user. If it fails or is given up, its block is used
 again once every worker is done with it.
+
+A worker that is gone still owes its part of the requests that run. Its successor is told about
+their blocks, the policy that each began with, and the requests, which say what is left to do.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from rlpool.batch.request_workers import RequestWorkers
+from rlpool.batch.agreement import Agreement
+from rlpool.batch.local_worker import LocalWorker
+from rlpool.batch.messages import (
+    BeginsAgain,
+    ChunksDone,
+    Credit,
+    MapBlock,
+    Probed,
+    Report,
+    Setup,
+    Update,
+)
+from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, Request
-from rlpool.errors import RlpoolError, SpecError, WorkerError
+from rlpool.batch.worker import main
+from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
+from rlpool.memory.sharing import Shared
+from rlpool.memory.storage import Memory
 from rlpool.observe.control import MAX_REQUESTS
-from rlpool.slots.block_pool import BlockPool
+from rlpool.observe.stats import StatsReader
+from rlpool.record.capsule_files import CrashDir, CrashFiles
+from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
+from rlpool.record.tape import Tape
+from rlpool.slots.block_pool import Block, BlockPool
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.group import Workers
+from rlpool.workers.payload import Packed, pack
+from rlpool.workers.wire import Done, Failed, Message
 
 _LOG = logging.getLogger("rlpool")
 
+_LARGE_BYTES = 2**14
+"""Larger pickled functions travel in shared memory, once for all workers."""
 
-class Dispatcher(RequestWorkers):
-    """Sends requests to workers and collects their results, in order; see ``RequestWorkers``."""
 
-    _probing: Request | None = None  # whose infos the workers are probed with
+LayoutMaker = Callable[[StepSpecs], Layout]
 
-    def updated(self, info: Any) -> Policy:
-        """The ``policy`` of agents that were updated with this."""
-        return Policy(self.policy.version + 1, self._pack(info))
+
+@dataclass
+class _Sent:
+    """What one worker process was sent.
+
+    Attributes:
+        policy: Version of the last policy.
+        blocks: Numbers of the blocks that it has mapped.
+        replaces: What ended the worker that it replaces.
+        is_successor: Whether it replaces one and was sent no request yet.
+    """
+
+    policy: int = 0
+    blocks: set[int] = field(default_factory=set)
+    replaces: WorkerError | None = None
+    is_successor: bool = False
+
+
+class Dispatcher(RequestQueue):
+    """Sends requests to workers and collects their results, in order.
+
+    Args:
+        n_workers: Number of worker processes, 0 for one worker in this process.
+        root: Root of all seeds.
+        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a
+            ``Parcel`` if there are worker processes.
+        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
+            that is larger than the machine.
+        policy: What happens when workers fail.
+        timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
+            never.
+        owner_name: What advice calls the class that does the same in the caller's process.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
+        n_before: Workers on other machines whose numbers come first.
+        wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
+
+    Attributes:
+        repeats: Whether workers that have begun something may be replaced.
+        restarts: How many were replaced because they failed, and why.
+
+    Raises:
+        WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
+        UsageError: If the caller's script lacks its ``__main__`` guard.
+        SpecError: If workers disagree about their keys, shapes or dtypes, or blocks are larger
+            than the machine.
+    """
+
+    def __init__(
+        self,
+        n_workers: int,
+        root: int,
+        functions: Any,
+        *,
+        make_layout: LayoutMaker,
+        policy: FailurePolicy,
+        timeout_s: float | None,
+        owner_name: str,
+        crash_dir: CrashDir = None,
+        n_before: int = 0,
+        wake_fd: int = -1,
+    ) -> None:
+        super().__init__()
+        self.runs_here = n_workers == 0
+        self.repeats = n_workers > 0 and policy.may_restart
+        self._make_memory: Callable[[int], Memory] = Memory.shared if n_workers else Memory.local
+        self._make_layout = make_layout
+        self._owner_pid = os.getpid()
+        self._crash_files = CrashFiles(crash_dir)
+        self._policy = policy
+        self._repeats_env_errors = policy.truncates or (
+            n_workers > 0 and policy.restarts_on_env_errors
+        )
+        self._is_undisturbed = True  # see Request.is_reproducible
+        self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
+        self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
+        self._probing: Request | None = None  # whose infos the workers are probed with
+        self._functions: Memory | None = None
+        self._shared = Shared()
+        if n_workers:
+            functions, self._shared = functions
+            if len(functions) > _LARGE_BYTES:
+                self._functions = Memory.shared(len(functions), "rlpool-setup")
+                self._functions.root()[:] = memoryview(functions)
+                functions = None
+        hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
+        self._setup = Setup(functions, hint, in_process=not n_workers)
+        self._processes: Workers | LocalWorker
+        if n_workers:
+            runs = [partial(main, self._shared)] * n_workers
+            self._processes = Workers(runs, root, policy, timeout_s, self, hint, n_before)
+        else:
+            self._processes = LocalWorker(root, self, policy)
+        self._start(wake_fd)
+
+    def _start(self, wake_fd: int) -> None:
+        """Start the workers and wait until they are ready."""
+        self.control = self._control = self._processes.control
+        self.restarts = self._processes.restarts
+        self.deliver_logs = self._processes.deliver_logs
+        self.stacks = self._processes.stacks
+        self.read_stats = StatsReader(self._control).read
+        self._agreement = Agreement(self._processes)
+        try:
+            self._processes.start(wake_fd)
+            if not self.repeats:
+                self._forget_setup()
+            self._agree_at_start()
+        except BaseException:
+            self._processes.abort()  # those that are slow to start are not waited for
+            self.close()
+            raise
+
+    # The queue's hooks -----------------------------------------------------------------------
+
+    @property
+    def fatal(self) -> RlpoolError | None:
+        """Why nothing works any more."""
+        return self._processes.fatal
+
+    def wait_until(
+        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
+    ) -> None:
+        """Handle messages until a condition holds, and look for workers that hang."""
+        self._processes.wait_until(is_over, every_s, until_s)
+
+    def fileno(self) -> int:
+        """See ``RequestQueue.fileno``."""
+        return self._processes.fileno()
+
+    @property
+    def patience_s(self) -> float:
+        """See ``RequestQueue.patience_s``."""
+        return self._processes.patience_s
+
+    def look(self, timeout_s: float = 0.0) -> None:
+        """Handle messages, waiting for one if need be, and look for workers that hang."""
+        self._processes.poll(timeout_s)
+        self._processes.look_for_hang()
+
+    @property
+    def step(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before that is known."""
+        return self._agreement.specs
+
+    @property
+    def records(self) -> bool:
+        """See ``RequestQueue.records``."""
+        return not self.runs_here
+
+    @property
+    def tapes(self) -> Callable[[], dict[int, Tape]]:
+        """See ``RequestQueue.tapes``."""
+        return self._processes.tapes if isinstance(self._processes, LocalWorker) else super().tapes
+
+    def n_finished(self, request: Request) -> int:
+        """See ``RequestQueue.n_finished``."""
+        return request.n_rows if request.is_complete else request.n_finished(self._control)
+
+    def give_up(self) -> None:
+        """Let the workers stop what they run; nobody is told."""
+        if os.getpid() == self._owner_pid:
+            self._cancel()
+
+    def _abort(self) -> None:
+        self._processes.abort()
+
+    def _forget_setup(self) -> None:
+        """Keep nothing of what a worker is started with."""
+        self._shared.close()
+        if self._functions is not None:
+            self._functions.close_fd()
+
+    def _cancel(self) -> None:
+        """Let the workers stop all that they run."""
+        for request in self.running:
+            self._give_up(request)
+
+    def _stop(self, request: Request) -> None:
+        self._give_up(request)
+        self._is_undisturbed = False
+
+    def _give_up(self, request: Request) -> None:
+        request.cancel()
+        self._control.request_stops(request.number)
+
+    def close(self) -> None:
+        """Stop what runs and end the workers. May be repeated, as all that it calls."""
+        self.is_closed = True
+        if os.getpid() != self._owner_pid:
+            return  # a forked copy: workers, pipes and blocks belong to the original process
+        # For a get() that a signal handler or another thread interrupts by closing.
+        self._processes.fail(UsageError("the batcher was closed meanwhile"))
+        self._cancel()
+        self._processes.close()
+        self._forget_setup()
+        if self._agreement.infos is not None:
+            self._agreement.infos.memory.close_fd()
+        if self.policy.packed is not None:
+            self.policy.packed.memory.close_fd()
+        for request in (*self.running, *self._queued):
+            request.close_payloads()
+        if self._blocks is not None:
+            self._blocks.close()
+        self.running.clear()
+        self._queued.clear()
+        self.pending.clear()
 
     # Starting and agreeing -------------------------------------------------------------------
 
@@ -102,3 +337,225 @@ class Dispatcher(RequestWorkers):
         request.block = blocks.take()
         if any(request.infos):
             request.packed = self._pack((*request.infos, {}))
+
+    def _check_successors(self, request: Request) -> None:
+        """Refuse a request if it goes on with what a worker has done that was replaced.
+
+        Raises:
+            WorkerError: Why it was replaced.
+        """
+        replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
+        if replaces:
+            self._hand_over_tapes(request)
+        if replaces and not request.can_be_repeated():
+            raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
+
+    def _hand_over_tapes(self, request: Request) -> None:
+        """Let a window go on from what a worker in this process has kept of its lanes."""
+        specs = self._agreement.specs
+        if self.runs_here and specs is not None:
+            request.go_on_from(self.tapes(), specs)
+
+    def resume(self) -> None:
+        """Treat all workers as successors of some that had begun the episodes of their lanes."""
+        for sent in self._sent.values():
+            sent.is_successor = True
+
+    def _send(self, request: Request, gone: list[int]) -> None:
+        """Send a request to all workers that take part and are ready.
+
+        Args:
+            request: The request, which has its block.
+            gone: Blocks that they may unmap.
+        """
+        request.remaining.update(request.takers(self._processes.n_workers))
+        request.tells_failures = self._policy.restarts_on_env_errors
+        self.running.append(request)
+        self._control.request_begins(request.number, request.n_rows)
+        for worker in self._processes.up:
+            if worker in request.remaining:
+                self._send_to(worker, request, gone)
+            elif gone:
+                self._map(worker, request.running_block, gone)
+        # Neither a successor nor a worker that was left out will need what all of them have now.
+        all_take_part = len(request.remaining) == self._processes.n_workers
+        if all_take_part and not self.repeats:
+            request.running_block.memory.close_fd()
+            request.close_payloads()
+
+    def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
+        """Send a request to one worker, after the policy and the block if it lacks them."""
+        block, sent, send = request.running_block, self._sent[worker], self._processes.send
+        version, update = request.policy
+        if update is not None and sent.policy != version:
+            sent.policy = version
+            send(worker, Update(update.payload), update.memory)
+        if gone or block.number not in sent.blocks:
+            self._map(worker, block, gone)
+        payload, memory = request.packed or (None, None)
+        if sent.is_successor:
+            sent.is_successor = False
+            tapes = request.tapes_for(worker)
+            if tapes:
+                payload, memory = self._pack((*request.infos, tapes))
+        send(worker, request.message(worker, payload), memory)
+
+    def _map(self, worker: int, block: Block, gone: list[int]) -> None:
+        """Let a worker forget blocks, and map this one if it takes part and lacks it."""
+        known = self._sent[worker].blocks
+        known.difference_update(gone)
+        is_new = block.number not in known
+        known.add(block.number)
+        message = MapBlock(block.number, block.layout, gone)
+        self._processes.send(worker, message, block.memory if is_new else None)
+
+    def updated(self, info: Any) -> Policy:
+        """The ``policy`` of agents that were updated with this."""
+        return Policy(self.policy.version + 1, self._pack(info))
+
+    def _pack(self, value: Any) -> Packed:
+        """Put an object where all workers can read it.
+
+        Raises:
+            SpecError: If there is no memory or no descriptor for it.
+        """
+        return pack(value, self.allocate)
+
+    def allocate(self, n_bytes: int) -> Memory:
+        """Memory that all workers can map.
+
+        Raises:
+            SpecError: If there is none.
+        """
+        try:
+            return self._make_memory(n_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SpecError(
+                f"there is no memory to send {n_bytes} bytes: {error}",
+                fix="drop results that are no longer needed; if file descriptors are missing, "
+                "raise their limit (ulimit -n)",
+            ) from error
+
+    # The workers' client ---------------------------------------------------------------------
+
+    def setup(self, worker: int) -> tuple[Setup, Memory | None]:
+        """What a worker has to create."""
+        return self._setup, self._functions
+
+    def brief(self, worker: int, report: Report) -> None:
+        """Tell a worker that has its environments what there is to do."""
+        if self._agreement.take_first(worker, report):
+            self._note_probed()
+        for request in self._owed_by(worker):
+            self._send_to(worker, request, [])
+
+    def take(self, worker: int, message: Message) -> None:
+        """Take a worker's message."""
+        if isinstance(message, Done):
+            self.restarts.note_success(worker)
+            self._note_done(worker, message.command)
+        elif isinstance(message, ChunksDone):
+            self.restarts.note_success(worker)
+            request = self._find(message.number)
+            if request is not None:
+                # Answered in any case: the worker may be waiting, and has to see a cancellation.
+                slots = [] if request.error else request.empty_slots(message.chunks)
+                self._processes.send(worker, Credit(message.number, slots))
+        elif isinstance(message, BeginsAgain):
+            request = self._find(message.number)
+            if request is not None:
+                request.drop_chunks([message.episode])
+        elif isinstance(message, Probed):
+            if self._agreement.take(worker, message.report):
+                self._note_probed()
+        elif isinstance(message, Failed) and message.command is not None:
+            if self._repeats_env_errors and message.error.can_be_repeated:
+                self._failing[worker] = message.command
+                self._processes.expect_end(worker, self._crash_files.with_file(message.error))
+            else:
+                self._note_failure(message.command, message.error)
+
+    def _note_done(self, worker: int, number: int) -> None:
+        request = self._find(number)
+        if request is None:
+            return
+        request.remaining.discard(worker)
+        if not request.remaining:
+            request.is_reproducible = self._is_undisturbed
+            self.running.remove(request)
+            self._control.request_ends(request.number)
+            request.packed = None  # no worker will read it again
+            self._over(request)
+
+    def _note_failure(self, number: int, error: WorkerError) -> None:
+        request = self._find(number)
+        if request is not None and request.error is None:
+            request.error = self._crash_files.with_file(error)
+            self._stop(request)
+
+    def lost(self, worker: int, failure: WorkerError | None) -> None:
+        """Take back what a worker had begun, for its successor."""
+        self._sent[worker] = _Sent(replaces=failure, is_successor=True)
+        self._agreement.forget(worker)
+        self._is_undisturbed = False
+        for request in self._owed_by(worker):
+            self._hand_over_tapes(request)
+            if not request.error and not request.can_be_repeated():
+                request.error = failure or _cannot_go_on(worker)
+                self._stop(request)
+            if request.running_block.layout.step.resets_together:
+                self._control.forget_finished(request.number, worker)
+            if not request.give_back(worker) or request.error:
+                self._note_done(worker, request.number)
+
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """Whether an episode will not be run again that has failed; see ``Client.blames``."""
+        where, number = failure.where, self._failing.pop(worker, None)
+        owed = [
+            request
+            for request in self._owed_by(worker)
+            if number == request.number or (not number and where.lane in request.lanes_in(worker))
+        ]
+        if not owed or owed[0].running_block.layout.step.resets_together:
+            return None
+        request = owed[0]
+        self._hand_over_tapes(request)
+        n = request.note_failure(worker, where, failure)
+        if not self._policy.gives_up(failure, n):
+            return None
+        told = self._crash_files.with_file(failure)
+        if self._policy.restarts_on_env_errors:
+            request.give_up(where.episode or 0, told)
+        else:
+            self._note_failure(request.number, told)
+        return n - 1
+
+    def busy(self) -> Collection[int]:
+        """Workers that have something to do.
+
+        Requests that were given up count as well: a worker that hangs in one keeps its slots.
+        """
+        return {worker for request in self.running for worker in request.remaining}
+
+    def where(self, worker: int) -> Where:
+        """What a worker is doing, as far as shared memory tells."""
+        last = self._control.lane_in_use(worker)
+        owed = self._owed_by(worker)
+        places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
+        if not places:
+            return Where(worker)
+        request, lane = min(places, key=lambda place: place[1] != last)  # the first if none is
+        return request.where(worker, lane)
+
+    def _find(self, number: int) -> Request | None:
+        return next((request for request in self.running if request.number == number), None)
+
+    def _owed_by(self, worker: int) -> list[Request]:
+        return [request for request in self.running if worker in request.remaining]
+
+
+def _cannot_go_on(worker: int) -> WorkerError:
+    """The error for episodes in the middle of which a worker was replaced for its age."""
+    what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
+    fix = "call reset(); an agent that needs its history cannot go on in another worker"
+    return WorkerError(what, where=Where(worker=worker), fix=fix)

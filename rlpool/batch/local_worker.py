@@ -22,8 +22,7 @@ from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.record.tape import Tape
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
-from rlpool.workers.life import Client
-from rlpool.workers.lifecycle import given_up
+from rlpool.workers.lifecycle import Client, given_up
 from rlpool.workers.stacks import Stacks, described, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place

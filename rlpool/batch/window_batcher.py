@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
+from rlpool.batch.claims import check_rows
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import ShowProgress
 from rlpool.batch.repeated_calls import is_repeated, once
@@ -22,7 +23,6 @@ from rlpool.batch.resuming import (
     tapes_of_state,
     why_lost,
 )
-from rlpool.batch.shares import check_rows
 from rlpool.data.infos import Info
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import also_takes

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlpool.batch.agreement import other_steps
+from rlpool.batch.dispatch import LayoutMaker
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.request_workers import LayoutMaker
 from rlpool.batch.requests import Policy, Request
 from rlpool.cluster.nodes import Nodes
 from rlpool.cluster.requests import Divided, Flight

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlpool.batch.claims import Shares
 from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest, part_of
-from rlpool.batch.shares import Shares
 from rlpool.cluster.assignment import Assignment
 from rlpool.cluster.shards import (
     EpisodeShard,

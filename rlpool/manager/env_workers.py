@@ -16,8 +16,7 @@ from rlpool.machine.limits import check_size
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.worker_limits import check_workers
 from rlpool.manager.buffers import bookkeeping_specs
-from rlpool.manager.lane_failure import lane_failure
-from rlpool.manager.lane_states import LaneStates
+from rlpool.manager.lane_states import LaneStates, lane_failure
 from rlpool.manager.messages import (
     Begin,
     LaneFailed,

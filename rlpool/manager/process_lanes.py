@@ -18,8 +18,13 @@ from rlpool.envs.vec_env import Observed, VecEnv
 from rlpool.errors import EnvError, SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.actions import are_equal, hand_over, specs_of
-from rlpool.manager.buffers import action_specs, observation_specs
+from rlpool.manager.buffers import (
+    action_specs,
+    are_equal,
+    hand_over,
+    observation_specs,
+    specs_of,
+)
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Report
 from rlpool.manager.remotes import Remote, WorkerHandle

@@ -23,9 +23,9 @@ from rlpool.manager.vector_lane import (
     Beginning,
     Description,
     described_together,
+    in_pieces,
     structure_in_arrays,
 )
-from rlpool.manager.vector_pieces import in_pieces
 from rlpool.memory.storage import Array
 from rlpool.specs import flattener, leaves_of, nester
 

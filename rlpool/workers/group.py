@@ -19,8 +19,7 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import State, Word
-from rlpool.workers.life import Life
-from rlpool.workers.lifecycle import LifeCycle
+from rlpool.workers.lifecycle import Life, LifeCycle
 from rlpool.workers.poller import Events
 from rlpool.workers.process_start import (
     reap_template,
