@@ -25,7 +25,6 @@ from rlpool.batch.messages import (
     ChunksDone,
     Credit,
     MapBlock,
-    Probed,
     Report,
     Setup,
     Update,
@@ -465,8 +464,8 @@ class Dispatcher(RequestQueue):
             request = self._find(message.number)
             if request is not None:
                 request.drop_chunks([message.episode])
-        elif isinstance(message, Probed):
-            if self._agreement.take(worker, message.report):
+        elif isinstance(message, Report):
+            if self._agreement.take(worker, message):
                 self._note_probed()
         elif isinstance(message, Failed) and message.command is not None:
             if self._repeats_env_errors and message.error.can_be_repeated:

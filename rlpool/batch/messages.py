@@ -128,7 +128,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker knows about its environments and its agent.
+    """What a worker knows about its environments and its agent, also the answer to a ``Probe``.
 
     Attributes:
         n_lanes: Number of its environments.
@@ -140,13 +140,6 @@ class Report:
     n_lanes: int
     specs: StepSpecs | None
     error: RlpoolError | None = None
-
-
-@dataclass(frozen=True)
-class Probed:
-    """The answer to a ``Probe``."""
-
-    report: Report
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rlpool.errors import SpecError, UsageError
 
@@ -118,7 +118,7 @@ class Meter:
             return
         try:
             if self._display is None:
-                self._display = _Bar.made() or _Line() if progress is True else _Function(progress)
+                self._display = _Bar.made() or _Line() if progress is True else _Display(progress)
             yield lambda: self._look(so_far)
             if (last := so_far()).is_there:
                 self._show(last)
@@ -161,27 +161,25 @@ class Meter:
                 self._is_showing = False
 
 
-class _Display(Protocol):
-    """Where progress is shown."""
+class _Display:
+    """Where progress is shown: a function of the user, whose errors are the user's.
+
+    Args:
+        function: The function.
+    """
+
+    def __init__(self, function: Show) -> None:
+        self._function = function
 
     def show(self, progress: Progress) -> None:
         """Show it."""
+        self._function(progress)
 
     def close(self) -> None:
         """Take it away."""
 
 
-class _Function:
-    """Calls a function of the user; what it raises is the user's."""
-
-    def __init__(self, function: Show) -> None:
-        self.show = function
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class _Bar:
+class _Bar(_Display):
     """A bar of tqdm. Nothing that goes wrong with it reaches the user.
 
     Args:
@@ -223,7 +221,7 @@ class _Bar:
                 self._bar.close()
 
 
-class _Line:
+class _Line(_Display):
     """A line on stderr, rewritten if that is a terminal; elsewhere only the last one is written."""
 
     def __init__(self) -> None:

@@ -20,7 +20,6 @@ from rlpool.batch.messages import (
     Infos,
     MapBlock,
     Probe,
-    Probed,
     Report,
     Setup,
     Update,
@@ -184,7 +183,7 @@ class Collector(Server):
         if isinstance(message, Close):
             return False
         if isinstance(message, Probe):
-            self._send(Probed(self._probed(_infos(message.payload, memory)[0])))
+            self._send(self._probed(_infos(message.payload, memory)[0]))
         elif isinstance(message, MapBlock):
             for number in message.unmap:
                 self._blocks.pop(number, None)

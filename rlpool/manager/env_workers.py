@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing.context import SpawnProcess
 from threading import get_ident
 from time import monotonic
 from typing import Any
@@ -86,7 +85,6 @@ class EnvWorkers(LaneStates):
         self.reports: dict[int, Report] = {}
         self.closed = False
         self.one_thread = OneThread("check_open")
-        self._last_pids: list[int | None] = []
         self._policy = policy
         self._crash_files = CrashFiles(crash_dir)
         self.owner_pid = os.getpid()
@@ -111,15 +109,6 @@ class EnvWorkers(LaneStates):
             self.processes.abort()
             self.close()
             raise
-
-    @property
-    def pids(self) -> list[int | None]:
-        """The processes' ids; after ``close``, the last ones."""
-        return self._last_pids or self.processes.pids
-
-    def process(self, worker: int) -> SpawnProcess | None:
-        """A worker's process, ``None`` after ``close``."""
-        return None if self.closed else self.processes.processes[worker]
 
     # Commands -----------------------------------------------------------------------------------
 
@@ -174,15 +163,17 @@ class EnvWorkers(LaneStates):
 
     # Waiting ------------------------------------------------------------------------------------
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Handle messages until a condition holds.
+    def wait_until(self, is_over: Callable[[], bool], until_s: float = math.inf) -> None:
+        """Handle messages until a condition holds, or until a ``time.monotonic()``.
 
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
         self.processes.look_from_now_on()
-        while not is_over():
-            self.look(self.processes.patience_s)
+        left_s = math.inf
+        while left_s > 0.0 and not is_over():
+            left_s = until_s - monotonic()
+            self.look(min(max(0.0, left_s), self.processes.patience_s))
 
     def look(self, timeout_s: float = 0.0) -> None:
         """Handle what has happened, or happens within ``timeout_s``.
@@ -362,7 +353,6 @@ class EnvWorkers(LaneStates):
 
     def close(self) -> None:
         """End the workers. May be repeated, as all that it calls."""
-        self._last_pids = self.pids
         self.closed = True
         if os.getpid() == self.owner_pid:  # else the workers are those of another process
             self.processes.fail(UsageError("the environments were closed meanwhile"))

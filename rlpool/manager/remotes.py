@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.context import SpawnProcess
+from time import monotonic
 from typing import Any, NoReturn
 
 import gymnasium
@@ -157,14 +157,8 @@ class Remote(_OfManager):
         """Whether a reply has arrived, after waiting up to ``timeout`` seconds or for ever."""
         workers, lane = self._workers, self._lane
         workers.check_open()
-        left_s = math.inf if timeout is None else timeout
-        until_s = time.monotonic() + left_s
-        workers.processes.look_from_now_on()
-        while workers.is_unanswered(lane):
-            workers.look(min(max(0.0, left_s), workers.processes.patience_s))
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                break
+        until_s = math.inf if timeout is None else monotonic() + timeout
+        workers.wait_until(lambda: not workers.is_unanswered(lane), until_s)
         return lane in workers.requests and not workers.is_unanswered(lane)
 
     def describe(self, seed: int, options: Options) -> Any:
@@ -277,12 +271,12 @@ class WorkerHandle(_OfManager):
     @property
     def _process(self) -> SpawnProcess | None:
         refuse_forked_copy(self._workers.owner_pid)
-        return self._workers.process(self._worker)
+        return self._workers.processes.process(self._worker)
 
     @property
     def pid(self) -> int | None:
         """Its process id; after ``close``, the last one."""
-        return self._workers.pids[self._worker]
+        return self._workers.processes.pids[self._worker]
 
     def is_alive(self) -> bool:
         """Whether the process runs."""

@@ -251,5 +251,6 @@ class Workers(LifeCycle):
 
     def stacks_of(self, worker: int) -> str:
         """What one worker is doing; empty if it cannot answer."""
-        answers = ask([worker], self.processes[worker : worker + 1])
+        process = self.process(worker)
+        answers = ask([worker], [] if process is None else [process])
         return "".join(answer.text for answer in answers)

@@ -70,6 +70,7 @@ class Life:
     Attributes:
         state: What it is doing.
         process: Its process, the last one if it has none.
+        pid: The last one's id.
         pipe: The caller's end of its pipe, ``None`` without a process.
         last_words: Why it is about to end, if that is a failure.
         retires: Why it is about to end, if it is healthy; empty otherwise.
@@ -81,6 +82,7 @@ class Life:
         self.worker = worker
         self.state = State.DOWN
         self.process: SpawnProcess | None = None
+        self.pid: int | None = None
         self.pipe: CallerPipe | None = None
         self.last_words: WorkerError | None = None
         self.retires = ""
@@ -184,10 +186,14 @@ class LifeCycle:
         """The processes, until ``close``."""
         return [life.process for life in self._lives if life.process is not None]
 
+    def process(self, worker: int) -> SpawnProcess | None:
+        """A worker's process, ``None`` after ``close``."""
+        return self._lives[worker].process
+
     @property
     def pids(self) -> list[int | None]:
-        """Their ids."""
-        return [process.pid for process in self.processes]
+        """The processes' ids; after ``close``, the last ones."""
+        return [life.pid for life in self._lives]
 
     @property
     def up(self) -> list[int]:
@@ -212,7 +218,7 @@ class LifeCycle:
             life.pipe, life.process = launch(
                 self._runs[life.worker], place, logs, self.control.fd, start_method
             )
-            self.control.rows[life.worker, Word.PID] = life.process.pid or 0
+            self.control.rows[life.worker, Word.PID] = life.pid = life.process.pid or 0
             self._set_state(life, State.STARTING)
             self._poller.watch(life.worker, life.pipe, life.process)
             try:

@@ -60,7 +60,7 @@ class LogFile:
             self._shared[_READ_TO] = self._freed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (len(self._dropped), Inherited(self._fd))
+        return LogFile, (len(self._dropped), Inherited(self._fd))
 
     @property
     def closed(self) -> bool:
@@ -149,8 +149,3 @@ class LogFile:
             with suppress(OSError), mmap.mmap(self._fd, length, offset=self._freed) as pages:
                 pages.madvise(mmap.MADV_REMOVE)
             self._freed += length
-
-
-def _received(n_workers: int, fd: Any) -> LogFile:
-    """The same file, in a process that was started with it."""
-    return LogFile(n_workers, fd.detach())

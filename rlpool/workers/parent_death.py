@@ -37,7 +37,7 @@ def end_with_parent() -> None:
     if parent is None:
         return
     worker: Any = multiprocessing.current_process()
-    life_line = Connection(worker.life_line.detach(), readable=False)
+    life_line = Connection(worker.life_line, readable=False)
     # Only this process holds it: what environments start must not keep it open.
     os.set_inheritable(life_line.fileno(), False)
     os.register_at_fork(after_in_child=life_line.close)

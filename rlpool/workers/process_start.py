@@ -236,7 +236,7 @@ class _Process(SpawnProcess):
     """
 
     is_forked = False
-    life_line: Inherited
+    life_line: Inherited | int
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802

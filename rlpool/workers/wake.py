@@ -112,9 +112,4 @@ class Wake:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (Inherited(self.fd),)
-
-
-def _received(fd: Any) -> Wake:
-    """The same wake, in a process that was started with it."""
-    return Wake(fd.detach())
+        return Wake, (Inherited(self.fd),)

@@ -81,7 +81,7 @@ class Retiring:
 
 
 class Inherited:
-    """A descriptor that a worker gets when it starts: there, ``detach()`` gives its number.
+    """A descriptor that a worker gets when it starts; its number arrives there.
 
     Args:
         fd: The descriptor.
@@ -91,11 +91,12 @@ class Inherited:
         self._fd = fd
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_is, (reduction.DupFd(self._fd),)
+        return _number_of, (reduction.DupFd(self._fd),)
 
 
-def _as_is(value: Any) -> Any:
-    return value
+def _number_of(descriptor: Any) -> int:
+    number: int = descriptor.detach()
+    return number
 
 
 _READ_BYTES = 2**16

@@ -62,13 +62,13 @@ def run_connected(
     run: WorkerMain,
     place: Place,
     connection: Connection,
-    control_fd: Any,
+    control_fd: int,
 ) -> None:
     """The main function of every worker process: ``run``, with its logs and stacks connected."""
     answer_questions()
     logs.connect()
     try:
-        run(place, connection, control_fd.detach())
+        run(place, connection, control_fd)
     finally:
         # The user's threads may keep this process alive: the caller does not wait for them.
         connection.close()
