@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from rlpool.agents.agent import Agent
+from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.rows import as_signed, taken
@@ -82,6 +82,7 @@ def replay_agent(
         (torch.Size([2, 4, 2]), True)
     """
     check_choice("state", state, ("recompute", "stored"))
+    refuse_no_agent(agent)
     if not instance(trajectories, TemporalDictTensor, "trajectories").lengths.any():
         raise SpecError("the trajectories have no steps", fix="leave empty trajectories out")
     replay = _Replay(agent, trajectories)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.dict_tensor_base import kind
 from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.envs.lanes import LaneError, Lanes, Options
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
@@ -190,8 +191,13 @@ class VecEnv(Lanes):
         values = {key: torch.from_numpy(array[rows]) for key, array in self.current.items()}
         return DictTensor(values), torch.from_numpy(rows)
 
-    def _actions_of(self, policy_output: DictTensor) -> dict[str, Array]:
+    def _actions_of(self, policy_output: Any) -> dict[str, Array]:
         """Actions of the running environments as ``step_lanes`` takes them."""
+        if not isinstance(policy_output, DictTensor):
+            if not isinstance(policy_output, Mapping):
+                what, fix = f"policy_output is {kind(policy_output)}", 'DictTensor({"action": ...})'
+                raise SpecError(what, fix=f"pass {fix}")
+            policy_output = DictTensor(policy_output)
         keys = [key for key in policy_output if is_action(key)]
         leaves = self.action_leaves
         expected = list(leaves) if leaves is not None else keys

@@ -110,9 +110,10 @@ def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
     number = _python_number(value)
     least, most = _LIMITS[limits]
     is_number = isinstance(number, Real) and not isinstance(number, bool)
-    if not is_number or not least <= number <= most:
-        raise SpecError(f"{name} should be a number {limits}, got {value!r}", fix=fix)
-    return float(number)
+    with suppress(OverflowError):  # an int may be larger than any float
+        if is_number and least <= number <= most:
+            return float(number)
+    raise SpecError(f"{name} should be a number {limits}, got {value!r:.60}", fix=fix)
 
 
 def checked_timeout(timeout: Any, limits: str = "above 0") -> float | None:

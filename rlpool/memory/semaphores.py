@@ -64,13 +64,16 @@ class Semaphores:
     def _check(self, address: int) -> None:
         maps = Path("/proc/self/maps").read_bytes()
         found = re.search(rb"^%x-\S+ \S+ \S+ (\S+ \d+) +/dev/shm/sem\." % address, maps, re.M)
-        user = found and self._elsewhere.get(found[1])
-        if found is None or user or any(ctypes.string_at(address, 8)[4:]):
-            who = f"process {user} has it" if user else "it came from one, or a thread waits for it"
-            raise RuntimeError(
-                f"it is for forks, and {who}: start forks later, or make it with "
-                "torch.multiprocessing.get_context('spawn')"
-            )
+        if found is None:
+            why = "this process has it from another one: "
+        elif (user := self._elsewhere.get(found[1])) is not None:
+            why = f"process {user} has it already: start forks later, or "
+        elif any(ctypes.string_at(address, 8)[4:]):
+            why = "a thread waits for it: let threads wait once the workers have started, or "
+        else:
+            return
+        fix = "make it with torch.multiprocessing.get_context('spawn')"
+        raise RuntimeError(f"it is for forks, and {why}{fix}")
 
     @cached_property
     def _elsewhere(self) -> dict[bytes, int]:
@@ -114,4 +117,5 @@ def rebuilt(kind: Any, what: int, most: int, fd: Any, n_bytes: int, offset: int)
     lock = kind.__new__(kind)
     lock._memory = memory = Memory.attach(fd.detach(), n_bytes)
     lock.__setstate__((memory.root().ctypes.data + offset, what, most, None))
+    lock._is_fork_ctx = True  # multiprocessing refuses to send it on, except to forks
     return lock

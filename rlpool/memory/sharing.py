@@ -250,6 +250,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce what is shared as multiprocessing does; leave everything else to cloudpickle."""
+        if isinstance(value, type) and issubclass(value, _CTYPES):
+            return NotImplemented  # by its name: a copy, as cloudpickle makes, is refused by ctypes
         if not self._shares(value):
             return super().reducer_override(value)
         if self._refusal:

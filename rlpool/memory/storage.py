@@ -245,11 +245,12 @@ _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 
 
 def _refused(error: OSError, what: str) -> SpecError:
-    name = errno.errorcode.get(error.errno or 0, "OSError")
-    return SpecError(
-        f"the disk has no room for {what}: {error.strerror} ({name})",
-        fix="free some space, choose another directory, or make it smaller",
-    )
+    name, told = errno.errorcode.get(error.errno or 0, "OSError"), f"could not allocate {what}"
+    fix = "pass a directory that exists and that this process may write to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        told = f"the disk has no room for {what}"
+        fix = "free some space, choose another directory, or make it smaller"
+    return SpecError(f"{told}: {error.strerror} ({name})", fix=fix)
 
 
 def anonymous_file(name: str, n_bytes: int = 0) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -483,3 +484,41 @@ def test_a_pool_keeps_its_workers_while_what_they_share_is_the_same() -> None:
             policy.things = {**things, "more": torch.zeros(2).share_memory_()}
             check_round(things, pool.store)
             assert not worker_pids() & workers
+
+
+def test_a_structure_of_the_script_is_found_by_its_name(as_main: Callable[[str], None]) -> None:
+    as_main("import ctypes\nclass Point(ctypes.Structure): _fields_ = [('x', ctypes.c_int)]")
+    point = torch.multiprocessing.get_context("spawn").Value(sys.modules["__main__"].Point, 1)
+
+    def create(seed: int) -> Any:
+        point.x += 1
+        return create_env(seed)
+
+    with EpisodeBatcher(4, 2, create_agent, {}, create, {}, 1):
+        assert point.x == 2
+
+
+def release(lock: Any) -> None:
+    lock.release()
+
+
+def test_a_worker_cannot_hand_on_what_is_for_forks_but_to_forks() -> None:
+    context = torch.multiprocessing.get_context("fork")
+    lock, told = context.Lock(), context.SimpleQueue()
+
+    def create(seed: int) -> Any:
+        fork = context.Process(target=release, args=(lock,))
+        assert lock.acquire()
+        fork.start()
+        fork.join()
+        assert lock.acquire(timeout=sharing.PATIENCE_S)
+        try:
+            torch.multiprocessing.get_context("spawn").Process(target=release, args=(lock,)).start()
+        except RuntimeError as error:
+            told.put(str(error))
+        with pytest.raises(WorkerStartupError, match="this process has it from another one: make"):
+            EpisodeBatcher(4, 2, create_agent, {}, create_env, {"lock": lock}, 1)
+        return create_env(seed)
+
+    with EpisodeBatcher(4, 2, create_agent, {}, create, {}, 1):
+        assert "created in a fork context" in told.get()

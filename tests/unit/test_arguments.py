@@ -113,7 +113,7 @@ def test_flags_texts_and_arrays_are_no_numbers(value: Any) -> None:
 @pytest.mark.parametrize(
     ("limits", "refused"),
     [
-        ("above 0", (0, -1, -np.inf)),
+        ("above 0", (0, -1, -np.inf, 10**400)),
         ("from 0 to 1", (-0.1, 1.1, np.inf)),
         ("from 0 on, and finite", (-0.1, np.inf)),
     ],

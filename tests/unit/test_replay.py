@@ -323,6 +323,9 @@ def test_what_cannot_be_replayed_is_refused():
         replay_agent(RecurrentAgent(), collected, state="zero")
     with pytest.raises(KeyError, match="noise"):
         replay_agent(RecurrentAgent(), collected.get(key for key in collected if key != "noise"))
+    for agent in (None, 3, RecurrentAgent):
+        with pytest.raises(SpecError, match="agent is "):
+            replay_agent(agent, collected)
 
 
 class Told(FeedForwardAgent):
