@@ -529,6 +529,13 @@ class Dispatcher(RequestQueue):
             self._note_failure(request.number, told)
         return n - 1
 
+    @property
+    def n_suspected(self) -> int:
+        """See ``Client``."""
+        if self._policy.max_episode_restarts is None:
+            return 0
+        return sum(request.n_suspected for request in self.running)
+
     def busy(self) -> Collection[int]:
         """Workers that have something to do.
 

@@ -191,6 +191,24 @@ class Request(ABC):
         self._given_up[episode] = step
         self.failures[row] = failure
 
+    @property
+    def n_suspected(self) -> int:
+        """Failures of episodes that have not got past the step at which they failed."""
+        unsettled = [row for row in self._failed if row not in self.failures]
+        return sum(self._failed[row][2] for row in unsettled if not self._is_past(row))
+
+    def _is_past(self, row: int) -> bool:
+        """Whether an episode that failed has got past the step at which it did."""
+        places = np.argwhere(self.running_block.arrays.control["running"] == row)
+        if not len(places):
+            return self._is_finished(row)
+        worker, lane = places[0].tolist()
+        return (self.where(worker, lane).step or 0) > max(self._failed[row][1], 0)
+
+    @abstractmethod
+    def _is_finished(self, row: int) -> bool:
+        """Whether a row is there that no lane runs."""
+
     def _episode_at(self, where: Where) -> Any:
         """What tells an episode from others, see ``Execute.given_up`` and ``Window.given_up``."""
         return where.episode
@@ -365,6 +383,10 @@ class EpisodeRequest(Request):
             self.n_repeats[row] += 1  # others are counted when they are given back
         return super().note_failure(worker, where, failure)
 
+    def _is_finished(self, row: int) -> bool:
+        is_at_home = self._at_home()
+        return bool(self._arrived[row] or (row < len(is_at_home) and is_at_home[row]))
+
     @property
     def _shares(self) -> Shares:
         return Shares(self.running_block.layout, self.n_rows)
@@ -513,6 +535,9 @@ class WindowRequest(Request):
     def n_steps(self) -> int:
         """Steps of workers that are done; a lane that has ended counts with a full window."""
         return 0 if self.block is None else len(self._rows_done()) * self.block.layout.n_timesteps
+
+    def _is_finished(self, row: int) -> bool:
+        return any(row == done for done, _ in self._rows_done())
 
     def _rows_done(self) -> list[tuple[int, int]]:
         if self.block is None:

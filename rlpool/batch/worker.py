@@ -243,6 +243,7 @@ class Collector(Server):
         env.lane_in_use = self._control.lane
         place = self._place
         here = place.worker, self._control, place.seed
+        env.report_failures()
         self._rollout = Rollout(agent, env, *here, agent_rows)
 
     def _probed(self, infos: Infos | None) -> Report:

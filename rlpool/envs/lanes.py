@@ -211,6 +211,9 @@ class Lanes(ABC):
         """The seed of a lane's episode, if it differs from the one that was passed to reset."""
         return None
 
+    def report_failures(self) -> None:  # noqa: B027  (optional)
+        """Raise whatever environments raise: who calls this decides what becomes of an episode."""
+
     def begin_anew(self) -> None:  # noqa: B027  (optional)
         """Let the next ``reset_lanes`` reset all lanes, with its first seed and its options.
 

@@ -30,6 +30,7 @@ from rlpool.memory.sharing import Parcel, pickled
 from rlpool.memory.storage import Memory, carved_bytes
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
+from rlpool.record.tape import Tape
 from rlpool.specs import Declaration, TensorSpec
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.group import Workers
@@ -158,8 +159,6 @@ class EnvWorkers(LaneStates):
         self._resets[worker] = message
         self.issued[worker] = message.number
         self.commanded[worker] = [self.lanes_of[worker][lane] for lane in message.lanes]
-        for lane in self.commanded[worker]:
-            self.failures.pop(lane, None)
 
     # Waiting ------------------------------------------------------------------------------------
 
@@ -273,21 +272,35 @@ class EnvWorkers(LaneStates):
     def blames(self, worker: int, failure: WorkerError) -> int | None:
         """See ``Client.blames``: where the call failed before, the lane is truncated instead."""
         lane = failure.where.lane
-        tape = None if lane is None else self.tapes.peek(lane)
-        if lane is None or tape is None or not (call := self._call_of(lane)):
+        if lane is None or (place := self._called(lane)) is None:
             return None
-        step = self.tapes.n_steps(lane) - 1 if call == "step" else -1
-        n = self._count_failure(lane, tape, step)
+        n = self._count_failure(lane, place)
         if not self._policy.gives_up(failure, n):
             return None
-        known, known_step = self._given_up.get(lane, (None, 0))
-        fails_before = known is tape and known_step == step  # while its tape is repeated
-        is_given_up = self._policy.restarts_on_env_errors and not fails_before
-        if is_given_up and not self.is_unanswered(lane):
-            self._given_up[lane], self.failures[lane] = (tape, step), failure
+        fails_before = self._given_up.get(lane) == place  # while its tape is repeated
+        is_given_up = self._policy.restarts_on_env_errors and not self.reports_failures
+        if is_given_up and not fails_before and not self.is_unanswered(lane):
+            self._given_up[lane], self.failures[lane] = place, failure
         else:
             self._end_call(worker, lane, failure)
         return n - 1
+
+    @property
+    def n_suspected(self) -> int:
+        """See ``Client``."""
+        if self._policy.max_episode_restarts is None:
+            return 0
+        failing = [lane for lane, (place, _) in self._failed.items() if place == self._called(lane)]
+        return sum(
+            self._failed[n][1] for n in failing if self._given_up.get(n) != self._failed[n][0]
+        )
+
+    def _called(self, lane: int) -> tuple[Tape, int] | None:
+        """The episode of a lane and the step that it takes, -1 for its reset; ``None`` if none."""
+        tape, call = self.tapes.peek(lane), self._call_of(lane)
+        if tape is None or not call:
+            return None
+        return tape, self.tapes.n_steps(lane) - 1 if call == "step" else -1
 
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory shows."""

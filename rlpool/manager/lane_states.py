@@ -58,6 +58,7 @@ class LaneStates:
         closed_lanes: Lanes that were closed one by one.
         announced: For each worker the episodes that will come.
         failures: Lane to why its episode was given up.
+        reports_failures: Whether none is given up here, see ``VecEnv.report_failures``.
     """
 
     def __init__(self, n_lanes: int, envs_per_worker: int) -> None:
@@ -75,8 +76,9 @@ class LaneStates:
         self.closed_lanes: set[int] = set()
         self.announced: dict[int, Announce] = {}
         self.failures: dict[int, WorkerError] = {}
+        self.reports_failures = False
         self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
-        self._failed: dict[int, tuple[Tape, int, int]] = {}  # lane: episode, step, how often
+        self._failed: dict[int, tuple[tuple[Tape, int], int]] = {}  # and how often
         self._given_up: dict[int, tuple[Tape, int]] = {}  # lane: episode, step
 
     def is_unanswered(self, lane: int) -> bool:
@@ -122,12 +124,17 @@ class LaneStates:
                 self.buffers.is_ahead[lane] = -1
                 self.tapes.forget(lane)
 
-    def _count_failure(self, lane: int, tape: Tape, step: int) -> int:
+    def forget_failures(self, lanes: Sequence[int]) -> None:
+        """Forget why episodes of lanes were given up that are not in them any more."""
+        for lane in self.failures.keys() & lanes:
+            if self._given_up[lane][0] is not self.tapes.peek(lane):
+                del self.failures[lane]
+
+    def _count_failure(self, lane: int, place: tuple[Tape, int]) -> int:
         """How often in a row a lane has failed at the same step of the same episode."""
         before = self._failed.get(lane)
-        is_same = before is not None and before[0] is tape and before[1] == step
-        n = before[2] + 1 if before is not None and is_same else 1
-        self._failed[lane] = tape, step, n
+        n = before[1] + 1 if before is not None and before[0] == place else 1
+        self._failed[lane] = place, n
         return n
 
     def _predecessor(self, worker: int) -> Predecessor:

@@ -168,7 +168,10 @@ class ParallelEnvManager(ProcessLanes):
 
     @property
     def failures(self) -> Mapping[int, WorkerError]:
-        """Lane to why its episode was given up, until its next reset; see ``on_env_error``.
+        """Lane to why its episode was given up; see ``on_env_error``.
+
+        Until the lane's next reset or, with ``auto_reset``, until its next step. A batcher over a
+        manager decides itself what becomes of failures, by its own ``on_env_error``, and has them.
 
         Example:
             >>> def make_broken_env():

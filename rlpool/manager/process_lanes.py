@@ -119,6 +119,10 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
 
     # The lane contract ---------------------------------------------------------------------
 
+    def report_failures(self) -> None:
+        """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
+        self._workers.reports_failures = True
+
     def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
         """Announce the next episodes, so that the workers can begin them ahead of time."""
         self._workers.check_open()
@@ -156,6 +160,8 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
             self._learn_observations(lanes[0], seeds[0], options[0])
         with InterruptsHeld():
             super().reset_lanes(lanes, seeds, options)
+            if not self._is_in_step:  # which tells why the episodes ended that it lets restart
+                self._workers.forget_failures(lanes)
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -300,6 +306,8 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
     def _begin(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> Command:
         """Let lanes that may step do so, with actions that are put where their workers look."""
         workers = self._stepper.workers_of(lanes)
+        if self._workers.failures:
+            self._workers.forget_failures(lanes)
         if not self._buffers.action:
             self.declare_actions(specs_of(actions))
         hand_over(actions, lanes, self._buffers.action, self._copied)

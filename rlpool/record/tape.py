@@ -94,7 +94,7 @@ def slot_steps(
     return steps
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tape:
     """An episode so far.
 

@@ -214,8 +214,13 @@ class Restarts:
         most = self._max_restarts
         return f"{self.n_restarts}" if most is None else f"{self.n_restarts} of {most}"
 
-    def delay_s(self, worker: int, failure: WorkerError) -> float:
+    def delay_s(self, worker: int, failure: WorkerError, n_suspected: int = 0) -> float:
         """Record a failure; returns how long to wait before the worker starts again.
+
+        Args:
+            worker: Which worker.
+            failure: Why it failed.
+            n_suspected: Restarts so far that will not count if what failed is given up.
 
         Raises:
             WorkerDiedError: If it does not; its ``history`` has all failures.
@@ -223,7 +228,7 @@ class Restarts:
         record = self._records[worker]
         self._history.append(failure)
         record.n += 1
-        if self._max_restarts is not None and self.n_restarts >= self._max_restarts:
+        if self._max_restarts is not None and self.n_restarts - n_suspected >= self._max_restarts:
             if not self._max_restarts:
                 raise self._final(failure, "max_restarts=0 allows no restart")
             why = f"all {self._max_restarts} restarts (max_restarts) are used up"

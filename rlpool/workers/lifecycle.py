@@ -116,6 +116,10 @@ class Client(Protocol):
         The failure does not count as the worker's then; ``None`` if it does.
         """
 
+    @property
+    def n_suspected(self) -> int:
+        """How many failures so far may still turn out not to count, see ``blames``."""
+
     def busy(self) -> Collection[int]:
         """The workers that have something to do."""
 
@@ -325,6 +329,7 @@ class LifeCycle:
     def _restart(self, life: Life, failure: WorkerError) -> None:
         """Let a worker that failed start again when it is due."""
         where = f" ({failure.where})" if str(failure.where) else ""
+        n_suspected = self._client.n_suspected
         n_before = self._client.blames(life.worker, failure)
         if n_before is not None:
             self.restarts.forgive(life.worker, n_before)
@@ -333,7 +338,8 @@ class LifeCycle:
             self._client.lost(life.worker, failure)
             return
         try:
-            self._set_state(life, State.DOWN, self.restarts.delay_s(life.worker, failure))
+            delay_s = self.restarts.delay_s(life.worker, failure, n_suspected)
+            self._set_state(life, State.DOWN, delay_s)
         except WorkerDiedError as error:
             self.fatal = error
             return

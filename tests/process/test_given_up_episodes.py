@@ -18,6 +18,7 @@ from process.watching import worker_pids
 
 from rlpool import (
     Batcher,
+    DictTensor,
     EnvError,
     EpisodeBatcher,
     NotRepeatedError,
@@ -484,3 +485,41 @@ def test_an_evaluation_tells_which_episodes_failed(n_threads: int, tmp_path: Pat
     with pytest.raises(EnvError):
         evaluate(RecurrentAgent(), create_fragile, N, **how)
     assert evaluate(RecurrentAgent(), create_fragile, 2, env_args={"n_lanes": 2}).failed is None
+
+
+def test_bad_episodes_of_all_workers_at_once_are_given_up_and_use_up_no_restarts(
+    tmp_path: Path,
+) -> None:
+    policy = {"on_env_error": "restart", "max_restarts": 1, "max_episode_restarts": 3}
+    rows = tuple(range(N))
+    result, failures = collected(tmp_path, infos("raise", 1, rows), n_threads=3, **policy)
+    assert_truncated(result, failures, undisturbed(3), 1, rows)
+
+
+def create_managed(seed: int, n_lanes: int, **arguments: Any) -> ParallelEnvManager:
+    functions = [partial(FragileEnv, **arguments)] * n_lanes
+    return ParallelEnvManager(functions, seed=seed, envs_per_worker=2, on_env_error="truncate")
+
+
+def test_a_batcher_decides_what_becomes_of_failures_in_a_manager(tmp_path: Path) -> None:
+    truncates = {"create_env": create_managed, "on_env_error": "truncate"}
+    for step in (-1, 1):
+        found = collected(tmp_path, infos("raise", step), n_threads=0, **truncates)
+        assert_truncated(*found, undisturbed(0), step)
+    with pytest.raises(EnvError, match=r"episode 2, step 1"):
+        collected(tmp_path, infos("raise", 1), n_threads=0, create_env=create_managed)
+
+
+def test_a_manager_whose_lanes_restart_tells_why_an_episode_ended_until_the_next_step(
+    tmp_path: Path,
+) -> None:
+    make_env = partial(FragileEnv, marks=str(tmp_path), times=ALWAYS)
+    options: dict[str, Any] = {"auto_reset": True, "on_env_error": "truncate"}
+    with ParallelEnvManager([make_env], **options) as manager:
+        manager.reset({"fault": KINDS.index("raise"), "fault_step": 1, "length": 9})
+        zeros = DictTensor({"action": torch.zeros(1, dtype=torch.int64)})
+        told = []
+        for _ in range(3):
+            (stepped, _), _ = manager.step(zeros)
+            told.append((bool(stepped["truncated"]), list(manager.failures)))
+        assert told == [(False, []), (True, [0]), (False, [])]
