@@ -14,11 +14,11 @@ from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_uns
 from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import UsageError
+from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
-from rlpool.seeding import checked_seeds
+from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
@@ -211,6 +211,9 @@ class EpisodeBatcher(BatcherBase):
         n_streamed: int = 0,
     ) -> None:
         n_episodes = whole_number("n_episodes", n_episodes, 1)
+        if n_episodes > N_SEEDS:
+            what = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
+            raise SpecError(what, fix="ask for fewer at a time: stream()")
         infos = as_infos(agent_info, env_info, n_episodes)
         if given_seeds is not None:
             given_seeds = checked_seeds(given_seeds, n_episodes)
@@ -365,8 +368,8 @@ class EpisodeBatcher(BatcherBase):
         return {
             "_last": last
             and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds")),
-            "_n_episodes": state["n_episodes"],
-            "_n_streamed": state.get("n_streamed", 0),
+            "_n_episodes": whole_number("n_episodes", state["n_episodes"], 0),
+            "_n_streamed": whole_number("n_streamed", state.get("n_streamed", 0), 0),
             "_left": ((), 0),
         }
 

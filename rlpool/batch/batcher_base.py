@@ -29,7 +29,13 @@ from rlpool.batch.resuming import (
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import BatcherClosedError, RlpoolError, SpecError, UsageError, WorkerError
-from rlpool.machine.arguments import checked_timeout, checked_wait, whole_number
+from rlpool.machine.arguments import (
+    check_choice,
+    checked_timeout,
+    checked_wait,
+    keywords,
+    whole_number,
+)
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.one_thread import OneThread
@@ -108,7 +114,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._is_private = n_workers == 0
         self._owner_pid = os.getpid()
         self._one_thread = OneThread("_open", "_idle")
-        given = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
+        env_args, agent_args = keywords("env_args", env_args), keywords("agent_args", agent_args)
+        given = (create_env, env_args, create_agent, agent_args)
         functions: Any = (*given, agent_rows)
         if n_workers:
             names = ("create_env", "env_args", "create_agent", "agent_args")
@@ -367,6 +374,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         progress: ShowProgress | None,
     ) -> Request | None:
         """The oldest request, finished; see ``get``."""
+        check_choice("blocking", blocking, (True, False))
         timeout = checked_wait(timeout)
         progress = self._progress if progress is None else checked_progress(progress)
         with self._meter.shown(progress, dispatcher.so_far) as look:

@@ -566,6 +566,13 @@ class WindowRequest(Request):
         self._note_writing(worker)
         return bool(self._rows_of(worker))
 
+    def where(self, worker: int, lane: int) -> Where:
+        """See ``Request.where``; how often a lane has restarted is on its tape."""
+        where = super().where(worker, lane)
+        if where.seed is not None or self.tapes is None:
+            return where
+        return where._replace(seed=self._seeds.seed(*self._episode_at(where)))
+
     def seed_of(self, row: int) -> int | None:
         """See ``Request.seed_of``; only the worker knows how often a seeded lane has restarted."""
         layout = self.running_block.layout

@@ -116,6 +116,16 @@ def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
     raise SpecError(f"{name} should be a number {limits}, got {value!r:.60}", fix=fix)
 
 
+def keywords(name: str, value: Any) -> dict[str, Any]:
+    """Arguments by name, from a dict of them or ``None``; SpecError if it is anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        what = f"{name} should be a dict of arguments by name, got {value!r:.60}"
+        raise SpecError(what, fix=f"pass {name}={{'name': value}}")
+    return dict(value)
+
+
 def checked_timeout(timeout: Any, limits: str = "above 0") -> float | None:
     """A timeout in seconds, ``None`` for no limit; SpecError if it is not positive."""
     if timeout is None:

@@ -17,7 +17,7 @@ import gymnasium
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.lanes import Options
 from rlpool.errors import SpecError, UsageError, WorkerError
-from rlpool.machine.arguments import whole_number
+from rlpool.machine.arguments import checked_wait, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.lane_states import Request
@@ -157,7 +157,8 @@ class Remote(_OfManager):
         """Whether a reply has arrived, after waiting up to ``timeout`` seconds or for ever."""
         workers, lane = self._workers, self._lane
         workers.check_open()
-        until_s = math.inf if timeout is None else monotonic() + timeout
+        limit_s = checked_wait(timeout)
+        until_s = math.inf if limit_s is None else monotonic() + limit_s
         workers.wait_until(lambda: not workers.is_unanswered(lane), until_s)
         return lane in workers.requests and not workers.is_unanswered(lane)
 

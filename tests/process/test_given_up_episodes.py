@@ -523,3 +523,20 @@ def test_a_manager_whose_lanes_restart_tells_why_an_episode_ended_until_the_next
             (stepped, _), _ = manager.step(zeros)
             told.append((bool(stepped["truncated"]), list(manager.failures)))
         assert told == [(False, []), (True, [0]), (False, [])]
+
+
+def test_a_death_in_a_window_tells_the_seed_of_its_episode(tmp_path: Path) -> None:
+    """Every episode kills its worker in its third step, twice."""
+    env_args = {"n_lanes": 1, "restarts": True, "marks": str(tmp_path), "times": ALWAYS}
+    seeds = []
+    with Batcher(
+        4, None, RecurrentAgent, {}, create_fragile, env_args, 1, 5, on_env_error="restart"
+    ) as batcher:
+        batcher.reset(None, {"length": 9, "fault": KINDS.index("sigkill"), "fault_step": 2})
+        for _ in range(3):
+            batcher.execute()
+            first = int(batcher.get().info["seed"])
+            seeds += [error.where.seed for error in batcher.failures]
+    assert seeds[0] == first
+    assert None not in seeds
+    assert len(set(seeds)) == len(seeds) == 3

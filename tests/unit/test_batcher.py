@@ -207,6 +207,8 @@ def test_memory_of_dropped_results_is_used_again() -> None:
         {"seeds": [], "n_workers": 1},
         *({"create_env": value} for value in (None, 5)),
         *({"create_agent": value} for value in (None, 7)),
+        *({"env_args": value} for value in (3, "ab", [1], {1: 2})),
+        {"agent_args": [StepCounter]},
     ],
     ids=str,
 )
@@ -235,10 +237,19 @@ def test_seeds_may_be_an_int_a_list_or_none(caplog: pytest.LogCaptureFixture) ->
     assert "seed" in caplog.text  # what was drawn, to use it again
 
 
-@pytest.mark.parametrize("n_episodes", [0, -1, 1.5, True, None, "3"])
+@pytest.mark.parametrize("n_episodes", [0, -1, 1.5, True, None, "3", 10**12])
 def test_execute_wants_a_number_of_episodes(n_episodes: Any) -> None:
-    with make() as batcher, pytest.raises(SpecError, match="n_episodes"):
+    with make() as batcher, pytest.raises(SpecError, match=r"n_episodes|there are 2\*\*31 seeds"):
         batcher.execute(n_episodes)
+
+
+def test_get_wants_to_know_whether_to_wait_and_a_state_counts_episodes() -> None:
+    with make() as batcher:
+        with pytest.raises(SpecError, match="blocking should be True or False"):
+            batcher.get(blocking="no")  # type: ignore[call-overload]
+        for name in ("n_episodes", "n_streamed"):
+            with pytest.raises(SpecError, match=f"{name} should be an int"):
+                batcher.load_state_dict({**batcher.state_dict(), name: "3"})
 
 
 # Starting -------------------------------------------------------------------------------------
