@@ -95,14 +95,10 @@ class FrameStore:
         np.subtract.at(self._n_references, places, 1)
         self.places.give_back(np.unique(places[self._n_references[places] == 0]))
 
-    def recount(self, n_used: int, named: list[Array]) -> None:
-        """Count anew.
-
-        Args:
-            n_used: Frames that are or were in use.
-            named: All places that rows refer to.
-        """
-        self._n_references[: max(n_used, self.places.n_used)] = 0
+    def recount(self, named: list[Array]) -> None:
+        """Count anew what refers to the frames: all places that rows refer to."""
+        references = self._n_references[: self.places.n_used]
+        references[:] = 0
         for places in named:
             self.refer(places)
-        self.places.reset(n_used, self._n_references[:n_used] == 0)
+        self.places.recount(references == 0)

@@ -39,13 +39,7 @@ class Places:
         self._free[self._n_free : self._n_free + places.size] = places
         self._n_free += places.size
 
-    def reset(self, n_used: int = 0, is_free: Array | None = None) -> None:
-        """Begin anew.
-
-        Args:
-            n_used: Places that are or were in use.
-            is_free: Which of these are not, bool ``[n_used]``; by default none.
-        """
-        self.n_used, self._n_free = n_used, 0
-        if is_free is not None:
-            self.give_back(np.flatnonzero(is_free))
+    def recount(self, is_free: Array) -> None:
+        """Free the places that are said to be: bool ``[n_used]``, and no others."""
+        self._n_free = 0
+        self.give_back(np.flatnonzero(is_free))

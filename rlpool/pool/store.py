@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from rlpool.errors import UsageError
 from rlpool.memory.sequence_lock import SequenceLock
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.pool.frames import FrameStore
 from rlpool.pool.incoming import Incoming
 from rlpool.pool.layout import layout_of
@@ -79,11 +80,11 @@ class Store:
     ) -> None:
         self.schema, self.pool_size = schema, pool_size
         self._rules = rules or WindowRules()
-        self._regions = layout_of(schema, pool_size, n_sub_pools)
-        self.memory = make_memory(sum(region.n_bytes for region in self._regions.values()))
-        root = self.memory.root()
-        arrays = {name: region.array(root) for name, region in self._regions.items()}
-        table = arrays["numbers"]
+        specs = layout_of(schema, pool_size, n_sub_pools)
+        self.memory = make_memory(sum(carved_bytes(specs, 1).values()))
+        self._root = self.memory.root()
+        arrays = {name: array[0] for name, array in carve(self._root, specs, 1).items()}
+        self._arrays, table = arrays, arrays["numbers"]
         self.numbers: Array = table[:-1, :2]
         self.origins: Array = table[:-1, 2]
         self.is_untold: Array = table[-1, 1:2]
@@ -108,7 +109,7 @@ class Store:
         self._is_whole = True  # no change is under way, or was interrupted
         self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
-        self.memory.reserve(0, self._regions["numbers"].n_bytes)
+        self.memory.reserve(0, table.nbytes)
 
     @classmethod
     def of_nothing(cls, n_sub_pools: int) -> Store:
@@ -120,12 +121,8 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows written so far, bookkeeping and priorities included."""
-        rows = [slice(0, sub_pool.n_used) for sub_pool in self.sub_pools]
-        n_bytes: int = sum(
-            (piece.stop - piece.start) * self._regions[name].spec.n_bytes
-            for name, pieces in self._parts(rows, *self.n_extra).items()
-            for piece in pieces
-        )
+        rows = {index: slice(sub_pool.n_used) for index, sub_pool in enumerate(self.sub_pools)}
+        n_bytes = sum(part.nbytes for part in self._parts(rows, *self.n_extra).values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
     @property
@@ -134,28 +131,65 @@ class Store:
         frames = {key: frames.places.n_used for key, frames in self.frames.items()}
         return self.final_places.n_used, frames
 
-    def pieces_in_use(self) -> list[slice]:
-        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first."""
-        return [
-            piece
-            for sub_pool in self.sub_pools
-            for piece in sub_pool.pieces(sub_pool.oldest, sub_pool.next)
-        ]
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Which rows, finals and frames are in use, as a saved pool says it; may be set."""
+        n_finals, n_frames = self.n_extra
+        return {
+            "rings": self.numbers.tolist(),
+            "origins": self.origins.tolist(),
+            "n_finals": n_finals,
+            "n_frames": n_frames,
+            "is_untold": bool(self.is_untold[0]),
+        }
+
+    @counts.setter
+    def counts(self, counts: Mapping[str, Any]) -> None:
+        self.numbers[...] = counts["rings"]
+        # Versions before 0.3 say neither: origins were 0, and what they stored goes on as it did.
+        self.origins[...] = counts.get("origins", 0)
+        self.is_untold[:] = counts.get("is_untold", False)
+        self.final_places.n_used = counts["n_finals"]
+        for key, frames in self.frames.items():
+            frames.places.n_used = counts["n_frames"][key]
+
+    def pieces_in_use(self) -> dict[str, slice]:
+        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first.
+
+        By what a saved pool adds to the names of their arrays.
+        """
+        return {
+            f"/{index}.{number}": piece
+            for index, sub_pool in enumerate(self.sub_pools)
+            for number, piece in enumerate(sub_pool.pieces(sub_pool.oldest, sub_pool.next))
+        }
+
+    def arrays_in_use(self) -> dict[str, Array]:
+        """Where the values of all transitions lie: views, named as in a saved pool."""
+        rows = self.pieces_in_use()
+        arrays = self._parts(rows, *self.n_extra)
+        if self.tree is not None:
+            arrays |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
+        return arrays
 
     def rows_in_use(self) -> Array:
         """The same rows as numbers, int64 ``[len(store)]``."""
-        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces_in_use())
+        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces_in_use().values())
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def _parts(
-        self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]
-    ) -> dict[str, Sequence[slice]]:
-        """Parts of each array that belong to some rows, finals and frames."""
-        pieces = dict.fromkeys(self._regions, rows)
-        pieces |= {f"finals/{key}": [slice(0, n_finals)] for key in self.finals}
-        pieces |= {f"frames/{key}": [slice(0, n)] for key, n in n_frames.items()}
+        self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
+    ) -> dict[str, Array]:
+        """Parts of all arrays that belong to some rows, by name, finals and frames; views."""
+        pieces = dict.fromkeys(self._arrays, rows)
+        pieces |= {f"finals/{key}": {"": slice(n_finals)} for key in self.finals}
+        pieces |= {f"frames/{key}": {"": slice(n)} for key, n in n_frames.items()}
         del pieces["numbers"]
-        return pieces
+        return {
+            f"{name}{part}": self._arrays[name][piece]
+            for name, parts in pieces.items()
+            for part, piece in parts.items()
+        }
 
     @property
     def lengths(self) -> list[int]:
@@ -195,7 +229,7 @@ class Store:
         self.refuse_others()
         with self.version.changing():
             if not self._is_whole:
-                self.recover(*self.n_extra)
+                self.recover()
             self._is_whole = False
             yield
             self._is_whole = True
@@ -228,7 +262,9 @@ class Store:
             named = {key: incoming.frames_named(key) for key in self.frames}
             new = {key: f.find(incoming.frames[key], named[key]) for key, f in self.frames.items()}
             n_frames = {k: f.places.n_used_with(len(new[k])) for k, f in self.frames.items()}
-            self.reserve(pieces, self.final_places.n_used_with(lasts.size), n_frames)
+            self.reserve(
+                dict(enumerate(pieces)), self.final_places.n_used_with(lasts.size), n_frames
+            )
             self.drop(sub_pool, min(start, oldest))
             self.is_untold |= not incoming.is_told
             for key, frames in self.frames.items():
@@ -288,25 +324,18 @@ class Store:
         """Drop all transitions; the next ones use the same rows, finals and frames."""
         with self.changing():
             self.drop_all()
-            self.origins[...] = self.numbers[:, 1]
-            self.is_untold[:] = 0
+            n_frames, origins = dict.fromkeys(self.frames, 0), self.numbers[:, 1]
+            empty = {"origins": origins, "n_finals": 0, "n_frames": n_frames, "is_untold": False}
+            self.counts = {"rings": self.numbers, **empty}
+            self.recover()
 
     def drop_all(self) -> None:
         """Drop all transitions, within ``changing``."""
         for sub_pool in self.sub_pools:
             self.drop(sub_pool, sub_pool.next)
-        self.final_places.reset()
-        self.tails = {}
-        for frames in self.frames.values():
-            frames.recount(0, [])
 
-    def recover(self, n_finals: int, n_frames: Mapping[str, int]) -> None:
-        """Make the bookkeeping of finals, frames and priorities fit the rows in use.
-
-        Args:
-            n_finals: Finals that are or were in use, see ``n_extra``.
-            n_frames: Frames of each stack, likewise.
-        """
+    def recover(self) -> None:
+        """Make the bookkeeping of finals, frames and priorities fit the rows in use."""
         self.numbers[:, 0] = self.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
@@ -314,13 +343,13 @@ class Store:
         rows = self.rows_in_use()
         finals = self.final_row[rows[self.is_last[rows]]]
         if self.schema.paired:
-            is_free = np.ones(n_finals, bool)
+            is_free = np.ones(self.final_places.n_used, bool)
             is_free[finals] = False
-            self.final_places.reset(n_finals, is_free)
+            self.final_places.recount(is_free)
         for key, frames in self.frames.items():
             places = [self.columns[key][rows]]
             places += [self.finals[key][finals]] if key in self.finals else []
-            frames.recount(n_frames[key], places)
+            frames.recount(places)
 
     def _give_back_finals(self, rows: slice) -> None:
         if self.schema.paired:
@@ -329,7 +358,9 @@ class Store:
                 self.frames[key].release(self.finals[key][finals])
             self.final_places.give_back(finals)
 
-    def reserve(self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]) -> None:
+    def reserve(
+        self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
+    ) -> None:
         """Make sure that a disk has room for rows, finals and frames before they are written.
 
         Raises:
@@ -337,10 +368,9 @@ class Store:
         """
         if self.memory.kind != "memmap":
             return
-        for name, pieces in self._parts(rows, n_finals, n_frames).items():
-            start, size = self._regions[name].start, self._regions[name].spec.n_bytes
-            for piece in pieces:
-                self.memory.reserve(start + piece.start * size, start + piece.stop * size)
+        for part in self._parts(rows, n_finals, n_frames).values():
+            start = part.ctypes.data - self._root.ctypes.data
+            self.memory.reserve(start, start + part.nbytes)
 
     # Reading ---------------------------------------------------------------------------------
 
