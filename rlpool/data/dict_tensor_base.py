@@ -198,27 +198,18 @@ class DictTensorBase:
 
 def check(tensors: Iterable[tuple[Any, Any]]) -> None:
     """Refuse values that are no tensors, or differ in device or number of rows."""
-    first = device = n_rows = None
-    for key, tensor in tensors:
+    every = list(tensors)
+    for key, tensor in every:
         if not isinstance(tensor, Tensor) or not isinstance(key, str):
             raise SpecError(
                 f"key {key!r:.40} is {kind(tensor)}",
                 fix="name tensors with strings; convert with torch.as_tensor",
             )
-        if device is None:
-            first, device = (key, tensor), tensor.device
-        elif tensor.device != device:
-            break
-        shape = tensor.shape
-        if not shape:
-            continue
-        if n_rows is None:
-            first, n_rows = (key, tensor), shape[0]
-        elif shape[0] != n_rows:
-            break
-    else:
-        return
-    raise unlike((key, tensor), first)
+    for pairs in (every, [pair for pair in every if pair[1].ndim]):
+        for pair in pairs:
+            one, first = pair[1], pairs[0][1]
+            if one.device != first.device or (pairs is not every and len(one) != len(first)):
+                raise unlike(pair, pairs[0])
 
 
 def unlike(one: Any, other: Any) -> SpecError:

@@ -41,6 +41,7 @@ _ADVICE_WITH_TASK = {
 """What to do about what failed, by the reason."""
 
 _FORMAT = 1  # of states, see Learner.state_dict
+_STATE = ("root", "n_collections", "n_rollouts", "n_env_steps_total", "n_rollouts_total")
 _Drawn = tuple[int, list[Episode], Words]
 
 
@@ -183,15 +184,8 @@ class Learner:
         The agent and the storage are the caller's to save. ``torch.load(weights_only=True)``
         accepts it.
         """
-        root, n_collections, n_rollouts = _drawn(self)
-        return {
-            "format": _FORMAT,
-            "root": root,
-            "n_collections": n_collections,
-            "n_rollouts": n_rollouts,
-            "n_env_steps_total": self.n_env_steps_total,
-            "n_rollouts_total": self.n_rollouts_total,
-        }
+        values = *_drawn(self), self.n_env_steps_total, self.n_rollouts_total
+        return {"format": _FORMAT, **dict(zip(_STATE, values, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the learner that returned this state would have.
@@ -202,13 +196,9 @@ class Learner:
         Raises:
             SpecError: If it is no such state, of another format, or lacks a key.
         """
-        totals = "n_env_steps_total", "n_rollouts_total"
-        drawn = "root", "n_collections", "n_rollouts"
-        refuse_other_states(state, "learner", (*drawn, *totals), _FORMAT)
-        n_before = state["n_collections"], state["n_rollouts"]
-        self._rlpool_drawn = (self.seed, state["root"], *n_before)
-        self.n_env_steps_total = state["n_env_steps_total"]
-        self.n_rollouts_total = state["n_rollouts_total"]
+        refuse_other_states(state, "learner", _STATE, _FORMAT)
+        *drawn, self.n_env_steps_total, self.n_rollouts_total = (state[key] for key in _STATE)
+        self._rlpool_drawn = (self.seed, *drawn)
 
 
 def _number_of_rollouts(n_rollouts: Any, per_task: Any, tasks: Sequence[Any] | None) -> int:
