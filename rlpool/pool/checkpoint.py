@@ -27,7 +27,6 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.machine.files import file_at, replaced
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
 from rlpool.pool.store import Store
@@ -86,33 +85,36 @@ class Saved(NamedTuple):
         Raises:
             SpecError: If something is missing or damaged, or a disk is full.
         """
-        store.counts = header
-        targets = store.arrays_in_use()
-        for name in targets.keys() | self.specs.keys():
-            shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
-            if shapes[0] != shapes[1]:
-                raise damaged(self.name, f"{name!r} has shape {shapes[1]} instead of {shapes[0]}")
-        store.reserve(store.pieces_in_use(), *store.n_extra)
-        for name, target in targets.items():
-            dtype = self.specs[name].dtype
-            if dtype == target.dtype:
-                self.read(name, target)
-            else:  # version 0.1 stored rewards in their own dtype
-                wide = np.empty(target.shape, dtype)
-                self.read(name, wide)
-                target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
-        store.recover()
+
+        def read(targets: Mapping[str, Array]) -> None:
+            for name in targets.keys() | self.specs.keys():
+                shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
+                if shapes[0] != shapes[1]:
+                    what = f"{name!r} has shape {shapes[1]} instead of {shapes[0]}"
+                    raise damaged(self.name, what)
+            store.reserve(store.pieces_in_use(), *store.n_extra)
+            for name, target in targets.items():
+                dtype = self.specs[name].dtype
+                if dtype == target.dtype:
+                    self.read(name, target)
+                else:  # version 0.1 stored rewards in their own dtype
+                    wide = np.empty(target.shape, dtype)
+                    self.read(name, wide)
+                    target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
+
+        store.become(header, read)
 
 
 def take_over(store: Store, other: Store) -> None:
     """Let a store hold what another one of the same schema holds."""
     store.reserve(other.pieces_in_use(), *other.n_extra)
-    with InterruptsHeld(), store.changing():
-        store.drop_all()
-        values, store.counts = other.arrays_in_use(), other.counts
-        for name, target in store.arrays_in_use().items():
+    values = other.arrays_in_use()
+
+    def copy(targets: Mapping[str, Array]) -> None:
+        for name, target in targets.items():
             target[...] = values[name]
-        store.recover()
+
+    store.become(other.counts, copy)
 
 
 @contextmanager

@@ -25,20 +25,16 @@ class FrameStore:
         spec: Of a whole value.
         stack: How its frames lie in it.
         values: Memory for the frames ``[n, before, after]``; zeros.
-        is_reader: Whether it is another process's.
 
     Attributes:
         values: As given.
         places: Which of them are in use.
     """
 
-    def __init__(
-        self, spec: TensorSpec, stack: Stack, values: Array, *, is_reader: bool = False
-    ) -> None:
-        n = 0 if is_reader else len(values)
-        self.values, self.places = values, Places(n)
+    def __init__(self, spec: TensorSpec, stack: Stack, values: Array) -> None:
+        self.values, self.places = values, Places(len(values))
         self._shape, self._stack = spec.shape, stack
-        self._n_references = np.zeros(n, np.int32)
+        self._n_references = np.zeros(len(values), np.int32)
 
     def take(self, places: Array) -> Array:
         """Whole values ``[n, ...]`` from places ``[n, n_frames]``.

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.errors import UsageError
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.pool.frames import FrameStore
@@ -91,9 +92,7 @@ class Store:
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
         self.frames = {
-            key: FrameStore(
-                schema.columns[key], stack, arrays[f"frames/{key}"], is_reader=is_reader
-            )
+            key: FrameStore(schema.columns[key], stack, arrays[f"frames/{key}"])
             for key, stack in schema.stacks.items()
         }
         self.is_last = arrays["is_last"]
@@ -322,17 +321,25 @@ class Store:
 
     def clear(self) -> None:
         """Drop all transitions; the next ones use the same rows, finals and frames."""
-        with self.changing():
-            self.drop_all()
-            n_frames, origins = dict.fromkeys(self.frames, 0), self.numbers[:, 1]
-            empty = {"origins": origins, "n_finals": 0, "n_frames": n_frames, "is_untold": False}
-            self.counts = {"rings": self.numbers, **empty}
-            self.recover()
+        after = self.numbers[:, [1, 1]]
+        counts = {"n_finals": 0, "n_frames": dict.fromkeys(self.frames, 0)}
+        self.become({"rings": after, "origins": after[:, 0], **counts}, lambda arrays: None)
 
-    def drop_all(self) -> None:
-        """Drop all transitions, within ``changing``."""
-        for sub_pool in self.sub_pools:
-            self.drop(sub_pool, sub_pool.next)
+    def become(
+        self, counts: Mapping[str, Any], write: Callable[[Mapping[str, Array]], None]
+    ) -> None:
+        """Drop all transitions, and have others.
+
+        Args:
+            counts: What will be in use.
+            write: Writes the values into the arrays that are then in use.
+        """
+        with InterruptsHeld(), self.changing():
+            for sub_pool in self.sub_pools:
+                self.drop(sub_pool, sub_pool.next)
+            self.counts = counts
+            write(self.arrays_in_use())
+            self.recover()
 
     def recover(self) -> None:
         """Make the bookkeeping of finals, frames and priorities fit the rows in use."""
