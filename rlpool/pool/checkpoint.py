@@ -92,7 +92,7 @@ class Saved(NamedTuple):
                 if shapes[0] != shapes[1]:
                     what = f"{name!r} has shape {shapes[1]} instead of {shapes[0]}"
                     raise damaged(self.name, what)
-            store.reserve(store.pieces_in_use(), *store.n_extra)
+            store.reserve(store.sub_pools.pieces(), *store.n_extra)
             for name, target in targets.items():
                 dtype = self.specs[name].dtype
                 if dtype == target.dtype:
@@ -107,7 +107,7 @@ class Saved(NamedTuple):
 
 def take_over(store: Store, other: Store) -> None:
     """Let a store hold what another one of the same schema holds."""
-    store.reserve(other.pieces_in_use(), *other.n_extra)
+    store.reserve(other.sub_pools.pieces(), *other.n_extra)
     values = other.arrays_in_use()
 
     def copy(targets: Mapping[str, Array]) -> None:

@@ -16,9 +16,8 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.pool.incoming import Incoming
 from rlpool.pool.schema import REWARDS, Schema, Stack
-from rlpool.pool.stacks import Source, unstacked, widest_words
+from rlpool.pool.stacks import Incoming, Source, unstacked, widest_words
 from rlpool.pool.transition import DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor

@@ -23,13 +23,11 @@ from rlpool.errors import UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
-from rlpool.pool.frames import FrameStore
-from rlpool.pool.incoming import Incoming
-from rlpool.pool.layout import layout_of
-from rlpool.pool.places import Places
+from rlpool.pool.frames import FrameStore, Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
-from rlpool.pool.sub_pool import SubPool, WindowRules
+from rlpool.pool.stacks import Incoming
+from rlpool.pool.sub_pool import SubPool, SubPools, WindowRules
 from rlpool.slots.blocks import successor_key
 
 
@@ -39,7 +37,7 @@ class Store:
     Args:
         schema: What is stored.
         pool_size: Rows of all sub-pools.
-        n_sub_pools: Number of sub-pools; the first ones have one row more if need be.
+        n_sub_pools: Number of sub-pools.
         make_memory: Makes the memory, of so many bytes, or hands over what others have made.
         rules: When sub-pools drop transitions.
         with_priorities: Whether rows have priorities.
@@ -53,12 +51,9 @@ class Store:
         is_last: bool ``[pool_size]``: whether the next row does not continue the episode. The
             newest row of a sub-pool always is.
         final_row: int32 ``[pool_size]``: where in ``finals`` a last row's values are.
-        numbers: int64 ``[n_sub_pools, 2]``: ``oldest`` and ``next`` of the sub-pools.
+        sub_pools: The sub-pools.
         is_untold: int64 ``[1]``: not 0 if transitions were added, since the store was empty, of
             which it is not known where episodes end.
-        origins: Their ``origin``, int64 ``[n_sub_pools]``.
-        capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
-        offsets: Row at which each begins, likewise.
         tree: The priorities, or ``None``.
         tails: Where the frames lie that the last trajectories ended with, by the sub-pool that was
             named for them: the next ones may go on there. See ``Incoming.tails``.
@@ -81,13 +76,12 @@ class Store:
     ) -> None:
         self.schema, self.pool_size = schema, pool_size
         self._rules = rules or WindowRules()
-        specs = layout_of(schema, pool_size, n_sub_pools)
+        specs = schema.arrays(pool_size, n_sub_pools)
         self.memory = make_memory(sum(carved_bytes(specs, 1).values()))
         self._root = self.memory.root()
         arrays = {name: array[0] for name, array in carve(self._root, specs, 1).items()}
         self._arrays, table = arrays, arrays["numbers"]
-        self.numbers: Array = table[:-1, :2]
-        self.origins: Array = table[:-1, 2]
+        self.sub_pools = SubPools(pool_size, table[:-1])
         self.is_untold: Array = table[-1, 1:2]
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
@@ -97,11 +91,6 @@ class Store:
         }
         self.is_last = arrays["is_last"]
         self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
-        share, rest = divmod(pool_size, n_sub_pools)
-        self.capacities = share + (np.arange(n_sub_pools) < rest)  # the first ones one larger
-        self.offsets = np.cumsum(self.capacities) - self.capacities
-        places = zip(self.offsets.tolist(), self.capacities.tolist(), table[:-1], strict=True)
-        self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
         self._tree = PriorityTree(pool_size) if with_priorities else None
         self.final_places = Places(pool_size)
         self.tails: dict[int | None, dict[str, Array]] = {}
@@ -135,8 +124,8 @@ class Store:
         """Which rows, finals and frames are in use, as a saved pool says it; may be set."""
         n_finals, n_frames = self.n_extra
         return {
-            "rings": self.numbers.tolist(),
-            "origins": self.origins.tolist(),
+            "rings": self.sub_pools.numbers.tolist(),
+            "origins": self.sub_pools.origins.tolist(),
             "n_finals": n_finals,
             "n_frames": n_frames,
             "is_untold": bool(self.is_untold[0]),
@@ -144,37 +133,21 @@ class Store:
 
     @counts.setter
     def counts(self, counts: Mapping[str, Any]) -> None:
-        self.numbers[...] = counts["rings"]
+        self.sub_pools.numbers[...] = counts["rings"]
         # Versions before 0.3 say neither: origins were 0, and what they stored goes on as it did.
-        self.origins[...] = counts.get("origins", 0)
+        self.sub_pools.origins[...] = counts.get("origins", 0)
         self.is_untold[:] = counts.get("is_untold", False)
         self.final_places.n_used = counts["n_finals"]
         for key, frames in self.frames.items():
             frames.places.n_used = counts["n_frames"][key]
 
-    def pieces_in_use(self) -> dict[str, slice]:
-        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first.
-
-        By what a saved pool adds to the names of their arrays.
-        """
-        return {
-            f"/{index}.{number}": piece
-            for index, sub_pool in enumerate(self.sub_pools)
-            for number, piece in enumerate(sub_pool.pieces(sub_pool.oldest, sub_pool.next))
-        }
-
     def arrays_in_use(self) -> dict[str, Array]:
         """Where the values of all transitions lie: views, named as in a saved pool."""
-        rows = self.pieces_in_use()
+        rows = self.sub_pools.pieces()
         arrays = self._parts(rows, *self.n_extra)
         if self.tree is not None:
             arrays |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
         return arrays
-
-    def rows_in_use(self) -> Array:
-        """The same rows as numbers, int64 ``[len(store)]``."""
-        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces_in_use().values())
-        return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def _parts(
         self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
@@ -190,13 +163,8 @@ class Store:
             for part, piece in parts.items()
         }
 
-    @property
-    def lengths(self) -> list[int]:
-        """Transitions that each sub-pool holds."""
-        return [len(sub_pool) for sub_pool in self.sub_pools]
-
     def __len__(self) -> int:
-        return sum(self.lengths)
+        return sum(self.sub_pools.lengths)
 
     # Writing ---------------------------------------------------------------------------------
 
@@ -321,7 +289,7 @@ class Store:
 
     def clear(self) -> None:
         """Drop all transitions; the next ones use the same rows, finals and frames."""
-        after = self.numbers[:, [1, 1]]
+        after = self.sub_pools.numbers[:, [1, 1]]
         counts = {"n_finals": 0, "n_frames": dict.fromkeys(self.frames, 0)}
         self.become({"rings": after, "origins": after[:, 0], **counts}, lambda arrays: None)
 
@@ -343,11 +311,11 @@ class Store:
 
     def recover(self) -> None:
         """Make the bookkeeping of finals, frames and priorities fit the rows in use."""
-        self.numbers[:, 0] = self.numbers.min(axis=1)
+        self.sub_pools.numbers[:, 0] = self.sub_pools.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
         self.tails = {}
-        rows = self.rows_in_use()
+        rows = self.sub_pools.rows()
         finals = self.final_row[rows[self.is_last[rows]]]
         if self.schema.paired:
             is_free = np.ones(self.final_places.n_used, bool)
@@ -381,19 +349,6 @@ class Store:
 
     # Reading ---------------------------------------------------------------------------------
 
-    def sub_pools_of(self, rows: Array) -> Array:
-        """The sub-pool of each row."""
-        return np.searchsorted(self.offsets, rows, side="right") - 1
-
-    def rows_of(self, sub_pools: Array, numbers: Array) -> Array:
-        """Rows of transitions, by sub-pool and number."""
-        return self.rows_at(sub_pools, numbers - self.origins[sub_pools])
-
-    def rows_at(self, sub_pools: Array, places: Array) -> Array:
-        """Rows, by sub-pool and place in it, which begins again at its end."""
-        rows: Array = self.offsets[sub_pools] + places % self.capacities[sub_pools]
-        return rows
-
     # Rows past the end stand for those at the beginning: mode="wrap" costs nothing.
 
     def take(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
@@ -403,14 +358,11 @@ class Store:
             key: self._whole(key, self.columns[key].take(rows, 0, None, "wrap")) for key in wanted
         }
 
-    def take_after(
-        self, rows: Array, next_rows: Array, keys: Sequence[str] | None = None
-    ) -> dict[str, Array]:
+    def take_after(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
         """Values after some rows' steps, copies.
 
         Args:
             rows: int64 rows.
-            next_rows: The row after each of them.
             keys: Some of the keys that are returned; by default all of them.
 
         Returns:
@@ -420,6 +372,7 @@ class Store:
         wanted = [k for k in self.schema.paired if keys is None or successor_key(k) in keys]
         if not wanted:
             return taken
+        next_rows = self.sub_pools.ahead(rows, 1)
         ends = self.is_last.take(rows, 0, None, "wrap").nonzero()[0]
         final_rows = self.final_row.take(rows.take(ends), 0, None, "wrap")
         for key in wanted:
