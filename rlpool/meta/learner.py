@@ -17,8 +17,7 @@ from rlpool.machine.arguments import refuse_other_states, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.startup import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
-from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan
-from rlpool.meta.storing import store_into
+from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, store_into
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
