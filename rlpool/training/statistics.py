@@ -147,7 +147,6 @@ class EpisodeStatistics:
             begins = numbers_of(window, _START)[:, :1].any(1).cpu().numpy()
             for running in (self._sums, self._n_steps):
                 running[lanes] = np.where(begins, 0, running[lanes])
-        is_step = None
         if (lengths < done.shape[1]).any():
             is_step = np.arange(done.shape[1]) < lengths[:, None]
             done, numbers = done & is_step, np.where(is_step, numbers, 0)
