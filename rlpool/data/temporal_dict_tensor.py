@@ -58,7 +58,7 @@ class TemporalDictTensor(Steps):
         self._tensors = DictTensor(tensors)._tensors
         self._info = DictTensor(info)
         steps = list(self._tensors.items())
-        _check_times(steps)
+        base.check(steps, 2)
         first = steps[0][1] if steps else None
         if lengths is None:
             n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
@@ -196,8 +196,7 @@ class TemporalDictTensor(Steps):
         """
         n_elems = self.n_elems()
         steps = [*self._tensors.items(), (key, tensor)]
-        base.check(steps)
-        _check_times(steps)
+        base.check(steps, 2)
         if not self._tensors:
             lengths = self._lengths if n_elems else None
             self._lengths = TemporalDictTensor({key: tensor}, lengths, self._info)._lengths
@@ -416,13 +415,6 @@ def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
         return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
     return pad
-
-
-def _check_times(steps: list[tuple[str, Tensor]]) -> None:
-    """Refuse tensors that do not share the time dimension."""
-    for pair in steps:
-        if pair[1].ndim < 2 or pair[1].shape[1] != steps[0][1].shape[1]:
-            raise base.unlike(pair, steps[0])
 
 
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:
