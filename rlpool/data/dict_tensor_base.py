@@ -196,32 +196,30 @@ class DictTensorBase:
         return self._with(dict(self._tensors))
 
 
-def check(tensors: Iterable[tuple[Any, Any]]) -> None:
-    """Refuse values that are no tensors, or differ in device or number of rows."""
-    first = device = n_rows = None
-    for key, tensor in tensors:
+def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
+    """Refuse values that are no tensors, or differ in device or in their first dimensions.
+
+    Args:
+        tensors: Pairs of key and value.
+        n_dims: How many dimensions: of a single one, which is that of rows, 0-d tensors have none.
+    """
+    every = list(tensors)
+    for key, tensor in every:
         if not isinstance(tensor, Tensor) or not isinstance(key, str):
             raise SpecError(
                 f"key {key!r:.40} is {kind(tensor)}",
                 fix="name tensors with strings; convert with torch.as_tensor",
             )
-        if device is None:
-            first, device = (key, tensor), tensor.device
-        elif tensor.device != device:
-            break
-        shape = tensor.shape
-        if not shape:
-            continue
-        if n_rows is None:
-            first, n_rows = (key, tensor), shape[0]
-        elif shape[0] != n_rows:
-            break
-    else:
-        return
-    raise unlike((key, tensor), first)
+    sized = [pair for pair in every if pair[1].ndim or n_dims > 1]
+    for pairs, n in ((every, 0), (sized, n_dims)):
+        for pair in pairs:
+            one, first = pair[1], pairs[0][1]
+            is_like = one.device == first.device and one.shape[:n] == first.shape[:n]
+            if not is_like or one.ndim < n:
+                raise _unlike(pair, pairs[0])
 
 
-def unlike(one: Any, other: Any) -> SpecError:
+def _unlike(one: Any, other: Any) -> SpecError:
     """The error for two entries that do not belong to the same batch."""
     return SpecError(
         f"key {one[0]!r} is {kind(one[1])}, key {other[0]!r} is {kind(other[1])}",

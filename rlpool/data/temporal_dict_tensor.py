@@ -14,9 +14,8 @@ from rlpool.data.agent_axis import info_of_agents, joined, own_steps, steps_of_a
 from rlpool.data.dict_tensor import DictTensor, cat_named
 from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.rows import as_signed, same_values, selected, write_rows_
-from rlpool.data.time_steps import Steps, longest, steps_within
+from rlpool.data.time_steps import Steps, longest, padded, steps_within
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import whole_number
 
 
 class TemporalDictTensor(Steps):
@@ -58,7 +57,7 @@ class TemporalDictTensor(Steps):
         self._tensors = DictTensor(tensors)._tensors
         self._info = DictTensor(info)
         steps = list(self._tensors.items())
-        _check_times(steps)
+        base.check(steps, 2)
         first = steps[0][1] if steps else None
         if lengths is None:
             n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
@@ -148,33 +147,12 @@ class TemporalDictTensor(Steps):
             part.n_elems()  # refuses a single trajectory
         longest = max(part.n_timesteps() for part in batches)
         steps = [
-            part._steps if part.n_timesteps() == longest else part._steps._map(_padded(1, longest))
+            part._steps if part.n_timesteps() == longest else part._steps._map(padded(1, longest))
             for part in batches
         ]
         tensors = cat_named(steps, "part")._tensors
         info = cat_named([part._info for part in batches], "the info of part")
         return TemporalDictTensor._wrap(tensors, torch.cat([p._lengths for p in batches]), info)
-
-    def expand(self, n_elems: int) -> TemporalDictTensor:
-        """Add rows of zeros with length 0, copying; dtypes are kept.
-
-        Args:
-            n_elems: The new number of rows, at least the current one.
-
-        Raises:
-            SpecError: If it is smaller.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.expand(3).lengths
-            tensor([3, 1, 0])
-        """
-        fix = "slice(0, n) takes rows away"
-        n_elems = whole_number("n_elems", n_elems, self.n_elems(), fix=fix)
-        try:
-            return self._map(_padded(0, n_elems))
-        except (TypeError, RuntimeError) as error:
-            raise SpecError(f"cannot expand to {n_elems} rows: {error}", fix=fix) from error
 
     def set(self, key: str, tensor: Tensor) -> None:
         """Add or replace a tensor, in place; the tensor is not copied.
@@ -196,8 +174,7 @@ class TemporalDictTensor(Steps):
         """
         n_elems = self.n_elems()
         steps = [*self._tensors.items(), (key, tensor)]
-        base.check(steps)
-        _check_times(steps)
+        base.check(steps, 2)
         if not self._tensors:
             lengths = self._lengths if n_elems else None
             self._lengths = TemporalDictTensor({key: tensor}, lengths, self._info)._lengths
@@ -257,7 +234,7 @@ class TemporalDictTensor(Steps):
             what = f"a trajectory of {longest(lengths)} steps does not fit into {n_timesteps}"
             raise SpecError(what, fix="cut it with temporal_slice(0, T)")
         n_common = min(n_timesteps, source.n_timesteps())
-        pad = _padded(1, n_timesteps) if n_common < n_timesteps else lambda tensor: tensor
+        pad = padded(1, n_timesteps) if n_common < n_timesteps else lambda tensor: tensor
         steps = source.get(self)._in_time(0, n_common)
         write_rows_(
             [
@@ -405,24 +382,6 @@ _pytree.register_pytree_node(
         None,
     ),
 )
-
-
-def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
-    """A function that copies a tensor, padded with zeros to ``size`` entries in one dimension."""
-
-    def pad(tensor: Tensor) -> Tensor:
-        shape = list(tensor.shape)
-        shape[dim] = size - shape[dim]
-        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-
-    return pad
-
-
-def _check_times(steps: list[tuple[str, Tensor]]) -> None:
-    """Refuse tensors that do not share the time dimension."""
-    for pair in steps:
-        if pair[1].ndim < 2 or pair[1].shape[1] != steps[0][1].shape[1]:
-            raise base.unlike(pair, steps[0])
 
 
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:

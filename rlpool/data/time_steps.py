@@ -149,6 +149,27 @@ class Steps(DictTensorBase):
         """
         return self._with(self._in_time(0, longest(self._lengths)))
 
+    def expand(self: _StepsT, n_elems: int) -> _StepsT:
+        """Add rows of zeros with length 0, copying; dtypes are kept.
+
+        Args:
+            n_elems: The new number of rows, at least the current one.
+
+        Raises:
+            SpecError: If it is smaller.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.expand(3).lengths
+            tensor([3, 1, 0])
+        """
+        fix = "slice(0, n) takes rows away"
+        n_elems = whole_number("n_elems", n_elems, self.n_elems(), fix=fix)
+        try:
+            return self._map(padded(0, n_elems))
+        except (TypeError, RuntimeError) as error:
+            raise SpecError(f"cannot expand to {n_elems} rows: {error}", fix=fix) from error
+
     def temporal_slice(self: _StepsT, start: int, stop: int) -> _StepsT:
         """Keep steps ``start <= t < stop`` of every trajectory.
 
@@ -280,3 +301,14 @@ def steps_within(lengths: Tensor, n_timesteps: int) -> Tensor:
 def longest(lengths: Tensor) -> int:
     """The largest of some lengths, 0 if there are none."""
     return int(lengths.max()) if lengths.numel() else 0
+
+
+def padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
+    """A function that copies a tensor, padded with zeros to ``size`` entries in one dimension."""
+
+    def pad(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        shape[dim] = size - shape[dim]
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+    return pad

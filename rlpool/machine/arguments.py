@@ -162,57 +162,50 @@ def _python_number(value: Any) -> Any:
 def also_takes(
     **meant: str,
 ) -> Callable[[Callable[ParametersT, ResultT]], Callable[ParametersT, ResultT]]:
-    """Decorate a function whose arguments have second names, in place of ``names_arguments``.
+    """Decorate a function so that the error about an unknown keyword names the right one.
+
+    A function with ``**keywords`` refuses only synonyms of its arguments.
 
     Args:
-        **meant: By second name the name of the argument, which is the one in the signature. As
-            ``seed`` stands for ``seeds``, it has to be one int.
+        **meant: Second names of arguments that it takes as well; by each the name of the argument,
+            which is the one in the signature. As ``seed`` stands for ``seeds``, it has to be one
+            int.
 
     Raises:
-        UnknownArgumentError: By the function, if an argument is given by both names.
+        UnknownArgumentError: By the function, if it has no such argument, or is given one by both
+            names.
     """
 
     def decorated(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
-        checked, positions = names_arguments(function), list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
+        positions, names = list(parameters), [name for name in parameters if name != "self"]
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
         @functools.wraps(function)
-        def renamed(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
-            for name in meant.keys() & kwargs:
-                target, value = meant[name], kwargs.pop(name)
-                if target in kwargs or target in positions[: len(args)]:
-                    what = f"both {target} and {name} are given, two names of the same argument"
-                    raise UnknownArgumentError(what, fix=f"pass {target} alone")
-                if name == "seed" and value is not None:
-                    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-                    fix = "give several as seeds" if is_list else "give an int from 0 on"
-                    value = whole_number(name, value, 0, fix=fix)
-                kwargs[target] = value
-            return checked(*args, **kwargs)
+        def checked(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
+            for name in [n for n in kwargs if n in meant or n not in parameters]:
+                if target := meant.get(name):
+                    value = kwargs.pop(name)
+                    if target in kwargs or target in positions[: len(args)]:
+                        what = f"both {target} and {name} are given, two names of the same argument"
+                        raise UnknownArgumentError(what, fix=f"pass {target} alone")
+                    if name == "seed" and value is not None:
+                        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+                        fix = "give several as seeds" if is_list else "give an int from 0 on"
+                        value = whole_number(name, value, 0, fix=fix)
+                    kwargs[target] = value
+                elif (synonym := _synonym(name, names)) or not takes_any:
+                    what = f"{function.__qualname__.removesuffix('.__init__')}() takes no {name!r}"
+                    raise UnknownArgumentError(what, fix=synonym or _guess(name, names))
+            return function(*args, **kwargs)
 
-        return renamed
+        return checked
 
     return decorated
 
 
-def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
-    """Decorate a function so that the error about an unknown keyword names the right one.
-
-    A function with ``**keywords`` refuses only synonyms of its arguments.
-    """
-    parameters = inspect.signature(function).parameters
-    names = [name for name in parameters if name != "self"]
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-    @functools.wraps(function)
-    def checked(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
-        for name in [name for name in kwargs if name not in parameters]:
-            meant = _synonym(name, names)
-            if meant or not takes_any:
-                what = f"{function.__qualname__.removesuffix('.__init__')}() takes no {name!r}"
-                raise UnknownArgumentError(what, fix=meant or _guess(name, names))
-        return function(*args, **kwargs)
-
-    return checked
+names_arguments = also_takes()
+"""Decorate a function that takes no second names, see ``also_takes``."""
 
 
 def _synonym(name: str, names: Sequence[str]) -> str:

@@ -28,10 +28,6 @@ class Generators(NamedTuple):
     torch: torch.Tensor
     bit_generator: Any
 
-    def with_own_bit_generator(self) -> Generators:
-        """The same states, to go on from beside these."""
-        return self._replace(bit_generator=copy.deepcopy(self.bit_generator))
-
 
 def current_generators() -> Generators:
     """What all generators draw from now."""
@@ -81,8 +77,9 @@ class OwnGenerators:
         try:
             try:
                 with InterruptsHeld():
-                    self._callers = current_generators()
-                    use_generators(self._own or self._callers.with_own_bit_generator())
+                    self._callers = now = current_generators()
+                    own = self._own or now._replace(bit_generator=copy.deepcopy(now.bit_generator))
+                    use_generators(own)
                     if self._own is None and self._seed is not None:
                         seed_generators(self._seed)
                 yield

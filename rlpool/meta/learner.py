@@ -17,8 +17,7 @@ from rlpool.machine.arguments import refuse_other_states, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.startup import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
-from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan
-from rlpool.meta.storing import store_into
+from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, store_into
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
@@ -41,6 +40,7 @@ _ADVICE_WITH_TASK = {
 """What to do about what failed, by the reason."""
 
 _FORMAT = 1  # of states, see Learner.state_dict
+_STATE = ("root", "n_collections", "n_rollouts", "n_env_steps_total", "n_rollouts_total")
 _Drawn = tuple[int, list[Episode], Words]
 
 
@@ -183,15 +183,8 @@ class Learner:
         The agent and the storage are the caller's to save. ``torch.load(weights_only=True)``
         accepts it.
         """
-        root, n_collections, n_rollouts = _drawn(self)
-        return {
-            "format": _FORMAT,
-            "root": root,
-            "n_collections": n_collections,
-            "n_rollouts": n_rollouts,
-            "n_env_steps_total": self.n_env_steps_total,
-            "n_rollouts_total": self.n_rollouts_total,
-        }
+        values = *_drawn(self), self.n_env_steps_total, self.n_rollouts_total
+        return {"format": _FORMAT, **dict(zip(_STATE, values, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the learner that returned this state would have.
@@ -202,13 +195,9 @@ class Learner:
         Raises:
             SpecError: If it is no such state, of another format, or lacks a key.
         """
-        totals = "n_env_steps_total", "n_rollouts_total"
-        drawn = "root", "n_collections", "n_rollouts"
-        refuse_other_states(state, "learner", (*drawn, *totals), _FORMAT)
-        n_before = state["n_collections"], state["n_rollouts"]
-        self._rlpool_drawn = (self.seed, state["root"], *n_before)
-        self.n_env_steps_total = state["n_env_steps_total"]
-        self.n_rollouts_total = state["n_rollouts_total"]
+        refuse_other_states(state, "learner", _STATE, _FORMAT)
+        *drawn, self.n_env_steps_total, self.n_rollouts_total = (state[key] for key in _STATE)
+        self._rlpool_drawn = (self.seed, *drawn)
 
 
 def _number_of_rollouts(n_rollouts: Any, per_task: Any, tasks: Sequence[Any] | None) -> int:

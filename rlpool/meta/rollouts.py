@@ -1,4 +1,4 @@
-"""Which environment runs which rollout, and what comes of it."""
+"""Which environment runs which rollout, what comes of it, and how that is stored."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch.utils import _pytree
 
 from rlpool.agents.noise import NoiseStarts
+from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Episode, Plan
+from rlpool.machine.arguments import takes_keyword
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory
+from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.record.tape import joined
 from rlpool.seeding import Words
 from rlpool.slots.blocks import Layout
@@ -41,6 +45,9 @@ Deliver = Callable[[RolloutColumns, Any], None]
 
 TASK_OPTION = "task"
 """Key of the task among the options of a reset."""
+
+_SAMPLE = ("observation", "action", "reward", "terminal", "next_observation")
+_METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
 
 
 @dataclass
@@ -139,3 +146,33 @@ def _nested(arrays: Mapping[str, Array], keys: Sequence[str], default_key: str) 
         for key, array in ((key, arrays[key]) for key in keys)
     }
     return columns[default_key] if list(columns) == [default_key] else columns
+
+
+def store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
+    """A function that puts a rollout into the storage."""
+    is_markov = arch is AGENT_ARCHS.Markov
+    name, names = _METHODS[is_markov]
+    add = getattr(storage, name, None)
+    if not callable(add):
+        raise SpecError(
+            f"policy_storage is a {type(storage).__name__} without {name}()",
+            fix=f"define {name}(), by which agent_arch {arch.name} stores, or change agent_arch",
+        )
+
+    has_names = all(takes_keyword(add, name) for name in names)
+    has_task = takes_keyword(add, "task", otherwise=False)
+
+    def store(columns: Sequence[Any], task: Any) -> None:
+        told = {"task": task} if has_task else {}
+        if has_names:
+            add(**dict(zip(names, columns, strict=True)), **told)
+        else:
+            add(*columns, **told)
+
+    def store_samples(rollout: RolloutColumns, task: Any) -> None:
+        flat = rollout._replace(rewards=rollout.rewards[:, 0], terminals=rollout.terminals[:, 0])
+        leaves, structure = _pytree.tree_flatten(flat)
+        for sample in zip(*leaves, strict=True):
+            store(_pytree.tree_unflatten(sample, structure), task)
+
+    return store_samples if is_markov else store

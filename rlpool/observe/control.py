@@ -225,6 +225,7 @@ class Control:
         self._memory: Memory | None = None
         rows, lanes = HEADER_WORDS + n_workers * ROW_WORDS, _LANE_WORDS * MAX_SHOWN_LANES
         self.header: Array = words[:HEADER_WORDS]
+        self._name = self.header[Head.NAME : Head.NAME + _NAME_BYTES // 8].view(f"S{_NAME_BYTES}")
         # Numbers are looked up faster in a list than in an array of eight.
         self._requests = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS].data
         self.rows: Array = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
@@ -258,18 +259,12 @@ class Control:
     @property
     def name(self) -> str:
         """What the workers belong to, such as ``"EpisodeBatcher"``."""
-        return self._name_bytes.tobytes().rstrip(b"\0").decode(errors="replace")
+        name: bytes = self._name[0]
+        return name.decode(errors="replace")
 
     @name.setter
     def name(self, name: str) -> None:
-        self._name_bytes[:] = 0
-        encoded = np.frombuffer(name.encode()[:_NAME_BYTES], np.uint8)
-        self._name_bytes[: len(encoded)] = encoded
-
-    @property
-    def _name_bytes(self) -> Array:
-        words: Array = self.header[Head.NAME : Head.NAME + _NAME_BYTES // 8]
-        return words.view(np.uint8)
+        self._name[0] = name.encode()
 
     def of_worker(self, worker: int) -> WorkerRecord:
         """A worker's part."""

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rlpool.machine.limits import has_ended, private_bytes, resident_bytes
 from rlpool.memory.storage import Array
 from rlpool.observe.control import (
@@ -20,7 +18,7 @@ from rlpool.observe.control import (
     state_name,
 )
 
-_TIMES = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS)
+_COUNTS = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS, Word.N_STEPS)
 
 _MEMORY_EVERY_NS = 2_000_000_000
 """The kernel walks all pages of a process to count them, and holds it up if it maps memory."""
@@ -160,23 +158,6 @@ def stats_of(
     )
 
 
-@dataclass
-class _Look:
-    """What a worker had done at one time.
-
-    Attributes:
-        at_ns: When.
-        since_ns: When its process was started.
-        n_steps: Steps of its lanes.
-        spent_ns: int64 ``[3]``: what its time went into, see ``_TIMES``.
-    """
-
-    at_ns: int
-    since_ns: int
-    n_steps: int
-    spent_ns: Array
-
-
 class StatsReader:
     """Reads statistics from a shared record, in whichever process.
 
@@ -186,7 +167,8 @@ class StatsReader:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._last: dict[int, _Look] = {}
+        # By worker: since when its process ran, when that was read, and its _COUNTS.
+        self._last: dict[int, tuple[int, int, Array]] = {}
         self._memory: dict[int, tuple[int, int, int]] = {}  # by process: when, and its sizes
 
     def read(self) -> Stats:
@@ -210,25 +192,24 @@ class StatsReader:
     def _worker(self, worker: int) -> WorkerStats:
         row = self._control.rows[worker].copy()
         lanes = self._lanes(worker, row)  # right after it: their steps follow from both
-        now = self._look(row)
-        before = self._last.get(worker)
-        self._last[worker] = now
-        if before is None or before.since_ns != now.since_ns:
-            n_steps = before.n_steps if before is not None else 0
-            before = _Look(now.since_ns, now.since_ns, n_steps, np.zeros(len(_TIMES), np.int64))
-        passed_ns = max(now.at_ns - before.at_ns, 1)
-        shares = np.clip((now.spent_ns - before.spent_ns) / passed_ns, 0.0, 1.0)
-        agent_share, env_share, waiting_share = (round(share, 4) for share in shares.tolist())
-        pid, n_starts = int(row[Word.PID]), int(row[Word.N_STARTS])
-        rss, private = self._sizes(pid, now.at_ns)
+        now_ns, counts = time.monotonic_ns(), row[list(_COUNTS)]
+        counts[counts < 0] += now_ns  # a call that runs, see WorkerRecord
+        pid, n_starts, since_ns = row[[Word.PID, Word.N_STARTS, Word.SINCE_NS]].tolist()
+        read_since_ns, at_ns, before = self._last.get(worker, (None, 0, 0 * counts))
+        self._last[worker] = since_ns, now_ns, counts
+        if read_since_ns != since_ns:  # of a new process only the steps were counted before
+            at_ns, before[:-1] = since_ns, 0
+        *spent, n_steps = ((counts - before) / max(now_ns - at_ns, 1)).tolist()
+        agent_share, env_share, waiting_share = (round(min(max(s, 0.0), 1.0), 4) for s in spent)
+        rss, private = self._sizes(pid, now_ns)
         return WorkerStats(
             worker=worker,
             pid=pid,
             state=_state_of(State(int(row[Word.STATE])), pid, n_starts),
             restarts=max(0, n_starts - 1),
-            n_steps=now.n_steps,
+            n_steps=int(row[Word.N_STEPS]),
             n_episodes=int(row[Word.N_EPISODES]),
-            steps_per_s=round((now.n_steps - before.n_steps) / passed_ns * 1e9, 1),
+            steps_per_s=round(n_steps * 1e9, 1),
             env_share=env_share,
             agent_share=agent_share,
             waiting_share=waiting_share,
@@ -244,13 +225,6 @@ class StatsReader:
             rss, private = resident_bytes(pid), private_bytes(pid)
             self._memory[pid] = now_ns, rss, private
         return rss, private
-
-    @staticmethod
-    def _look(row: Array) -> _Look:
-        now_ns = time.monotonic_ns()
-        spent_ns = row[list(_TIMES)]
-        spent_ns[spent_ns < 0] += now_ns  # a call that runs, see WorkerRecord
-        return _Look(now_ns, int(row[Word.SINCE_NS]), int(row[Word.N_STEPS]), spent_ns)
 
     def _lanes(self, worker: int, row: Array) -> tuple[LaneStats, ...]:
         n_lanes, n_calls = int(row[Word.N_LANES]), int(row[Word.STEPS])

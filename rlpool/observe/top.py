@@ -14,7 +14,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -36,11 +36,21 @@ _SHOWN_LANES = 64
 _OTHERS = "python -m rlpool top lists the programs that there are"
 """What to do about a process that is not there."""
 
-_COLUMNS = (
-    *("worker", "pid", "state"),
-    *("steps/s", "env", "agent", "waiting"),
-    *("RSS", "private", "restarts", "episodes", "steps"),
-)
+_COLUMNS: dict[str, Callable[[WorkerStats], str]] = {
+    "worker": lambda worker: str(worker.worker),
+    "pid": lambda worker: str(worker.pid),
+    "state": lambda worker: worker.state,
+    "steps/s": lambda worker: f"{worker.steps_per_s:,.0f}",
+    "env": lambda worker: f"{worker.env_share:.0%}",
+    "agent": lambda worker: f"{worker.agent_share:.0%}",
+    "waiting": lambda worker: f"{worker.waiting_share:.0%}",
+    "RSS": lambda worker: human(worker.rss_bytes),
+    "private": lambda worker: human(worker.private_bytes),
+    "restarts": lambda worker: str(worker.restarts),
+    "episodes": lambda worker: f"{worker.n_episodes:,}",
+    "steps": lambda worker: f"{worker.n_steps:,}",
+}
+"""What a table shows of a worker, by the heading of the column."""
 
 _TEXT_COLUMNS = ("worker", "pid", "state")
 """Columns that hold text; the others hold numbers."""
@@ -285,18 +295,17 @@ def _text(all_stats: Sequence[Stats], width: int) -> str:
     lines: list[str] = []
     for stats in all_stats:
         lines += wrap(_title(stats))
-        cells = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in stats.workers]
-        widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in _COLUMNS}
+        rows = [{name: name for name in _COLUMNS}]
+        rows += [{n: show(worker) for n, show in _COLUMNS.items()} for worker in stats.workers]
+        widths = {name: max(len(row[name]) for row in rows) for name in _COLUMNS}
         shown: set[str] = set()
         for name in _BY_IMPORTANCE:
             if sum(widths[each] + 2 for each in {*shown, name}) - 2 > width:
                 break
             shown.add(name)
-        for row in ({name: name for name in _COLUMNS}, *cells):
+        for row in rows:
             aligned = [
-                row[name].ljust(widths[name])
-                if name in _TEXT_COLUMNS
-                else row[name].rjust(widths[name])
+                f"{row[name]:{'<' if name in _TEXT_COLUMNS else '>'}{widths[name]}}"
                 for name in _COLUMNS
                 if name in shown
             ]
@@ -310,23 +319,6 @@ def _title(stats: Stats) -> str:
     requests = [f"request {r.number}: {r.n_finished}/{r.n_episodes}" for r in stats.requests]
     parts = [f"{stats.name} of process {stats.pid}", f"{stats.steps_per_s:,.0f} steps/s"]
     return ", ".join([*parts, f"{stats.restarts} restarts", *(requests or ["no request"])])
-
-
-def _cells(worker: WorkerStats) -> list[str]:
-    """A worker's row of a table."""
-    shares = worker.env_share, worker.agent_share, worker.waiting_share
-    sizes = worker.rss_bytes, worker.private_bytes
-    return [
-        str(worker.worker),
-        str(worker.pid),
-        worker.state,
-        f"{worker.steps_per_s:,.0f}",
-        *(f"{share:.0%}" for share in shares),
-        *map(human, sizes),
-        str(worker.restarts),
-        f"{worker.n_episodes:,}",
-        f"{worker.n_steps:,}",
-    ]
 
 
 def _lanes(lanes: Sequence[LaneStats]) -> str:

@@ -18,7 +18,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,7 +27,6 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.machine.files import file_at, replaced
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
 from rlpool.pool.store import Store
@@ -86,77 +85,36 @@ class Saved(NamedTuple):
         Raises:
             SpecError: If something is missing or damaged, or a disk is full.
         """
-        store.numbers[...] = header["rings"]
-        # Versions before 0.3 do not say, and what they stored goes on as it did.
-        store.is_untold[:] = header.get("is_untold", False)
-        store.origins[...] = header.get("origins", 0)  # those of versions before 0.3 were 0
-        n_extra = header["n_finals"], header.get("n_frames", {})
-        targets = arrays_of(store, header["rings"], *n_extra)
-        for name in targets.keys() | self.specs.keys():
-            shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
-            if shapes[0] != shapes[1]:
-                raise damaged(self.name, f"{name!r} has shape {shapes[1]} instead of {shapes[0]}")
-        store.reserve(store.pieces_in_use(), *n_extra)
-        for name, target in targets.items():
-            dtype = self.specs[name].dtype
-            if dtype == target.dtype:
-                self.read(name, target)
-            else:  # version 0.1 stored rewards in their own dtype
-                wide = np.empty(target.shape, dtype)
-                self.read(name, wide)
-                target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
-        store.recover(*n_extra)
 
+        def read(targets: Mapping[str, Array]) -> None:
+            for name in targets.keys() | self.specs.keys():
+                shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
+                if shapes[0] != shapes[1]:
+                    what = f"{name!r} has shape {shapes[1]} instead of {shapes[0]}"
+                    raise damaged(self.name, what)
+            store.reserve(store.sub_pools.pieces(), *store.n_extra)
+            for name, target in targets.items():
+                dtype = self.specs[name].dtype
+                if dtype == target.dtype:
+                    self.read(name, target)
+                else:  # version 0.1 stored rewards in their own dtype
+                    wide = np.empty(target.shape, dtype)
+                    self.read(name, wide)
+                    target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
 
-def arrays_of(
-    store: Store, spans: Sequence[Sequence[int]], n_finals: int, n_frames: Mapping[str, int]
-) -> dict[str, Array]:
-    """Where the values of some transitions of a store lie, views by name.
-
-    Args:
-        store: The store.
-        spans: The first transition of each sub-pool, and the one after the last.
-        n_finals: Finals that are or were in use, see ``Store.n_extra``.
-        n_frames: Frames of each stack, likewise.
-    """
-    arrays = {f"finals/{key}": array[:n_finals] for key, array in store.finals.items()}
-    arrays |= {f"frames/{key}": store.frames[key].values[:n] for key, n in n_frames.items()}
-    rows = {"is_last": store.is_last}
-    if store.schema.paired:
-        rows["final_row"] = store.final_row
-    rows |= {f"columns/{key}": array for key, array in store.columns.items()}
-    if store.tree is not None:
-        rows["priorities"] = store.tree.leaves
-    for index, (sub_pool, span) in enumerate(zip(store.sub_pools, spans, strict=True)):
-        for number, piece in enumerate(sub_pool.pieces(*span)):
-            arrays |= {f"{name}/{index}.{number}": array[piece] for name, array in rows.items()}
-    return arrays
+        store.become(header, read)
 
 
 def take_over(store: Store, other: Store) -> None:
     """Let a store hold what another one of the same schema holds."""
-    store.reserve(other.pieces_in_use(), *other.n_extra)
-    with InterruptsHeld(), store.changing():
-        store.drop_all()
-        in_use = other.numbers.tolist(), *other.n_extra
-        values, store.origins[...] = arrays_of(other, *in_use), other.origins
-        for name, target in arrays_of(store, *in_use).items():
+    store.reserve(other.sub_pools.pieces(), *other.n_extra)
+    values = other.arrays_in_use()
+
+    def copy(targets: Mapping[str, Array]) -> None:
+        for name, target in targets.items():
             target[...] = values[name]
-        store.numbers[...], store.is_untold[:] = other.numbers, other.is_untold
-        store.recover(*other.n_extra)
 
-
-def in_use(store: Store) -> dict[str, Any]:
-    """What a header says about a store."""
-    n_finals, n_frames = store.n_extra
-    return {
-        "rings": store.numbers.tolist(),
-        "origins": store.origins.tolist(),
-        "n_finals": n_finals,
-        "n_frames": n_frames,
-        "is_untold": bool(store.is_untold[0]),
-        "schema": store.schema.plain() if store.has_schema else None,
-    }
+    store.become(other.counts, copy)
 
 
 @contextmanager

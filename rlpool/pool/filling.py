@@ -20,10 +20,10 @@ from rlpool.machine.arguments import whole_number
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import ingest
-from rlpool.pool.incoming import Incoming
 from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.sampling import RESULT_KEYS, Sampler
 from rlpool.pool.schema import FrameStack, Schema, stacks_of
+from rlpool.pool.stacks import Incoming
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules, routes
 from rlpool.pool.transition import DONE_KEY, TRANSITION_KEYS, transition_of
@@ -164,7 +164,7 @@ class FilledPool(Sampler):
         # In a sub-pool that was chosen here, the one before is of the same episode by chance.
         is_chosen = index is None and self._n_sub_pools > 1
         if index is None:
-            index = store.lengths.index(min(store.lengths))
+            index = int(np.argmin(store.sub_pools.lengths))
             if is_chosen and self._arguments["random"]:
                 (index,) = routes(store.sub_pools, self._rules, [1], [self._router.random()])
         sub_pool = store.sub_pools[index]
@@ -255,9 +255,9 @@ class FilledPool(Sampler):
             return
         numbers, sub_pools = np.divmod(given, self._n_sub_pools)
         with store.changing():
-            oldest, after = store.numbers[sub_pools].T
+            oldest, after = store.sub_pools.numbers[sub_pools].T
             is_there = (oldest <= numbers) & (numbers < after)
-            rows = store.rows_of(sub_pools[is_there], numbers[is_there])
+            rows = store.sub_pools.rows_of(sub_pools[is_there], numbers[is_there])
             store.tree.set(rows, powers[is_there])
         self._max_priority = max(self._max_priority, float(powers[is_there].max(initial=0.0)))
 
@@ -368,8 +368,8 @@ def _ends_in(store: Store, index: int, state: Mapping[str, Array]) -> bool:
         index: Number of the sub-pool.
         state: Values by key, others than those of the state among them.
     """
-    newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
-    stored = store.take(newest) | store.take_after(newest, newest)
+    newest = store.sub_pools.rows_of(np.array([index]), store.sub_pools.numbers[[index], 1] - 1)
+    stored = store.take(newest) | store.take_after(newest)
     is_same = [
         stored[after].tobytes() == state[key].astype(stored[after].dtype).tobytes()
         for key in state.keys() & stored.keys()

@@ -10,12 +10,49 @@ from __future__ import annotations
 import numpy as np
 
 from rlpool.memory.storage import Array
-from rlpool.pool.places import Places
 from rlpool.pool.schema import Stack
 from rlpool.pool.stacks import NewFrames
 from rlpool.specs import TensorSpec
 
 _COPIED_BYTES = 2**20  # at a time, twice: so much stays in the cache
+
+
+class Places:
+    """Hands out places of an array. Those that were given back come first.
+
+    Args:
+        capacity: Number of places.
+
+    Attributes:
+        n_used: So many from the first on are or were in use.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.n_used = 0
+        self._free = np.empty(capacity, np.int32)  # a stack of the first _n_free
+        self._n_free = 0
+
+    def n_used_with(self, n: int) -> int:
+        """How many will be or have been in use after taking so many."""
+        return self.n_used + max(0, n - self._n_free)
+
+    def take(self, n: int) -> Array:
+        """Free places, int32 ``[n]``."""
+        n_again = min(n, self._n_free)
+        self._n_free -= n_again
+        again = self._free[self._n_free : self._n_free + n_again]
+        start, self.n_used = self.n_used, self.n_used + n - n_again
+        return np.concatenate([again, np.arange(start, self.n_used, dtype=np.int32)])
+
+    def give_back(self, places: Array) -> None:
+        """Let places be taken again."""
+        self._free[self._n_free : self._n_free + places.size] = places
+        self._n_free += places.size
+
+    def recount(self, is_free: Array) -> None:
+        """Free the places that are said to be: bool ``[n_used]``, and no others."""
+        self._n_free = 0
+        self.give_back(np.flatnonzero(is_free))
 
 
 class FrameStore:
@@ -25,20 +62,16 @@ class FrameStore:
         spec: Of a whole value.
         stack: How its frames lie in it.
         values: Memory for the frames ``[n, before, after]``; zeros.
-        is_reader: Whether it is another process's.
 
     Attributes:
         values: As given.
         places: Which of them are in use.
     """
 
-    def __init__(
-        self, spec: TensorSpec, stack: Stack, values: Array, *, is_reader: bool = False
-    ) -> None:
-        n = 0 if is_reader else len(values)
-        self.values, self.places = values, Places(n)
+    def __init__(self, spec: TensorSpec, stack: Stack, values: Array) -> None:
+        self.values, self.places = values, Places(len(values))
         self._shape, self._stack = spec.shape, stack
-        self._n_references = np.zeros(n, np.int32)
+        self._n_references = np.zeros(len(values), np.int32)
 
     def take(self, places: Array) -> Array:
         """Whole values ``[n, ...]`` from places ``[n, n_frames]``.
@@ -95,14 +128,10 @@ class FrameStore:
         np.subtract.at(self._n_references, places, 1)
         self.places.give_back(np.unique(places[self._n_references[places] == 0]))
 
-    def recount(self, n_used: int, named: list[Array]) -> None:
-        """Count anew.
-
-        Args:
-            n_used: Frames that are or were in use.
-            named: All places that rows refer to.
-        """
-        self._n_references[: max(n_used, self.places.n_used)] = 0
+    def recount(self, named: list[Array]) -> None:
+        """Count anew what refers to the frames: all places that rows refer to."""
+        references = self._n_references[: self.places.n_used]
+        references[:] = 0
         for places in named:
             self.refer(places)
-        self.places.reset(n_used, self._n_references[:n_used] == 0)
+        self.places.recount(references == 0)

@@ -16,9 +16,8 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.pool.incoming import Incoming
 from rlpool.pool.schema import REWARDS, Schema, Stack
-from rlpool.pool.stacks import Source, unstacked, widest_words
+from rlpool.pool.stacks import Incoming, Source, unstacked, widest_words
 from rlpool.pool.transition import DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
@@ -217,15 +216,13 @@ class _Steps:
         """The steps of an array, which is copied unless its rows lie at whole numbers of steps."""
         n_rows, n_times, *shape = array.shape
         step_bytes = math.prod(shape) * array.itemsize
-        stride, rest = n_times, 0
-        if not array.flags.c_contiguous and array.size and array[0, 0].flags.c_contiguous:
-            stride, rest = divmod(array.strides[0], step_bytes)
-        if rest or stride <= n_times or array.strides[1] != step_bytes:
-            array, stride = array.reshape(n_rows * n_times, *shape), n_times
-        else:
-            flat_shape = ((n_rows - 1) * stride + n_times, *shape)
-            strides = array.strides[1:]
-            array = np.lib.stride_tricks.as_strided(array, flat_shape, strides, writeable=False)
+        lie_together = array.size and array[0].flags.c_contiguous  # the steps of a row
+        stride, rest = divmod(array.strides[0], step_bytes) if lie_together else (0, 0)
+        if rest or stride < n_times:
+            array, stride = np.ascontiguousarray(array), n_times
+        flat_shape = ((n_rows - 1) * stride + n_times, *shape)
+        strides = (step_bytes, *array.strides[2:])
+        array = np.lib.stride_tricks.as_strided(array, flat_shape, strides, writeable=False)
         if stride not in self._places:
             starts = np.cumsum(self._lengths) - self._lengths
             shifts = np.arange(len(self._lengths)) * stride - starts

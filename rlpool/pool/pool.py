@@ -288,20 +288,19 @@ class Pool(FilledPool, DumpsStacks):
     def _state(self) -> tuple[str, dict[str, Array]]:
         """A JSON text and arrays by name, which are views."""
         store = self._store
-        in_use = checkpoint.in_use(store)
-        spans = in_use["rings"]
         state = {
             "format": checkpoint.FORMAT,
             **self._arguments,
-            **in_use,
+            **store.counts,
+            "schema": store.schema.plain() if store.has_schema else None,
             "fed": [self._has_stored] * self._n_sub_pools,
-            "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
+            "open_rows": {str(i): 0 for i, n in self._open.items() if n == store.sub_pools[i].next},
             "max_priority": self._max_priority,
             "sampling": self._generator.bit_generator.state,
             "routing": self._router.bit_generator.state,
             "runner": None if self._runner is None else self._runner.state_dict(),
         }
-        return json.dumps(state), checkpoint.arrays_of(store, spans, *store.n_extra)
+        return json.dumps(state), store.arrays_in_use()
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         store = self._store

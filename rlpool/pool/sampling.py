@@ -63,7 +63,7 @@ class Sampler:
     @property
     def lengths(self) -> list[int]:
         """Transitions that each sub-pool holds."""
-        return self._store.lengths
+        return self._store.sub_pools.lengths
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -96,8 +96,8 @@ class Sampler:
         refuse_missing("the pool", known, wanted, "choose among its keys")
 
         def look() -> dict[str, Array]:
-            rows = store.rows_in_use()
-            return store.take(rows, wanted) | store.take_after(rows, self._ahead(rows, 1), wanted)
+            rows = store.sub_pools.rows()
+            return store.take(rows, wanted) | store.take_after(rows, wanted)
 
         arrays = self._unchanged(look)
         return DictTensor({key: torch.from_numpy(arrays[key]) for key in wanted})
@@ -162,8 +162,7 @@ class Sampler:
                 last = self._look_ahead(batch, rows, n_step, discount)
                 ahead = [key for key in store.columns if key.startswith("_") and key != REWARD_KEY]
                 batch |= store.take(last, ahead)
-            if store.schema.paired:
-                batch |= store.take_after(last, self._ahead(last, 1))
+            batch |= store.take_after(last)
             if store.tree is not None:
                 batch[INDEX_KEY], batch[WEIGHT_KEY] = self._weights(store.tree, rows, beta)
             return batch
@@ -216,7 +215,7 @@ class Sampler:
             first = self._draw(batch_size)
             rows, lengths = self._steps_from(first, length, "sequences")
             every = rows[np.arange(rows.shape[1]) < lengths[:, None]]
-            arrays = store.take(every) | store.take_after(every, self._ahead(every, 1))
+            arrays = store.take(every) | store.take_after(every)
             starts = np.cumsum(lengths) - lengths
             info = {key: arrays.pop(key)[starts] for key in store.schema.infos}
             if store.tree is not None:
@@ -292,15 +291,8 @@ class Sampler:
             return rows
         ends = np.cumsum(lengths)
         index = np.searchsorted(ends, rows, side="right")
-        numbers = rows - (ends - lengths)[index] + store.numbers[index, 0]
-        return store.rows_of(index, numbers)
-
-    def _ahead(self, rows: Array, n_steps: int | Array) -> Array:
-        """Rows so many places after others, of the same sub-pool."""
-        if self._n_sub_pools == 1:
-            return rows + n_steps
-        index = self._store.sub_pools_of(rows)
-        return self._store.rows_at(index, rows - self._store.offsets[index] + n_steps)
+        numbers = rows - (ends - lengths)[index] + store.sub_pools.numbers[index, 0]
+        return store.sub_pools.rows_of(index, numbers)
 
     def _steps_from(self, first: Array, most: int, what: str) -> tuple[Array, Array]:
         """Steps that follow each other in an episode.
@@ -315,7 +307,7 @@ class Sampler:
         """
         if most > 1:
             _refuse_untold(self._store, what)
-        rows = self._ahead(first[:, None], np.arange(min(most, max(self.lengths))))
+        rows = self._store.sub_pools.ahead(first[:, None], np.arange(min(most, max(self.lengths))))
         # The newest transition is a last one, so this never leaves what is stored.
         is_last = self._store.is_last.take(rows, mode="wrap")
         is_last[:, -1] = True
@@ -354,13 +346,10 @@ class Sampler:
         """Index and importance weight of rows, relative to the largest weight among them."""
         store = self._store
         beta = real_number("beta", beta, "from 0 on, and finite")
-        index = store.sub_pools_of(rows)
-        # The number of a row: the one that lies there, at most a capacity before the next one.
-        newest = store.numbers[index, 1] - 1
-        age = (store.rows_of(index, newest) - rows) % store.capacities[index]
+        index, numbers = store.sub_pools.transitions_at(rows)
         priorities = tree.leaves.take(rows)
         weights = (priorities.min() / priorities) ** beta
-        return (newest - age) * self._n_sub_pools + index, weights.astype(np.float32)
+        return numbers * self._n_sub_pools + index, weights.astype(np.float32)
 
 
 def _refuse_untold(store: Store, what: str) -> None:

@@ -116,6 +116,28 @@ class Schema:
             specs[key] = TensorSpec((before, after), self.columns[key].dtype)
         return specs
 
+    def arrays(self, pool_size: int, n_sub_pools: int) -> dict[str, TensorSpec]:
+        """Dtypes and whole shapes of a store's arrays by name, in the order in which they lie.
+
+        ``numbers`` come first: a row per sub-pool, and one with the version and whether ends of
+        episodes are unknown. Then what there is per row of the pool: ``is_last``, ``final_row``,
+        ``columns/key`` and ``finals/key``; and last ``frames/key``.
+        """
+        rows = {"is_last": TensorSpec((), np.dtype(np.bool_))}
+        if self.paired:
+            rows["final_row"] = TensorSpec((), np.dtype(np.int32))
+        rows |= {f"columns/{key}": spec for key, spec in self.rows.items()}
+        rows |= {f"finals/{key}": self.rows[key] for key in self.paired}
+        specs = {"numbers": (n_sub_pools + 1, TensorSpec((3,), np.dtype(np.int64)))}
+        specs |= {name: (pool_size, spec) for name, spec in rows.items()}
+        for key, spec in self.frames.items():
+            # At most: no transition shares a frame, before or after its step.
+            specs[f"frames/{key}"] = 2 * self.stacks[key].n_frames * pool_size, spec
+        return {
+            name: TensorSpec((n_rows, *spec.shape), spec.dtype)
+            for name, (n_rows, spec) in specs.items()
+        }
+
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Schema:
         """The schema that ``plain`` described, in this or an earlier version."""

@@ -15,19 +15,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from rlpool.errors import UsageError
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
-from rlpool.memory.storage import Array, Memory
-from rlpool.pool.frames import FrameStore
-from rlpool.pool.incoming import Incoming
-from rlpool.pool.layout import layout_of
-from rlpool.pool.places import Places
+from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.pool.frames import FrameStore, Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
-from rlpool.pool.sub_pool import SubPool, WindowRules
+from rlpool.pool.stacks import Incoming
+from rlpool.pool.sub_pool import SubPool, SubPools, WindowRules
 from rlpool.slots.blocks import successor_key
 
 
@@ -37,7 +37,7 @@ class Store:
     Args:
         schema: What is stored.
         pool_size: Rows of all sub-pools.
-        n_sub_pools: Number of sub-pools; the first ones have one row more if need be.
+        n_sub_pools: Number of sub-pools.
         make_memory: Makes the memory, of so many bytes, or hands over what others have made.
         rules: When sub-pools drop transitions.
         with_priorities: Whether rows have priorities.
@@ -51,12 +51,9 @@ class Store:
         is_last: bool ``[pool_size]``: whether the next row does not continue the episode. The
             newest row of a sub-pool always is.
         final_row: int32 ``[pool_size]``: where in ``finals`` a last row's values are.
-        numbers: int64 ``[n_sub_pools, 2]``: ``oldest`` and ``next`` of the sub-pools.
+        sub_pools: The sub-pools.
         is_untold: int64 ``[1]``: not 0 if transitions were added, since the store was empty, of
             which it is not known where episodes end.
-        origins: Their ``origin``, int64 ``[n_sub_pools]``.
-        capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
-        offsets: Row at which each begins, likewise.
         tree: The priorities, or ``None``.
         tails: Where the frames lie that the last trajectories ended with, by the sub-pool that was
             named for them: the next ones may go on there. See ``Incoming.tails``.
@@ -79,36 +76,28 @@ class Store:
     ) -> None:
         self.schema, self.pool_size = schema, pool_size
         self._rules = rules or WindowRules()
-        self._regions = layout_of(schema, pool_size, n_sub_pools)
-        self.memory = make_memory(sum(region.n_bytes for region in self._regions.values()))
-        root = self.memory.root()
-        arrays = {name: region.array(root) for name, region in self._regions.items()}
-        table = arrays["numbers"]
-        self.numbers: Array = table[:-1, :2]
-        self.origins: Array = table[:-1, 2]
+        specs = schema.arrays(pool_size, n_sub_pools)
+        self.memory = make_memory(sum(carved_bytes(specs, 1).values()))
+        self._root = self.memory.root()
+        arrays = {name: array[0] for name, array in carve(self._root, specs, 1).items()}
+        self._arrays, table = arrays, arrays["numbers"]
+        self.sub_pools = SubPools(pool_size, table[:-1])
         self.is_untold: Array = table[-1, 1:2]
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
         self.frames = {
-            key: FrameStore(
-                schema.columns[key], stack, arrays[f"frames/{key}"], is_reader=is_reader
-            )
+            key: FrameStore(schema.columns[key], stack, arrays[f"frames/{key}"])
             for key, stack in schema.stacks.items()
         }
         self.is_last = arrays["is_last"]
         self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
-        share, rest = divmod(pool_size, n_sub_pools)
-        self.capacities = share + (np.arange(n_sub_pools) < rest)  # the first ones one larger
-        self.offsets = np.cumsum(self.capacities) - self.capacities
-        places = zip(self.offsets.tolist(), self.capacities.tolist(), table[:-1], strict=True)
-        self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
         self._tree = PriorityTree(pool_size) if with_priorities else None
         self.final_places = Places(pool_size)
         self.tails: dict[int | None, dict[str, Array]] = {}
         self._is_whole = True  # no change is under way, or was interrupted
         self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
-        self.memory.reserve(0, self._regions["numbers"].n_bytes)
+        self.memory.reserve(0, table.nbytes)
 
     @classmethod
     def of_nothing(cls, n_sub_pools: int) -> Store:
@@ -120,12 +109,8 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows written so far, bookkeeping and priorities included."""
-        rows = [slice(0, sub_pool.n_used) for sub_pool in self.sub_pools]
-        n_bytes: int = sum(
-            (piece.stop - piece.start) * self._regions[name].spec.n_bytes
-            for name, pieces in self._parts(rows, *self.n_extra).items()
-            for piece in pieces
-        )
+        rows = {index: slice(sub_pool.n_used) for index, sub_pool in enumerate(self.sub_pools)}
+        n_bytes = sum(part.nbytes for part in self._parts(rows, *self.n_extra).values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
     @property
@@ -134,36 +119,52 @@ class Store:
         frames = {key: frames.places.n_used for key, frames in self.frames.items()}
         return self.final_places.n_used, frames
 
-    def pieces_in_use(self) -> list[slice]:
-        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first."""
-        return [
-            piece
-            for sub_pool in self.sub_pools
-            for piece in sub_pool.pieces(sub_pool.oldest, sub_pool.next)
-        ]
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Which rows, finals and frames are in use, as a saved pool says it; may be set."""
+        n_finals, n_frames = self.n_extra
+        return {
+            "rings": self.sub_pools.numbers.tolist(),
+            "origins": self.sub_pools.origins.tolist(),
+            "n_finals": n_finals,
+            "n_frames": n_frames,
+            "is_untold": bool(self.is_untold[0]),
+        }
 
-    def rows_in_use(self) -> Array:
-        """The same rows as numbers, int64 ``[len(store)]``."""
-        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces_in_use())
-        return np.concatenate([np.zeros(0, np.int64), *ranges])
+    @counts.setter
+    def counts(self, counts: Mapping[str, Any]) -> None:
+        self.sub_pools.numbers[...] = counts["rings"]
+        # Versions before 0.3 say neither: origins were 0, and what they stored goes on as it did.
+        self.sub_pools.origins[...] = counts.get("origins", 0)
+        self.is_untold[:] = counts.get("is_untold", False)
+        self.final_places.n_used = counts["n_finals"]
+        for key, frames in self.frames.items():
+            frames.places.n_used = counts["n_frames"][key]
+
+    def arrays_in_use(self) -> dict[str, Array]:
+        """Where the values of all transitions lie: views, named as in a saved pool."""
+        rows = self.sub_pools.pieces()
+        arrays = self._parts(rows, *self.n_extra)
+        if self.tree is not None:
+            arrays |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
+        return arrays
 
     def _parts(
-        self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]
-    ) -> dict[str, Sequence[slice]]:
-        """Parts of each array that belong to some rows, finals and frames."""
-        pieces = dict.fromkeys(self._regions, rows)
-        pieces |= {f"finals/{key}": [slice(0, n_finals)] for key in self.finals}
-        pieces |= {f"frames/{key}": [slice(0, n)] for key, n in n_frames.items()}
+        self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
+    ) -> dict[str, Array]:
+        """Parts of all arrays that belong to some rows, by name, finals and frames; views."""
+        pieces = dict.fromkeys(self._arrays, rows)
+        pieces |= {f"finals/{key}": {"": slice(n_finals)} for key in self.finals}
+        pieces |= {f"frames/{key}": {"": slice(n)} for key, n in n_frames.items()}
         del pieces["numbers"]
-        return pieces
-
-    @property
-    def lengths(self) -> list[int]:
-        """Transitions that each sub-pool holds."""
-        return [len(sub_pool) for sub_pool in self.sub_pools]
+        return {
+            f"{name}{part}": self._arrays[name][piece]
+            for name, parts in pieces.items()
+            for part, piece in parts.items()
+        }
 
     def __len__(self) -> int:
-        return sum(self.lengths)
+        return sum(self.sub_pools.lengths)
 
     # Writing ---------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class Store:
         self.refuse_others()
         with self.version.changing():
             if not self._is_whole:
-                self.recover(*self.n_extra)
+                self.recover()
             self._is_whole = False
             yield
             self._is_whole = True
@@ -228,7 +229,9 @@ class Store:
             named = {key: incoming.frames_named(key) for key in self.frames}
             new = {key: f.find(incoming.frames[key], named[key]) for key, f in self.frames.items()}
             n_frames = {k: f.places.n_used_with(len(new[k])) for k, f in self.frames.items()}
-            self.reserve(pieces, self.final_places.n_used_with(lasts.size), n_frames)
+            self.reserve(
+                dict(enumerate(pieces)), self.final_places.n_used_with(lasts.size), n_frames
+            )
             self.drop(sub_pool, min(start, oldest))
             self.is_untold |= not incoming.is_told
             for key, frames in self.frames.items():
@@ -286,41 +289,42 @@ class Store:
 
     def clear(self) -> None:
         """Drop all transitions; the next ones use the same rows, finals and frames."""
-        with self.changing():
-            self.drop_all()
-            self.origins[...] = self.numbers[:, 1]
-            self.is_untold[:] = 0
+        after = self.sub_pools.numbers[:, [1, 1]]
+        counts = {"n_finals": 0, "n_frames": dict.fromkeys(self.frames, 0)}
+        self.become({"rings": after, "origins": after[:, 0], **counts}, lambda arrays: None)
 
-    def drop_all(self) -> None:
-        """Drop all transitions, within ``changing``."""
-        for sub_pool in self.sub_pools:
-            self.drop(sub_pool, sub_pool.next)
-        self.final_places.reset()
-        self.tails = {}
-        for frames in self.frames.values():
-            frames.recount(0, [])
-
-    def recover(self, n_finals: int, n_frames: Mapping[str, int]) -> None:
-        """Make the bookkeeping of finals, frames and priorities fit the rows in use.
+    def become(
+        self, counts: Mapping[str, Any], write: Callable[[Mapping[str, Array]], None]
+    ) -> None:
+        """Drop all transitions, and have others.
 
         Args:
-            n_finals: Finals that are or were in use, see ``n_extra``.
-            n_frames: Frames of each stack, likewise.
+            counts: What will be in use.
+            write: Writes the values into the arrays that are then in use.
         """
-        self.numbers[:, 0] = self.numbers.min(axis=1)
+        with InterruptsHeld(), self.changing():
+            for sub_pool in self.sub_pools:
+                self.drop(sub_pool, sub_pool.next)
+            self.counts = counts
+            write(self.arrays_in_use())
+            self.recover()
+
+    def recover(self) -> None:
+        """Make the bookkeeping of finals, frames and priorities fit the rows in use."""
+        self.sub_pools.numbers[:, 0] = self.sub_pools.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
         self.tails = {}
-        rows = self.rows_in_use()
+        rows = self.sub_pools.rows()
         finals = self.final_row[rows[self.is_last[rows]]]
         if self.schema.paired:
-            is_free = np.ones(n_finals, bool)
+            is_free = np.ones(self.final_places.n_used, bool)
             is_free[finals] = False
-            self.final_places.reset(n_finals, is_free)
+            self.final_places.recount(is_free)
         for key, frames in self.frames.items():
             places = [self.columns[key][rows]]
             places += [self.finals[key][finals]] if key in self.finals else []
-            frames.recount(n_frames[key], places)
+            frames.recount(places)
 
     def _give_back_finals(self, rows: slice) -> None:
         if self.schema.paired:
@@ -329,7 +333,9 @@ class Store:
                 self.frames[key].release(self.finals[key][finals])
             self.final_places.give_back(finals)
 
-    def reserve(self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]) -> None:
+    def reserve(
+        self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
+    ) -> None:
         """Make sure that a disk has room for rows, finals and frames before they are written.
 
         Raises:
@@ -337,25 +343,11 @@ class Store:
         """
         if self.memory.kind != "memmap":
             return
-        for name, pieces in self._parts(rows, n_finals, n_frames).items():
-            start, size = self._regions[name].start, self._regions[name].spec.n_bytes
-            for piece in pieces:
-                self.memory.reserve(start + piece.start * size, start + piece.stop * size)
+        for part in self._parts(rows, n_finals, n_frames).values():
+            start = part.ctypes.data - self._root.ctypes.data
+            self.memory.reserve(start, start + part.nbytes)
 
     # Reading ---------------------------------------------------------------------------------
-
-    def sub_pools_of(self, rows: Array) -> Array:
-        """The sub-pool of each row."""
-        return np.searchsorted(self.offsets, rows, side="right") - 1
-
-    def rows_of(self, sub_pools: Array, numbers: Array) -> Array:
-        """Rows of transitions, by sub-pool and number."""
-        return self.rows_at(sub_pools, numbers - self.origins[sub_pools])
-
-    def rows_at(self, sub_pools: Array, places: Array) -> Array:
-        """Rows, by sub-pool and place in it, which begins again at its end."""
-        rows: Array = self.offsets[sub_pools] + places % self.capacities[sub_pools]
-        return rows
 
     # Rows past the end stand for those at the beginning: mode="wrap" costs nothing.
 
@@ -366,14 +358,11 @@ class Store:
             key: self._whole(key, self.columns[key].take(rows, 0, None, "wrap")) for key in wanted
         }
 
-    def take_after(
-        self, rows: Array, next_rows: Array, keys: Sequence[str] | None = None
-    ) -> dict[str, Array]:
+    def take_after(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
         """Values after some rows' steps, copies.
 
         Args:
             rows: int64 rows.
-            next_rows: The row after each of them.
             keys: Some of the keys that are returned; by default all of them.
 
         Returns:
@@ -383,6 +372,7 @@ class Store:
         wanted = [k for k in self.schema.paired if keys is None or successor_key(k) in keys]
         if not wanted:
             return taken
+        next_rows = self.sub_pools.ahead(rows, 1)
         ends = self.is_last.take(rows, 0, None, "wrap").nonzero()[0]
         final_rows = self.final_row.take(rows.take(ends), 0, None, "wrap")
         for key in wanted:

@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
+from rlpool.memory.storage import Array
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,76 @@ class SubPool:
         return [slice(first, end), slice(self.offset, last - self.capacity)]
 
 
+class SubPools(list[SubPool]):
+    """All sub-pools of a store, and where their transitions lie in it.
+
+    Args:
+        pool_size: Rows of all sub-pools; the first ones have one row more if need be.
+        numbers: ``oldest``, ``next`` and ``origin`` of each, int64 ``[n, 3]``.
+
+    Attributes:
+        numbers: ``oldest`` and ``next`` of the sub-pools, int64 ``[n, 2]``.
+        origins: Their ``origin``, int64 ``[n]``.
+    """
+
+    def __init__(self, pool_size: int, numbers: Array) -> None:
+        share, rest = divmod(pool_size, len(numbers))
+        self._capacities = share + (np.arange(len(numbers)) < rest)
+        self._offsets = np.cumsum(self._capacities) - self._capacities
+        places = zip(self._offsets.tolist(), self._capacities.tolist(), numbers, strict=True)
+        super().__init__(SubPool(start, size, row.data) for start, size, row in places)
+        self.numbers, self.origins = numbers[:, :2], numbers[:, 2]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Transitions that each of them holds."""
+        return [len(sub_pool) for sub_pool in self]
+
+    def pieces(self) -> dict[str, slice]:
+        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first.
+
+        By what a saved pool adds to the names of their arrays.
+        """
+        return {
+            f"/{index}.{number}": piece
+            for index, sub_pool in enumerate(self)
+            for number, piece in enumerate(sub_pool.pieces(sub_pool.oldest, sub_pool.next))
+        }
+
+    def rows(self) -> Array:
+        """The same rows as numbers, int64 ``[n_transitions]``."""
+        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces().values())
+        return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+    def rows_of(self, index: Array, numbers: Array) -> Array:
+        """Rows of transitions, by sub-pool and number."""
+        places = (numbers - self.origins[index]) % self._capacities[index]
+        rows: Array = self._offsets[index] + places
+        return rows
+
+    def ahead(self, rows: Array, n_steps: int | Array) -> Array:
+        """Rows so many places after others, of the same sub-pool."""
+        if len(self) == 1:
+            return rows + n_steps
+        index = self._index(rows)
+        offsets = self._offsets[index]
+        after: Array = offsets + (rows - offsets + n_steps) % self._capacities[index]
+        return after
+
+    def transitions_at(self, rows: Array) -> tuple[Array, Array]:
+        """The transitions at some rows, by sub-pool and number."""
+        index = self._index(rows)
+        # The one that lies there is at most a capacity before the next one.
+        newest = self.numbers[index, 1] - 1
+        return index, newest - (self.rows_of(index, newest) - rows) % self._capacities[index]
+
+    def _index(self, rows: Array) -> Array:
+        """The sub-pool of each row."""
+        return np.searchsorted(self._offsets, rows, side="right") - 1
+
+
 def routes(
-    sub_pools: Sequence[SubPool],
+    sub_pools: SubPools,
     rules: WindowRules,
     sizes: Sequence[int],
     draws: Sequence[float],
@@ -130,7 +201,7 @@ def routes(
         sizes: How many transitions are added at a time.
         draws: A float from 0 to below 1 for each addition; an int names the sub-pool.
     """
-    lengths, added = list(map(len, sub_pools)), [sub_pool.next for sub_pool in sub_pools]
+    lengths, added = sub_pools.lengths, [sub_pool.next for sub_pool in sub_pools]
     chosen = []
     for size, draw in zip(sizes, draws, strict=True):
         index = int(draw)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlpool.data.array_view import as_numpy
-from rlpool.data.dict_tensor_base import kind
+from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments
@@ -147,7 +147,6 @@ class EpisodeStatistics:
             begins = numbers_of(window, _START)[:, :1].any(1).cpu().numpy()
             for running in (self._sums, self._n_steps):
                 running[lanes] = np.where(begins, 0, running[lanes])
-        is_step = None
         if (lengths < done.shape[1]).any():
             is_step = np.arange(done.shape[1]) < lengths[:, None]
             done, numbers = done & is_step, np.where(is_step, numbers, 0)
@@ -225,13 +224,9 @@ class EpisodeStatistics:
 
 
 def _checked(trajectories: Any) -> TemporalDictTensor:
-    if not isinstance(trajectories, TemporalDictTensor):
-        what = f"trajectories should be a TemporalDictTensor, got {type(trajectories).__name__}"
-        fix = "pass what batcher.get() returns"
-        if trajectories is None:
-            fix = "get() returns None once all lanes have stopped, or if it does not wait: skip it"
-        raise SpecError(what, fix=fix)
-    return trajectories
+    # None once all lanes have stopped, or if get() does not wait.
+    fix = "pass what batcher.get() returns, unless that is None"
+    return instance(trajectories, TemporalDictTensor, "trajectories", fix)
 
 
 def numbers_of(trajectories: TemporalDictTensor, key: str) -> Tensor:

@@ -166,5 +166,5 @@ def test_what_cannot_be_summed_up_is_named() -> None:
         episode_returns(trajectories, "_frame")
     with pytest.raises(SpecError, match=r"keys .'_done'"):
         EpisodeStatistics().update(trajectories)
-    with pytest.raises(SpecError, match=r"(?s)got NoneType.*fix: +get.. returns None once all"):
+    with pytest.raises(SpecError, match=r"(?s)NoneType.*fix: +pass what .*unless that is None"):
         EpisodeStatistics().update(None)  # type: ignore[arg-type]

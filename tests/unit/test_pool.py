@@ -258,16 +258,6 @@ def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them()
     assert torch.equal(after[4:], frame[1, 1:3])
 
 
-@pytest.mark.parametrize("width", [3, 4])
-def test_a_value_that_does_not_lead_to_the_next_step_ends_a_piece(width: int) -> None:
-    frame = torch.rand(2, 6, width)
-    after = torch.cat([frame[:, 1:], torch.rand(2, 1, width)], 1)
-    after[0, 2, width - 1] += 1.0  # in the last word
-    after[1, 4, 0] += 1.0
-    pool = stored({"frame": frame, "_frame": after})
-    assert pool._store.is_last[:12].nonzero()[0].tolist() == [2, 5, 10, 11]
-
-
 def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() -> None:
     pool, size = Pool(pool_size=200), 84 * 84
     for _ in range(20):

@@ -223,14 +223,18 @@ def test_rows_of_one_step_need_no_flags() -> None:
     assert batch["n_step_return"].tolist() == [1.0] * 6
 
 
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_steps_that_do_not_lead_to_the_next_one_end_a_piece_whatever_their_size(width: int) -> None:
-    number = torch.tensor([[0.0, 1.0, 2.0, 7.0, 8.0, 9.0]])[..., None].expand(1, 6, width)
-    steps = {"frame": number, "_frame": number + 1, "_reward": torch.ones(1, 6)}
+@pytest.mark.parametrize(("width", "place"), [(1, 0), (2, 0), (3, 0), (3, 2), (4, 0), (4, 3)])
+def test_steps_that_do_not_lead_to_the_next_one_end_a_piece_whatever_their_size(
+    width: int, place: int
+) -> None:
+    number = torch.arange(6.0)[None, :, None].expand(1, 6, width)
+    after = number + 1
+    after[0, 2, place] += 1
+    steps = {"frame": number, "_frame": after, "_reward": torch.ones(1, 6)}
     steps |= {"_done": AT_2 & False, "reward": torch.rand(1, 6)}  # of rewards nothing follows
     batch = pool_of(TemporalDictTensor(steps)).sample(6, n_step=9, discount=1.0)
     first = batch["frame"][:, 0]
-    assert torch.equal(batch["n_step_return"], torch.where(first < 3, 3 - first, 10 - first))
+    assert torch.equal(batch["n_step_return"], torch.where(first < 3, 3 - first, 6 - first))
 
 
 def test_a_transition_in_a_sub_pool_that_the_pool_chose_continues_none() -> None:
