@@ -248,7 +248,7 @@ def scripted(
 @pytest.mark.parametrize(
     ("kind", "share", "n_scripts", "arguments"),
     [
-        ("in this process", 0.36, 1, {}),
+        ("in this process", 0.18, 1, {}),
         ("reset together", 0.06, 1, {"over": "together"}),
         ("with workers", 0.05, 5, {"n_threads": [1, 2, 3]}),
         ("in a manager", 0.03, 5, {"over": "manager"}),

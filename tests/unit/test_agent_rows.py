@@ -22,6 +22,8 @@ from rlpool import (
     TemporalDictTensor,
 )
 
+from support.variants import variants
+
 N_EPISODES = 21
 BIASES = {"bias": torch.linspace(-1, 1, N_EPISODES)}
 DIVISIONS = [(1, 0), (3, 0), (4, 0), (16, 0), (20, 0), (3, 2), (5, 2)]
@@ -106,7 +108,8 @@ def same(one: TemporalDictTensor, other: TemporalDictTensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "args"), [(Recurrent, {}), (Prepared, {}), (Recurrent, {"looks_back": True})]
+    ("kind", "args"),
+    variants([(Recurrent, {"looks_back": True})], [(Recurrent, {}), (Prepared, {})]),
 )
 def test_episodes_are_bitwise_the_same_for_any_number_of_lanes_and_workers(
     kind: Any, args: dict[str, Any]

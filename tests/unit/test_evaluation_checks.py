@@ -33,6 +33,7 @@ from rlpool import (
 
 from support.agents import ConstantAgent, StepCounter
 from support.envs import CountingEnv, create_counting
+from support.variants import variants
 
 
 def create_cartpoles(seed: int, n_envs: int = 2, **options: Any) -> GymEnv:
@@ -360,7 +361,7 @@ def test_environments_that_fail_are_restarted_without_workers_too() -> None:
     assert found.failed.tolist() == [True, False, True, False]
 
 
-@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize("how", variants(["exit"], ["raise"]))
 def test_failures_are_recorded_the_same_by_any_worker(how: str, tmp_path: Path) -> None:
     path, seeds = tmp_path / "run.jsonl", range(10)
     whole = failing(how, episode_seeds=seeds, n_workers=1, record=path)

@@ -22,6 +22,7 @@ from rlpool.memory.storage import allocate
 from support.agents import ConstantAgent
 from support.envs import CountingEnv, assert_same_tensors
 from support.machines import limit_disk
+from support.variants import variants
 
 FRAME_BYTES = 12 * 12
 
@@ -76,8 +77,10 @@ def steps(start: int, stop: int, **others: torch.Tensor) -> TemporalDictTensor:
     return TemporalDictTensor({key: tensor[None] for key, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize("padding", ["reset", "zero"])
-@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize(
+    ("padding", "is_last"),
+    variants([("reset", False), ("zero", True)], [("reset", True), ("zero", False)]),
+)
 def test_what_batchers_give_is_sampled_bit_by_bit_from_single_frames(
     padding: str, is_last: bool
 ) -> None:

@@ -45,6 +45,7 @@ from support.meta import (
     ragged_trials,
 )
 from support.striking import Alarm, Strike, alarms
+from support.variants import variants
 
 MEMORY, MARKOV, BOTH = AGENT_ARCHS.Memory, AGENT_ARCHS.Markov, AGENT_ARCHS.Memory_Markov
 BOX = spaces.Box(-1.0, 1.0, (2,))
@@ -350,12 +351,21 @@ def test_an_environment_that_fails_with_a_task_is_not_told_to_list_tasks() -> No
 
 @pytest.mark.parametrize(
     ("create", "arch"),
-    [
-        (MarkovActor, MARKOV),
-        (MarkovActor, BOTH),
-        *((functools.partial(MemoryActor, kind), MEMORY) for kind in MemoryActor.STATES),
-        (lambda: None, MEMORY),  # random actions
-    ],
+    variants(
+        [
+            (MarkovActor, BOTH),
+            (functools.partial(MemoryActor, "lstm"), MEMORY),
+            (lambda: None, MEMORY),  # random actions
+        ],
+        [
+            (MarkovActor, MARKOV),
+            *(
+                (functools.partial(MemoryActor, kind), MEMORY)
+                for kind in MemoryActor.STATES
+                if kind != "lstm"
+            ),
+        ],
+    ),
 )
 def test_side_by_side_gives_the_bits_of_one_after_another(
     create: Callable[[], Any], arch: AGENT_ARCHS
@@ -378,10 +388,13 @@ PLAIN = [DrawingEnv, TaskFirstEnv, DrawnTaskEnv, OwnGeneratorEnv]
 
 @pytest.mark.parametrize(
     ("make", "tasks", "is_trial"),
-    [
-        *itertools.product(DRAWING, (range(7), None), (True,)),
-        *itertools.product(PLAIN, [range(7)], [False]),
-    ],
+    variants(
+        [*itertools.product(DRAWING, (range(7),), (True,)), (PLAIN[0], range(7), False)],
+        [
+            *itertools.product(DRAWING, (None,), (True,)),
+            *itertools.product(PLAIN[1:], [range(7)], [False]),
+        ],
+    ),
 )
 def test_lanes_that_draw_by_their_task_give_the_bits_of_one_environment(
     make: Callable[[], Any], tasks: Any, is_trial: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from rlpool import Pool, SpecError, TemporalDictTensor
 from rlpool.pool import checkpoint
 
 from support.transitions import WIDTH, add_numbers, trajectories_of_numbers
+from support.variants import variants
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -64,9 +66,16 @@ def bits(pool: Pool) -> dict[str, Any]:
     return {k: v if isinstance(v, str) else v.numpy().tobytes() for k, v in state.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["tensors", "file", "file of version 0.1"])
-@pytest.mark.parametrize("n_before", [0, 40])
+@pytest.mark.parametrize(
+    ("kind", "way", "n_before"),
+    variants(
+        [
+            *[(kind, "file", 40) for kind in KINDS],
+            *[(next(iter(KINDS)), way, 0) for way in ("tensors", "file of version 0.1")],
+        ],
+        itertools.product(KINDS, ["tensors", "file", "file of version 0.1"], [0, 40]),
+    ),
+)
 def test_a_pool_goes_on_where_the_saved_one_was(
     kind: str, way: str, n_before: int, tmp_path: Path
 ) -> None:

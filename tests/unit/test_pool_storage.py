@@ -25,6 +25,7 @@ from rlpool.machine.limits import memory_bounds
 from support.envs import assert_same_tensors
 from support.machines import limit_disk
 from support.striking import Strike
+from support.variants import variants
 
 MB = 2**20
 
@@ -198,12 +199,16 @@ def is_whole(batch: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("storage", "lengths", "options"),
-    [
-        ("local", [2, 3], {}),
-        ("shared", [1, 1, 1], {"clearing_freq": 4, "window_size_": 2}),
-        ("local", [5, 9, 4], {"clearing_freq": 4, "window_size_": 2}),  # longer than the pool
-        ("local", [2, 3], {"frame_stack": {"frame": 4}}),
-    ],
+    variants(
+        [
+            ("shared", [1, 1, 1], {"clearing_freq": 4, "window_size_": 2}),
+            ("local", [2, 3], {"frame_stack": {"frame": 4}}),
+        ],
+        [
+            ("local", [2, 3], {}),
+            ("local", [5, 9, 4], {"clearing_freq": 4, "window_size_": 2}),  # longer than the pool
+        ],
+    ),
 )
 def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
     storage: str, lengths: list[int], options: dict[str, Any]
