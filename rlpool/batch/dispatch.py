@@ -48,7 +48,6 @@ class Dispatcher(RequestQueue):
         owner_name: What advice calls the class that does the same in the caller's process.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         n_before: Workers on other machines whose numbers come first.
-        wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
 
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
@@ -69,7 +68,6 @@ class Dispatcher(RequestQueue):
         owner_name: str,
         crash_dir: CrashDir = None,
         n_before: int = 0,
-        wake_fd: int = -1,
     ) -> None:
         super().__init__()
         self._make_layout = make_layout
@@ -94,7 +92,7 @@ class Dispatcher(RequestQueue):
         self.stacks = self._workers.stacks
         self.read_stats = StatsReader(self.control).read
         try:
-            self._workers.start(wake_fd)
+            self._workers.start()
             self._agree_at_start()
         except BaseException:
             self._processes.abort()  # those that are slow to start are not waited for
@@ -130,10 +128,6 @@ class Dispatcher(RequestQueue):
         """Handle the messages that have arrived, and look for workers that hang."""
         self._processes.poll(0.0)
         self._processes.look_for_hang()
-
-    def rest(self) -> None:
-        """Wait until something arrives, the wake descriptor included, and handle it."""
-        self._processes.rest()
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the workers can map.

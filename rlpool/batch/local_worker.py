@@ -93,7 +93,7 @@ class LocalWorker:
         """Memory that the worker can see: any."""
         return Memory.local(n_bytes)
 
-    def start(self, wake_fd: int = -1) -> None:
+    def start(self) -> None:
         """Create environments and agent, here and now.
 
         Raises:
@@ -155,10 +155,6 @@ class LocalWorker:
     def _notice(self) -> None:
         if self._look is not None:
             self._look()
-
-    def rest(self) -> None:
-        """Carry out one message."""
-        self.poll(1.0)
 
     def poll(self, timeout_s: float) -> None:
         """Carry out messages up to the first request, however long that takes.

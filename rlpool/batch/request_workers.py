@@ -136,16 +136,13 @@ class RequestWorkers:
         self.control = self.processes.control
         self.agreement = Agreement(self.processes)
 
-    def start(self, wake_fd: int = -1) -> None:
+    def start(self) -> None:
         """Start them and wait until they are ready.
-
-        Args:
-            wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
 
         Raises:
             RlpoolError: If one does not get ready.
         """
-        self.processes.start(wake_fd)
+        self.processes.start()
         if not self.processes.is_repeatable:
             self._forget_setup()
 

@@ -70,6 +70,8 @@ class ClusterDispatcher(RequestQueue):
     """
 
     records = True
+    fatal: RlpoolError | None = None
+    step: StepSpecs | None = None
 
     def __init__(
         self,
@@ -87,10 +89,8 @@ class ClusterDispatcher(RequestQueue):
         self._n_slots = n_slots
         self._make_layout = make_layout
         self._crash_files = CrashFiles(crash_dir)
-        self._fatal: RlpoolError | None = None
-        self._running: list[Request] = []
+        self._running: list[Any] = []  # whatever is divided, see ``Divided``
         self._nodes = Nodes(transport, setup, self, require_same_bits)
-        self._specs: StepSpecs | None = None
         self._published: dict[int, Any] = {}  # version: reference
         self._n_shards = 0
         self._bytes_per_row = math.inf  # of results; before the first one, of a slot
@@ -100,25 +100,15 @@ class ClusterDispatcher(RequestQueue):
         self.deliver_logs = transport.deliver_logs
         self.stacks = transport.stacks
         transport.start(setup)
-        self.wait_until(lambda: self._nodes.has_started or self._fatal is not None)
+        self.wait_until(lambda: self._nodes.has_started or self.fatal is not None)
         self._refuse_if_dead()
 
     # The queue's hooks --------------------------------------------------------------------------
 
     @property
-    def fatal(self) -> RlpoolError | None:
-        """Why nothing works any more."""
-        return self._fatal
-
-    @property
     def running(self) -> list[Request]:
         """Requests that were begun and are not over."""
         return self._running
-
-    @property
-    def step(self) -> StepSpecs | None:
-        """What a step consists of, ``None`` before that is known."""
-        return self._specs
 
     def resume(self) -> None:
         """Let the next window bring all nodes to where the tapes of its lanes end."""
@@ -252,7 +242,7 @@ class ClusterDispatcher(RequestQueue):
         except SpecError as error:
             self.fail(error)
         request, blocks = flight.request, self._blocks
-        if self._fatal is not None or blocks is None or request.error is not None:
+        if self.fatal is not None or blocks is None or request.error is not None:
             return
         try:
             if request.block is None:
@@ -260,6 +250,7 @@ class ClusterDispatcher(RequestQueue):
                 request.block = blocks.take()
                 blocks.forget_surplus()
             request.put(flight.rows, rows)
+            request.n_there += len(flight.rows)
             request.failures.update(rows.failures)
             request.tells_failures = self._setup.policy.restarts_on_env_errors
             request.is_reproducible &= rows.is_reproducible and self._nodes.is_undisturbed
@@ -298,13 +289,13 @@ class ClusterDispatcher(RequestQueue):
         Raises:
             SpecError: If they do not, or blocks are larger than this machine.
         """
-        if self._specs is None:
+        if self.step is None:
             layout = self._make_layout(step)
             self._blocks = BlockPool(layout, _private)
-            self._specs = step
+            self.step = step
             self._bytes_per_row = sum(layout.bytes_of_key().values()) / layout.n_slots
-        elif step != self._specs:
-            raise other_steps("the nodes before", f"node {name}", self._specs, step)
+        elif step != self.step:
+            raise other_steps("the nodes before", f"node {name}", self.step, step)
 
     def lose(self, flight: Flight, error: RlpoolError) -> None:
         """See ``nodes.Owner``; its rows run again, if they can be."""
@@ -316,13 +307,13 @@ class ClusterDispatcher(RequestQueue):
 
     def fail(self, error: RlpoolError) -> None:
         """See ``nodes.Owner``."""
-        self._fatal = self._fatal or error
+        self.fatal = self.fatal or error
 
     # Sending ------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Begin requests as far as slots allow, and keep every node busy."""
-        if self._fatal is not None:
+        if self.fatal is not None:
             return
         self._begin_queued()
         usable = self._nodes.usable(self._running)
@@ -335,17 +326,14 @@ class ClusterDispatcher(RequestQueue):
 
     def _begin_queued(self) -> None:
         while self._queued:
-            request = self._queued[0]
+            request: Any = self._queued[0]
             wanted = request.slots_wanted(self._n_slots - self._n_slots_used(), self._n_slots)
             versions = {other.policy.version for other in self._running} | {request.policy.version}
             if not wanted or len(versions) > _MOST_VERSIONS:
                 return
             self._queued.popleft()
             try:
-                if isinstance(request, Divided):
-                    request.begin(
-                        self._nodes.assignment, self._part_size, self.n_lanes, self._specs
-                    )
+                request.begin(self._nodes.assignment, self._part_size, self.n_lanes, self.step)
             except RlpoolError as error:
                 request.error = error
             else:
@@ -355,7 +343,7 @@ class ClusterDispatcher(RequestQueue):
     def _send_next(self, number: int, n_in_flight: int) -> int:
         """Send a node the next rows that nobody runs; returns how many."""
         for request in self._running:
-            if not isinstance(request, Divided) or not request.n_left:
+            if not request.n_left:
                 continue
             size = self._shard_size(request)
             if n_in_flight and n_in_flight + size > max(self._n_slots, size):

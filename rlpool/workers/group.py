@@ -135,11 +135,6 @@ class Workers(LifeCycle):
             if not is_over():
                 self.look_for_hang()
 
-    def rest(self) -> None:
-        """Wait until something arrives, handle it, and look for workers that hang."""
-        self.poll(self.patience_s)
-        self.look_for_hang()
-
     def poll(self, timeout_s: float) -> bool:
         """Deliver what has arrived, logs included, and start workers that are due.
 

@@ -174,7 +174,7 @@ def test_a_lost_result_is_collected_again(kind: str) -> None:
     lost = 0, 1, 2
     disturb = at(*(("during", n, lambda n=n: transport.lose_next(n % 2)) for n in lost))
     assert_all_equal(collect(make(transport, kind), kind, disturb), alone(kind))
-    assert sum(shard.tapes is not None for _, shard in transport.sent) == len(lost[1:])
+    assert sum(shard.request.tapes is not None for _, shard in transport.sent) == len(lost[1:])
 
 
 def test_a_node_gives_back_what_it_had_taken_over_and_ends_the_workers_for_it() -> None:

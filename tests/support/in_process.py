@@ -127,9 +127,9 @@ class InProcess:
             return  # it has left
         if number in self._losing and outcome.rows is not None:
             self._losing.discard(number)
-            self._happened(Lost(number, shard.number, "it was lost on purpose"))
+            self._happened(Lost(number, shard.request.number, "it was lost on purpose"))
         else:
-            self._happened(Finished(number, shard.number, outcome))
+            self._happened(Finished(number, shard.request.number, outcome))
 
     def _happened(self, event: Event) -> None:
         with self._has_events:
