@@ -525,7 +525,7 @@ def test_nodes_with_other_processors_are_told(
         batcher.execute(4)
         batcher.get()
     told = re.search(
-        r"may compute different bits: torch's CPU capability: (\d) and (\d)", caplog.text
+        r"may compute different bits: torch's CPU capability: '(\d)' and '(\d)'", caplog.text
     )
     assert told, caplog.text
     assert sorted(told.groups()) == ["0", "1"]  # in the order in which the nodes joined
@@ -538,7 +538,7 @@ def test_nodes_with_other_versions_than_the_caller_are_told(
 ) -> None:
     theirs = {**fingerprint(), name: "0.1"}
     monkeypatch.setattr(node_workers, "fingerprint", lambda: theirs)
-    expected = f"the calling process and node-0 may compute different bits: {name}: .* and 0.1"
+    expected = f"the calling process and node-0 may compute different bits: {name}: .* and '0.1'"
     if require:
         with pytest.raises(SpecError, match=expected):
             make(InProcess(1), require_same_bits=True)
