@@ -25,7 +25,7 @@ from rlpool.batch.requests import Policy, Request
 from rlpool.cluster.nodes import Nodes
 from rlpool.cluster.requests import Divided, Flight
 from rlpool.cluster.shards import NodeReport, NodeSetup, PolicyAt, Rows
-from rlpool.cluster.transport import Event, Finished, Lost, Transport
+from rlpool.cluster.transport import Event, Finished, Transport
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, WorkerError
 from rlpool.memory.storage import Memory
 from rlpool.observe.stats import RequestStats, Stats, stats_of
@@ -206,26 +206,27 @@ class ClusterDispatcher(RequestQueue):
     # What has happened --------------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
-        if not isinstance(event, Finished | Lost):
+        if not isinstance(event, Finished):
             self._nodes.take(event)
-        elif event.node in self._nodes.states:
-            flight = self._nodes.landed(event.node, event.number)
-            if flight is None:
-                return  # it was cancelled
-            if isinstance(event, Lost):
-                self._note_lost(event, flight)
-            elif event.outcome.rows is not None:
-                self._nodes.note_success(event.node, flight)
-                self._put(event.node, flight, event.outcome.rows)
-            elif not self._nodes.note_failure(event.node, flight, event.outcome):
-                error, is_fatal = event.outcome.error, event.outcome.is_fatal
-                if error is not None:
-                    self._note_error(flight.request, error, is_fatal)
+            return
+        number, outcome = event.node, event.outcome
+        flight = self._nodes.flight(number, event.number)
+        if flight is None or self._nodes.reruns(number, outcome):
+            return  # or it was cancelled
+        del self._nodes.states[number].flights[event.number]
+        if outcome.rows is not None:
+            self._nodes.note_success(number, flight)
+            self._put(number, flight, outcome.rows)
+        elif outcome.error is not None:
+            if outcome.is_lost:
+                self._note_lost(number, flight, outcome.error)
+            else:
+                self._note_error(flight.request, outcome.error, outcome.is_fatal)
 
-    def _note_lost(self, event: Lost, flight: Flight) -> None:
+    def _note_lost(self, node: int, flight: Flight, error: RlpoolError) -> None:
         """A node has run a shard, and what it returned is lost."""
         self._n_lost += 1
-        what = f"node {self._name_of(event.node)}: a result is lost ({event.why})"
+        what = f"node {self._name_of(node)}: {error.what}"
         _LOG.warning("%s", what)
         self.lose(flight, WorkerError(what))
         if self._n_lost > _MOST_LOST:
@@ -351,9 +352,9 @@ class ClusterDispatcher(RequestQueue):
             rows = request.next_rows(number, size)
             if rows is not None:
                 self._n_shards += 1
-                flight = Flight(self._n_shards, request, rows)
-                shard = request.shard(rows, flight.number, self._policy_at(request.policy))
-                self._nodes.states[number].flights[flight.number] = flight
+                policy = self._policy_at(request.policy)
+                shard = request.shard(rows, self._n_shards, number, policy)
+                self._nodes.states[number].flights[self._n_shards] = Flight(request, rows)
                 self._transport.send(number, shard)
                 return len(rows)
         return 0

@@ -23,7 +23,6 @@ from rlpool.cluster.transport import (
     Joined,
     Left,
     Looked,
-    Lost,
     Refused,
 )
 from rlpool.errors import (
@@ -266,7 +265,7 @@ class RayTransport:
             self._leave(number, error)
         except RayError as error:  # an object is lost
             if method == "outcome_of":
-                self._events.append(Lost(number, shard, first_line(error)))
+                self._events.append(Finished(number, shard, _lost(error)))
             elif method == "begin":
                 self._leave(number, error)
         else:
@@ -285,7 +284,7 @@ class RayTransport:
         """A method of an actor has raised."""
         cause = error.cause
         if method == "outcome_of" and isinstance(cause, RayError | MemoryError):
-            self._events.append(Lost(number, shard, first_line(cause)))
+            self._events.append(Finished(number, shard, _lost(cause)))
             return
         if not isinstance(cause, RlpoolError):
             cause = WorkerError(f"a node failed: {first_line(cause)}", traceback_text=str(error))
@@ -367,3 +366,8 @@ class RayTransport:
                 self._actors.clear()
                 self._calls.clear()
         self.deliver_logs()
+
+
+def _lost(error: BaseException) -> Outcome:
+    """The outcome that an object of Ray's did not bring."""
+    return Outcome(error=WorkerError(f"a result is lost ({first_line(error)})"), is_lost=True)

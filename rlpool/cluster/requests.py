@@ -70,8 +70,8 @@ class Divided(Request):
         self.left.insert(0, rows)
 
     @abstractmethod
-    def shard(self, rows: range, number: int, policy: PolicyAt) -> Shard:
-        """What a node is told."""
+    def shard(self, rows: range, number: int, node: int, policy: PolicyAt) -> Shard:
+        """What a node is told, with a number for the shard."""
 
     def put(self, rows: range, result: Rows) -> None:
         """Copy what a node returned to where it belongs."""
@@ -83,12 +83,10 @@ class Flight:
     """A shard that was sent.
 
     Attributes:
-        number: Its number.
         request: What it is a part of.
         rows: Which rows.
     """
 
-    number: int
     request: Divided
     rows: range
 
@@ -139,7 +137,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
             self._next = rows.stop
         return rows
 
-    def shard(self, rows: range, number: int, policy: PolicyAt) -> Shard:
+    def shard(self, rows: range, number: int, node: int, policy: PolicyAt) -> Shard:
         """See ``Divided``."""
         request = EpisodeRequest(
             number=number,
@@ -192,6 +190,7 @@ class DividedWindow(WindowRequest, Divided):
         self._assignment, self._part_size = assignment, part_size
         parts = [list(rows) for _, rows in groupby(range(self.n_rows), self._part_of)]
         self.left = [range(rows[0], rows[-1] + 1) for rows in parts]
+        self.remaining.update(lane // self.n_lanes for lane in self.lanes)
         if self.can_be_repeated():
             assignment.balance()
             return
@@ -217,7 +216,7 @@ class DividedWindow(WindowRequest, Divided):
         super().lose(rows)
         self._assignment.move(self._part_of(rows.start))
 
-    def shard(self, rows: range, number: int, policy: PolicyAt) -> Shard:
+    def shard(self, rows: range, number: int, node: int, policy: PolicyAt) -> Shard:
         """See ``Divided``."""
         part = self._part_of(rows.start)
         first = part * self._part_size
@@ -240,13 +239,14 @@ class DividedWindow(WindowRequest, Divided):
             first_lane=first,
             tapes=tapes,
         )
-        parts = frozenset(self._assignment.parts_with(part))
+        parts = frozenset(self._assignment.parts_of(node))
         return Shard(request=request, policy=policy, first=first, part=part, parts=parts)
 
     def put(self, rows: range, result: Rows) -> None:
         """See ``Divided``."""
         super().put(rows, result)
-        part = self._part_of(rows.start)
+        part, lanes = self._part_of(rows.start), self.lanes[rows.start : rows.stop]
+        self.remaining.difference_update(lane // self.n_lanes for lane in lanes)
         first, control = part * self._part_size, self.running_block.arrays.control
         for lane, steps_before in result.lanes_left.items():
             control["running"].reshape(-1)[first + lane] = first + lane

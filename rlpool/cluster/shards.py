@@ -161,11 +161,13 @@ class Outcome:
         rows: What it was asked for, ``None`` if it failed.
         error: Why it failed.
         is_fatal: Whether the node can run nothing any more.
+        is_lost: Whether it was run, and what the node returned is lost.
     """
 
     rows: Rows | None = None
     error: RlpoolError | None = None
     is_fatal: bool = False
+    is_lost: bool = False
 
 
 def rows_of(request: EpisodeRequest | WindowRequest, failures: Mapping[int, WorkerError]) -> Rows:

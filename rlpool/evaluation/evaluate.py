@@ -21,6 +21,7 @@ from rlpool.batch.progress import Progress
 from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, WorkerError, described
 from rlpool.evaluation.protocol import Telling, described_infos, modules_of, plain, protocol_of
 from rlpool.evaluation.result import Entry, Evaluation, Record, error_of
@@ -161,9 +162,10 @@ def evaluate(
         **described_infos(rows),
     }
     refuse_no_agent(agent)
-    with filming(create_env, video, filmed) as (create, folder):
+    with filming(video, filmed) as (film, folder):
         failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
-        with Evaluator(agent, create, env_args, n_workers, root, agent_rows, failing) as runs:
+        made_of = agent, create_env, env_args, n_workers, root, agent_rows, failing
+        with Evaluator(*made_of, film) as runs:
             protocol = protocol_of(agent, runs.environment, **settings)
             entries = _entries(runs, rows, given, protocol, record, progress)
         videos = kept_films(folder, filmed)
@@ -239,13 +241,14 @@ class Evaluator(EpisodeBatcher):
         root: int,
         agent_rows: int | None,
         failing: Mapping[str, Any],
+        prepare: Callable[[VecEnv], None] | None = None,
     ) -> None:
         agent_args = {"agent": _copied(agent, n_workers)}
         self.found: dict[int, WorkerError] = {}
         self._agent_rows = agent_rows
         self._args = plain(env_args or {})  # before create_env may change them
         refuse_no_factory("create_env", create_env)
-        self._telling = Telling(create_env)
+        self._telling = Telling(create_env, prepare)
         # As many slots as its own layout says.
         n_slots: Any = None
         factories = in_evaluation_mode, agent_args, self._telling, env_args

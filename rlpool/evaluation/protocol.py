@@ -50,10 +50,13 @@ class Telling:
 
     Args:
         create_env: Makes the environments.
+        prepare: Is called with them, ``None`` for nothing.
     """
 
-    def __init__(self, create_env: Callable[..., Any]) -> None:
-        self._create_env = create_env
+    def __init__(
+        self, create_env: Callable[..., Any], prepare: Callable[[VecEnv], None] | None
+    ) -> None:
+        self._create_env, self._prepare = create_env, prepare
         self._told = torch.zeros(_ROOM_BYTES, dtype=torch.uint8, device="cpu")
         self._told.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -61,6 +64,8 @@ class Telling:
         """Make the environments."""
         env = as_vec_env(called_with_seed(self._create_env, seed, env_args), seed)
         if isinstance(env, VecEnv):
+            if self._prepare is not None:
+                self._prepare(env)
             told = _described(env)
             for key in ("spec", "wrappers"):
                 if len(json.dumps(told[key])) > _MOST_CHARACTERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -582,14 +583,16 @@ def test_nodes_end_with_a_constructor_that_is_interrupted_when_they_are_ready(
     assert not transport.nodes
 
 
-def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first use of an attribute be interrupted."""
+def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, n_before: int = 0) -> None:
+    """Let a call be interrupted."""
+    original, numbers = getattr(owner, name), itertools.count()
 
-    def interrupted(*_: Any) -> Any:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if next(numbers) == n_before:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(owner, name, interrupted, raising=False)
+    monkeypatch.setattr(owner, name, interrupted)
 
 
 def test_a_close_that_is_interrupted_does_the_rest_when_it_is_repeated(

@@ -326,3 +326,15 @@ def test_a_sick_node_gives_its_lanes_to_another_one(
     for got, expected in zip(windows_of(batcher), windows_of(healthy), strict=True):
         assert_equal(got, expected)
     assert "is left aside" in caplog.text
+
+
+def test_steps_count_once_they_have_arrived() -> None:
+    transport, seen = InProcess(2), []
+    send = transport.send
+    with make(transport, "end") as batcher:
+        reset(batcher, "end", {})
+        transport.send = lambda node, shard: node or send(node, shard)  # type: ignore[method-assign]
+        batcher.execute()
+        wait_until(lambda: batcher.progress == (N_LANES // 2, N_LANES))
+        assert batcher.get(blocking=False, progress=seen.append) is None
+    assert [progress.n_steps for progress in seen] == [5 * N_LANES // 2]
