@@ -58,12 +58,11 @@ class Agreement:
         """
         self._reports[worker] = report
         if self.specs in (None, report.specs):
-            self._workers.note_ready(worker)
+            self._workers.restarts.note_ready(worker)
             is_probed = self.specs is None and self.infos is not None
             return is_probed and len(self._reports) == self._workers.n_workers
         if isinstance(report.error, WorkerError):
-            self._workers.expect_end(worker, report.error)
-            self._workers.kill(worker)
+            self._workers.kill(worker, report.error)
         else:
             self._workers.fail(
                 SpecError(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
-from rlpool.batch.messages import Infos
 from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, EpisodeRequest, Policy, Request, as_infos
+from rlpool.batch.requests import Asked, EpisodeRequest, Request, as_infos
 from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
 from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
 from rlpool.data.infos import Info
@@ -216,11 +215,12 @@ class EpisodeBatcher(BatcherBase):
         if given_seeds is not None:
             given_seeds = checked_seeds(given_seeds, n_episodes)
         asked = n_episodes, given_seeds, dispatcher.policy.version
+        first = self._n_episodes
+        details = {"n_episodes": n_episodes, "first": first, "episode_seeds": given_seeds}
         if is_repeated(self._unconfirmed, asked, infos):
             return
         with InterruptsHeld():
-            policy, first = dispatcher.policy, self._n_episodes
-            request = self._made(dispatcher, n_episodes, infos, policy, first, given_seeds)
+            request = self._made(dispatcher, Asked(dispatcher.policy, infos, details))
             dispatcher.check(request)
             self._n_episodes += n_episodes
             self._last = (n_episodes, *infos, given_seeds)
@@ -228,22 +228,14 @@ class EpisodeBatcher(BatcherBase):
             self._unconfirmed = asked, infos
             dispatcher.submit(request)
 
-    def _made(
-        self,
-        dispatcher: RequestQueue,
-        n_episodes: int,
-        infos: Infos,
-        policy: Policy,
-        first: int,
-        given_seeds: list[int] | None,
-    ) -> EpisodeRequest:
+    def _made(self, dispatcher: RequestQueue, asked: Asked) -> EpisodeRequest:
         return self._EPISODES(
             number=dispatcher.next_number(),
-            n_rows=n_episodes,
-            infos=infos,
-            policy=policy,
-            first=first,
-            given_seeds=given_seeds,
+            n_rows=asked.details["n_episodes"],
+            infos=asked.infos,
+            policy=asked.policy,
+            first=asked.details["first"],
+            given_seeds=asked.details["episode_seeds"],
             root=self._root,
         )
 
@@ -267,80 +259,6 @@ class EpisodeBatcher(BatcherBase):
         if self._last is None:
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
         self._request(dispatcher, *self._last)
-
-    @overload
-    def get(
-        self,
-        blocking: Literal[True] = True,
-        *,
-        timeout: float | None = None,
-        progress: ShowProgress | None = None,
-    ) -> TemporalDictTensor: ...
-
-    @overload
-    def get(
-        self,
-        blocking: bool,
-        *,
-        timeout: float | None = None,
-        progress: ShowProgress | None = None,
-    ) -> TemporalDictTensor | None: ...
-
-    @once
-    def get(
-        self,
-        blocking: bool = True,
-        *,
-        timeout: float | None = None,
-        progress: ShowProgress | None = None,
-    ) -> TemporalDictTensor | None:
-        """Take the result of the oldest request.
-
-        Args:
-            blocking: Wait for it; otherwise return ``None`` until all of it is there. With
-                ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
-            timeout: Seconds to wait at most; ``None`` for no limit. The request goes on, and
-                another ``get`` returns its result. It is ignored with ``n_workers=0``.
-            progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
-                there: one of tqdm if that is installed, otherwise a line on stderr. A function is
-                called instead with a ``Progress``, at the beginning, a few times a second and at
-                the end; with ``n_workers=0`` only when an episode has ended or filled a slot. It
-                may look at the batcher's ``progress``, but not call ``get``. By default, what the
-                batcher's own argument ``progress`` says.
-
-        Returns:
-            Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
-            each row's length: the environments' keys, ``reward``, ``terminated``, ``truncated``,
-            ``done``, ``initial_state``, ``last_action``, the agent's outputs and state, and with
-            a leading ``_`` the environment's keys and the state after the step (computed on first
-            access). ``info`` has per row ``episode``, ``seed``, ``policy_version``,
-            ``agent_info/...`` and ``env_info/...``. They are views of memory that is yours until
-            you drop the last of them, and is reused afterwards.
-
-        Raises:
-            UsageError: If nothing is pending, the batcher is closed, or a ``stream`` is open.
-            TimeoutError: If the result is not there after ``timeout``: a ``ResultTimeoutError``.
-            EnvError, AgentError: If the user's code failed. The request is lost, the batcher
-                still works.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-            Exception: What a function given as ``progress`` raises. ``get`` can be called again:
-                episodes of workers go on meanwhile; with ``n_workers=0`` those that were running
-                begin again then.
-
-        Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
-            >>> batcher.execute(2, env_info={"length": [2, 3]})
-            >>> trajectories = batcher.get()
-            >>> trajectories["_reward"]
-            tensor([[1., 2., 0.],
-                    [1., 2., 3.]])
-            >>> trajectories["frame"].shape, trajectories.lengths
-            (torch.Size([2, 3, 1]), tensor([2, 3]))
-        """
-        dispatcher = self._open()
-        refuse_in_stream("get()", self._stream)
-        request = self._taken(dispatcher, blocking, timeout, progress)
-        return None if request is None else request.trajectories
 
     @names_arguments
     def stream(
@@ -407,10 +325,13 @@ class EpisodeBatcher(BatcherBase):
         n_pending = whole_number("n_pending", n_pending, 1)
         return stream(self, n_episodes, n_pending, agent_info, env_info)
 
+    def _refuse_get(self) -> None:
+        refuse_in_stream("get()", self._stream)
+
     @once
     def _oldest(self) -> Request | None:
         """The oldest request, finished, which stays the oldest."""
-        return self._taken(self._open(), blocking=True, timeout=None, progress=None)
+        return self._next_result(self._open(), blocking=True, timeout=None, progress=None)
 
     def _leave_stream(self) -> None:
         """Drop what is in flight, but for a state that is saved now."""
@@ -461,9 +382,8 @@ class EpisodeBatcher(BatcherBase):
         return asked or self._left[0]
 
     def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
-        for policy, infos, which in asked:
-            rest = policy, which["first"], which["episode_seeds"]
-            dispatcher.submit(self._made(dispatcher, which["n_episodes"], infos, *rest))
+        for each in asked:
+            dispatcher.submit(self._made(dispatcher, each))
 
     @classmethod
     def layout(

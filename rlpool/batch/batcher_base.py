@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal, overload
 
 from rlpool.agents.agent import Agent, refuse_no_factory
+from rlpool.batch.claims import warn_if_unseeded
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Meter, ShowProgress, checked_progress
+from rlpool.batch.repeated_calls import once
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Asked, Request
 from rlpool.batch.resuming import (
@@ -24,7 +26,7 @@ from rlpool.batch.resuming import (
     pending_of_state,
     state_of_pending,
 )
-from rlpool.batch.shares import warn_if_unseeded
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import BatcherClosedError, RlpoolError, SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, checked_wait, whole_number
@@ -274,18 +276,97 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """
         return self._open().finished_episodes()
 
-    def get(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the oldest result, see ``EpisodeBatcher.get`` and ``Batcher.get``."""
-        raise NotImplementedError
+    @overload
+    def get(
+        self,
+        blocking: Literal[True] = True,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor: ...
 
-    def _taken(
+    @overload
+    def get(
+        self,
+        blocking: bool,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor | None: ...
+
+    @once
+    def get(
+        self,
+        blocking: bool = True,
+        *,
+        timeout: float | None = None,
+        progress: ShowProgress | None = None,
+    ) -> TemporalDictTensor | None:
+        """Take the result of the oldest request: its episodes, or of a ``Batcher`` the window.
+
+        Args:
+            blocking: Wait for it; otherwise return ``None`` until all of it is there. With
+                ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
+            timeout: Seconds to wait at most; ``None`` for no limit. The request goes on, and
+                another ``get`` returns its result. It is ignored with ``n_workers=0``.
+            progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
+                there: one of tqdm if that is installed, otherwise a line on stderr. A function is
+                called instead with a ``Progress``, at the beginning, a few times a second and at
+                the end; with ``n_workers=0`` only when an episode has ended or filled a slot. It
+                may look at the batcher's ``progress``, but not call ``get``. By default, what an
+                ``EpisodeBatcher``'s own argument ``progress`` says. A ``Batcher`` counts lanes in
+                place of episodes, once their worker is done with the window.
+
+        Returns:
+            Tensors ``[n_rows, T, ...]``, a row per episode, or per lane that ran, T being the
+            length of the longest row, zero past each row's length: the environments' keys,
+            ``reward``, ``terminated``, ``truncated``, ``done``, ``initial_state``,
+            ``last_action``, the agent's outputs and state, and with a leading ``_`` the
+            environment's keys and the state after the step (computed on first access). ``info``
+            has per row ``episode``, ``seed``, ``policy_version``, ``agent_info/...`` and
+            ``env_info/...``. They are views of memory that is yours until you drop the last of
+            them, and is reused afterwards.
+
+            Lengths of windows are from 1 to ``n_timesteps`` (from 0 where lanes cannot be reset one
+            by one: the steps in which they restart are missing). A ``Batcher`` returns ``None``
+            once all lanes have stopped (see ``all_stopped``).
+
+        Raises:
+            UsageError: If nothing is pending, the batcher is closed, or a ``stream`` is open.
+            TimeoutError: If the result is not there after ``timeout``: a ``ResultTimeoutError``.
+            EnvError, AgentError: If the user's code failed. The request is lost, the batcher
+                still works; a ``Batcher`` needs a ``reset`` to go on.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            Exception: What a function given as ``progress`` raises. ``get`` can be called again:
+                episodes of workers go on meanwhile; with ``n_workers=0`` those that were running
+                begin again then.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.execute(2, env_info={"length": [2, 3]})
+            >>> trajectories = batcher.get()
+            >>> trajectories["_reward"]
+            tensor([[1., 2., 0.],
+                    [1., 2., 3.]])
+            >>> trajectories["frame"].shape, trajectories.lengths
+            (torch.Size([2, 3, 1]), tensor([2, 3]))
+        """
+        dispatcher = self._open()
+        self._refuse_get()
+        request = self._next_result(dispatcher, blocking, timeout, progress)
+        return None if request is None else request.trajectories
+
+    def _refuse_get(self) -> None:
+        """Refuse results that somebody else is waiting for."""
+
+    def _next_result(
         self,
         dispatcher: RequestQueue,
         blocking: bool,
         timeout: float | None,
         progress: ShowProgress | None,
     ) -> Request | None:
-        """The oldest request, finished; see ``EpisodeBatcher.get``."""
+        """The oldest request, finished; see ``get``."""
         timeout = checked_wait(timeout)
         progress = self._progress if progress is None else checked_progress(progress)
         with self._meter.shown(progress, dispatcher.so_far) as look:

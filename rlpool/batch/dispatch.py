@@ -1,8 +1,11 @@
-"""The caller's side of collecting: a queue of requests, their blocks and their results.
+"""The caller's side of collecting: a queue of requests, their blocks, their workers, their results.
 
 A request is queued until its slots fit into what is in flight, then it runs in every worker, until
 each is done with it and its result goes to the user. If it fails or is given up, its block is used
 again once every worker is done with it.
+
+A worker that is gone still owes its part of the requests that run. Its successor is told about
+their blocks, the policy that each began with, and the requests, which say what is left to do.
 """
 
 from __future__ import annotations
@@ -10,26 +13,65 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from rlpool.batch.agreement import Agreement
 from rlpool.batch.local_worker import LocalWorker
+from rlpool.batch.messages import (
+    BeginsAgain,
+    ChunksDone,
+    Credit,
+    MapBlock,
+    Probed,
+    Report,
+    Setup,
+    Update,
+)
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.request_workers import RequestWorkers
 from rlpool.batch.requests import Policy, Request
-from rlpool.errors import RlpoolError, SpecError, WorkerError
+from rlpool.batch.worker import main
+from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import MAX_REQUESTS
 from rlpool.observe.stats import StatsReader
-from rlpool.record.capsule_files import CrashDir
+from rlpool.record.capsule_files import CrashDir, CrashFiles
+from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.record.tape import Tape
-from rlpool.slots.block_pool import BlockPool
+from rlpool.slots.block_pool import Block, BlockPool
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.group import Workers
+from rlpool.workers.payload import Packed, pack
+from rlpool.workers.wire import Done, Failed, Message
 
 _LOG = logging.getLogger("rlpool")
 
+_LARGE_BYTES = 2**14
+"""Larger pickled functions travel in shared memory, once for all workers."""
+
+
 LayoutMaker = Callable[[StepSpecs], Layout]
+
+
+@dataclass
+class _Sent:
+    """What one worker process was sent.
+
+    Attributes:
+        policy: Version of the last policy.
+        blocks: Numbers of the blocks that it has mapped.
+        replaces: What ended the worker that it replaces.
+        is_successor: Whether it replaces one and was sent no request yet.
+    """
+
+    policy: int = 0
+    blocks: set[int] = field(default_factory=set)
+    replaces: WorkerError | None = None
+    is_successor: bool = False
 
 
 class Dispatcher(RequestQueue):
@@ -48,6 +90,10 @@ class Dispatcher(RequestQueue):
         owner_name: What advice calls the class that does the same in the caller's process.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         n_before: Workers on other machines whose numbers come first.
+
+    Attributes:
+        repeats: Whether workers that have begun something may be replaced.
+        restarts: How many were replaced because they failed, and why.
 
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
@@ -70,44 +116,62 @@ class Dispatcher(RequestQueue):
         n_before: int = 0,
     ) -> None:
         super().__init__()
-        self._make_layout = make_layout
         self.runs_here = n_workers == 0
-        self._probing: Request | None = None  # whose infos the workers are probed with
+        self.repeats = n_workers > 0 and policy.may_restart
+        self._make_memory: Callable[[int], Memory] = Memory.shared if n_workers else Memory.local
+        self._make_layout = make_layout
         self._owner_pid = os.getpid()
-        self._workers = RequestWorkers(
-            n_workers,
-            root,
-            functions,
-            policy=policy,
-            timeout_s=timeout_s,
-            crash_dir=crash_dir,
-            owner=self,
-            owner_name=owner_name,
-            n_before=n_before,
+        self._crash_files = CrashFiles(crash_dir)
+        self._policy = policy
+        self._repeats_env_errors = policy.truncates or (
+            n_workers > 0 and policy.restarts_on_env_errors
         )
-        self._processes = self._workers.processes
-        self._agreement = self._workers.agreement
-        self.control = self._workers.control
+        self._is_undisturbed = True  # see Request.is_reproducible
+        self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
+        self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
+        self._probing: Request | None = None  # whose infos the workers are probed with
+        self._functions: Memory | None = None
+        self._shared = Shared()
+        if n_workers:
+            functions, self._shared = functions
+            if len(functions) > _LARGE_BYTES:
+                self._functions = Memory.shared(len(functions), "rlpool-setup")
+                self._functions.root()[:] = memoryview(functions)
+                functions = None
+        hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
+        self._setup = Setup(functions, hint, in_process=not n_workers)
+        self._processes: Workers | LocalWorker
+        if n_workers:
+            runs = [partial(main, self._shared)] * n_workers
+            self._processes = Workers(runs, root, policy, timeout_s, self, hint, n_before)
+        else:
+            self._processes = LocalWorker(root, self, policy)
+        self._start()
+
+    def _start(self) -> None:
+        """Start the workers and wait until they are ready."""
+        self.control = self._control = self._processes.control
+        self.restarts = self._processes.restarts
         self.deliver_logs = self._processes.deliver_logs
-        self.stacks = self._workers.stacks
-        self.read_stats = StatsReader(self.control).read
+        self.stacks = self._processes.stacks
+        self.read_stats = StatsReader(self._control).read
+        self._agreement = Agreement(self._processes)
         try:
-            self._workers.start()
+            self._processes.start()
+            if not self.repeats:
+                self._forget_setup()
             self._agree_at_start()
         except BaseException:
             self._processes.abort()  # those that are slow to start are not waited for
             self.close()
             raise
 
+    # The queue's hooks -----------------------------------------------------------------------
+
     @property
     def fatal(self) -> RlpoolError | None:
         """Why nothing works any more."""
         return self._processes.fatal
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that were sent, and are not yet done in every worker."""
-        return self._workers.running
 
     def wait_until(
         self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
@@ -129,71 +193,71 @@ class Dispatcher(RequestQueue):
         self._processes.poll(0.0)
         self._processes.look_for_hang()
 
-    def allocate(self, n_bytes: int) -> Memory:
-        """Memory that the workers can map.
-
-        Raises:
-            SpecError: If there is none.
-        """
-        return self._workers.allocate(n_bytes)
-
-    def resume(self) -> None:
-        """Let the next window bring the workers to where the tapes of its lanes end."""
-        self._workers.resume()
-
     @property
     def step(self) -> StepSpecs | None:
         """What a step consists of, ``None`` before that is known."""
         return self._agreement.specs
 
     @property
-    def n_restarts(self) -> int:
-        """How many workers were replaced because they failed."""
-        return self._processes.n_restarts
-
-    @property
-    def worker_failures(self) -> tuple[WorkerError, ...]:
-        """Why workers were replaced, the latest last."""
-        return self._processes.failures
-
-    @property
-    def repeats(self) -> bool:
-        """Whether workers that have begun something may be replaced."""
-        return self._processes.is_repeatable
-
-    @property
     def records(self) -> bool:
         """See ``RequestQueue.records``."""
-        return not isinstance(self._processes, LocalWorker)
+        return not self.runs_here
 
     @property
     def tapes(self) -> Callable[[], dict[int, Tape]]:
         """See ``RequestQueue.tapes``."""
-        if isinstance(self._processes, LocalWorker):
-            return self._processes.tapes
-        return super().tapes
+        return self._processes.tapes if isinstance(self._processes, LocalWorker) else super().tapes
 
-    def updated(self, info: Any) -> Policy:
-        """The ``policy`` of agents that were updated with this."""
-        return Policy(self.policy.version + 1, self._workers.pack(info))
+    def n_finished(self, request: Request) -> int:
+        """See ``RequestQueue.n_finished``."""
+        return request.n_rows if request.is_complete else request.n_finished(self._control)
 
     def give_up(self) -> None:
         """Let the workers stop what they run; nobody is told."""
         if os.getpid() == self._owner_pid:
-            self._workers.cancel()
+            self._cancel()
+
+    def _abort(self) -> None:
+        self._processes.abort()
+
+    def _forget_setup(self) -> None:
+        """Keep nothing of what a worker is started with."""
+        self._shared.close()
+        if self._functions is not None:
+            self._functions.close_fd()
+
+    def _cancel(self) -> None:
+        """Let the workers stop all that they run."""
+        for request in self.running:
+            self._give_up(request)
+
+    def _stop(self, request: Request) -> None:
+        self._give_up(request)
+        self._is_undisturbed = False
+
+    def _give_up(self, request: Request) -> None:
+        request.cancel()
+        self._control.request_stops(request.number)
 
     def close(self) -> None:
         """Stop what runs and end the workers. May be repeated, as all that it calls."""
         self.is_closed = True
         if os.getpid() != self._owner_pid:
             return  # a forked copy: workers, pipes and blocks belong to the original process
-        self._workers.close()
+        # For a get() that a signal handler or another thread interrupts by closing.
+        self._processes.fail(UsageError("the batcher was closed meanwhile"))
+        self._cancel()
+        self._processes.close()
+        self._forget_setup()
+        if self._agreement.infos is not None:
+            self._agreement.infos.memory.close_fd()
         if self.policy.packed is not None:
             self.policy.packed.memory.close_fd()
-        for request in self._queued:
+        for request in (*self.running, *self._queued):
             request.close_payloads()
         if self._blocks is not None:
             self._blocks.close()
+        self.running.clear()
         self._queued.clear()
         self.pending.clear()
 
@@ -214,7 +278,7 @@ class Dispatcher(RequestQueue):
         else:
             self._make_blocks()
 
-    def probed(self) -> None:
+    def _note_probed(self) -> None:
         """Go on, now that all workers have seen the infos of the first request."""
         problem = self._agreement.conclude()
         try:
@@ -225,13 +289,13 @@ class Dispatcher(RequestQueue):
         probing = self._probing
         if problem is not None and probing in self._queued and probing is not None:
             self._queued.remove(probing)  # unless it was given up
-            probing.error = self._workers.crash_files.with_file(problem)
+            probing.error = self._crash_files.with_file(problem)
         self._advance()
 
     def _make_blocks(self) -> None:
         if self._agreement.specs is not None:
             layout = self._make_layout(self._agreement.specs)
-            self._blocks = BlockPool(layout, self._processes.allocate)
+            self._blocks = BlockPool(layout, self._make_memory)
 
     # Sending ---------------------------------------------------------------------------------
 
@@ -242,7 +306,7 @@ class Dispatcher(RequestQueue):
         while self._queued and self._blocks is None and self._agreement.infos is None:
             self._probing = request = self._queued[0]
             try:
-                self._agreement.probe(self._workers.pack((*request.infos, {})))
+                self._agreement.probe(self._pack((*request.infos, {})))
             except SpecError as error:
                 self._queued.popleft().error = error
         while self._queued and self._blocks is not None:
@@ -258,7 +322,7 @@ class Dispatcher(RequestQueue):
                 request.error = error
             else:
                 request.n_slots = wanted
-                self._workers.send(request, self._blocks.forget_surplus())
+                self._send(request, self._blocks.forget_surplus())
 
     def _prepare(self, request: Request, blocks: BlockPool) -> None:
         """Do all that may fail before anything is sent.
@@ -266,26 +330,230 @@ class Dispatcher(RequestQueue):
         Raises:
             RlpoolError: If it did; the request is not sent.
         """
-        self._workers.check_successors(request)
+        self._check_successors(request)
         request.check(blocks.layout)
         request.block = blocks.take()
         if any(request.infos):
-            request.packed = self._workers.pack((*request.infos, {}))
+            request.packed = self._pack((*request.infos, {}))
 
-    # Ending a request ------------------------------------------------------------------------
+    def _check_successors(self, request: Request) -> None:
+        """Refuse a request if it goes on with what a worker has done that was replaced.
 
-    def over(self, request: Request) -> None:
-        """Every worker is done with a request."""
-        self._over(request)
+        Raises:
+            WorkerError: Why it was replaced.
+        """
+        replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
+        if replaces:
+            self._hand_over_tapes(request)
+        if replaces and not request.can_be_repeated():
+            raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
 
-    def _stop(self, request: Request) -> None:
-        self._workers.stop(request)
+    def _hand_over_tapes(self, request: Request) -> None:
+        """Let a window go on from what a worker in this process has kept of its lanes."""
+        specs = self._agreement.specs
+        if self.runs_here and specs is not None:
+            request.go_on_from(self.tapes(), specs)
 
-    def n_finished(self, request: Request) -> int:
-        """See ``RequestQueue.n_finished``."""
-        if request.is_complete:
-            return request.n_rows
-        return request.n_finished(self._workers.control)
+    def resume(self) -> None:
+        """Treat all workers as successors of some that had begun the episodes of their lanes."""
+        for sent in self._sent.values():
+            sent.is_successor = True
 
-    def _abort(self) -> None:
-        self._processes.abort()
+    def _send(self, request: Request, gone: list[int]) -> None:
+        """Send a request to all workers that take part and are ready.
+
+        Args:
+            request: The request, which has its block.
+            gone: Blocks that they may unmap.
+        """
+        request.remaining.update(request.takers(self._processes.n_workers))
+        request.tells_failures = self._policy.restarts_on_env_errors
+        self.running.append(request)
+        self._control.request_begins(request.number, request.n_rows)
+        for worker in self._processes.up:
+            if worker in request.remaining:
+                self._send_to(worker, request, gone)
+            elif gone:
+                self._map(worker, request.running_block, gone)
+        # Neither a successor nor a worker that was left out will need what all of them have now.
+        all_take_part = len(request.remaining) == self._processes.n_workers
+        if all_take_part and not self.repeats:
+            request.running_block.memory.close_fd()
+            request.close_payloads()
+
+    def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
+        """Send a request to one worker, after the policy and the block if it lacks them."""
+        block, sent, send = request.running_block, self._sent[worker], self._processes.send
+        version, update = request.policy
+        if update is not None and sent.policy != version:
+            sent.policy = version
+            send(worker, Update(update.payload), update.memory)
+        if gone or block.number not in sent.blocks:
+            self._map(worker, block, gone)
+        payload, memory = request.packed or (None, None)
+        if sent.is_successor:
+            sent.is_successor = False
+            tapes = request.tapes_for(worker)
+            if tapes:
+                payload, memory = self._pack((*request.infos, tapes))
+        send(worker, request.message(worker, payload), memory)
+
+    def _map(self, worker: int, block: Block, gone: list[int]) -> None:
+        """Let a worker forget blocks, and map this one if it takes part and lacks it."""
+        known = self._sent[worker].blocks
+        known.difference_update(gone)
+        is_new = block.number not in known
+        known.add(block.number)
+        message = MapBlock(block.number, block.layout, gone)
+        self._processes.send(worker, message, block.memory if is_new else None)
+
+    def updated(self, info: Any) -> Policy:
+        """The ``policy`` of agents that were updated with this."""
+        return Policy(self.policy.version + 1, self._pack(info))
+
+    def _pack(self, value: Any) -> Packed:
+        """Put an object where all workers can read it.
+
+        Raises:
+            SpecError: If there is no memory or no descriptor for it.
+        """
+        return pack(value, self.allocate)
+
+    def allocate(self, n_bytes: int) -> Memory:
+        """Memory that all workers can map.
+
+        Raises:
+            SpecError: If there is none.
+        """
+        try:
+            return self._make_memory(n_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SpecError(
+                f"there is no memory to send {n_bytes} bytes: {error}",
+                fix="drop results that are no longer needed; if file descriptors are missing, "
+                "raise their limit (ulimit -n)",
+            ) from error
+
+    # The workers' client ---------------------------------------------------------------------
+
+    def setup(self, worker: int) -> tuple[Setup, Memory | None]:
+        """What a worker has to create."""
+        return self._setup, self._functions
+
+    def brief(self, worker: int, report: Report) -> None:
+        """Tell a worker that has its environments what there is to do."""
+        if self._agreement.take_first(worker, report):
+            self._note_probed()
+        for request in self._owed_by(worker):
+            self._send_to(worker, request, [])
+
+    def take(self, worker: int, message: Message) -> None:
+        """Take a worker's message."""
+        if isinstance(message, Done):
+            self.restarts.note_success(worker)
+            self._note_done(worker, message.command)
+        elif isinstance(message, ChunksDone):
+            self.restarts.note_success(worker)
+            request = self._find(message.number)
+            if request is not None:
+                # Answered in any case: the worker may be waiting, and has to see a cancellation.
+                slots = [] if request.error else request.empty_slots(message.chunks)
+                self._processes.send(worker, Credit(message.number, slots))
+        elif isinstance(message, BeginsAgain):
+            request = self._find(message.number)
+            if request is not None:
+                request.drop_chunks([message.episode])
+        elif isinstance(message, Probed):
+            if self._agreement.take(worker, message.report):
+                self._note_probed()
+        elif isinstance(message, Failed) and message.command is not None:
+            if self._repeats_env_errors and message.error.can_be_repeated:
+                self._failing[worker] = message.command
+                self._processes.expect_end(worker, self._crash_files.with_file(message.error))
+            else:
+                self._note_failure(message.command, message.error)
+
+    def _note_done(self, worker: int, number: int) -> None:
+        request = self._find(number)
+        if request is None:
+            return
+        request.remaining.discard(worker)
+        if not request.remaining:
+            request.is_reproducible = self._is_undisturbed
+            self.running.remove(request)
+            self._control.request_ends(request.number)
+            request.packed = None  # no worker will read it again
+            self._over(request)
+
+    def _note_failure(self, number: int, error: WorkerError) -> None:
+        request = self._find(number)
+        if request is not None and request.error is None:
+            request.error = self._crash_files.with_file(error)
+            self._stop(request)
+
+    def lost(self, worker: int, failure: WorkerError | None) -> None:
+        """Take back what a worker had begun, for its successor."""
+        self._sent[worker] = _Sent(replaces=failure, is_successor=True)
+        self._agreement.forget(worker)
+        self._is_undisturbed = False
+        for request in self._owed_by(worker):
+            self._hand_over_tapes(request)
+            if not request.error and not request.can_be_repeated():
+                request.error = failure or _cannot_go_on(worker)
+                self._stop(request)
+            if request.running_block.layout.step.resets_together:
+                self._control.forget_finished(request.number, worker)
+            if not request.give_back(worker) or request.error:
+                self._note_done(worker, request.number)
+
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """Whether an episode will not be run again that has failed; see ``Client.blames``."""
+        where, number = failure.where, self._failing.pop(worker, None)
+        owed = [
+            request
+            for request in self._owed_by(worker)
+            if number == request.number or (not number and where.lane in request.lanes_in(worker))
+        ]
+        if not owed or owed[0].running_block.layout.step.resets_together:
+            return None
+        request = owed[0]
+        self._hand_over_tapes(request)
+        n = request.note_failure(worker, where, failure)
+        if not self._policy.gives_up(failure, n):
+            return None
+        told = self._crash_files.with_file(failure)
+        if self._policy.restarts_on_env_errors:
+            request.give_up(where.episode or 0, told)
+        else:
+            self._note_failure(request.number, told)
+        return n - 1
+
+    def busy(self) -> Collection[int]:
+        """Workers that have something to do.
+
+        Requests that were given up count as well: a worker that hangs in one keeps its slots.
+        """
+        return {worker for request in self.running for worker in request.remaining}
+
+    def where(self, worker: int) -> Where:
+        """What a worker is doing, as far as shared memory tells."""
+        last = self._control.lane_in_use(worker)
+        owed = self._owed_by(worker)
+        places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
+        if not places:
+            return Where(worker)
+        request, lane = min(places, key=lambda place: place[1] != last)  # the first if none is
+        return request.where(worker, lane)
+
+    def _find(self, number: int) -> Request | None:
+        return next((request for request in self.running if request.number == number), None)
+
+    def _owed_by(self, worker: int) -> list[Request]:
+        return [request for request in self.running if worker in request.remaining]
+
+
+def _cannot_go_on(worker: int) -> WorkerError:
+    """The error for episodes in the middle of which a worker was replaced for its age."""
+    what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
+    fix = "call reset(); an agent that needs its history cannot go on in another worker"
+    return WorkerError(what, where=Where(worker=worker), fix=fix)

@@ -21,10 +21,9 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.record.tape import Tape
-from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.life import Client
-from rlpool.workers.lifecycle import given_up
-from rlpool.workers.stacks import Stacks, own_stacks
+from rlpool.workers.failure_policy import FailurePolicy, Restarts
+from rlpool.workers.lifecycle import Client, given_up
+from rlpool.workers.stacks import Stacks, described, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place
 
@@ -48,21 +47,19 @@ class LocalWorker:
     Attributes:
         fatal: Why nothing will work any more.
         control: The shared record.
+        restarts: None.
         tapes: Makes what the episodes, by lane, have done that go on with the next window; later
             windows replace it.
     """
 
     n_workers = 1
-    is_repeatable = False
-    control_fd = -1
-    n_restarts = 0
-    failures: tuple[WorkerError, ...] = ()
     up = (0,)
     patience_s = math.inf
     _fd = -1
 
     def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
+        self.restarts = Restarts(1, None)
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self.control = Control.create(1)
@@ -88,10 +85,6 @@ class LocalWorker:
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
         return Collector(self._place, link, self._record, notice=self._notice)
-
-    def allocate(self, n_bytes: int) -> Memory:
-        """Memory that the worker can see: any."""
-        return Memory.local(n_bytes)
 
     def start(self) -> None:
         """Create environments and agent, here and now.
@@ -202,30 +195,21 @@ class LocalWorker:
         self._failure = None if self._collector.start() else failure
         self.refuse_if_dead()
 
-    def lane_in_use(self, worker: int) -> int:
-        """The lane whose environment ran last."""
-        return int(self._record.lane[0])
-
     def deliver_logs(self) -> None:
         """Do nothing: what is logged in this process needs no delivery."""
 
     def look_for_hang(self) -> None:
         """Do nothing: nobody could look while it runs."""
 
-    def note_ready(self, worker: int) -> None:
-        """Do nothing: no starts are counted."""
-
-    note_success = note_ready
-
-    def kill(self, worker: int) -> None:
+    def kill(self, worker: int, failure: WorkerError) -> None:
         """Refuse everything from now on: it has no successor."""
-        if self._failure is not None:
-            self.fail(self._failure)
+        self.fail(failure)
 
-    def stacks(self) -> list[Stacks]:
+    def stacks(self) -> str:
         """What the threads of this process and the processes of environments are doing."""
         dump = getattr(self._collector.env, "dump_stacks", None)
-        return [Stacks(0, os.getpid(), own_stacks() + (dump(file=None) if dump else ""))]
+        text = own_stacks() + (dump(file=None) if dump else "")
+        return described([Stacks(0, os.getpid(), text)], self._client.where)
 
     def fail(self, error: RlpoolError) -> None:
         """Refuse everything from now on."""

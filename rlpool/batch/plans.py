@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpool.agents.noise import NoiseStarts
-from rlpool.batch.claims import Claims
+from rlpool.batch.claims import Claims, Shares
 from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
-from rlpool.batch.shares import Shares
 from rlpool.data.infos import options_of
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.observe.control import WorkerRecord

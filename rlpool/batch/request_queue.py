@@ -10,7 +10,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlpool.batch.progress import SHOW_EVERY_S, SoFar
@@ -28,6 +29,7 @@ class RequestQueue(ABC):
     """A caller's requests, handed out in order.
 
     Attributes:
+        running: Requests that were sent, and of which something still runs.
         pending: Requests whose outcome the user does not have yet. The outermost frame of a
             ``get`` takes the oldest one off, as its last act.
         policy: What new requests run with, whatever happens to those before.
@@ -48,6 +50,7 @@ class RequestQueue(ABC):
 
     def __init__(self) -> None:
         self._queued: deque[Request] = deque()  # not sent yet
+        self.running: list[Request] = []
         self.pending: deque[Request] = deque()
         self._blocks: BlockPool | None = None
         self._n_requests = 0
@@ -63,11 +66,6 @@ class RequestQueue(ABC):
     @abstractmethod
     def fatal(self) -> RlpoolError | None:
         """Why nothing works any more."""
-
-    @property
-    @abstractmethod
-    def running(self) -> list[Request]:
-        """Requests that were sent, and of which something still runs."""
 
     @abstractmethod
     def wait_until(
@@ -279,16 +277,14 @@ class RequestQueue(ABC):
 
     def finished_episodes(self) -> tuple[int, int]:
         """Episodes finished and requested, of the oldest request."""
-        if not self.pending:
-            return 0, 0
-        request = self.pending[0]
-        if request.trajectories is not None:
-            return request.n_rows, request.n_rows
-        self.look()
-        error = request.error or self.fatal
-        if error is not None and not request.is_complete:
-            raise error
-        return min(self.n_finished(request), request.n_rows), request.n_rows
+        if self.pending and self.pending[0].trajectories is None:
+            request = self.pending[0]
+            self.look()
+            error = request.error or self.fatal
+            if error is not None and not request.is_complete:
+                raise error
+        n_finished, n_episodes, *_ = self.so_far()
+        return n_finished, n_episodes
 
     def so_far(self) -> SoFar:
         """How far the oldest request is, as far as that has been heard of."""
@@ -326,21 +322,14 @@ class RequestQueue(ABC):
         else:
             request.release()
 
-    def _whole(self) -> InterruptsHeld:
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
         """A section that is done as a whole or not at all: signals wait, anything else is fatal."""
-        return _Whole(self._abort)
-
-
-class _Whole(InterruptsHeld):
-    """See ``RequestQueue._whole``."""
-
-    def __init__(self, abort: Callable[[], None]) -> None:
-        super().__init__()
-        self._abort = abort
-
-    def __exit__(self, kind: object = None, error: object = None, *_: object) -> None:
-        try:
-            if error is not None and not isinstance(error, RlpoolError):
+        with InterruptsHeld():
+            try:
+                yield
+            except RlpoolError:
+                raise
+            except BaseException:
                 self._abort()  # they may have got half a message
-        finally:
-            super().__exit__()
+                raise

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.batch.claims import Claims
+from rlpool.batch.claims import Claims, Shares, check_shares
 from rlpool.batch.messages import Execute, Infos, Window
-from rlpool.batch.shares import Shares, check_shares
 from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerError

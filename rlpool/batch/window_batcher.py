@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
+from rlpool.batch.claims import check_rows
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import ShowProgress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, Policy, WindowRequest, as_infos
+from rlpool.batch.requests import Asked, Policy, Request, WindowRequest, as_infos
 from rlpool.batch.resuming import (
     State,
     infos_of_state,
@@ -22,9 +23,7 @@ from rlpool.batch.resuming import (
     tapes_of_state,
     why_lost,
 )
-from rlpool.batch.shares import check_rows
 from rlpool.data.infos import Info
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import also_takes
 from rlpool.machine.interrupts import InterruptsHeld
@@ -213,67 +212,18 @@ class Batcher(BatcherBase):
             elif self._running:
                 self._submit(dispatcher, dispatcher.policy, infos)
 
-    @overload
-    def get(
+    def _next_result(
         self,
-        blocking: Literal[True] = True,
-        *,
-        timeout: float | None = None,
-        progress: ShowProgress | None = None,
-    ) -> TemporalDictTensor: ...
-
-    @overload
-    def get(
-        self,
+        dispatcher: RequestQueue,
         blocking: bool,
-        *,
-        timeout: float | None = None,
-        progress: ShowProgress | None = None,
-    ) -> TemporalDictTensor | None: ...
-
-    @once
-    def get(
-        self,
-        blocking: bool = True,
-        *,
-        timeout: float | None = None,
-        progress: ShowProgress | None = None,
-    ) -> TemporalDictTensor | None:
-        """Take the oldest window.
-
-        Args:
-            blocking: Wait for it; otherwise return ``None`` until it is there. With
-                ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
-            timeout: As for ``EpisodeBatcher.get``.
-            progress: As for ``EpisodeBatcher.get``, with lanes in place of episodes: they count
-                once their worker is done with the window. By default nothing is shown.
-
-        Returns:
-            Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to
-            ``n_timesteps`` (from 0 where lanes cannot be reset one by one: the steps in which they
-            restart are missing); ``None`` once all lanes have stopped (see ``all_stopped``).
-
-        Raises:
-            UsageError: If nothing was requested.
-            TimeoutError: If the window is not there after ``timeout``.
-            EnvError, AgentError: If the user's code failed; call ``reset`` to go on.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-
-        Example:
-            >>> def create_endless_env(seed):
-            ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
-            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_workers=0)
-            >>> batcher.reset()
-            >>> batcher.execute()
-            >>> window = batcher.get()
-            >>> window["frame"].shape, window["_frame"].shape
-            (torch.Size([2, 6, 1]), torch.Size([2, 6, 1]))
-        """
-        dispatcher = self._open()
+        timeout: float | None,
+        progress: ShowProgress | None,
+    ) -> Request | None:
+        """The oldest window, behind which the next one is sent; see ``get``."""
         if self._has_stopped(dispatcher):
             return None
         try:
-            request = self._taken(dispatcher, blocking, timeout, progress)
+            request = super()._next_result(dispatcher, blocking, timeout, progress)
         except UsageError:
             raise
         except RlpoolError:
@@ -284,8 +234,6 @@ class Batcher(BatcherBase):
                 self._is_reset = False
                 self._queued = ()
             raise
-        if request is None:
-            return None
         if isinstance(request, WindowRequest) and request.number != self._followed:
             self._running = request.lanes_left
             if self._queued and self._running:
@@ -294,7 +242,7 @@ class Batcher(BatcherBase):
                     (policy, infos), *queued = self._queued
                     self._queued = tuple(queued)
                     self._submit(dispatcher, policy, infos)
-        return request.trajectories
+        return request
 
     def _submit(self, dispatcher: RequestQueue, policy: Policy, infos: Infos) -> None:
         dispatcher.submit(

@@ -44,9 +44,8 @@ from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed
 from rlpool.slots.block_pool import Block
 from rlpool.workers.payload import Payload, unpack
-from rlpool.workers.server import Server, run
 from rlpool.workers.wire import Close, Done, Message, Pipe, Ready
-from rlpool.workers.worker_process import Place, called
+from rlpool.workers.worker_process import Place, Server, called, run
 
 _N_PROBES = 5
 """Seeds that are tried at the start where environments may fail."""

@@ -72,6 +72,7 @@ class ClusterDispatcher(RequestQueue):
     records = True
     fatal: RlpoolError | None = None
     step: StepSpecs | None = None
+    running: list[Any]  # whatever is divided, see ``Divided``
 
     def __init__(
         self,
@@ -89,7 +90,6 @@ class ClusterDispatcher(RequestQueue):
         self._n_slots = n_slots
         self._make_layout = make_layout
         self._crash_files = CrashFiles(crash_dir)
-        self._running: list[Any] = []  # whatever is divided, see ``Divided``
         self._nodes = Nodes(transport, setup, self, require_same_bits)
         self._published: dict[int, Any] = {}  # version: reference
         self._n_shards = 0
@@ -104,11 +104,6 @@ class ClusterDispatcher(RequestQueue):
         self._refuse_if_dead()
 
     # The queue's hooks --------------------------------------------------------------------------
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that were begun and are not over."""
-        return self._running
 
     def resume(self) -> None:
         """Let the next window bring all nodes to where the tapes of its lanes end."""
@@ -149,7 +144,7 @@ class ClusterDispatcher(RequestQueue):
     def _stop(self, request: Request) -> None:
         """Let the nodes stop what they run of a request."""
         self._nodes.is_undisturbed = False
-        self._running.remove(request)
+        self.running.remove(request)
         for number, node in self._nodes.states.items():
             numbers = [n for n, flight in node.flights.items() if flight.request is request]
             if numbers:
@@ -179,7 +174,7 @@ class ClusterDispatcher(RequestQueue):
 
     def read_stats(self) -> Stats:
         """See ``RequestQueue``; nodes that do not answer are left out."""
-        requests = [RequestStats(r.number, r.n_rows, self.n_finished(r)) for r in self._running]
+        requests = [RequestStats(r.number, r.n_rows, self.n_finished(r)) for r in self.running]
         answers = self._transport.stats().items()
         states = self._nodes.states
         nodes = {states[n].report.name: s for n, s in answers if n in states}
@@ -198,7 +193,7 @@ class ClusterDispatcher(RequestQueue):
         self._transport.close()
         if self._blocks is not None:
             self._blocks.close()
-        self._running.clear()
+        self.running.clear()
         self._queued.clear()
         self.pending.clear()
         self._published.clear()
@@ -264,7 +259,7 @@ class ClusterDispatcher(RequestQueue):
         self._bytes_per_row = max(self._bytes_per_row, n_bytes) if self._has_results else n_bytes
         self._has_results = True
         if request.is_complete:
-            self._running.remove(request)
+            self.running.remove(request)
             self._over(request)
 
     def _note_error(self, request: Request, error: RlpoolError, is_fatal: bool) -> None:
@@ -317,7 +312,7 @@ class ClusterDispatcher(RequestQueue):
         if self.fatal is not None:
             return
         self._begin_queued()
-        usable = self._nodes.usable(self._running)
+        usable = self._nodes.usable(self.running)
         states = self._nodes.states
         n_in_flight = sum(len(f.rows) for node in states.values() for f in node.flights.values())
         for depth in range(_MOST_SHARDS):
@@ -329,7 +324,7 @@ class ClusterDispatcher(RequestQueue):
         while self._queued:
             request: Any = self._queued[0]
             wanted = request.slots_wanted(self._n_slots - self._n_slots_used(), self._n_slots)
-            versions = {other.policy.version for other in self._running} | {request.policy.version}
+            versions = {other.policy.version for other in self.running} | {request.policy.version}
             if not wanted or len(versions) > _MOST_VERSIONS:
                 return
             self._queued.popleft()
@@ -339,11 +334,11 @@ class ClusterDispatcher(RequestQueue):
                 request.error = error
             else:
                 request.n_slots = wanted
-                self._running.append(request)
+                self.running.append(request)
 
     def _send_next(self, number: int, n_in_flight: int) -> int:
         """Send a node the next rows that nobody runs; returns how many."""
-        for request in self._running:
+        for request in self.running:
             if not request.n_left:
                 continue
             size = self._shard_size(request)
@@ -381,7 +376,7 @@ class ClusterDispatcher(RequestQueue):
         if packed is None:
             return PolicyAt(version)
         if version not in self._published:
-            used = {request.policy.version for request in self._running}
+            used = {request.policy.version for request in self.running}
             self._published = {v: ref for v, ref in self._published.items() if v in used}
             published = packed.payload, packed.memory.root()
             self._published[version] = self._transport.publish(published)

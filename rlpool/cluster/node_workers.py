@@ -127,10 +127,10 @@ class NodeWorkers:
                 n_finished[number] = self._dispatcher.n_finished(run.request)
         if not self.is_ready:
             return Look(n_finished, 0)
-        failures = self._dispatcher.worker_failures
+        failures = self._dispatcher.restarts.failures
         told, self._n_told = self._n_told, len(failures)
         new = list(map(self._named, failures[told:]))
-        return Look(n_finished, self._dispatcher.n_restarts, new)
+        return Look(n_finished, self._dispatcher.restarts.n_restarts, new)
 
     def stacks(self) -> str:
         """What the workers are doing."""

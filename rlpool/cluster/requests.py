@@ -9,8 +9,8 @@ from itertools import groupby
 
 import numpy as np
 
+from rlpool.batch.claims import Shares
 from rlpool.batch.requests import EpisodeRequest, Policy, Request, WindowRequest, part_of
-from rlpool.batch.shares import Shares
 from rlpool.cluster.assignment import Assignment
 from rlpool.cluster.shards import PolicyAt, Rows, Shard, copy_into, with_padding
 from rlpool.errors import WorkerError

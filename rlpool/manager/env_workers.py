@@ -16,8 +16,7 @@ from rlpool.machine.limits import check_size
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.worker_limits import check_workers
 from rlpool.manager.buffers import bookkeeping_specs
-from rlpool.manager.lane_failure import lane_failure
-from rlpool.manager.lane_states import LaneStates
+from rlpool.manager.lane_states import LaneStates, lane_failure
 from rlpool.manager.messages import (
     Begin,
     LaneFailed,
@@ -38,8 +37,6 @@ from rlpool.workers.group import Workers
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.process_start import memory_of
-from rlpool.workers.stack_dumps import stack_sources
-from rlpool.workers.stacks import described
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message
 
@@ -106,7 +103,6 @@ class EnvWorkers(LaneStates):
             for functions, wake in zip(self._functions, self.wakes, strict=True)
         ]
         self.processes = Workers(runs, root, policy, timeout_s, self, ENV_HINT)
-        stack_sources.add(self)
         try:
             self.processes.start(self._done.fd)
             if not policy.may_restart:
@@ -260,7 +256,7 @@ class EnvWorkers(LaneStates):
 
     def brief(self, worker: int, report: Report) -> None:
         """Send a worker that has made its environments all outstanding work."""
-        self.processes.note_ready(worker)
+        self.processes.restarts.note_ready(worker)
         first = self.reports.setdefault(worker, report)
         if (first.declaration, first.action) != (report.declaration, report.action):
             what = "and its environments have other spaces now"
@@ -305,7 +301,7 @@ class EnvWorkers(LaneStates):
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory shows."""
         own = self.lanes_of[worker]
-        lane = own.start + min(self.processes.lane_in_use(worker), len(own) - 1)
+        lane = own.start + min(self.processes.control.lane_in_use(worker), len(own) - 1)
         if worker not in self.reports:
             return Where(worker, lane)
         return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)
@@ -341,10 +337,6 @@ class EnvWorkers(LaneStates):
             self._refuse_request(lane, request, error)
 
     # Life and end -------------------------------------------------------------------------------
-
-    def stacks(self) -> str:
-        """What the worker processes are doing; a signal handler may ask, too."""
-        return described(self.processes.stacks(), self.where)
 
     def check_open(self) -> None:
         """Refuse to go on after ``close``, after a death, in a forked copy or in two threads.

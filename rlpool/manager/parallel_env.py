@@ -23,7 +23,7 @@ from rlpool.machine.arguments import (
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.process_lanes import ProcessLanes
-from rlpool.manager.vector_halves import CallsInHalves
+from rlpool.manager.vector_calls import VectorCalls
 from rlpool.manager.vector_lane import made_lane
 from rlpool.record.capsule_files import CrashDir
 from rlpool.workers.failure_policy import (
@@ -215,7 +215,7 @@ class ParallelEnvManager(ProcessLanes):
         return ParallelVectorEnv(self._env_fns, copy, observation_mode, mode, **self._made_with)
 
 
-class ParallelVectorEnv(CallsInHalves):
+class ParallelVectorEnv(VectorCalls):
     """Environments in worker processes behind Gymnasium's interface of vector environments.
 
     It takes the place of ``gymnasium.vector.SyncVectorEnv`` or ``AsyncVectorEnv`` in a program, and

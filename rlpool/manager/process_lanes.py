@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 from rlpool.data.dict_tensor import DictTensor
@@ -17,12 +18,17 @@ from rlpool.envs.vec_env import Observed, VecEnv
 from rlpool.errors import EnvError, SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.actions import are_equal, hand_over, specs_of
-from rlpool.manager.buffers import action_specs, observation_specs
+from rlpool.manager.buffers import (
+    action_specs,
+    are_equal,
+    hand_over,
+    observation_specs,
+    specs_of,
+)
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Report
 from rlpool.manager.remotes import Remote, WorkerHandle
-from rlpool.manager.stepper import Kind, Stepper
+from rlpool.manager.stepper import Command, Kind, Stepper
 from rlpool.memory.storage import Array
 from rlpool.observe.stats import Stats, StatsReader
 from rlpool.specs import TensorSpec, leaves_of
@@ -184,19 +190,16 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self._workers.check_open()
         if type(lanes) is not list:
             lanes = list(lanes)
-        all_step = len(lanes) == self.n_lanes
         stepper = self._stepper
         if not self._is_in_step:
             self._half_step = None
-        if stepper.command is None or not self._is_repeated("step", lanes, actions):
-            self._hand_over(lanes, actions)
-        if self._some_lane_is_initial:
-            self._initial_state[_ALL if all_step else lanes] = False
-            self._some_lane_is_initial = not all_step
+        command = stepper.command
+        if command is None or not self._is_repeated("step", lanes, actions):
+            command = self._begin("step", lanes, actions)
         done: list[int] = []
-        if stepper.step(lanes):
+        if stepper.finish(command.workers):
             done = self.current["done"].nonzero()[0].tolist()
-            if not all_step:
+            if len(lanes) < self.n_lanes:
                 done = sorted(set(done).intersection(lanes))
         if not self._is_in_step:
             stepper.command = None
@@ -206,9 +209,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         """Let all lanes begin a step, for which ``step_lanes`` with the same arguments waits."""
         self._workers.check_open()
         self._stepper.drop_command()
-        lanes = list(range(self.n_lanes))
-        self._hand_over(lanes, actions)
-        self._stepper.step(lanes, waits=False)
+        self._begin("step", list(range(self.n_lanes)), actions)
 
     def is_over(self, until_s: float) -> bool:
         """Whether what was begun is over, after waiting until a ``time.monotonic()``.
@@ -216,7 +217,9 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        return self._stepper.is_over(until_s)
+        asked = [self.remotes[lane] for lane in self._workers.requests]
+        have_answered = all(remote.poll(max(0.0, until_s - monotonic())) for remote in asked)
+        return have_answered and self._stepper.is_over(until_s)
 
     def finish_begun(self) -> None:
         """Wait for a reset that was begun.
@@ -278,11 +281,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         lanes = list(lanes)
         is_begun = self._is_repeated("some", lanes, actions or {})
         if lanes and not is_begun:
-            self._stepper.refuse_bad_lanes(lanes)
-            stepper.refuse_stepping(lanes)
-            self._hand_over(lanes, actions or {})
-            self._initial_state[lanes] = False
-            stepper.begin_some(lanes)
+            self._begin("some", lanes, actions or {})
         elif not min_ready:
             stepper.look()
         ready, left = stepper.take_ready(min_ready)
@@ -298,11 +297,17 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self._stepper.drop_command()
         return False
 
-    def _hand_over(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> None:
-        """Put actions where the workers read them."""
+    def _begin(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> Command:
+        """Let lanes that may step do so, with actions that are put where their workers look."""
+        workers = self._stepper.workers_of(lanes)
         if not self._buffers.action:
             self.declare_actions(specs_of(actions))
         hand_over(actions, lanes, self._buffers.action, self._copied)
+        if self._some_lane_is_initial:
+            all_step = len(lanes) == self.n_lanes
+            self._initial_state[_ALL if all_step else lanes] = False
+            self._some_lane_is_initial = not all_step
+        return self._stepper.issue(kind, lanes, workers)
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
         raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
@@ -361,7 +366,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
 
     def _stacks(self) -> str:
         self._workers.refuse_closed()
-        return self._workers.stacks()
+        return self._workers.processes.stacks()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""

@@ -13,7 +13,8 @@ interrupted may be repeated, and gives the outcome of the same command.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,32 +99,38 @@ class Stepper:
                 workers.announced[worker] = message
                 workers.processes.send(worker, message)
 
-    # All together -----------------------------------------------------------------------------
+    # Commands ---------------------------------------------------------------------------------
 
-    def step(self, lanes: list[int], *, waits: bool = True) -> bool:
-        """Let lanes step with the actions in the buffers, and wait for all of them.
+    def workers_of(self, lanes: list[int]) -> list[int]:
+        """The workers of some lanes, told in the buffers which of their lanes step next.
 
-        A step of the same lanes that is the ``command`` already is not made again.
-
-        Args:
-            lanes: The lanes.
-            waits: Whether to wait; if not, the step is the ``command`` until somebody does.
-
-        Returns:
-            Whether any episode ended.
+        A worker makes one step at a time: if others of its lanes are stepping, they are waited for.
 
         Raises:
-            LaneFailure: If an environment failed.
+            SpecError, UsageError: If one of the lanes cannot step.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        step = self.command
-        if step is None:
-            if lanes != self._last_lanes:
-                self._last_lanes = None
-                self._last_workers = self._divide(lanes)
-                self._last_lanes = lanes[:]
-            step = self._issue("step", self._last_lanes, self._last_workers)
-        return waits and self.finish(step.workers)
+        if lanes != self._last_lanes:
+            self._last_lanes = None
+            self._last_workers = self._divide(lanes)
+            self._last_lanes = lanes[:]
+        return self._last_workers
+
+    def issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Command:
+        """Let the lanes of ``workers_of`` step with the actions in the buffers."""
+        issued, step, wakes = self._issued, self._buffers.step, self._workers.wakes
+        with InterruptsHeld():
+            self._workers.tapes.record_step(lanes)
+            for worker in workers:
+                issued[worker] += 1
+                step[worker] = issued[worker]
+                wakes[worker].signal()
+            if kind == "some":
+                self.divide_anew()
+                lanes_of = self._workers.commanded
+                self.pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
+            self.command = command = Command(kind, lanes, workers)
+        return command
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
         """Let lanes whose workers have settled begin episodes: the reset is the ``command`` then.
@@ -188,31 +195,18 @@ class Stepper:
         """Wait for commands on lanes that the user has given up, and forget their outcome."""
         if self.command is not None:
             self.drop_command()
-        workers = {self._workers.worker_of[lane] for lane in lanes}
+        self._let_finish({self._workers.worker_of[lane] for lane in lanes})
+        for pending in self.pending:
+            pending.lanes = [lane for lane in pending.lanes if lane not in lanes]
+        self.pending = [pending for pending in self.pending if pending.lanes]
+
+    def _let_finish(self, workers: Collection[int]) -> None:
+        """Wait for what workers are doing: ``step_some`` tells how it ended."""
         busy = [w for w in workers if self._issued[w] != self._finished[w]]
         if busy:
             with suppress(EnvError):
                 self.finish(busy)
-        if self.pending:
-            self._collect()
-            for pending in self.pending:
-                pending.lanes = [lane for lane in pending.lanes if lane not in lanes]
-            self.pending = [pending for pending in self.pending if pending.lanes]
-
-    def _issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Command:
-        """Ask for a step of lanes, which are those of ``_divide``."""
-        issued, step, wakes = self._issued, self._buffers.step, self._workers.wakes
-        with InterruptsHeld():
-            self._workers.tapes.record_step(lanes)
-            for worker in workers:
-                issued[worker] += 1
-                step[worker] = issued[worker]
-                wakes[worker].signal()
-            if kind == "some":
-                lanes_of = self._workers.commanded
-                self.pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
-            self.command = Command(kind, lanes, workers)
-        return self.command
+        self._collect()  # before the next command of a worker makes it forget the last one
 
     def finish(self, workers: Sequence[int]) -> bool:
         """Wait until workers have carried out their commands; returns whether an episode ended.
@@ -249,16 +243,11 @@ class Stepper:
             self._workers.tapes.forget(lane)
 
     def _divide(self, lanes: Sequence[int]) -> list[int]:
-        """The workers of some lanes, told in the buffers which of their lanes step."""
         workers, buffers = self._workers, self._buffers
         self.refuse_bad_lanes(lanes)
         self.refuse_stepping(lanes)
         found = sorted({workers.worker_of[lane] for lane in lanes})
-        busy = [w for w in found if self._issued[w] != self._finished[w]]
-        if busy:
-            with suppress(EnvError):
-                self.finish(busy)
-            self._collect()  # other lanes have stepped: step_some returns them
+        self._let_finish(found)
         self.refuse_unknown(lanes)
         asked = np.zeros(workers.n_lanes, bool)
         asked[list(lanes)] = True
@@ -320,14 +309,6 @@ class Stepper:
 
     # First come, first served -----------------------------------------------------------------
 
-    def begin_some(self, lanes: list[int]) -> None:
-        """Let lanes step with the actions in the buffers, while others may be stepping.
-
-        A worker makes one step at a time: other lanes of it are waited for.
-        """
-        self.divide_anew()
-        self._issue("some", lanes, self._divide(lanes))
-
     def look(self) -> None:
         """Handle deaths and hangs, for callers that never wait.
 
@@ -348,23 +329,26 @@ class Stepper:
                 call.
         """
         wanted = min(min_ready, sum(len(pending.lanes) for pending in self.pending))
-        ready: list[int] = []
-        failed: list[tuple[Pending, WorkerError]] = []
+
+        def done() -> list[Pending]:
+            self._collect()
+            return [pending for pending in self.pending if pending.is_done]
 
         def are_enough() -> bool:
-            nonlocal ready, failed
-            ready, failed = self._collect()
-            return len(ready) >= wanted or bool(failed)
+            n_ready = sum(math.inf if each.failure else len(each.lanes) for each in done())
+            return n_ready >= wanted
 
         self._workers.wait_finished(are_enough)
-        if failed:
-            pending, failure = failed[0]
-            self.pending.remove(pending)
-            raise failure
-        return sorted(ready), [pending for pending in self.pending if not pending.is_done]
+        ready = done()
+        for pending in ready:
+            if pending.failure is not None:
+                self.pending.remove(pending)
+                raise pending.failure
+        left = [pending for pending in self.pending if not pending.is_done]
+        return sorted(lane for pending in ready for lane in pending.lanes), left
 
-    def _collect(self) -> tuple[list[int], list[tuple[Pending, WorkerError]]]:
-        """Note which pending steps are done; returns the lanes that are ready, and failures."""
+    def _collect(self) -> None:
+        """Note which pending steps are done, and how."""
         for pending in self.pending:
             worker = pending.worker
             if pending.is_done or self._finished[worker] != self._issued[worker]:
@@ -375,6 +359,3 @@ class Stepper:
                 if pending.failure is not None:
                     self._note_failure(worker)
                 pending.is_done = True
-        done = [pending for pending in self.pending if pending.is_done]
-        failed = [(pending, pending.failure) for pending in done if pending.failure is not None]
-        return [lane for p in done if p.failure is None for lane in p.lanes], failed

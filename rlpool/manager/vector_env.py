@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -23,17 +23,20 @@ from rlpool.manager.vector_lane import (
     Beginning,
     Description,
     described_together,
+    in_pieces,
     structure_in_arrays,
 )
-from rlpool.manager.vector_pieces import in_pieces
 from rlpool.memory.storage import Array
 from rlpool.specs import flattener, leaves_of, nester
 
 _MOST = 2**63  # seeds travel as int64
 
+Finish = Callable[[], Any]
+"""Waits for what was begun and returns its outcome."""
+
 
 class VectorOverLanes(VectorEnv[Any, Any, Array]):
-    """A ``ParallelVectorEnv``, once its manager is made.
+    """A ``ParallelVectorEnv``, once its manager is made: what its calls begin and finish.
 
     Attributes:
         manager: The lanes, each a ``VectorLane``.
@@ -44,7 +47,6 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
     manager: ProcessLanes
     copy: bool
     autoreset_mode: AutoresetMode
-    _pending: Any = None  # see CallsInHalves
 
     def _describe(self, observation_mode: str | tuple[Space[Any], Space[Any]]) -> None:
         """Learn from the environments what this object says about them.
@@ -77,37 +79,8 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
 
     # Episodes ----------------------------------------------------------------------------------
 
-    def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset the environments.
-
-        A worker that dies later on is brought back by resetting its environments as here and
-        repeating all actions since, automatic restarts included.
-
-        Args:
-            seed: An int gives environment *i* the seed ``seed + i``; or a list of one seed per
-                environment. Environments whose seed is ``None`` go on with their generators.
-            options: Passed to every environment, without ``"reset_mask"``: a bool array
-                ``[num_envs]``, True for the environments to reset; the others are left alone.
-
-        Returns:
-            The observations of all environments, and the infos of those that were reset.
-
-        Raises:
-            SpecError: For seeds or a mask that do not fit; also a ``TypeError`` if the mask is
-                no bool array.
-            EnvError: If an environment raises.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
-        """
-        self._refuse_pending("reset")
-        return self._finish_reset(self._begin_reset(seed, options))
-
-    def _begin_reset(self, seed: Any, options: dict[str, Any] | None) -> list[int]:
-        """Begin a reset; returns the lanes that take part."""
+    def _begin_reset(self, seed: Any, options: dict[str, Any] | None) -> Finish:
+        """Begin a reset."""
         seeds = self._seeds(seed)
         lanes = self._all
         if options is not None and "reset_mask" in options:
@@ -121,53 +94,27 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
             start = Beginning(options, seeded, generators.get(lane))
             beginnings.append(None if seeded and options is None else {"options": start})
         self.manager.begin_reset(lanes, [seeds[lane] or 0 for lane in lanes], beginnings)
-        return lanes
+        return partial(self._finish_reset, lanes)
 
     def _finish_reset(self, lanes: list[int]) -> tuple[Any, dict[str, Any]]:
-        """Wait for a reset."""
         self.manager.finish_begun()
         self._ended[lanes] = False
         infos = self._infos(lanes)
         return self._observation(), infos
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step all environments.
-
-        If a signal handler raises in it, the step may have been made or not: go on with ``reset``.
-
-        Args:
-            actions: One row per environment, as ``action_space`` has them; converted to the dtypes
-                of the space if they are of the same kind.
-
-        Returns:
-            Observations, rewards float64 ``[num_envs]``, terminated and truncated bool
-            ``[num_envs]``, and infos. All but the observations are copies.
-
-        Raises:
-            SpecError: If the actions do not fit; also a ``TypeError`` for a single number.
-            EnvError: If an environment raises; the environments of its worker need a reset.
-            UsageError: If an environment needs a reset, or a call is pending.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
-        """
-        if self._pending is not None:
-            self._refuse_pending("step")
-        return self._finish_step(self._step_arrays(actions))
-
-    def _step_arrays(self, actions: Any) -> dict[str, Array]:
-        """Actions as the manager takes them, if the environments may step."""
+    def _begin_step(self, actions: Any) -> Finish:
+        """Begin a step, if the environments may step."""
         if self.autoreset_mode is AutoresetMode.DISABLED and self._ended.any():
             ended = np.flatnonzero(self._ended).tolist()
             raise UsageError(
                 f"the episodes of environments {ended} have ended, and autoreset_mode is DISABLED",
                 fix="reset them, with options={'reset_mask': mask}",
             )
-        return self._action_arrays(actions)
+        self.manager.begin_step(self._action_arrays(actions))
+        return self._finish_step
 
-    def _finish_step(
-        self, arrays: dict[str, Array]
-    ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step, or wait for the step with these actions that was begun."""
-        self.manager.step_lanes(self._all, arrays)
+    def _finish_step(self) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        self.manager.finish_begun()
         results = self.manager.current["results"]
         rewards = results[:, 0].copy()
         terminated, truncated = results[:, 1] != 0, results[:, 2] != 0
@@ -258,94 +205,8 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
 
     # Single environments -----------------------------------------------------------------------
 
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of every environment, or read an attribute that cannot be called.
-
-        What the method changes is lost if the worker is replaced; use ``set_attr`` for attributes.
-
-        Args:
-            name: The name; it is looked up through wrappers.
-            *args: Its arguments; they are pickled, as the results are.
-            **kwargs: Likewise.
-
-        Returns:
-            One result per environment.
-
-        Raises:
-            EnvError: If it raises in an environment, or there is none of that name.
-        """
-        self._refuse_pending("call")
-        return tuple(self._ask(self._all, name, *args, **kwargs))
-
-    def _begin_call(self, name: str, args: Any, kwargs: Any) -> list[int]:
-        return self._sent(dict.fromkeys(self._all, _request(name, args, kwargs)))
-
-    def _have_answered(self, lanes: Sequence[int], until_s: float) -> bool:
-        """Whether all replies are here, after waiting until a ``time.monotonic()``."""
-        remotes = self.manager.remotes
-        return all(remotes[lane].poll(max(0.0, until_s - monotonic())) for lane in lanes)
-
-    def _finish_call(self, lanes: Sequence[int], name: str) -> tuple[Any, ...]:
-        return tuple(self._received(lanes, name))
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of every environment, a copy; a method is called, as by ``call``."""
-        return self.call(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of the environments.
-
-        The successor of a worker sets it, too. Set in the middle of episodes, it makes these
-        impossible to repeat: if a worker dies before the next reset, the environments that it had
-        raise ``EnvError`` until they are reset.
-
-        Args:
-            name: The name.
-            values: A list or tuple of one value per environment, or one value for all.
-
-        Raises:
-            SpecError: If the list has another length.
-        """
-        if not isinstance(values, list | tuple):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise SpecError(
-                f"got {len(values)} values of {name!r} for {self.num_envs} environments",
-                fix="pass one per environment, or one that is neither list nor tuple",
-            )
-        self._refuse_pending("set_attr")
-        requests = [("set_attr", {"attr": name, "value": value}) for value in values]
-        self._received(self._sent(dict(enumerate(requests))), name)
-
-    def render(self) -> tuple[Any, ...]:
-        """What ``render`` returns in every environment."""
-        return self.call("render")
-
-    @property  # type: ignore[misc]  # Gymnasium's own have no setter either
-    def np_random(self) -> Any:
-        """Copies of the environments' generators."""
-        return self.get_attr("np_random")
-
-    @property
-    def np_random_seed(self) -> Any:
-        """The seeds of the environments' generators."""
-        return self.get_attr("np_random_seed")
-
-    def _refuse_pending(self, name: str) -> None:
-        """Refuse to begin something once the environments are closed.
-
-        Raises:
-            EnvsClosedError: If they are.
-        """
-        self.manager.check_open()
-
-    def _ask(self, lanes: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of some environments, all at the same time."""
-        sent = self._sent(dict.fromkeys(lanes, _request(name, args, kwargs)))
-        return self._received(sent, name)
-
-    def _sent(self, requests: Mapping[int, tuple[str, Any]]) -> list[int]:
-        """Send a request to each of some environments; returns these."""
+    def _begin_call(self, requests: Mapping[int, tuple[str, Any]], name: str) -> Finish:
+        """Send a request to each of some environments."""
         sent: list[int] = []
         try:
             for lane, request in requests.items():
@@ -355,9 +216,9 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
             for lane in sent:
                 self.manager.remotes[lane].recv()
             raise
-        return sent
+        return partial(self._finish_call, sent, name)
 
-    def _received(self, lanes: Sequence[int], name: str) -> list[Any]:
+    def _finish_call(self, lanes: Sequence[int], name: str) -> tuple[Any, ...]:
         """Wait for the replies to requests.
 
         Raises:
@@ -372,12 +233,18 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
                     raise error  # its worker failed
                 what = f"env.{name} raised {error.what}"
                 raise error.reworded(what=what, where=Where(lane=lane))
-        return [value for _, _, value in replies]
+        return tuple(value for _, _, value in replies)
+
+    def _ask(self, lanes: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of some environments, all at the same time."""
+        return self._begin_call(requests_to(lanes, name, args, kwargs), name)()
 
 
-def _request(name: str, args: Any, kwargs: Any) -> tuple[str, Any]:
-    """The request that calls a method of an environment."""
-    return "call", {"name": name, "args": args, "kwargs": kwargs}
+def requests_to(
+    lanes: Sequence[int], name: str, args: Any, kwargs: Any
+) -> dict[int, tuple[str, Any]]:
+    """By lane, the request that calls a method of an environment."""
+    return dict.fromkeys(lanes, ("call", {"name": name, "args": args, "kwargs": kwargs}))
 
 
 def _array(value: Any) -> Array:

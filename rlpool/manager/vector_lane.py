@@ -12,6 +12,11 @@ Everything that a step returns travels as an observation, through shared memory:
     message       uint8 [n]: a pickle of infos, and of the observation if its space has no fixed
                   shape; it begins with 0 if there is nothing to tell, with ``LONG`` if there is
                   no room for it
+
+Actions of spaces without a fixed shape are pickles that travel in pieces of one size, since a row
+of the shared buffer has the same size for all lanes and steps. A longer one takes several steps of
+the manager, in all but the last of which no environment steps. All of them are on the lanes'
+tapes: a worker's successor puts the same actions together again.
 """
 
 from __future__ import annotations
@@ -35,7 +40,6 @@ from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import is_environment
 from rlpool.errors import SpecError, VectorSpecError, described
 from rlpool.machine.pickling import why_not
-from rlpool.manager.vector_pieces import PIECE_BYTES, Pieces
 from rlpool.memory.storage import Array
 from rlpool.specs import Structure, flattener, leaves_of, structure_of_space
 
@@ -44,6 +48,12 @@ LONG = 1
 
 _MESSAGE_BYTES = 1024
 """Room for the infos of a step, of some twenty numbers: what is longer takes a message more."""
+
+PIECE_BYTES = 8192
+"""Size of a row, its first byte included, which says what follows."""
+
+_ROOM = PIECE_BYTES - 1
+_NOTHING, _PART, _LAST = 0, 1, 2  # values of the first byte
 
 _MOST_FINAL_BYTES = 2**17
 """Room for a last observation, where lanes restart in the same step: that of most images."""
@@ -189,7 +199,6 @@ class VectorLane(gymnasium.Env[Any, Any]):
         self._has_begun = False
         self._told_generator = False
         self._long_message = b""
-        self._has_scalars = _has_scalars(env.action_space)
         self._pieces = Pieces()
         self._last_shown: dict[str, Any] = {}
         is_plain = structure_in_arrays(env.observation_space, "observation_space") is not None
@@ -231,7 +240,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
             if pickled is None:  # nothing happens before it is complete
                 return self._last_shown, 0.0, False, False, {}
             action = pickle.loads(pickled)
-        elif self._has_scalars:
+        else:
             action = _with_scalars(action)
         infos, flags = [], np.zeros(2, bool)
         if self._has_ended and self._mode is AutoresetMode.NEXT_STEP:
@@ -299,14 +308,6 @@ class VectorLane(gymnasium.Env[Any, Any]):
         self._env.close()
 
 
-def _has_scalars(space: spaces.Space[Any]) -> bool:
-    """Whether there is a ``Box`` without dimensions in a space."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return any(map(_has_scalars, parts))
-    return isinstance(space, spaces.Box) and not space.shape
-
-
 def _with_scalars(action: Any) -> Any:
     """An action with NumPy's numbers for arrays without dimensions, as Gymnasium hands it out."""
     if isinstance(action, dict):
@@ -333,3 +334,32 @@ def _pickled(content: tuple[Any, Any]) -> bytes:
                 why_not({"infos": infos, "the observation": observation}, error),
                 fix="leave it out, or wrap the environment to do so: it travels between processes",
             ) from error
+
+
+def in_pieces(pickles: Sequence[bytes]) -> list[Array]:
+    """The rows of some lanes for the steps that it takes, uint8 ``[n_lanes, PIECE_BYTES]`` each."""
+    n_steps = max(1, *(-(-len(pickled) // _ROOM) for pickled in pickles))
+    steps = [np.zeros((len(pickles), PIECE_BYTES), np.uint8) for _ in range(n_steps)]
+    for lane, pickled in enumerate(pickles):
+        n_pieces = max(1, -(-len(pickled) // _ROOM))
+        for number, step in enumerate(steps[n_steps - n_pieces :]):
+            piece = np.frombuffer(pickled[number * _ROOM : (number + 1) * _ROOM], np.uint8)
+            step[lane, 0] = _LAST if number == n_pieces - 1 else _PART
+            step[lane, 1 : 1 + len(piece)] = piece
+    return steps
+
+
+class Pieces:
+    """The pieces of a lane's next action that have arrived."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def joined(self, row: Array) -> bytes | None:
+        """Take a row; returns the pickle, with zeros behind it, once it is complete."""
+        if row[0] != _NOTHING:
+            self._parts.append(row[1:].tobytes())
+        if row[0] != _LAST:
+            return None
+        pickled, self._parts = b"".join(self._parts), []
+        return pickled

@@ -20,18 +20,16 @@ from rlpool.manager.messages import (
     Reset,
     Setup,
 )
-from rlpool.manager.remote_calls import answer
 from rlpool.manager.startup import made_environments, report_of
-from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, ComingEpisodes, WorkerLanes
+from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, ComingEpisodes, WorkerLanes, answer
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
 from rlpool.workers.payload import unpack
-from rlpool.workers.server import Server, run
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Message, Pipe
-from rlpool.workers.worker_process import Place
+from rlpool.workers.worker_process import Place, Server, run
 
 _LONGEST_SLEEP_S = 3600.0
 """Of a worker that waits; nothing happens at the end of it."""

@@ -275,6 +275,10 @@ class Control:
         """A worker's part."""
         return WorkerRecord(self.header, self.rows[worker], self.lanes[worker])
 
+    def lane_in_use(self, worker: int) -> int:
+        """The lane whose environment a worker ran last."""
+        return int(self.rows[worker, Word.LANE])
+
     # Written by the caller ----------------------------------------------------------------------
 
     def worker_starts(self, worker: int) -> None:

@@ -12,7 +12,6 @@ from multiprocessing.util import is_exiting
 
 from rlpool.errors import (
     WorkerDiedError,
-    WorkerError,
     WorkerStartupError,
     WorkerTimeoutError,
 )
@@ -20,14 +19,14 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import State, Word
-from rlpool.workers.life import Life
-from rlpool.workers.lifecycle import LifeCycle
+from rlpool.workers.lifecycle import Life, LifeCycle
 from rlpool.workers.poller import Events
 from rlpool.workers.process_start import (
     reap_template,
     refuse_large_workers,
 )
-from rlpool.workers.stacks import Stacks, ask
+from rlpool.workers.stack_dumps import stack_sources
+from rlpool.workers.stacks import ask, described
 from rlpool.workers.wire import Failed, Message, Ready, Retiring
 
 _LOOK_EVERY_S = 0.05
@@ -55,6 +54,7 @@ class Workers(LifeCycle):
                 get ready.
             SpecError: If they are larger than ``max_rss_bytes`` already.
         """
+        stack_sources.add(self)
         self._poller.wake_on(wake_fd)
         for n_started, life in enumerate(self._lives):
             try:
@@ -67,25 +67,6 @@ class Workers(LifeCycle):
         self.refuse_if_dead()
         refuse_large_workers(self.processes, self._policy.max_rss_bytes)
         self._has_started = True
-
-    @property
-    def n_restarts(self) -> int:
-        """How many workers were replaced because they failed."""
-        return self._restarts.n_restarts
-
-    @property
-    def failures(self) -> tuple[WorkerError, ...]:
-        """Why workers were replaced, the latest last."""
-        return self._restarts.failures
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether what was sent may have to be sent again."""
-        return self._policy.may_restart
-
-    def allocate(self, n_bytes: int) -> Memory:
-        """Memory that the workers can map."""
-        return Memory.shared(n_bytes)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Send a message to a worker that is ready; any other is briefed when it is.
@@ -249,8 +230,7 @@ class Workers(LifeCycle):
             fix="look for an endless wait in the environment or the agent, or raise timeout",
             traceback_text=self.stacks_of(worker),
         )
-        self.expect_end(worker, error)
-        self.kill(worker)
+        self.kill(worker, error)
 
     def _progress(self) -> list[int]:
         """Per worker, a number that changes when it does anything.
@@ -265,13 +245,9 @@ class Workers(LifeCycle):
                 progress[life.worker] = -process_activity(life.process.pid)
         return progress
 
-    def lane_in_use(self, worker: int) -> int:
-        """The lane whose environment a worker ran last."""
-        return int(self.control.rows[worker, Word.LANE])
-
-    def stacks(self) -> list[Stacks]:
+    def stacks(self) -> str:
         """What each worker is doing; may be called from a signal handler."""
-        return ask(range(self.n_workers), self.processes)
+        return described(ask(range(self.n_workers), self.processes), self._client.where)
 
     def stacks_of(self, worker: int) -> str:
         """What one worker is doing; empty if it cannot answer."""

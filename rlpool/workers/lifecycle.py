@@ -18,10 +18,11 @@ import math
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
+from typing import Any, Protocol
 
 from rlpool.errors import (
     RlpoolError,
@@ -34,7 +35,6 @@ from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
-from rlpool.workers.life import Client, Life
 from rlpool.workers.logs import Logs
 from rlpool.workers.poller import Poller
 from rlpool.workers.process_end import end_all, reap, signal_name
@@ -61,6 +61,66 @@ _OUT_OF_MEMORY = (
 )
 
 
+class Life:
+    """One worker.
+
+    Args:
+        worker: Its number.
+
+    Attributes:
+        state: What it is doing.
+        process: Its process, the last one if it has none.
+        pipe: The caller's end of its pipe, ``None`` without a process.
+        last_words: Why it is about to end, if that is a failure.
+        retires: Why it is about to end, if it is healthy; empty otherwise.
+        is_dismissed: Whether it ends for good.
+        deadline_s: When it starts again while it is down, when it is killed while it is leaving.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.state = State.DOWN
+        self.process: SpawnProcess | None = None
+        self.pipe: CallerPipe | None = None
+        self.last_words: WorkerError | None = None
+        self.retires = ""
+        self.is_dismissed = False
+        self.deadline_s = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is no more."""
+        return self.process is not None and not self.process.is_alive()
+
+
+class Client(Protocol):
+    """Gives the workers something to do."""
+
+    def setup(self, worker: int) -> tuple[Message, Memory | None]:
+        """The first message to a worker: what it has to create."""
+
+    def brief(self, worker: int, report: Any) -> None:
+        """A worker has created it: send it all outstanding work."""
+
+    def take(self, worker: int, message: Message) -> None:
+        """Handle a message from a worker."""
+
+    def lost(self, worker: int, failure: WorkerError | None) -> None:
+        """A worker is gone and will be replaced; ``failure`` says why, if it failed."""
+
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """How often what a worker was running had failed before, if it will not run it again.
+
+        The failure does not count as the worker's then; ``None`` if it does.
+        """
+
+    def busy(self) -> Collection[int]:
+        """The workers that have something to do."""
+
+    def where(self, worker: int) -> Any:
+        """A ``Where``: what a worker is doing, as far as shared memory shows."""
+
+
 class LifeCycle:
     """Worker processes: how they start, end, and are replaced.
 
@@ -81,8 +141,8 @@ class LifeCycle:
     Attributes:
         fatal: Why nothing works any more.
         control: The shared record.
-        control_fd: Its descriptor, for locks.
         all_up: Whether every worker is ready.
+        restarts: How many were replaced because they failed, and why.
     """
 
     def __init__(
@@ -105,13 +165,12 @@ class LifeCycle:
         self._client = client
         self._debug_hint = debug_hint
         self._n_before = n_before
-        self._restarts = Restarts(n_workers, policy.max_restarts)
+        self.restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
         self._has_started = False
         self._lives = [Life(worker) for worker in range(n_workers)]
         self._poller = Poller()
         self.control = Control.create(n_workers)
-        self.control_fd = self.control.fd
         self._logs = Logs(n_workers)
         self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
@@ -135,10 +194,6 @@ class LifeCycle:
         """The workers that are ready."""
         return [life.worker for life in self._lives if life.state is State.UP]
 
-    def is_up(self, worker: int) -> bool:
-        """Whether a worker is ready."""
-        return self._lives[worker].state is State.UP
-
     # Starting ---------------------------------------------------------------------------------
 
     def _start(self, life: Life) -> None:
@@ -155,7 +210,7 @@ class LifeCycle:
         with starting_processes():
             logs = self._logs.of_worker(life.worker)
             life.pipe, life.process = launch(
-                self._runs[life.worker], place, logs, self.control_fd, start_method
+                self._runs[life.worker], place, logs, self.control.fd, start_method
             )
             self.control.rows[life.worker, Word.PID] = life.process.pid or 0
             self._set_state(life, State.STARTING)
@@ -217,21 +272,15 @@ class LifeCycle:
         """Record that a worker ends for good: it has no successor."""
         self._lives[worker].is_dismissed = True
 
-    def note_ready(self, worker: int) -> None:
-        """Record that a worker has what it needs, before it has done any work."""
-        self._restarts.note_ready(worker)
-
-    def note_success(self, worker: int) -> None:
-        """Record that a worker has done some work: its next failure counts as a first one."""
-        self._restarts.note_success(worker)
-
     def fail(self, error: RlpoolError) -> None:
         """Put an end to everything; the first error is the one that is raised."""
         self.fatal = self.fatal or error
 
-    def kill(self, worker: int) -> None:
-        """End a worker at once; ``poll`` notices its death."""
+    def kill(self, worker: int, failure: WorkerError | None = None) -> None:
+        """End a worker at once, for a failure if there is one; ``poll`` notices its death."""
         process = self._lives[worker].process
+        if failure is not None:
+            self.expect_end(worker, failure)
         if process is not None:
             process.kill()
 
@@ -264,7 +313,7 @@ class LifeCycle:
                 self.fatal = failure
                 return
             if self.control.rows[life.worker, Word.DONE]:  # messages come only after whole requests
-                self.note_success(life.worker)
+                self.restarts.note_success(life.worker)
             self._restart(life, failure)
 
     def _restart(self, life: Life, failure: WorkerError) -> None:
@@ -272,17 +321,17 @@ class LifeCycle:
         where = f" ({failure.where})" if str(failure.where) else ""
         n_before = self._client.blames(life.worker, failure)
         if n_before is not None:
-            self._restarts.forgive(life.worker, n_before)
+            self.restarts.forgive(life.worker, n_before)
             self._set_state(life, State.DOWN, 0.0)
             _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
             self._client.lost(life.worker, failure)
             return
         try:
-            self._set_state(life, State.DOWN, self._restarts.delay_s(life.worker, failure))
+            self._set_state(life, State.DOWN, self.restarts.delay_s(life.worker, failure))
         except WorkerDiedError as error:
             self.fatal = error
             return
-        _LOG.warning("%s%s: restart %s", failure.what, where, str(self._restarts))
+        _LOG.warning("%s%s: restart %s", failure.what, where, str(self.restarts))
         self._client.lost(life.worker, failure)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:

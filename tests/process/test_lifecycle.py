@@ -117,13 +117,12 @@ def test_a_batcher_that_is_dropped_or_left_by_an_exception_ends_its_workers(
 
 ENDING_FILES = (
     "/dispatch.py",
-    "/request_workers.py",
     "/env_workers.py",
     "/process_end.py",
     "/lifecycle.py",
     "/poller.py",
 )
-ENDING = ("close", "cancel", "_close", "end_all", "reap", "_end_group_of")
+ENDING = ("close", "_cancel", "_close", "end_all", "reap", "_end_group_of")
 
 
 @pytest.mark.parametrize(

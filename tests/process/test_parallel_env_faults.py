@@ -143,6 +143,20 @@ def test_a_failure_of_one_lane_is_told_beside_the_steps_of_others(
     assert_works(faulty)
 
 
+def test_a_failure_that_nobody_has_heard_of_is_told_after_the_next_step_of_its_worker(
+    faulty: ParallelEnvManager,
+) -> None:
+    options = [failing("raise", 0), None, {"sleep_ms": 50}]
+    faulty.reset_lanes([0, 1, 2], [1, 2, 3], options)
+    assert faulty.step_some(0, [0], no_actions(faulty)) == []
+    faulty.step_lanes([2], no_actions(faulty))  # by then lane 0 has failed
+    with pytest.raises(EnvError, match="struck") as caught:
+        faulty.step_some(2, [1], no_actions(faulty))
+    assert caught.value.where.lane == 0
+    assert faulty.step_some(1) == [1]
+    assert_works(faulty)
+
+
 def test_remotes_answer_with_the_error(faulty: ParallelEnvManager) -> None:
     remote = faulty.remotes[1]
     remote.send(("reset", {"options": failing("raise", 0)}))

@@ -116,7 +116,7 @@ def test_they_tell_lane_and_episode_and_the_batcher_works_on(
         batcher.update("fine")
         batcher.execute(2, {"id": [0, 0]}, {"id": [0, 0]})
         assert batcher.get().lengths.tolist() == [3, 3]
-        assert batcher._dispatcher.n_restarts == 0
+        assert batcher._dispatcher.restarts.n_restarts == 0
 
 
 @RAISED
