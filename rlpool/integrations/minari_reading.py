@@ -174,14 +174,11 @@ class _Reader:
         """Names of the infos that every step of every episode has in the same shape."""
         every = dict.fromkeys(key for episode in episodes for key in episode.infos)
         taken = {*episodes[0].pairs, *episodes[0].actions}
-        fits = []
+        sizes, fits = [len(episode) + 1 for episode in episodes], []
         for key in every:
             each = [e.infos.get(key, np.zeros(0)) for e in episodes]
-            has_all = all(
-                len(a) == len(e) + 1 for a, e in zip(each, episodes, strict=True) if a.ndim
-            )
-            has_all &= key not in taken
-            if has_all and _is_common([array[0] if array.ndim else None for array in each]):
+            has_all = key not in taken and [len(a) if a.ndim else 0 for a in each] == sizes
+            if has_all and _is_common([array[0] for array in each]):
                 fits.append(key)
         left_out = [key for key in every if key not in fits]
         if left_out:
