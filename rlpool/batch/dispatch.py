@@ -89,7 +89,6 @@ class Dispatcher(RequestQueue):
         owner_name: What advice calls the class that does the same in the caller's process.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         n_before: Workers on other machines whose numbers come first.
-        wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
 
     Attributes:
         repeats: Whether workers that have begun something may be replaced.
@@ -114,7 +113,6 @@ class Dispatcher(RequestQueue):
         owner_name: str,
         crash_dir: CrashDir = None,
         n_before: int = 0,
-        wake_fd: int = -1,
     ) -> None:
         super().__init__()
         self.runs_here = n_workers == 0
@@ -147,9 +145,9 @@ class Dispatcher(RequestQueue):
             self._processes = Workers(runs, root, policy, timeout_s, self, hint, n_before)
         else:
             self._processes = LocalWorker(root, self, policy)
-        self._start(wake_fd)
+        self._start()
 
-    def _start(self, wake_fd: int) -> None:
+    def _start(self) -> None:
         """Start the workers and wait until they are ready."""
         self.control = self._control = self._processes.control
         self.restarts = self._processes.restarts
@@ -158,7 +156,7 @@ class Dispatcher(RequestQueue):
         self.read_stats = StatsReader(self._control).read
         self._agreement = Agreement(self._processes)
         try:
-            self._processes.start(wake_fd)
+            self._processes.start()
             if not self.repeats:
                 self._forget_setup()
             self._agree_at_start()
@@ -189,9 +187,9 @@ class Dispatcher(RequestQueue):
         """See ``RequestQueue.patience_s``."""
         return self._processes.patience_s
 
-    def look(self, timeout_s: float = 0.0) -> None:
-        """Handle messages, waiting for one if need be, and look for workers that hang."""
-        self._processes.poll(timeout_s)
+    def look(self) -> None:
+        """Handle the messages that have arrived, and look for workers that hang."""
+        self._processes.poll(0.0)
         self._processes.look_for_hang()
 
     @property

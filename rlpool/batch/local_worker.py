@@ -86,7 +86,7 @@ class LocalWorker:
         )
         return Collector(self._place, link, self._record, notice=self._notice)
 
-    def start(self, wake_fd: int = -1) -> None:
+    def start(self) -> None:
         """Create environments and agent, here and now.
 
         Raises:

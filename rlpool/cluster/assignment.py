@@ -44,10 +44,6 @@ class Assignment:
         self._settle()
         return self._parts.get(node, [])
 
-    def parts_with(self, part: int) -> list[int]:
-        """The parts of the node that has a part, itself included."""
-        return next((parts for parts in self._parts.values() if part in parts), [])
-
     def balance(self) -> None:
         """Let nodes that have too many parts give some away."""
         most = -(-self.n_parts // max(1, len(self._parts)))

@@ -25,7 +25,7 @@ from rlpool.batch.requests import Policy, Request
 from rlpool.cluster.nodes import Nodes
 from rlpool.cluster.requests import Divided, Flight
 from rlpool.cluster.shards import NodeReport, NodeSetup, PolicyAt, Rows
-from rlpool.cluster.transport import Event, Finished, Lost, Transport
+from rlpool.cluster.transport import Event, Finished, Transport
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, WorkerError
 from rlpool.memory.storage import Memory
 from rlpool.observe.stats import RequestStats, Stats, stats_of
@@ -70,6 +70,9 @@ class ClusterDispatcher(RequestQueue):
     """
 
     records = True
+    fatal: RlpoolError | None = None
+    step: StepSpecs | None = None
+    running: list[Any]  # whatever is divided, see ``Divided``
 
     def __init__(
         self,
@@ -87,9 +90,7 @@ class ClusterDispatcher(RequestQueue):
         self._n_slots = n_slots
         self._make_layout = make_layout
         self._crash_files = CrashFiles(crash_dir)
-        self._fatal: RlpoolError | None = None
         self._nodes = Nodes(transport, setup, self, require_same_bits)
-        self._specs: StepSpecs | None = None
         self._published: dict[int, Any] = {}  # version: reference
         self._n_shards = 0
         self._bytes_per_row = math.inf  # of results; before the first one, of a slot
@@ -99,20 +100,10 @@ class ClusterDispatcher(RequestQueue):
         self.deliver_logs = transport.deliver_logs
         self.stacks = transport.stacks
         transport.start(setup)
-        self.wait_until(lambda: self._nodes.has_started or self._fatal is not None)
+        self.wait_until(lambda: self._nodes.has_started or self.fatal is not None)
         self._refuse_if_dead()
 
     # The queue's hooks --------------------------------------------------------------------------
-
-    @property
-    def fatal(self) -> RlpoolError | None:
-        """Why nothing works any more."""
-        return self._fatal
-
-    @property
-    def step(self) -> StepSpecs | None:
-        """What a step consists of, ``None`` before that is known."""
-        return self._specs
 
     def resume(self) -> None:
         """Let the next window bring all nodes to where the tapes of its lanes end."""
@@ -210,26 +201,27 @@ class ClusterDispatcher(RequestQueue):
     # What has happened --------------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
-        if not isinstance(event, Finished | Lost):
+        if not isinstance(event, Finished):
             self._nodes.take(event)
-        elif event.node in self._nodes.states:
-            flight = self._nodes.landed(event.node, event.number)
-            if flight is None:
-                return  # it was cancelled
-            if isinstance(event, Lost):
-                self._note_lost(event, flight)
-            elif event.outcome.rows is not None:
-                self._nodes.note_success(event.node, flight)
-                self._put(event.node, flight, event.outcome.rows)
-            elif not self._nodes.note_failure(event.node, flight, event.outcome):
-                error, is_fatal = event.outcome.error, event.outcome.is_fatal
-                if error is not None:
-                    self._note_error(flight.request, error, is_fatal)
+            return
+        number, outcome = event.node, event.outcome
+        flight = self._nodes.flight(number, event.number)
+        if flight is None or self._nodes.reruns(number, outcome):
+            return  # or it was cancelled
+        del self._nodes.states[number].flights[event.number]
+        if outcome.rows is not None:
+            self._nodes.note_success(number, flight)
+            self._put(number, flight, outcome.rows)
+        elif outcome.error is not None:
+            if outcome.is_lost:
+                self._note_lost(number, flight, outcome.error)
+            else:
+                self._note_error(flight.request, outcome.error, outcome.is_fatal)
 
-    def _note_lost(self, event: Lost, flight: Flight) -> None:
+    def _note_lost(self, node: int, flight: Flight, error: RlpoolError) -> None:
         """A node has run a shard, and what it returned is lost."""
         self._n_lost += 1
-        what = f"node {self._name_of(event.node)}: a result is lost ({event.why})"
+        what = f"node {self._name_of(node)}: {error.what}"
         _LOG.warning("%s", what)
         self.lose(flight, WorkerError(what))
         if self._n_lost > _MOST_LOST:
@@ -246,7 +238,7 @@ class ClusterDispatcher(RequestQueue):
         except SpecError as error:
             self.fail(error)
         request, blocks = flight.request, self._blocks
-        if self._fatal is not None or blocks is None or request.error is not None:
+        if self.fatal is not None or blocks is None or request.error is not None:
             return
         try:
             if request.block is None:
@@ -254,6 +246,7 @@ class ClusterDispatcher(RequestQueue):
                 request.block = blocks.take()
                 blocks.forget_surplus()
             request.put(flight.rows, rows)
+            request.n_there += len(flight.rows)
             request.failures.update(rows.failures)
             request.tells_failures = self._setup.policy.restarts_on_env_errors
             request.is_reproducible &= rows.is_reproducible and self._nodes.is_undisturbed
@@ -292,13 +285,13 @@ class ClusterDispatcher(RequestQueue):
         Raises:
             SpecError: If they do not, or blocks are larger than this machine.
         """
-        if self._specs is None:
+        if self.step is None:
             layout = self._make_layout(step)
             self._blocks = BlockPool(layout, _private)
-            self._specs = step
+            self.step = step
             self._bytes_per_row = sum(layout.bytes_of_key().values()) / layout.n_slots
-        elif step != self._specs:
-            raise other_steps("the nodes before", f"node {name}", self._specs, step)
+        elif step != self.step:
+            raise other_steps("the nodes before", f"node {name}", self.step, step)
 
     def lose(self, flight: Flight, error: RlpoolError) -> None:
         """See ``nodes.Owner``; its rows run again, if they can be."""
@@ -310,13 +303,13 @@ class ClusterDispatcher(RequestQueue):
 
     def fail(self, error: RlpoolError) -> None:
         """See ``nodes.Owner``."""
-        self._fatal = self._fatal or error
+        self.fatal = self.fatal or error
 
     # Sending ------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Begin requests as far as slots allow, and keep every node busy."""
-        if self._fatal is not None:
+        if self.fatal is not None:
             return
         self._begin_queued()
         usable = self._nodes.usable(self.running)
@@ -329,17 +322,14 @@ class ClusterDispatcher(RequestQueue):
 
     def _begin_queued(self) -> None:
         while self._queued:
-            request = self._queued[0]
+            request: Any = self._queued[0]
             wanted = request.slots_wanted(self._n_slots - self._n_slots_used(), self._n_slots)
             versions = {other.policy.version for other in self.running} | {request.policy.version}
             if not wanted or len(versions) > _MOST_VERSIONS:
                 return
             self._queued.popleft()
             try:
-                if isinstance(request, Divided):
-                    request.begin(
-                        self._nodes.assignment, self._part_size, self.n_lanes, self._specs
-                    )
+                request.begin(self._nodes.assignment, self._part_size, self.n_lanes, self.step)
             except RlpoolError as error:
                 request.error = error
             else:
@@ -349,7 +339,7 @@ class ClusterDispatcher(RequestQueue):
     def _send_next(self, number: int, n_in_flight: int) -> int:
         """Send a node the next rows that nobody runs; returns how many."""
         for request in self.running:
-            if not isinstance(request, Divided) or not request.n_left:
+            if not request.n_left:
                 continue
             size = self._shard_size(request)
             if n_in_flight and n_in_flight + size > max(self._n_slots, size):
@@ -357,9 +347,9 @@ class ClusterDispatcher(RequestQueue):
             rows = request.next_rows(number, size)
             if rows is not None:
                 self._n_shards += 1
-                flight = Flight(self._n_shards, request, rows)
-                shard = request.shard(rows, flight.number, self._policy_at(request.policy))
-                self._nodes.states[number].flights[flight.number] = flight
+                policy = self._policy_at(request.policy)
+                shard = request.shard(rows, self._n_shards, number, policy)
+                self._nodes.states[number].flights[self._n_shards] = Flight(request, rows)
                 self._transport.send(number, shard)
                 return len(rows)
         return 0

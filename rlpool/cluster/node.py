@@ -8,15 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from rlpool.cluster.node_workers import NodeWorkers
-from rlpool.cluster.shards import (
-    Look,
-    NodeReport,
-    NodeSetup,
-    Outcome,
-    Published,
-    Shard,
-    WindowShard,
-)
+from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome, Published, Shard
 from rlpool.observe.stats import Stats, stats_of
 
 
@@ -60,7 +52,7 @@ class Node:
 
     def _workers_for(self, shard: Shard) -> NodeWorkers:
         """The workers of a shard's part; those of parts that the node has no more are ended."""
-        if not isinstance(shard, WindowShard):
+        if shard.part is None:
             return self._first
         with self._lock:
             spare = [part for part in self._sets if part not in shard.parts]

@@ -16,14 +16,13 @@ import ray
 from rlpool.cluster.node import Node
 from rlpool.cluster.node_logs import KeptRecords, Said
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome, Shard
-from rlpool.observe.stats import Stats
 from rlpool.workers.logs import Levels, current_levels, set_levels
 
 N_CALLS = 32
 """Calls at once: two shards, what was cancelled, and questions."""
 
 
-class NodeActor:
+class NodeActor(Node):
     """What a node runs.
 
     Args:
@@ -42,7 +41,7 @@ class NodeActor:
         sys.path += [part for part in path if part not in known and os.path.exists(part)]
         self._id: str = ray.get_runtime_context().get_node_id()
         address_of: Any = ray.util.get_node_ip_address  # without annotations
-        self._node = Node(setup, f"{address_of()} ({self._id[:6]})", number)
+        super().__init__(setup, f"{address_of()} ({self._id[:6]})", number)
 
     def begin(self) -> tuple[NodeReport, str]:
         """Wait until the workers are ready.
@@ -53,33 +52,21 @@ class NodeActor:
         Returns:
             What this node knows about itself, and Ray's id of it.
         """
-        self._node.cancel()
-        return self._node.report(), self._id
+        self.cancel()
+        return self.report(), self._id
 
-    def run(self, shard: Shard) -> Outcome:
+    def outcome_of(self, shard: Shard) -> Outcome:
         """Run a shard."""
-        return self._node.run(shard, lambda: ray.get(shard.policy.reference)).result()
+        return self.run(shard, lambda: ray.get(shard.policy.reference)).result()
 
-    def cancel(self, numbers: list[int]) -> None:
-        """Stop shards."""
-        self._node.cancel(numbers)
-
-    def look(self, levels: Levels) -> tuple[Look, Said]:
+    def look_and_listen(self, levels: Levels) -> tuple[Look, Said]:
         """What this node is doing and has logged."""
         self._follow(levels)
-        return self._node.look(), self._records.take()
+        return self.look(), self._records.take()
 
-    def stacks(self) -> str:
-        """What the workers are doing."""
-        return self._node.stacks()
-
-    def stats(self) -> Stats:
-        """What the workers are doing, in numbers."""
-        return self._node.stats()
-
-    def close(self) -> Said:
+    def end(self) -> Said:
         """End the workers; returns what was logged last."""
-        self._node.close()
+        self.close()
         return self._records.take()
 
     def _follow(self, levels: Levels) -> None:

@@ -45,26 +45,22 @@ class NodeLogs:
     """What the caller has got from nodes and its loggers have not."""
 
     def __init__(self) -> None:
-        self._records: deque[logging.LogRecord] = deque()
+        self._lines: deque[tuple[str, bytes]] = deque()  # with the node that has logged them
         self._n_dropped = 0
 
     def hear(self, node: str, said: Said) -> None:
         """Take what a node has logged."""
-        lines, n_dropped = said
-        for line in lines:
-            record = decode(line)
-            if record is not None:
-                record.node = node
-                self._records.append(record)
-        self._n_dropped += n_dropped
+        self._lines += [(node, line) for line in said[0]]
+        self._n_dropped += said[1]
 
     def deliver(self) -> None:
         """Hand it to the loggers of this process."""
-        while self._records:
-            record = self._records.popleft()
-            logger = logging.getLogger(record.name)
-            if logger.isEnabledFor(record.levelno):
-                logger.handle(record)
+        while self._lines:
+            node, line = self._lines.popleft()
+            record = decode(line)
+            if record is not None and logging.getLogger(record.name).isEnabledFor(record.levelno):
+                record.node = node
+                logging.getLogger(record.name).handle(record)
         if self._n_dropped:
             n_dropped, self._n_dropped = self._n_dropped, 0
             _LOG.warning("%d log records of nodes were dropped", n_dropped)

@@ -155,11 +155,13 @@ class Nodes:
 
     # Shards that fail ---------------------------------------------------------------------------
 
-    def landed(self, number: int, shard: int) -> Flight | None:
-        """A node has answered a shard: take it from the node, ``None`` if it was cancelled."""
-        node = self.states[number]
+    def flight(self, number: int, shard: int) -> Flight | None:
+        """The shard that a node has answered, ``None`` if it was cancelled."""
+        node = self.states.get(number)
+        if node is None:
+            return None
         node.heard_s = time.monotonic()
-        return node.flights.pop(shard, None)
+        return node.flights.get(shard)
 
     def note_success(self, number: int, flight: Flight) -> None:
         """Leave a node aside if all that failed there has succeeded elsewhere.
@@ -176,11 +178,10 @@ class Nodes:
             _LOG.warning(what, guilty.report.name, node.report.name)
             self._transport.dismiss(suspect)
 
-    def note_failure(self, number: int, flight: Flight, outcome: Outcome) -> bool:
-        """A shard has failed on a node, or all of the node's workers are given up with it.
+    def reruns(self, number: int, outcome: Outcome) -> bool:
+        """Whether a node's shard runs again as it failed, or all its workers are given up with it.
 
-        Returns:
-            Whether it runs again: on others, or on this node when it was started again.
+        It runs on others, or on this node when it was started again.
         """
         node, error = self.states[number], outcome.error
         if not isinstance(error, WorkerDiedError | WorkerTimeoutError | EnvError):
@@ -191,13 +192,11 @@ class Nodes:
             node.look = Look({}, max(node.look.n_restarts, n_restarts))
         if not self._setup.policy.restarts_on(error):
             return False
-        node.flights[flight.number] = flight
         if self._suspect(number, error):
             node.given_up = error if outcome.is_fatal else None
         elif outcome.is_fatal:
             self._refuse(number, error)
         else:
-            del node.flights[flight.number]
             return False
         return True
 

@@ -23,7 +23,6 @@ from rlpool.cluster.transport import (
     Joined,
     Left,
     Looked,
-    Lost,
     Refused,
 )
 from rlpool.errors import (
@@ -182,14 +181,14 @@ class RayTransport:
     def send(self, node: int, shard: Shard) -> None:
         """See ``Transport``."""
         if node in self._actors:
-            self._call("run", node, shard.number, shard)
+            self._call("outcome_of", node, shard.request.number, shard)
 
     def look(self, node: int) -> None:
         """See ``Transport``."""
         actor = self._actors.get(node)
         if actor is not None and not actor.is_asked:
             actor.is_asked = True
-            self._call("look", node, 0, current_levels())
+            self._call("look_and_listen", node, 0, current_levels())
 
     def cancel(self, node: int, numbers: Sequence[int]) -> None:
         """See ``Transport``."""
@@ -256,41 +255,40 @@ class RayTransport:
         actor = self._actors.get(number)
         if actor is None:
             return
+        if method == "look_and_listen":
+            actor.is_asked = False
         try:
             value = ray.get(reference, timeout=_FETCH_S)
         except RayTaskError as error:
             self._note_raised(error, method, number, shard)
-            return
         except (RayActorError, OutOfMemoryError, RuntimeEnvSetupError) as error:
             self._leave(number, error)
-            return
         except RayError as error:  # an object is lost
-            if method == "run":
-                self._events.append(Lost(number, shard, first_line(error)))
+            if method == "outcome_of":
+                self._events.append(Finished(number, shard, _lost(error)))
             elif method == "begin":
                 self._leave(number, error)
-            actor.is_asked = actor.is_asked and method != "look"
-            return
-        if method == "run":
-            self._events.append(Finished(number, shard, value))
-        elif method == "look":
-            actor.is_asked = False
-            look, said = value
-            self._logs.hear(actor.name, said)
-            self._events.append(Looked(number, look))
-        elif method == "begin":
-            actor.name, (report, actor.node_id), actor.is_up = value[0].name, value, True
-            self._events.append(Joined(number, report))
+        else:
+            if method == "outcome_of":
+                self._events.append(Finished(number, shard, value))
+            elif method == "begin":
+                report, actor.node_id = value
+                actor.name, actor.is_up = report.name, True
+                self._events.append(Joined(number, report))
+            else:
+                look, said = value
+                self._logs.hear(actor.name, said)
+                self._events.append(Looked(number, look))
 
     def _note_raised(self, error: RayTaskError, method: str, number: int, shard: int) -> None:
         """A method of an actor has raised."""
         cause = error.cause
-        if method == "run" and isinstance(cause, RayError | MemoryError):
-            self._events.append(Lost(number, shard, first_line(cause)))
+        if method == "outcome_of" and isinstance(cause, RayError | MemoryError):
+            self._events.append(Finished(number, shard, _lost(cause)))
             return
         if not isinstance(cause, RlpoolError):
             cause = WorkerError(f"a node failed: {first_line(cause)}", traceback_text=str(error))
-        if method == "run":
+        if method == "outcome_of":
             self._events.append(Finished(number, shard, Outcome(None, cause, is_fatal=True)))
         else:
             self._events.append(Refused(number, cause))
@@ -356,7 +354,7 @@ class RayTransport:
         if not self._is_connected:
             return  # everything has ended with it
         try:
-            for number, said in self._ask("close", _CLOSE_S).items():
+            for number, said in self._ask("end", _CLOSE_S).items():
                 if not isinstance(said, str):
                     self._logs.hear(self._actors[number].name, said)
         finally:
@@ -368,3 +366,8 @@ class RayTransport:
                 self._actors.clear()
                 self._calls.clear()
         self.deliver_logs()
+
+
+def _lost(error: BaseException) -> Outcome:
+    """The outcome that an object of Ray's did not bring."""
+    return Outcome(error=WorkerError(f"a result is lost ({first_line(error)})"), is_lost=True)

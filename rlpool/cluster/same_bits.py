@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rlpool.batch.agreement import other_lanes
 from rlpool.cluster.shards import NodeReport
 from rlpool.errors import SpecError
-from rlpool.machine.fingerprint import PINS, versions
+from rlpool.machine.fingerprint import PINS, differences, versions
 
 _LOG = logging.getLogger("rlpool")
 
@@ -44,10 +44,5 @@ def _doubts(first: NodeReport, other: NodeReport) -> Iterator[str]:
         (f"nodes {first.name}", first.fingerprint, theirs),
         ("the calling process", own, {name: theirs[name] for name in own if name in theirs}),
     ):
-        differing = "; ".join(
-            f"{name}: {expected.get(name, 'none')} and {found.get(name, 'none')}"
-            for name in {**expected, **found}
-            if expected.get(name) != found.get(name)
-        )
-        if differing:
+        if differing := "; ".join(differences(expected, found)):
             yield f"{whose} and {other.name} may compute different bits: {differing}"

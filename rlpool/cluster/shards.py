@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpool.batch.messages import Infos
+from rlpool.batch.requests import EpisodeRequest, WindowRequest
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.memory.storage import Array
-from rlpool.record.tape import Tape
-from rlpool.slots.blocks import Layout, StepSpecs, flat
+from rlpool.slots.block_pool import Block
+from rlpool.slots.blocks import StepSpecs
 from rlpool.slots.trajectories import Slice
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import Payload
@@ -67,66 +67,27 @@ class PolicyAt(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpisodeShard:
-    """Consecutive episodes of a request.
+class Shard:
+    """Some rows of a request, as a request of their own.
 
     Attributes:
-        number: Names it; no two shards of a caller share one.
-        root: Root of all seeds.
-        first: Episodes requested before the first of these, from which their seeds and noise
-            derive.
-        given_seeds: Their seeds, if the user gave them.
-        start: Number of the first within its ``execute``.
-        n_rows: How many.
-        infos: Their rows of ``agent_info`` and ``env_info``.
-        policy: What they run with.
-    """
-
-    number: int
-    root: int
-    first: int
-    given_seeds: list[int] | None
-    start: int
-    n_rows: int
-    infos: Infos
-    policy: PolicyAt
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowShard:
-    """The next window of one part of all lanes; lanes are numbered from its first on.
-
-    Attributes:
-        number: Names it; no two shards of a caller share one, and later ones have larger ones.
-        root: Root of all seeds.
-        part: Number of the part.
-        parts: All parts that the node has, this one included.
-        first_lane: Number of the part's first lane among all.
-        lanes: The lanes that run.
-        n_resets: Number of the ``reset`` whose episodes run.
-        n_windows: Windows requested before that reset.
-        is_first: Whether it is the first window after that reset.
-        infos: Rows of ``agent_info`` and ``env_info`` of all lanes of the part.
-        policy: What they run with.
-        tapes: By lane, what the running episodes have done so far; ``None`` to go on with those
+        request: Consecutive episodes; or the next window of one part of all lanes, which are
+            numbered from its first on. Its number names the shard: no two shards of a caller share
+            one, and later ones have larger ones. What it runs with is said here. The tapes of a
+            window are what the running episodes have done so far; without any it goes on with those
             that the last window has left running.
+        policy: What it runs with.
+        first: Number of its first episode, or of the part's first lane, in the whole request.
+        part: Of a window: number of the part.
+        parts: Of a window: all parts that the node has, this one included.
     """
 
-    number: int
-    root: int
-    part: int
-    parts: frozenset[int]
-    first_lane: int
-    lanes: list[int]
-    n_resets: int
-    n_windows: int
-    is_first: bool
-    infos: Infos
+    request: EpisodeRequest | WindowRequest
     policy: PolicyAt
-    tapes: Mapping[int, Tape] | None = None
+    first: int
+    part: int | None = None
+    parts: frozenset[int] = frozenset()
 
-
-Shard = EpisodeShard | WindowShard
 
 Published = tuple[Payload, Array]
 """A packed object and its bytes, see ``workers.payload``."""
@@ -189,7 +150,7 @@ class Rows:
     starts: Array
     is_reproducible: bool = True
     lanes_left: dict[int, int] = field(default_factory=dict)
-    failures: dict[int, WorkerError] = field(default_factory=dict)
+    failures: Mapping[int, WorkerError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -200,80 +161,78 @@ class Outcome:
         rows: What it was asked for, ``None`` if it failed.
         error: Why it failed.
         is_fatal: Whether the node can run nothing any more.
+        is_lost: Whether it was run, and what the node returned is lost.
     """
 
     rows: Rows | None = None
     error: RlpoolError | None = None
     is_fatal: bool = False
+    is_lost: bool = False
 
 
-def without_padding(
-    layout: Layout, part: Slice, is_reproducible: bool, lanes_left: dict[int, int]
-) -> Rows:
-    """The rows of a part; no copy where all of them have the same length."""
-    lengths = part.lengths
-    n_rows, longest = len(lengths), int(lengths.max(initial=0))
-    is_filled = None if (lengths == longest).all() else _filled(lengths, longest)
-    rows = {}
-    for key, spec in layout.rows.items():
-        array = part.rows[key]
-        if is_filled is None:
-            flattened = np.ascontiguousarray(array).reshape(n_rows * longest, *spec.shape)
-        else:
-            flattened = array[is_filled]
-        rows[key] = flattened
-    finals = {key: np.ascontiguousarray(array) for key, array in part.finals.items()}
-    return Rows(layout.step, rows, finals, lengths, part.starts, is_reproducible, lanes_left)
+def rows_of(request: EpisodeRequest | WindowRequest, failures: Mapping[int, WorkerError]) -> Rows:
+    """What is sent of a request that is complete; no copy where all rows have the same length.
+
+    Args:
+        request: The request, which still has its block.
+        failures: By number in the whole request, episodes or lanes that were given up.
+    """
+    block, part = request.running_block, request.part()
+    control = block.arrays.control
+    running, steps_before = (control[name].reshape(-1) for name in ("running", "steps_before"))
+    is_step = _steps_in(part.lengths)
+    shapes = {key: spec.shape for key, spec in block.layout.rows.items()}
+    arrays = part.rows.items()
+    return Rows(
+        block.layout.step,
+        {k: a.reshape(-1, *shapes[k]) if is_step.all() else a[is_step] for k, a in arrays},
+        {key: np.ascontiguousarray(array) for key, array in part.finals.items()},
+        part.lengths,
+        part.starts,
+        request.is_reproducible,
+        {int(lane): int(steps_before[lane]) for lane in np.flatnonzero(running >= 0)},
+        failures,
+    )
 
 
 def with_padding(rows: Rows) -> Slice:
     """The part again, zero from each row's length on; copies."""
-    lengths = rows.lengths
-    longest = int(lengths.max(initial=0))
-    is_filled = _filled(lengths, longest)
-    padded = {}
-    for key, array in rows.rows.items():
-        padded[key] = np.zeros((len(lengths), longest, *array.shape[1:]), array.dtype)
-        padded[key][is_filled] = array
+    size = len(rows.lengths), int(rows.lengths.max(initial=0))
+    padded = {k: np.zeros((*size, *a.shape[1:]), a.dtype) for k, a in rows.rows.items()}
+    _fill(padded, rows)
     finals = {key: array.copy() for key, array in rows.finals.items()}
-    return Slice(padded, finals, np.array(lengths), np.array(rows.starts))
+    return Slice(padded, finals, np.array(rows.lengths), np.array(rows.starts))
 
 
-def copy_into(block: Any, first_slot: int, rows: Rows) -> None:
-    """Copy rows into consecutive slots of a block, none longer than a slot.
-
-    Args:
-        block: A ``Block``.
-        first_slot: The slot of the first row.
-        rows: The rows.
-    """
-    layout, arrays = block.layout, block.arrays
-    lengths, n_rows = rows.lengths, len(rows.lengths)
-    slots = slice(first_slot, first_slot + n_rows)
-    longest = int(lengths.max(initial=0))
-    same = bool((lengths == longest).all())
-    if not same:
-        numbers = np.arange(first_slot, first_slot + n_rows) * layout.n_timesteps
-        offsets = numbers - (np.cumsum(lengths) - lengths)
-        index = np.repeat(offsets, lengths) + np.arange(int(lengths.sum()))
-    for key, array in rows.rows.items():
-        target = arrays.rows[key]
-        if same:
-            target[slots, :longest] = array.reshape(n_rows, longest, *array.shape[1:])
-        else:
-            flat(target, 2)[index] = flat(array, 1)
+def copy_into(block: Block, first_slot: int, rows: Rows) -> None:
+    """Copy rows into consecutive slots of a block, none longer than a slot."""
+    arrays, control, lengths = block.arrays, block.arrays.control, rows.lengths
+    slots = slice(first_slot, first_slot + len(lengths))
+    _fill({key: array[slots] for key, array in arrays.rows.items()}, rows)
     for key, array in rows.finals.items():
         arrays.finals[key][slots] = array
-    control = arrays.control
     # What an earlier use left behind.
     for slot in first_slot + np.flatnonzero(control["dirty"][slots] > lengths):
         stale = slice(int(lengths[slot - first_slot]), int(control["dirty"][slot]))
         for target in arrays.rows.values():
             target[slot, stale] = 0
-    for name, array in (("dirty", lengths), ("length", lengths), ("starts", rows.starts)):
-        control[name][slots] = array
+    for name, values in (("dirty", lengths), ("length", lengths), ("starts", rows.starts)):
+        control[name][slots] = values
+    control["whole"][slots] = 1
 
 
-def _filled(lengths: Array, longest: int) -> Array:
+def _fill(targets: Mapping[str, Array], rows: Rows) -> None:
+    """Copy the steps of rows to the beginnings of ``[B, T, ...]``."""
+    is_step = _steps_in(rows.lengths)
+    for key, array in rows.rows.items():
+        target = targets[key][:, : is_step.shape[1]]
+        if is_step.all():
+            target[:] = array.reshape(target.shape)
+        else:
+            target[is_step] = array
+
+
+def _steps_in(lengths: Array) -> Array:
     """Where rows have steps: bool ``[B, longest]``."""
-    return np.arange(longest) < lengths[:, None]
+    is_step: Array = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    return is_step

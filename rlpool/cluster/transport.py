@@ -65,15 +65,6 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """The outcome of a shard is lost, and the node goes on."""
-
-    node: int
-    number: int
-    why: str
-
-
-@dataclass(frozen=True)
 class Looked:
     """A node answered ``look``."""
 
@@ -81,7 +72,7 @@ class Looked:
     look: Look
 
 
-Event = Joined | Left | Refused | Finished | Lost | Looked
+Event = Joined | Left | Refused | Finished | Looked
 
 
 class Arrivals:
@@ -133,7 +124,7 @@ class Transport(Protocol):
         """Start the nodes; returns before they are ready."""
 
     def send(self, node: int, shard: Shard) -> None:
-        """Send a shard to a node; ``Finished``, ``Lost`` or ``Left`` follows."""
+        """Send a shard to a node; ``Finished`` or ``Left`` follows."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something has happened."""

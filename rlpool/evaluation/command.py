@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
+import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -134,14 +135,11 @@ def _subject(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _function(name: str) -> Any:
     """What ``module:function`` names; modules of the working directory are found."""
-    module, _, attribute = name.partition(":")
-    if not attribute or not all(part.isidentifier() for part in module.split(".")):
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
         raise SpecError("it is not module:function", fix="such as my_module:create_env")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
+    found = pkgutil.resolve_name(name)
     if not callable(found) or isinstance(found, Agent):
         raise SpecError(f"it is of type {type(found).__name__}", fix="name a function")
     return found

@@ -19,11 +19,12 @@ from rlpool.batch.batcher_base import CreateEnv
 from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Progress
 from rlpool.batch.requests import as_infos, part_of
-from rlpool.data.infos import Info
+from rlpool.data.infos import Info, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, WorkerError, described
 from rlpool.evaluation.protocol import Telling, described_infos, modules_of, plain, protocol_of
-from rlpool.evaluation.result import Entry, Evaluation, Record, error_of, plain_rows
+from rlpool.evaluation.result import Entry, Evaluation, Record, error_of
 from rlpool.evaluation.video import filmed_seeds, filming, kept_films
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
@@ -148,7 +149,6 @@ def evaluate(
         checked_target("record", record)  # now, not after the workers have started
     seeds = whole_number("seeds", seeds, 0)
     rows = as_infos(agent_info, env_info, n_episodes)
-    agent_args = {"agent": checked_agent(agent, n_workers)}
     root = evaluation_root(seeds)
     all_seeds = given or episode_seeds_of(root_from(root), 0, n_episodes)
     filmed = filmed_seeds(video_episodes, all_seeds) if video is not None else {}
@@ -161,13 +161,13 @@ def evaluate(
         "infos": keys,
         **described_infos(rows),
     }
-    args = plain(env_args or {})  # before create_env may change them
-    with filming(create_env, video, filmed) as (create, folder):
+    refuse_no_agent(agent)
+    with filming(video, filmed) as (film, folder):
         failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
-        with Evaluator(agent_args, create, env_args, n_workers, root, agent_rows, failing) as runs:
-            protocol = protocol_of(agent, {**runs.environment, "args": args}, **settings)
-            seeds_given = all_seeds if given else None
-            entries = _entries(runs, rows, seeds_given, protocol, record, progress)
+        made_of = agent, create_env, env_args, n_workers, root, agent_rows, failing
+        with Evaluator(*made_of, film) as runs:
+            protocol = protocol_of(agent, runs.environment, **settings)
+            entries = _entries(runs, rows, given, protocol, record, progress)
         videos = kept_films(folder, filmed)
     return Evaluation.of_entries(entries, protocol, videos, runs.found)
 
@@ -234,18 +234,21 @@ class Evaluator(EpisodeBatcher):
 
     def __init__(
         self,
-        agent_args: Mapping[str, Any],
+        agent: Any,
         create_env: Any,
         env_args: Mapping[str, Any] | None,
         n_workers: int,
         root: int,
         agent_rows: int | None,
         failing: Mapping[str, Any],
+        prepare: Callable[[VecEnv], None] | None = None,
     ) -> None:
+        agent_args = {"agent": _copied(agent, n_workers)}
         self.found: dict[int, WorkerError] = {}
         self._agent_rows = agent_rows
+        self._args = plain(env_args or {})  # before create_env may change them
         refuse_no_factory("create_env", create_env)
-        self._telling = Telling(create_env)
+        self._telling = Telling(create_env, prepare)
         # As many slots as its own layout says.
         n_slots: Any = None
         factories = in_evaluation_mode, agent_args, self._telling, env_args
@@ -268,7 +271,7 @@ class Evaluator(EpisodeBatcher):
         told = self._telling.environment
         if self._agent_rows is not None:
             told.pop("n_lanes", None)
-        return told
+        return {**told, "args": self._args}
 
     def parts(
         self,
@@ -333,8 +336,8 @@ class Evaluator(EpisodeBatcher):
                 "restarts": int(n_repeats[row]),
                 "error": error_of(self.found[number]) if number in self.found else None,
                 "infos": {key: values[row] for key, values in told.items()},
-                "agent_info": plain_rows(agent_info, number),
-                "env_info": plain_rows(env_info, number),
+                "agent_info": options_of(agent_info, number) or {},
+                "env_info": options_of(env_info, number) or {},
             }
             for row, number in enumerate(numbers)
         ]
@@ -365,13 +368,12 @@ def _successes(part: TemporalDictTensor, numbers: range) -> Tensor | None:
 # The agent ---------------------------------------------------------------------------------------
 
 
-def checked_agent(agent: Any, n_workers: int) -> Any:
+def _copied(agent: Any, n_workers: int) -> Any:
     """A copy of the agent, pickled for workers.
 
     Raises:
-        SpecError: If it is a class, no agent, or cannot be copied.
+        SpecError: If it cannot be copied.
     """
-    refuse_no_agent(agent)
     if n_workers:
         fix = "leave out in its __getstate__ what it does not need for acting"
         return pickled({"agent": agent}, agent, fix=fix, copies=True)

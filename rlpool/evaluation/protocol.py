@@ -26,7 +26,7 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv, as_vec_env
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import called_with_seed
-from rlpool.machine.fingerprint import fingerprint
+from rlpool.machine.fingerprint import differences, fingerprint
 from rlpool.manager.parallel_env import ParallelEnvManager
 
 _ROOM_BYTES = 2**16
@@ -50,10 +50,13 @@ class Telling:
 
     Args:
         create_env: Makes the environments.
+        prepare: Is called with them, ``None`` for nothing.
     """
 
-    def __init__(self, create_env: Callable[..., Any]) -> None:
-        self._create_env = create_env
+    def __init__(
+        self, create_env: Callable[..., Any], prepare: Callable[[VecEnv], None] | None
+    ) -> None:
+        self._create_env, self._prepare = create_env, prepare
         self._told = torch.zeros(_ROOM_BYTES, dtype=torch.uint8, device="cpu")
         self._told.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -61,6 +64,8 @@ class Telling:
         """Make the environments."""
         env = as_vec_env(called_with_seed(self._create_env, seed, env_args), seed)
         if isinstance(env, VecEnv):
+            if self._prepare is not None:
+                self._prepare(env)
             told = _described(env)
             for key in ("spec", "wrappers"):
                 if len(json.dumps(told[key])) > _MOST_CHARACTERS:
@@ -288,15 +293,3 @@ def refuse_unseeded(environment: Mapping[str, Any], what: str) -> None:
             f"{what} needs a seed for every episode, the environments have seeding={seeding!r}",
             fix="use environments that can be reset one by one, such as those of a SyncVectorEnv",
         )
-
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Where two protocols differ, with both sides."""
-    found: list[str] = []
-    for key in sorted(one.keys() | other.keys()):
-        first, second = one.get(key), other.get(key)
-        if isinstance(first, Mapping) and isinstance(second, Mapping):
-            found += differences(first, second, f"{prefix}{key}.")
-        elif json.dumps(first) != json.dumps(second):  # not a number equals itself here
-            found.append(f"{prefix}{key}: {first!r:.80} and {second!r:.80}")
-    return found

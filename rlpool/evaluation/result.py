@@ -24,14 +24,14 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlpool.errors import SpecError, Where, WorkerError
 from rlpool.evaluation.figures import Summary, summary_of
-from rlpool.evaluation.protocol import differences, environment_differences, refuse_unseeded
+from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
 from rlpool.machine.files import checked_target, replaced
+from rlpool.machine.fingerprint import differences
 
 FORMAT, VERSION = "rlpool evaluation", 1
 
@@ -356,8 +356,3 @@ class Record:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def plain_rows(info: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """A row of infos in JSON."""
-    return {key: np.asarray(array)[row].tolist() for key, array in info.items()}

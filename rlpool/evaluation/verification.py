@@ -11,18 +11,12 @@ from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.batcher_base import CreateEnv
 from rlpool.batch.requests import as_infos
 from rlpool.errors import SpecError
-from rlpool.evaluation.evaluate import Evaluator, checked_agent
+from rlpool.evaluation.evaluate import Evaluator
 from rlpool.evaluation.figures import refuse_no_evaluation
-from rlpool.evaluation.protocol import (
-    differences,
-    digest_of,
-    environment_differences,
-    plain,
-    refuse_unseeded,
-)
+from rlpool.evaluation.protocol import digest_of, environment_differences, refuse_unseeded
 from rlpool.evaluation.result import Entry, Evaluation
 from rlpool.machine.arguments import names_arguments, whole_number
-from rlpool.machine.fingerprint import fingerprint
+from rlpool.machine.fingerprint import differences, fingerprint
 from rlpool.seeding import evaluation_root
 
 _OF_TIME = ("restarts", "error")
@@ -107,13 +101,11 @@ def verify(
     again = [entries[n] for part in parts for n in part]
     if any(entry["error"] or entry["restarts"] for entry in again):
         n_workers = n_workers or 1  # they may end their process
-    agent_args = {"agent": checked_agent(agent, n_workers)}
-    args, failing = plain(env_args or {}), {"on_env_error": protocol["on_env_error"]}
+    failing = {"on_env_error": protocol["on_env_error"]}
     given = [entry["seed"] for entry in entries] if protocol["episode_seeds"] else None
     found: dict[int, Entry] = {}
-    with Evaluator(agent_args, create_env, env_args, n_workers, root, rows, failing) as runs:
-        here = {**runs.environment, "args": args}
-        if differs := environment_differences(protocol["environment"], here):
+    with Evaluator(agent, create_env, env_args, n_workers, root, rows, failing) as runs:
+        if differs := environment_differences(protocol["environment"], runs.environment):
             what = f"the environment is another one: {'; '.join(differs[:3])}"
             raise SpecError(what, fix="pass the create_env and env_args of the evaluation")
         for part in parts:

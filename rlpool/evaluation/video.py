@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,8 @@ from gymnasium.wrappers import RecordVideo
 
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
-from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import called_with_seed, whole_number
+from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Array
 
 _LOG = logging.getLogger("rlpool")
@@ -46,15 +46,15 @@ def filmed_seeds(video_episodes: Any, seeds: Sequence[int]) -> dict[int, int]:
 
 @contextmanager
 def filming(
-    create_env: Any, video: str | Path | None, filmed: Mapping[int, int]
-) -> Iterator[tuple[Any, Path]]:
-    """Let environments film into a folder inside the directory, which is removed at the end.
+    video: str | Path | None, filmed: Mapping[int, int]
+) -> Iterator[tuple[Callable[[VecEnv], None] | None, Path]]:
+    """Film into a folder inside the directory, which is removed at the end.
 
     Yields:
-        What makes the environments, and the folder.
+        What lets environments film, ``None`` if nothing is to be filmed, and the folder.
     """
-    if video is None or not callable(create_env):
-        yield create_env, Path()
+    if video is None:
+        yield None, Path()
         return
     fix = "pass a directory that can be made and written, which may be missing"
     if not isinstance(video, str | os.PathLike):
@@ -68,7 +68,7 @@ def filming(
         raise SpecError(f"video is {video!s:.200}: {error.strerror}", fix=fix) from error
     with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
         # The name of a temporary directory is absolute since Python 3.12.
-        yield Filming(create_env, Path(folder).absolute(), filmed), directory / Path(folder).name
+        yield partial(film, Path(folder).absolute(), filmed), directory / Path(folder).name
 
 
 def kept_films(folder: Path, filmed: Mapping[int, int]) -> tuple[Path, ...]:
@@ -83,37 +83,27 @@ def kept_films(folder: Path, filmed: Mapping[int, int]) -> tuple[Path, ...]:
     return tuple(films)
 
 
-class Filming:
-    """A ``create_env`` whose environments film some episodes. It can be pickled.
+def film(directory: Path, episodes: Mapping[int, int], env: VecEnv) -> None:
+    """Let environments film some episodes.
 
     Args:
-        create_env: Makes the environments.
         directory: Where ``episode-002-seed-1703251-return-200.mp4`` is written. Films that are
             not complete have other names.
         episodes: Seed of an episode to its number. Seeds tell episodes from each other, and from
             the reset that shows the keys of an observation.
+        env: The environments.
     """
-
-    def __init__(
-        self, create_env: Callable[..., Any], directory: Path, episodes: Mapping[int, int]
-    ) -> None:
-        self._create_env, self._directory, self._episodes = create_env, directory, episodes
-
-    def __call__(self, seed: int, **env_args: Any) -> VecEnv:
-        """Make the environments."""
-        env = as_vec_env(called_with_seed(self._create_env, seed, env_args), seed)
-        if not isinstance(env, GymEnv):
-            what = f"video needs the environments of a GymEnv, create_env returned {type(env)!r}"
-            raise SpecError(what, fix="return GymEnv([...], seed), or leave video out")
-        for lane in range(env.n_lanes):
-            mode = env.attribute(lane, "render_mode")
-            if mode != "rgb_array":
-                raise SpecError(
-                    f"video needs environments that render arrays, their render_mode is {mode!r}",
-                    fix="gymnasium.make(..., render_mode='rgb_array') in create_env",
-                )
-        env.wrap(lambda each: _Film(each, self._directory, self._episodes))
-        return env
+    if not isinstance(env, GymEnv):
+        what = f"video needs the environments of a GymEnv, create_env returned {type(env)!r}"
+        raise SpecError(what, fix="return GymEnv([...], seed), or leave video out")
+    for lane in range(env.n_lanes):
+        mode = env.attribute(lane, "render_mode")
+        if mode != "rgb_array":
+            raise SpecError(
+                f"video needs environments that render arrays, their render_mode is {mode!r}",
+                fix="gymnasium.make(..., render_mode='rgb_array') in create_env",
+            )
+    env.wrap(lambda each: _Film(each, directory, episodes))
 
 
 class _Film(RecordVideo):

@@ -131,20 +131,29 @@ class _Reader:
     def tensors(self, episodes: Sequence[_Episode], lengths: Array) -> DerivedTensors:
         """The steps of all episodes; values after a step are derived from those before it."""
         infos = self._common_infos(episodes)
-        rows: dict[str, torch.Tensor] = {}
-        derived = {}
+        last = np.cumsum(lengths + 1) - 1
+        packed, finals = {}, {}
         for key in [*infos, *episodes[0].pairs]:
             each = [(e.infos if key in infos else e.pairs)[key] for e in episodes]
-            dtype = self._dtype(self._observation.dtypes.get(key), each)
-            each = [fitted(repr(key), values, dtype, _KEEP) for values in each]
-            finals = np.stack([values[-1] for values in each])
-            rows[key] = _padded([values[:-1] for values in each])
-            derived[successor_key(key)] = Successor(key, rows[key], finals, lengths)
+            values = self._joined(key, self._observation.dtypes.get(key), each)
+            packed[key], finals[key] = np.delete(values, last, 0), values[last]
         for key, declared in self._action.dtypes.items():
-            each = [episode.actions[key] for episode in episodes]
-            dtype = self._dtype(declared, each)
-            rows[key] = _padded([fitted(repr(key), values, dtype, _KEEP) for values in each])
-        return DerivedTensors(rows, derived)
+            packed[key] = self._joined(key, declared, [e.actions[key] for e in episodes])
+        rows = TemporalDictTensor.from_packed(
+            {key: torch.from_numpy(values) for key, values in packed.items()},
+            torch.from_numpy(lengths),
+        )
+        derived = {
+            successor_key(key): Successor(key, rows[key], values, lengths)
+            for key, values in finals.items()
+        }
+        return DerivedTensors(dict(rows.items()), derived)
+
+    def _joined(self, key: str, declared: np.dtype[Any] | None, each: Sequence[Array]) -> Array:
+        """The values of all episodes, one after the other, in the dtype in which they are kept."""
+        values = np.concatenate(each)
+        dtype = stored_dtype(values.dtype if declared is None else declared, self._keep_float64)
+        return fitted(repr(key), values, dtype, _KEEP)
 
     def info(self, described: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
         """Seeds and options, of which every episode has the same kind."""
@@ -161,23 +170,15 @@ class _Reader:
                 info[join_key(OPTIONS, key)] = np.stack(values)
         return info
 
-    def _dtype(self, declared: np.dtype[Any] | None, values: Sequence[Array]) -> np.dtype[Any]:
-        """The dtype in which values are kept."""
-        found = np.result_type(*(each.dtype for each in values)) if declared is None else declared
-        return stored_dtype(found, self._keep_float64)
-
     def _common_infos(self, episodes: Sequence[_Episode]) -> list[str]:
         """Names of the infos that every step of every episode has in the same shape."""
         every = dict.fromkeys(key for episode in episodes for key in episode.infos)
         taken = {*episodes[0].pairs, *episodes[0].actions}
-        fits = []
+        sizes, fits = [len(episode) + 1 for episode in episodes], []
         for key in every:
             each = [e.infos.get(key, np.zeros(0)) for e in episodes]
-            has_all = all(
-                len(a) == len(e) + 1 for a, e in zip(each, episodes, strict=True) if a.ndim
-            )
-            has_all &= key not in taken
-            if has_all and _is_common([array[0] if array.ndim else None for array in each]):
+            has_all = key not in taken and [len(a) if a.ndim else 0 for a in each] == sizes
+            if has_all and _is_common([array[0] for array in each]):
                 fits.append(key)
         left_out = [key for key in every if key not in fits]
         if left_out:
@@ -206,12 +207,3 @@ def _is_common(values: Sequence[Any]) -> bool:
     return len({array.shape for array in arrays}) == 1 and all(
         a.dtype.kind in "fiub" for a in arrays
     )
-
-
-def _padded(each: Sequence[Array]) -> torch.Tensor:
-    """Values of episodes as ``[B, T, ...]``, zeros past their lengths."""
-    longest = max(len(values) for values in each)
-    padded = np.zeros((len(each), longest, *each[0].shape[1:]), each[0].dtype)
-    for row, values in zip(padded, each, strict=True):
-        row[: len(values)] = values
-    return torch.from_numpy(padded)

@@ -73,9 +73,7 @@ def from_sb3(
         )
     normalizer = model.get_vec_normalize_env()
     return Sb3Agent(
-        type(policy),
-        policy._get_constructor_parameters(),
-        {key: tensor.detach().cpu().clone() for key, tensor in policy.state_dict().items()},
+        *_parts_of_policy(policy),
         None if normalizer is None else cloudpickle.dumps(normalizer),
         float(getattr(model, "exploration_rate", 0.0)),
         deterministic,
@@ -167,16 +165,8 @@ class Sb3Agent(Agent):
 
     def __reduce__(self) -> tuple[type[Sb3Agent], tuple[Any, ...]]:
         # Not the policy itself: its last distribution has tensors that cannot be copied.
-        parameters = {key: tensor.cpu() for key, tensor in self.policy.state_dict().items()}
-        return type(self), (
-            type(self.policy),
-            self.policy._get_constructor_parameters(),
-            parameters,
-            self._normalizer,
-            self._exploration_rate,
-            self._deterministic,
-            self._device,
-        )
+        rest = self._normalizer, self._exploration_rate, self._deterministic, self._device
+        return type(self), (*_parts_of_policy(self.policy), *rest)
 
     def _n_draws(self) -> int:
         """Random numbers per row."""
@@ -223,6 +213,12 @@ class Sb3Agent(Agent):
         else:
             taken = np.clip(taken, space.low, space.high)
         return torch.from_numpy(taken)
+
+
+def _parts_of_policy(policy: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+    """Class, arguments and copied parameters, of which the same policy can be made."""
+    parameters = {k: tensor.detach().cpu().clone() for k, tensor in policy.state_dict().items()}
+    return type(policy), policy._get_constructor_parameters(), parameters
 
 
 def _kind_of(policy: Any) -> str | None:

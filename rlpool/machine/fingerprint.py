@@ -7,9 +7,11 @@ round differently. Environment variables hold that choice down to what all machi
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,18 @@ def versions() -> dict[str, str]:
     for name in ("torch", "numpy", "gymnasium", *_SIMULATORS):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+    return found
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Where two of them, or what else JSON can say, differ; with both sides."""
+    found: list[str] = []
+    for key in sorted(one.keys() | other.keys()):
+        first, second = one.get(key), other.get(key)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            found += differences(first, second, f"{prefix}{key}.")
+        elif json.dumps(first) != json.dumps(second):  # not a number equals itself here
+            found.append(f"{prefix}{key}: {first!r:.80} and {second!r:.80}")
     return found
 
 

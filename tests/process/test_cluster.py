@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -179,7 +180,7 @@ def test_no_more_is_in_flight_than_slots_and_two_shards_per_node() -> None:
     send, take = transport.send, transport.next_event
 
     def counted_send(node: int, shard: Any) -> None:
-        in_flight[shard.number] = node, shard.n_rows
+        in_flight[shard.request.number] = node, shard.request.n_rows
         rows = sum(n_rows for _, n_rows in in_flight.values())
         most.append((max(Counter(n for n, _ in in_flight.values()).values()), rows))
         send(node, shard)
@@ -196,7 +197,7 @@ def test_no_more_is_in_flight_than_slots_and_two_shards_per_node() -> None:
         batcher.get()
     assert max(n_shards for n_shards, _ in most) == 2
     assert 80 <= max(n_rows for _, n_rows in most) <= 96
-    sizes = [shard.n_rows for _, shard in transport.sent]
+    sizes = [shard.request.n_rows for _, shard in transport.sent]
     # Small ones last, so that no node is waited for alone.
     assert sizes == [24, 24, 24, 24, 24, 18, 15, 12, 12, 12, 11]
 
@@ -216,7 +217,7 @@ def test_small_requests_are_divided_into_few_shards(n_episodes: int, sizes: list
     with make(transport, n_slots=n_episodes) as batcher:
         batcher.execute(n_episodes)
         batcher.get()
-    assert [shard.n_rows for _, shard in transport.sent] == sizes
+    assert [shard.request.n_rows for _, shard in transport.sent] == sizes
 
 
 def test_a_node_has_a_slot_for_every_episode_of_the_smallest_shard() -> None:
@@ -226,7 +227,7 @@ def test_a_node_has_a_slot_for_every_episode_of_the_smallest_shard() -> None:
         batcher.get()
         for node in transport.nodes.values():
             assert node._first._dispatcher._blocks.layout.n_slots == 3  # it had one
-    assert [shard.n_rows for _, shard in transport.sent] == [3, 3]
+    assert [shard.request.n_rows for _, shard in transport.sent] == [3, 3]
 
 
 def test_the_first_shards_fit_into_the_object_store() -> None:
@@ -236,7 +237,7 @@ def test_the_first_shards_fit_into_the_object_store() -> None:
         batcher.get()
         layout = batcher._dispatcher._blocks.layout  # type: ignore[union-attr]
     most = int(40_000 / 8 / (sum(layout.bytes_of_key().values()) / layout.n_slots))
-    assert [shard.n_rows for _, shard in transport.sent[:2]] == [most // 3 * 3] * 2
+    assert [shard.request.n_rows for _, shard in transport.sent[:2]] == [most // 3 * 3] * 2
     assert 3 < most < 50  # a share of the slots would be 100
 
 
@@ -525,7 +526,7 @@ def test_nodes_with_other_processors_are_told(
         batcher.execute(4)
         batcher.get()
     told = re.search(
-        r"may compute different bits: torch's CPU capability: (\d) and (\d)", caplog.text
+        r"may compute different bits: torch's CPU capability: '(\d)' and '(\d)'", caplog.text
     )
     assert told, caplog.text
     assert sorted(told.groups()) == ["0", "1"]  # in the order in which the nodes joined
@@ -538,7 +539,7 @@ def test_nodes_with_other_versions_than_the_caller_are_told(
 ) -> None:
     theirs = {**fingerprint(), name: "0.1"}
     monkeypatch.setattr(node_workers, "fingerprint", lambda: theirs)
-    expected = f"the calling process and node-0 may compute different bits: {name}: .* and 0.1"
+    expected = f"the calling process and node-0 may compute different bits: {name}: .* and '0.1'"
     if require:
         with pytest.raises(SpecError, match=expected):
             make(InProcess(1), require_same_bits=True)
@@ -582,14 +583,16 @@ def test_nodes_end_with_a_constructor_that_is_interrupted_when_they_are_ready(
     assert not transport.nodes
 
 
-def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first use of an attribute be interrupted."""
+def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, n_before: int = 0) -> None:
+    """Let a call be interrupted."""
+    original, numbers = getattr(owner, name), itertools.count()
 
-    def interrupted(*_: Any) -> Any:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if next(numbers) == n_before:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(owner, name, interrupted, raising=False)
+    monkeypatch.setattr(owner, name, interrupted)
 
 
 def test_a_close_that_is_interrupted_does_the_rest_when_it_is_repeated(

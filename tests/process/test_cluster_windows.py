@@ -174,7 +174,7 @@ def test_a_lost_result_is_collected_again(kind: str) -> None:
     lost = 0, 1, 2
     disturb = at(*(("during", n, lambda n=n: transport.lose_next(n % 2)) for n in lost))
     assert_all_equal(collect(make(transport, kind), kind, disturb), alone(kind))
-    assert sum(shard.tapes is not None for _, shard in transport.sent) == len(lost[1:])
+    assert sum(shard.request.tapes is not None for _, shard in transport.sent) == len(lost[1:])
 
 
 def test_a_node_gives_back_what_it_had_taken_over_and_ends_the_workers_for_it() -> None:
@@ -326,3 +326,15 @@ def test_a_sick_node_gives_its_lanes_to_another_one(
     for got, expected in zip(windows_of(batcher), windows_of(healthy), strict=True):
         assert_equal(got, expected)
     assert "is left aside" in caplog.text
+
+
+def test_steps_count_once_they_have_arrived() -> None:
+    transport, seen = InProcess(2), []
+    send = transport.send
+    with make(transport, "end") as batcher:
+        reset(batcher, "end", {})
+        transport.send = lambda node, shard: node or send(node, shard)  # type: ignore[method-assign]
+        batcher.execute()
+        wait_until(lambda: batcher.progress == (N_LANES // 2, N_LANES))
+        assert batcher.get(blocking=False, progress=seen.append) is None
+    assert [progress.n_steps for progress in seen] == [5 * N_LANES // 2]

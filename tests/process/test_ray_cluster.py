@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import random
@@ -20,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from process import test_cluster_windows as windows
-from process.test_cluster import alone, collect
+from process.test_cluster import alone, collect, interrupt_at
 from process.watching import assert_all_equal, wait_until
 
 import rlpool
@@ -344,18 +343,6 @@ def test_nodes_reserve_resources_and_have_labels(cluster: Any) -> None:
 def test_wrong_resources_are_refused(resources: Any, what: str) -> None:
     with pytest.raises(SpecError, match=what):
         make(resources=resources)
-
-
-def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, n_before: int = 0) -> None:
-    """Let a call be interrupted."""
-    original, numbers = getattr(owner, name), itertools.count()
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        if next(numbers) == n_before:
-            raise KeyboardInterrupt
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, interrupted)
 
 
 def all_processors_are_free() -> bool:

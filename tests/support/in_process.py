@@ -18,10 +18,9 @@ from rlpool.cluster.transport import (
     Joined,
     Left,
     Looked,
-    Lost,
     Refused,
 )
-from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
+from rlpool.errors import RlpoolError, WorkerDiedError, WorkerError, WorkerStartupError
 from rlpool.observe.stats import Stats
 
 
@@ -127,9 +126,8 @@ class InProcess:
             return  # it has left
         if number in self._losing and outcome.rows is not None:
             self._losing.discard(number)
-            self._happened(Lost(number, shard.number, "it was lost on purpose"))
-        else:
-            self._happened(Finished(number, shard.number, outcome))
+            outcome = Outcome(error=WorkerError("it was lost on purpose"), is_lost=True)
+        self._happened(Finished(number, shard.request.number, outcome))
 
     def _happened(self, event: Event) -> None:
         with self._has_events:
