@@ -328,16 +328,16 @@ class LifeCycle:
         n_before = self._client.blames(life.worker, failure)
         if n_before is not None:
             self.restarts.forgive(life.worker, n_before)
-            self._set_state(life, State.DOWN, 0.0)
-            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
-            self._client.lost(life.worker, failure)
-            return
-        try:
-            self._set_state(life, State.DOWN, self.restarts.delay_s(life.worker, failure))
-        except WorkerDiedError as error:
-            self.fatal = error
-            return
-        _LOG.warning("%s%s: restart %s", failure.what, where, str(self.restarts))
+            delay_s, what = 0.0, given_up(n_before)
+        else:
+            try:
+                delay_s = self.restarts.delay_s(life.worker, failure)
+            except WorkerDiedError as error:
+                self.fatal = error
+                return
+            what = f"restart {self.restarts}"
+        self._set_state(life, State.DOWN, delay_s)
+        _LOG.warning("%s%s: %s", failure.what, where, what)
         self._client.lost(life.worker, failure)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:
