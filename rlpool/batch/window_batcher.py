@@ -227,7 +227,7 @@ class Batcher(BatcherBase):
         except UsageError:
             raise
         except RlpoolError:
-            if not dispatcher.has_failed:
+            if not dispatcher.pending or dispatcher.pending[0].error is None:
                 raise
             with InterruptsHeld():
                 dispatcher.drop_pending(first=1)

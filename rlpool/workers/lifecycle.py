@@ -89,11 +89,6 @@ class Life:
         self.is_dismissed = False
         self.deadline_s = 0.0
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process is no more."""
-        return self.process is not None and not self.process.is_alive()
-
 
 class Client(Protocol):
     """Gives the workers something to do."""

@@ -169,10 +169,6 @@ class Server(ABC):
         self._send(Ready(report))
         return True
 
-    def fail(self, error: Exception) -> None:
-        """Tell the caller that this worker ends by an error of its own."""
-        self.report_failure(worker_error(error, self._here))
-
     def report_failure(self, error: WorkerError, command: int | None = None) -> None:
         """Report a failure, of a command or of the worker as a whole."""
         self._send(Failed(error, command))
@@ -218,7 +214,7 @@ def run(
         pass  # the caller is gone or has closed its end: there is nobody left to tell
     except Exception as error:  # such as no descriptor left, or no memory to map a block
         with suppress(OSError):
-            server.fail(error)
+            server.report_failure(worker_error(error, Where(worker=place.worker)))
     finally:
         server.close()
 
