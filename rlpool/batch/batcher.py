@@ -344,7 +344,6 @@ class EpisodeBatcher(BatcherBase):
             self._n_streamed, self._unconfirmed = 0, None
             dispatcher.drop_pending()
 
-    _KIND = "EpisodeBatcher"
     _KEYS = ("n_episodes", "last")
     _DETAILS = ("n_episodes", "first", "episode_seeds")
 

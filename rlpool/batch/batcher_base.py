@@ -77,7 +77,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     """Whether a list of ``seeds`` is as long as there are workers."""
 
     _NAME: str
-    """What advice calls the class, or the function whose batcher it is."""
+    """What advice and states call the class; advice may name the function whose batcher it is."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._n_timesteps = n_timesteps
         self._is_private = n_workers == 0
         self._owner_pid = os.getpid()
-        self._one_thread = OneThread("_open", "_idle")
+        self._one_thread = OneThread("_open")
         env_args, agent_args = keywords("env_args", env_args), keywords("agent_args", agent_args)
         given = (create_env, env_args, create_agent, agent_args)
         functions: Any = (*given, agent_rows)
@@ -209,7 +209,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         return self._n_pending(self._not_closed())
 
     def _n_pending(self, dispatcher: RequestQueue) -> int:
-        return dispatcher.n_pending
+        return len(dispatcher.pending)
 
     @property
     def patience_s(self) -> float:
@@ -446,7 +446,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             2
         """
         dispatcher = self._open()
-        whose = {"kind": self._KIND, "format": FORMAT, "root": f"{self._root:x}"}
+        whose = {"kind": self._NAME, "format": FORMAT, "root": f"{self._root:x}"}
         pending = state_of_pending(self._asked(dispatcher), dispatcher.policy)
         state = {**whose, **self._state(dispatcher), **pending}
         if state["why_lost"]:
@@ -495,9 +495,12 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             >>> torch.equal(batcher.get()["action"], other.get()["action"])
             True
         """
-        dispatcher = self._idle("load_state_dict()")
+        dispatcher = self._open()
+        if n_pending := self._n_pending(dispatcher):
+            what = f"load_state_dict() while {n_pending} results are pending"
+            raise UsageError(what, fix="take them with get() first")
         keys = ("root", "policy_version", "why_lost", *self._KEYS)
-        checked = checked_state(state, self._KIND, keys, self._expected(dispatcher))
+        checked = checked_state(state, self._NAME, keys, self._expected(dispatcher))
         if "pending" in checked and dispatcher.policy.packed is not None:
             what = "the state has pending requests, and the agents here were updated before"
             raise SpecError(what, fix="call load_state_dict() before update()")
@@ -514,15 +517,12 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the state cannot be read: {type(error).__name__}: {error}"
-            fix = f"pass what state_dict() of the same {self._KIND} returned, all of it"
+            fix = f"pass what state_dict() of the same {self._NAME} returned, all of it"
             raise SpecError(what, fix=fix) from error
         with InterruptsHeld():
             vars(self).update(loaded, _unconfirmed=None)
             dispatcher.policy = policy
             self._repeat(dispatcher, asked)
-
-    _KIND = ""
-    """What states of this kind of batcher are called."""
 
     _KEYS: tuple[str, ...] = ()
     """What ``_state`` returns beside ``why_lost`` and what is expected to be the same."""
@@ -549,18 +549,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
         """Make requests again that are counted already."""
         raise NotImplementedError
-
-    def _idle(self, call: str) -> RequestQueue:
-        """The dispatcher, if nothing is pending.
-
-        Raises:
-            UsageError: If something is.
-        """
-        dispatcher = self._open()
-        if n_pending := self._n_pending(dispatcher):
-            what = f"{call} while {n_pending} results are pending"
-            raise UsageError(what, fix="take them with get() first")
-        return dispatcher
 
     @property
     def failures(self) -> tuple[WorkerError, ...]:

@@ -157,26 +157,19 @@ class LocalWorker:
         """
         if (self._is_at_work or self._is_awaited) and timeout_s == 0.0:
             return
-        if self._has_message():
+        # Nothing is taken from the line here: if that is interrupted, a message is lost.
+        if not self._is_whole or self._inbox or self._collector.inbox.has_read:
             with self._at_work():
                 if not self._is_whole:
                     self._begin_again()
                 self._is_whole, is_over = False, False
                 while not is_over and self._collector.inbox.peek() is not None:
-                    is_over = self._carry_out()
+                    message, memory = self._collector.inbox.receive()
+                    self._collector.handle(message, memory)
+                    is_over = isinstance(message, Execute | Window)
                 self._is_whole = self._failure is None
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
-
-    def _has_message(self) -> bool:
-        # Nothing is taken from the line here: if that is interrupted, a message is lost.
-        return not self._is_whole or bool(self._inbox) or self._collector.inbox.has_read
-
-    def _carry_out(self) -> bool:
-        """Carry out one message; returns whether it was a request."""
-        message, memory = self._collector.inbox.receive()
-        self._collector.handle(message, memory)
-        return isinstance(message, Execute | Window)
 
     def _begin_again(self) -> None:
         """Throw an interrupted rollout away, and brief another one."""

@@ -150,16 +150,6 @@ class RequestQueue(ABC):
 
     # What the batchers call ---------------------------------------------------------------------
 
-    @property
-    def n_pending(self) -> int:
-        """Requests whose results were not handed out yet."""
-        return len(self.pending)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the oldest request has."""
-        return bool(self.pending) and self.pending[0].error is not None
-
     def next_number(self) -> int:
         """A number for a new request."""
         self._n_requests += 1

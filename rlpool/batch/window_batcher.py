@@ -119,10 +119,10 @@ class Batcher(BatcherBase):
         return self._has_stopped(self._not_closed())
 
     def _n_pending(self, dispatcher: RequestQueue) -> int:
-        return dispatcher.n_pending and dispatcher.n_pending + len(self._queued)
+        return len(dispatcher.pending) and len(dispatcher.pending) + len(self._queued)
 
     def _has_stopped(self, dispatcher: RequestQueue) -> bool:
-        return self._is_reset and not self._running and not dispatcher.n_pending
+        return self._is_reset and not self._running and not dispatcher.pending
 
     @once
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
@@ -205,7 +205,7 @@ class Batcher(BatcherBase):
             self._infos = infos
             self._unconfirmed = dispatcher.policy.version, infos
             self._n_windows += 1
-            if dispatcher.n_pending:
+            if dispatcher.pending:
                 # Which lanes run is known once the previous window is there; what they run with is
                 # fixed now.
                 self._queued += ((dispatcher.policy, infos),)
@@ -227,7 +227,7 @@ class Batcher(BatcherBase):
         except UsageError:
             raise
         except RlpoolError:
-            if not dispatcher.has_failed:
+            if not dispatcher.pending or dispatcher.pending[0].error is None:
                 raise
             with InterruptsHeld():
                 dispatcher.drop_pending(first=1)
@@ -272,7 +272,6 @@ class Batcher(BatcherBase):
     def _pending(self, dispatcher: RequestQueue) -> list[WindowRequest]:
         return [each for each in dispatcher.pending if isinstance(each, WindowRequest)]
 
-    _KIND = "Batcher"
     _COUNTERS = ("n_resets", "n_windows", "n_windows_before", "is_reset", "is_first")
     _KEYS = (*_COUNTERS, "agent_info", "env_info", "running", "tapes")
 

@@ -146,7 +146,7 @@ class Collector(Server):
         lock_fd: int | None = None,
         notice: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(place, link.send, control)
+        super().__init__(place, link, control)
         self._in_process = False
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}

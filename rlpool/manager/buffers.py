@@ -7,7 +7,7 @@ own lanes, the caller sees all of them::
     ahead/frame                       first observations of episodes that were begun ahead of time
     reward, flags                     written by the workers; cleared when a lane is reset
     action/action  [n_lanes]          written by the caller
-    seed, ahead, asked                bookkeeping per lane
+    seed, is_ahead, asked             bookkeeping per lane
     step, finished, ...               bookkeeping per worker
     asleep                            who has to be woken: every worker, then the caller
 
@@ -37,7 +37,7 @@ _BOOL = TensorSpec((), np.dtype(bool))
 _PER_LANE = {
     "reward": REWARD_SPEC,
     "seed": _INT64,  # of the last reset
-    "ahead": _INT64,  # index, among the lane's announced episodes, of the one already begun, or -1
+    "is_ahead": _INT64,  # index of the announced episode of the lane that was begun, or -1
     "asked": _BOOL,  # whether the lane takes part in a partial step
 }
 _PER_WORKER = (
@@ -121,7 +121,7 @@ class Buffers:
             return
         self.flags = arrays["flags"][:, self._lanes]
         for name in _PER_LANE:
-            setattr(self, "is_ahead" if name == "ahead" else name, arrays[name][self._lanes])
+            setattr(self, name, arrays[name][self._lanes])
         for name in (*_PER_WORKER, "asleep"):
             setattr(self, name, arrays[name].data)
 

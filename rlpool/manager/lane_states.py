@@ -227,17 +227,9 @@ def lane_failure(
     if tape is not None and not tape.why_lost:
         capsule = _capsule(tape, call, where, n_lanes)
     kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
-    failure = files.with_file(
-        kind(
-            error.what,
-            where=where,
-            fix=error.own_fix,
-            hint=ENV_HINT,
-            traceback_text=error.traceback_text,
-            reason=error.reason,
-            capsule=capsule and capsule.told(error.what, error.traceback_text),
-        )
-    )
+    told = capsule and capsule.told(error.what, error.traceback_text)
+    changes = {"where": where, "hint": ENV_HINT, "capsule": told}
+    failure = files.with_file(kind(**{**error._constructor_arguments(), **changes}))
     failure.lane, failure.call = where.lane or 0, call
     return failure
 

@@ -228,12 +228,13 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         return have_answered and self._stepper.is_over(until_s)
 
     def finish_begun(self) -> None:
-        """Wait for a reset that was begun.
+        """Wait for a reset or a step that was begun.
 
         Raises:
             EnvError: If an environment failed; it is also a ``LaneError``.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
+        self._workers.check_open()
         self._stepper.finish_command()
 
     def drop_begun(self) -> None:

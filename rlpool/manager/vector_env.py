@@ -29,6 +29,7 @@ from rlpool.errors import (
     EnvError,
     NoPendingCallError,
     PendingCallError,
+    RlpoolError,
     SpecError,
     UsageError,
     VectorSpecError,
@@ -63,12 +64,12 @@ class PendingCall:
 
     Attributes:
         kind: ``"reset"``, ``"step"``, ``"call"`` or ``"set_attr"``.
-        finish: Waits for it and returns its outcome.
+        finish: Waits for it and returns its outcome; ``None`` until it was begun as a whole.
         is_given_up: Whether nobody will ask for its outcome.
     """
 
     kind: str
-    finish: Finish
+    finish: Finish | None = None
     is_given_up: bool = True
 
 
@@ -364,7 +365,8 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
             self.manager.drop_begun()
             self._note_ended()
             self._pending = None
-        self._pending = begun = PendingCall(kind, begin(*arguments))
+        self._pending = begun = PendingCall(kind)  # first: if it is interrupted, it is given up
+        begun.finish = begin(*arguments)
         return begun
 
     def _whole(self, kind: str, begin: Callable[..., Finish], *arguments: Any) -> Any:
@@ -389,8 +391,8 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
 
     def _finished(self, pending: PendingCall) -> Any:
         try:
-            outcome = pending.finish()
-        except Exception:  # that of an environment or a worker: it is the outcome
+            outcome = pending.finish and pending.finish()
+        except RlpoolError:  # that of an environment or a worker: it is the outcome
             self._pending = None
             raise
         self._pending = None
@@ -536,16 +538,9 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
 
     def _begin_call(self, requests: Mapping[int, tuple[str, Any]], name: str) -> Finish:
         """Send a request to each of some environments."""
-        sent: list[int] = []
-        try:
-            for lane, request in requests.items():
-                self.manager.remotes[lane].send(request)
-                sent.append(lane)
-        except BaseException:  # no reply may be left behind: the lane could not step
-            for lane in sent:
-                self.manager.remotes[lane].recv()
-            raise
-        return partial(self._finish_call, sent, name)
+        for lane, request in requests.items():
+            self.manager.remotes[lane].send(request)
+        return partial(self._finish_call, list(requests), name)
 
     def _finish_call(self, lanes: Sequence[int], name: str) -> tuple[Any, ...]:
         """Wait for the replies to requests.

@@ -21,7 +21,7 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.startup import made_environments, report_of
-from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, ComingEpisodes, WorkerLanes, answer
+from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, WorkerLanes, answer
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
@@ -70,15 +70,10 @@ class EnvServer(Server):
     def __init__(
         self, place: Place, pipe: Pipe, control: WorkerRecord, wake: Wake, done: Wake
     ) -> None:
-        super().__init__(place, pipe.send, control)
+        super().__init__(place, pipe, control)
         self._me = place.worker
-        self._pipe = pipe
         self._wake = wake
         self._done = done
-
-    def receive(self) -> tuple[Message, Memory | None]:
-        """Wait for the next message."""
-        return self._pipe.receive()
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
         """Create the environments."""
@@ -93,7 +88,7 @@ class EnvServer(Server):
         while not self._has_begun:
             if not self._handle(*self.receive()):
                 return
-        wake, pipe, me, step = self._wake, self._pipe, self._me, self._buffers.step
+        wake, pipe, me, step = self._wake, self._link, self._me, self._buffers.step
         poller = select.poll()
         poller.register(pipe.fileno(), select.POLLIN)
         poller.register(wake.fd, select.POLLIN)
@@ -125,7 +120,7 @@ class EnvServer(Server):
         elif isinstance(message, Call):
             self._answer(message)
         elif isinstance(message, Announce):
-            self._lanes.coming = ComingEpisodes(message)
+            self._lanes.announce(message)
         elif isinstance(message, MapArrays) and memory is not None:
             self._map(message, memory)
         elif isinstance(message, Begin):

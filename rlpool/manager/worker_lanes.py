@@ -49,7 +49,6 @@ class WorkerLanes:
         buffers: The shared arrays of these lanes.
         control: As given.
         open: Lanes that were not closed.
-        coming: The episodes that were announced.
         not_restored: Lanes that could not be restored, and why.
         changed: Lanes where an attribute was set in their episode.
     """
@@ -66,7 +65,8 @@ class WorkerLanes:
         self.buffers = buffers
         self.control = control
         self.open = set(range(env.n_lanes))
-        self.coming = ComingEpisodes()
+        self._announced: Announce | None = None
+        self._next: dict[int, int] = {}  # lane: index of its next announced episode
         self.not_restored: dict[int, str] = {}
         self.changed: set[int] = set()
         self._worker = worker
@@ -108,7 +108,7 @@ class WorkerLanes:
             for name, value in attributes.items():
                 self.env.attribute(lane, "set_wrapper_attr")(name, value)
         for lane, tape in predecessor.tapes.items():
-            self.coming.note_begin(lane, tape.seed)
+            self._find_next(lane, tape.seed)
             if not tape.n_steps and self._given_up.get(lane) == (tape.seed, -1):
                 self.env.begin_lanes([lane])  # its reset fails again
                 continue
@@ -147,7 +147,7 @@ class WorkerLanes:
         self._recycling.n_begun += 1
         self.buffers.seed[lane] = seed
         self.buffers.is_ahead[lane] = -1
-        self.coming.note_begin(lane, seed)
+        self._find_next(lane, seed)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
         """Reset lanes, but those whose reset is known to fail: they are truncated in their step.
@@ -186,15 +186,28 @@ class WorkerLanes:
         env.truncate_lanes(given_up, actions)
         return sorted([*ended, *given_up])
 
+    def announce(self, message: Announce) -> None:
+        """Know which episodes will come."""
+        self._announced, self._next = message, {}
+
+    def _find_next(self, lane: int, seed: int) -> None:
+        """Look which episode comes behind that with this seed, if that was announced."""
+        self._next.pop(lane, None)
+        if self._announced is not None:
+            found = np.flatnonzero(self._announced.seeds[lane] == seed)
+            if found.size:
+                self._next[lane] = int(found[0]) + 1
+
     def begin_ahead(self, lane: int) -> None:
         """Reset a lane for its next announced episode, leaving its last values in place."""
         if self._recycling.is_due():
             return  # a successor will run it
-        episode = self.coming.next(lane)
-        if episode is None:
+        number, announced = self._next.get(lane), self._announced
+        if announced is None or number is None or number >= len(announced.seeds[lane]):
             return
+        self._next[lane] = number + 1
         self._recycling.n_begun += 1
-        number, seed, options = episode
+        seed, options = announced.episode(lane, number)
         buffers, env = self.buffers, self.env
         buffers.seed[lane] = seed
         last = {key: np.array(array[lane]) for key, array in buffers.observation.items()}
@@ -221,37 +234,6 @@ class WorkerLanes:
         """Close all environments that are open."""
         for lane in sorted(self.open):
             self.close_lane(lane)
-
-
-class ComingEpisodes:
-    """Announced episodes of a worker's lanes.
-
-    A lane that begins one of them has the next one ahead; one that begins any other episode has
-    none.
-
-    Args:
-        message: The announcement, ``None`` if there was none.
-    """
-
-    def __init__(self, message: Announce | None = None) -> None:
-        self._message = message
-        self._next: dict[int, int] = {}  # lane: index of its next episode
-
-    def note_begin(self, lane: int, seed: int) -> None:
-        """Record that a lane begins the episode with this seed."""
-        self._next.pop(lane, None)
-        if self._message is not None:
-            found = np.flatnonzero(self._message.seeds[lane] == seed)
-            if found.size:
-                self._next[lane] = int(found[0]) + 1
-
-    def next(self, lane: int) -> tuple[int, int, Options] | None:
-        """Index, seed and options of a lane's next episode, each once; ``None`` if unknown."""
-        index, message = self._next.get(lane), self._message
-        if message is None or index is None or index >= len(message.seeds[lane]):
-            return None
-        self._next[lane] = index + 1
-        return index, *message.episode(lane, index)
 
 
 # Requests of remotes -----------------------------------------------------------------------------

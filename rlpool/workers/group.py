@@ -156,8 +156,9 @@ class Workers(LifeCycle):
         if not events or now_s > self._look_for_ends_s:
             # A process that a dead worker had forked may keep its descriptors open.
             self._look_for_ends_s = now_s + _LOOK_EVERY_S
-            lives = [life for life in self._lives if life.pipe is not None]
-            ready |= {life.worker for life in lives if life.has_ended}
+            for life in self._lives:
+                if life.pipe is not None and life.process and not life.process.is_alive():
+                    ready.add(life.worker)
             reap_template()
         if not ready:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 
@@ -26,7 +27,7 @@ class HangWatch:
     """
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._progress: dict[int, int] = {}
         self._idle_s: dict[int, float] = {}
         self._counted_to_s = time.monotonic()
@@ -35,8 +36,6 @@ class HangWatch:
     @property
     def patience_s(self) -> float:
         """How long to wait at most before the next look."""
-        if self._timeout_s is None:
-            return _LONGEST_LOOK_S
         return min(_LONGEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
 
     def begin(self) -> None:
@@ -50,8 +49,6 @@ class HangWatch:
 
     def is_due(self) -> bool:
         """Whether the caller has watched so long since the last look that another is worth it."""
-        if self._timeout_s is None:
-            return False
         self._count()
         return self._watched_s >= self.patience_s / _LOOKS_PER_PATIENCE
 
@@ -68,8 +65,6 @@ class HangWatch:
                 starts, 0 if nothing is known.
             watched: The workers that have something to do.
         """
-        if self._timeout_s is None:
-            return None
         self._count()
         passed_s, self._watched_s = min(self._watched_s, self.patience_s), 0.0
         for worker, number in enumerate(progress):

@@ -89,11 +89,6 @@ class Life:
         self.is_dismissed = False
         self.deadline_s = 0.0
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process is no more."""
-        return self.process is not None and not self.process.is_alive()
-
 
 class Client(Protocol):
     """Gives the workers something to do."""
@@ -333,17 +328,16 @@ class LifeCycle:
         n_before = self._client.blames(life.worker, failure)
         if n_before is not None:
             self.restarts.forgive(life.worker, n_before)
-            self._set_state(life, State.DOWN, 0.0)
-            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
-            self._client.lost(life.worker, failure)
-            return
-        try:
-            delay_s = self.restarts.delay_s(life.worker, failure, n_suspected)
-            self._set_state(life, State.DOWN, delay_s)
-        except WorkerDiedError as error:
-            self.fatal = error
-            return
-        _LOG.warning("%s%s: restart %s", failure.what, where, str(self.restarts))
+            delay_s, what = 0.0, given_up(n_before)
+        else:
+            try:
+                delay_s = self.restarts.delay_s(life.worker, failure, n_suspected)
+            except WorkerDiedError as error:
+                self.fatal = error
+                return
+            what = f"restart {self.restarts}"
+        self._set_state(life, State.DOWN, delay_s)
+        _LOG.warning("%s%s: %s", failure.what, where, what)
         self._client.lost(life.worker, failure)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:

@@ -27,7 +27,7 @@ from rlpool.workers.process_title import set_title
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import install_fast_checks
 from rlpool.workers.stacks import answer_questions
-from rlpool.workers.wire import Close, Failed, Message, Ready, Retiring
+from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
 
 
 class Place(NamedTuple):
@@ -126,23 +126,22 @@ class Server(ABC):
 
     Args:
         place: Which worker it is.
-        send: Sends a message to the caller.
+        link: The line to the caller.
         control: The worker's part of the shared record.
     """
 
-    def __init__(
-        self, place: Place, send: Callable[[Message], None], control: WorkerRecord
-    ) -> None:
+    def __init__(self, place: Place, link: Pipe, control: WorkerRecord) -> None:
         self._place = place
         self._here = Where(worker=place.worker)
-        self._send = send
+        self._link = link
+        self._send = link.send
         self._control = control
         self._recycling = Recycling(place.policy)
         self._closers: list[Callable[[], Any]] = []  # of what was created
 
-    @abstractmethod
     def receive(self) -> tuple[Message, Memory | None]:
         """Wait for the next message."""
+        return self._link.receive()
 
     @abstractmethod
     def create(self, setup: Any, memory: Memory | None) -> Any:
@@ -168,10 +167,6 @@ class Server(ABC):
             return False
         self._send(Ready(report))
         return True
-
-    def fail(self, error: Exception) -> None:
-        """Tell the caller that this worker ends by an error of its own."""
-        self.report_failure(worker_error(error, self._here))
 
     def report_failure(self, error: WorkerError, command: int | None = None) -> None:
         """Report a failure, of a command or of the worker as a whole."""
@@ -218,7 +213,7 @@ def run(
         pass  # the caller is gone or has closed its end: there is nobody left to tell
     except Exception as error:  # such as no descriptor left, or no memory to map a block
         with suppress(OSError):
-            server.fail(error)
+            server.report_failure(worker_error(error, Where(worker=place.worker)))
     finally:
         server.close()
 

@@ -115,7 +115,7 @@ def test_a_batcher_s_call_that_is_struck_at_any_point_and_repeated_does_its_work
         pairs = zip(calls_of(batcher, number), calls_of(other, number), strict=True)
         for strike, (mine, others) in zip(strikes, pairs, strict=True):
             assert_equal(until_done(partial(outcome, mine), strike), outcome(others), number)
-        assert batcher._dispatcher.n_pending == 0
+        assert batcher.n_pending == 0
         return strikes
 
     with create(1) as batcher, create(0) as other:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 from process.watching import wait_until, worker_pids
 
-from rlpool import Batcher, EpisodeBatcher, GymEnv, ParallelEnvManager, Pool, UsageError
+from rlpool import (
+    Batcher,
+    EpisodeBatcher,
+    GymEnv,
+    ParallelEnvManager,
+    ParallelVectorEnv,
+    Pool,
+    UsageError,
+)
 from rlpool.workers import lifecycle
 
 from support.acting_envs import ActingEnv
@@ -170,6 +178,16 @@ def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: 
         manager.reset()
 
 
+def test_calls_of_a_vector_environment_in_another_thread_are_refused(gate: Path) -> None:
+    with closing(ParallelVectorEnv([partial(WaitingEnv, gate)])) as envs:
+        envs.reset()
+        with inside(envs.manager, lambda: envs.step([0]), gate):
+            wait_until(lambda: "in step" in envs.manager.dump_stacks(None))
+            for call in envs.reset, partial(envs.step, [0]), partial(envs.call, "render"):
+                with pytest.raises(UsageError, match="while thread 'collector' is inside"):
+                    call()
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
     gate: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
@@ -261,7 +279,7 @@ def test_threads_that_take_turns_or_do_not_are_never_stuck() -> None:
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-        while batcher._dispatcher.n_pending:
+        while batcher._dispatcher.pending:
             taken += batcher.get().info["seed"].tolist()
     assert counts["execute"] == len(taken) == len(set(taken)) == batcher._n_episodes
     assert counts["refused"] > 0
