@@ -117,7 +117,6 @@ class Dispatcher(RequestQueue):
         super().__init__()
         self.runs_here = n_workers == 0
         self.repeats = n_workers > 0 and policy.may_restart
-        self._make_memory: Callable[[int], Memory] = Memory.shared if n_workers else Memory.local
         self._make_layout = make_layout
         self._owner_pid = os.getpid()
         self._crash_files = CrashFiles(crash_dir)
@@ -295,6 +294,9 @@ class Dispatcher(RequestQueue):
         if self._agreement.specs is not None:
             layout = self._make_layout(self._agreement.specs)
             self._blocks = BlockPool(layout, self._make_memory)
+
+    def _make_memory(self, n_bytes: int) -> Memory:
+        return Memory.local(n_bytes) if self.runs_here else Memory.shared(n_bytes)
 
     # Sending ---------------------------------------------------------------------------------
 
