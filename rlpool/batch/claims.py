@@ -19,7 +19,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.seeding import episode_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 
@@ -43,7 +43,7 @@ class Claims:
     """
 
     def __init__(
-        self, control: Mapping[str, Array], n_episodes: int, lock_fd: int | None = None
+        self, control: Mapping[str, NDArray], n_episodes: int, lock_fd: int | None = None
     ) -> None:
         self._n_episodes = n_episodes
         self._n_workers, self._n_lanes = control["claim"].shape
@@ -136,7 +136,7 @@ def warn_if_unseeded(step: StepSpecs) -> None:
         )
 
 
-def check_rows(step: StepSpecs | None, env_info: Mapping[str, Array]) -> None:
+def check_rows(step: StepSpecs | None, env_info: Mapping[str, NDArray]) -> None:
     """Refuse different rows for lanes that are reset together.
 
     Args:
@@ -158,7 +158,7 @@ def check_rows(step: StepSpecs | None, env_info: Mapping[str, Array]) -> None:
             )
 
 
-def check_shares(layout: Layout, env_info: Mapping[str, Array], n_rows: int) -> None:
+def check_shares(layout: Layout, env_info: Mapping[str, NDArray], n_rows: int) -> None:
     """Refuse what lanes that are reset together cannot run.
 
     Args:

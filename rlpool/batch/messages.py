@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rlpool.errors import RlpoolError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload
 
-Infos = tuple[dict[str, Array], dict[str, Array]]
+Infos = tuple[dict[str, NDArray], dict[str, NDArray]]
 """``(agent_info, env_info)`` as arrays by key."""
 
 

@@ -17,7 +17,7 @@ from rlpool.batch.messages import Execute, Infos, Window
 from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.observe.control import Control
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
@@ -413,9 +413,9 @@ class EpisodeRequest(Request):
         n_copied = self._glue.n_steps if self._glue is not None else 0
         return super().n_steps + int(in_slots.sum()) + n_copied
 
-    def _at_home(self) -> Array:
+    def _at_home(self) -> NDArray:
         """Which slots hold a whole episode, that of their number: bool ``[at most n_rows]``."""
-        is_whole: Array = self.running_block.arrays.control["whole"][: self.n_rows] > 0
+        is_whole: NDArray = self.running_block.arrays.control["whole"][: self.n_rows] > 0
         return is_whole
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -615,7 +615,7 @@ def _failing_step(where: Where, failure: WorkerError) -> int:
     return -1 if not step and call == "reset" else step
 
 
-def _rows_of(array: Array, rows: Sequence[int]) -> torch.Tensor:
+def _rows_of(array: NDArray, rows: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(array[np.asarray(rows)])
 
 

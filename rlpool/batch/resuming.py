@@ -24,7 +24,7 @@ from rlpool.data.infos import options_of
 from rlpool.envs.lanes import Options
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import refuse_other_states
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import StepSpecs
 from rlpool.specs import is_action
@@ -188,7 +188,7 @@ def state_of_tapes(tapes: Mapping[int, Tape]) -> list[State]:
 
 
 def tapes_of_state(
-    states: Iterable[Mapping[str, Any]], env_info: Mapping[str, Array]
+    states: Iterable[Mapping[str, Any]], env_info: Mapping[str, NDArray]
 ) -> dict[int, Tape]:
     """The inverse of ``state_of_tapes``; copies.
 
@@ -212,9 +212,9 @@ def tapes_of_state(
     }
 
 
-def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+def _tensors(arrays: Mapping[str, NDArray]) -> dict[str, torch.Tensor]:
     return {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
 
 
-def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray]:
     return {key: np.array(tensor.cpu().numpy()) for key, tensor in tensors.items()}

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlpool.batch.requests import EpisodeRequest, WindowRequest
 from rlpool.errors import RlpoolError, WorkerError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.block_pool import Block
 from rlpool.slots.blocks import StepSpecs
 from rlpool.slots.trajectories import Slice
@@ -89,7 +89,7 @@ class Shard:
     parts: frozenset[int] = frozenset()
 
 
-Published = tuple[Payload, Array]
+Published = tuple[Payload, NDArray]
 """A packed object and its bytes, see ``workers.payload``."""
 
 
@@ -144,10 +144,10 @@ class Rows:
     """
 
     step: StepSpecs
-    rows: dict[str, Array]
-    finals: dict[str, Array]
-    lengths: Array
-    starts: Array
+    rows: dict[str, NDArray]
+    finals: dict[str, NDArray]
+    lengths: NDArray
+    starts: NDArray
     is_reproducible: bool = True
     lanes_left: dict[int, int] = field(default_factory=dict)
     failures: Mapping[int, WorkerError] = field(default_factory=dict)
@@ -221,7 +221,7 @@ def copy_into(block: Block, first_slot: int, rows: Rows) -> None:
     control["whole"][slots] = 1
 
 
-def _fill(targets: Mapping[str, Array], rows: Rows) -> None:
+def _fill(targets: Mapping[str, NDArray], rows: Rows) -> None:
     """Copy the steps of rows to the beginnings of ``[B, T, ...]``."""
     is_step = _steps_in(rows.lengths)
     for key, array in rows.rows.items():
@@ -232,7 +232,7 @@ def _fill(targets: Mapping[str, Array], rows: Rows) -> None:
             target[is_step] = array
 
 
-def _steps_in(lengths: Array) -> Array:
+def _steps_in(lengths: NDArray) -> NDArray:
     """Where rows have steps: bool ``[B, longest]``."""
-    is_step: Array = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    is_step: NDArray = np.arange(lengths.max(initial=0)) < lengths[:, None]
     return is_step

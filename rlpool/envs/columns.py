@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array, batch_array
+from rlpool.memory.storage import NDArray, batch_array
 from rlpool.specs import (
     PADDING,
     Leaf,
@@ -55,7 +55,7 @@ def wrong_count(call: str, wanted: str, result: Any) -> SpecError:
     return SpecError(f"{call}() should return {wanted} values, got {got}")
 
 
-def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> Array:
+def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> NDArray:
     """Convert a value to an array of a given shape and dtype.
 
     Numbers may change their dtype within their kind, see ``fitted``. A dtype of another kind is
@@ -91,7 +91,7 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
     raise SpecError(f"{key!r} should have dtype {spec.dtype}, got {array.dtype}")
 
 
-def as_array(value: Any) -> Array:
+def as_array(value: Any) -> NDArray:
     """Convert a value to an array, also tensors with gradients or on other devices."""
     return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
 
@@ -162,7 +162,7 @@ def _reward_of(reward: Any) -> Any:
     return fitted_rewards("'reward'", number)
 
 
-def _number(value: Any) -> Array | None:
+def _number(value: Any) -> NDArray | None:
     """Convert a value to a 0-d array; ``None`` if it is not a single number."""
     if type(value) is int:
         value = float(max(-_HUGE, min(value, _HUGE)))
@@ -190,7 +190,7 @@ def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], 
     return results
 
 
-def fitted_rows(name: str, values: Array, lanes: Sequence[int], dtype: np.dtype[Any]) -> Array:
+def fitted_rows(name: str, values: NDArray, lanes: Sequence[int], dtype: np.dtype[Any]) -> NDArray:
     """The rows of some lanes in another dtype, see ``fitted``.
 
     Raises:
@@ -228,7 +228,7 @@ class Column:
         self._wider = np.dtype(np.float64) if is_float32 else leaf.spec.dtype
         self.place(batch_array(leaf.spec, n_lanes))
 
-    def place(self, array: Array) -> None:
+    def place(self, array: NDArray) -> None:
         """Use another array ``[n_lanes, *shape]`` from now on."""
         self.array = array
         self._rows = list(array)  # views, except of scalars
@@ -309,7 +309,7 @@ class Column:
                 _each(lanes, values, self._converted)  # tells the lane
             raise BadValue(lanes[0], error.what, error.fix) from error
 
-    def _converted(self, value: Any) -> Array:
+    def _converted(self, value: Any) -> NDArray:
         return converted(value, self.spec, self.key, widens=self._widens)
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
@@ -357,12 +357,12 @@ class Columns:
         self.leaves = self.observed | {column.key: column.leaf for column in others}
         self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.observed.items()]
         self._all = [*self._columns, *others]
-        self.arrays: dict[str, Array] = {column.key: column.array for column in self._all}
+        self.arrays: dict[str, NDArray] = {column.key: column.array for column in self._all}
         self._flatten = flattener(structure, "observation")
         if isinstance(structure, Leaf):
             self.write = self._columns[0].write  # type: ignore[method-assign, assignment]
 
-    def place(self, arrays: Mapping[str, Array]) -> None:
+    def place(self, arrays: Mapping[str, NDArray]) -> None:
         """Use other arrays from now on; keys that are not its own are ignored."""
         for column in self._all:
             column.place(arrays[column.key])

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 
 from rlpool.envs.info_keys import value_of
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import Leaf, Structure, leaves_of, nester
 
 
@@ -24,7 +24,7 @@ def some_action(space: Any, info: Any = None) -> Any:
     return space.sample(mask=np.asarray(mask, np.int8))
 
 
-def action_decoder(structure: Structure) -> Callable[[Mapping[str, Array]], list[Any]]:
+def action_decoder(structure: Structure) -> Callable[[Mapping[str, NDArray]], list[Any]]:
     """Compile a function from action arrays ``[B, ...]`` to a list of one action per lane.
 
     Actions are NumPy arrays and scalars of the space's dtypes, as from Gymnasium's vector
@@ -36,21 +36,21 @@ def action_decoder(structure: Structure) -> Callable[[Mapping[str, Array]], list
     splitters = [_splitter(*pair) for pair in leaves_of({"action": structure}, "").items()]
     nest = nester(structure)
 
-    def decode(actions: Mapping[str, Array]) -> list[Any]:
+    def decode(actions: Mapping[str, NDArray]) -> list[Any]:
         parts = (split(actions) for split in splitters)
         return [nest(row) for row in zip(*parts, strict=True)]
 
     return decode
 
 
-def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, Array]], list[Any]]:
+def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, NDArray]], list[Any]]:
     dtype = leaf.spec.dtype
     if leaf.is_scalar or leaf.spec.shape:
         return lambda actions: list(np.array(actions[key], dtype))
     return lambda actions: [np.asarray(value) for value in np.array(actions[key], dtype)]
 
 
-def undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:
+def undeclared_actions(actions: Mapping[str, NDArray]) -> list[Any]:
     """Actions for environments without an action space: Python numbers or arrays."""
     array = np.array(actions["action"])
     return array.tolist() if array.ndim == 1 else list(array)

@@ -19,7 +19,7 @@ from rlpool.envs.single_envs import checked_environments
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import (
     Structure,
     TensorSpec,
@@ -109,7 +109,7 @@ class GymEnv(VecEnv):
         if self.is_declared:
             self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
-        self._decode: Callable[[Mapping[str, Array]], list[Any]] = undeclared_actions
+        self._decode: Callable[[Mapping[str, NDArray]], list[Any]] = undeclared_actions
         if self.action_space is not None:
             self.action_structure = self._structure("action_space")
             self._action_leaves = leaves_of({"action": self.action_structure}, "")
@@ -196,7 +196,7 @@ class GymEnv(VecEnv):
         if self.keeps_results:
             self.results = results
 
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Results:
         results: list[tuple[Any, ...]] = []
         steps, lane_in_use = self._steps, self.lane_in_use
         try:

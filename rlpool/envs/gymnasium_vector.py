@@ -15,7 +15,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from rlpool.envs.atari_lanes import resets_atari_lanes, take_a_seed_per_lane
 from rlpool.envs.columns import checked_result
 from rlpool.errors import RemoteTraceback, SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.seeding import Seeding
 
 _NUMBERS = frozenset([float, int, np.float32, np.float64])
@@ -36,7 +36,7 @@ class Owner(Protocol):
     """What owns a vector environment: a ``VectorGymEnv``."""
 
     lane_in_use: Any
-    at_rest: Array
+    at_rest: NDArray
     seeding: Seeding
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlpool.envs.lanes import Options
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
 _MOST = 1000  # steps that are recorded of an episode
 
@@ -30,7 +30,7 @@ class _Episode:
     def __init__(self, lane: int, seed: int, options: Options) -> None:
         self.lane, self.begin = lane, (seed, options)
         self.n_steps = 0
-        self.actions: list[Array] = []
+        self.actions: list[NDArray] = []
 
 
 class IdleLanes:
@@ -70,7 +70,7 @@ class IdleLanes:
             self._known = self._recorded
             self._follows[:] = False
 
-    def to_reset(self, idle: Array, has_ended: Array, elapsed: Array) -> list[int]:
+    def to_reset(self, idle: NDArray, has_ended: NDArray, elapsed: NDArray) -> list[int]:
         """Idle lanes that have to begin the episode which is repeated, before another step.
 
         Args:
@@ -98,7 +98,7 @@ class IdleLanes:
         seed, options = self._known.begin
         return [seed] * n, options
 
-    def act(self, parts: Sequence[Array], idle: Array | None, elapsed: Array) -> None:
+    def act(self, parts: Sequence[NDArray], idle: NDArray | None, elapsed: NDArray) -> None:
         """Record the action of one lane, and give idle lanes theirs.
 
         Args:
@@ -116,7 +116,7 @@ class IdleLanes:
             for kept, part in zip(self._known.actions, parts, strict=True):
                 part[idle] = kept[elapsed[idle]]
 
-    def note_step(self, lanes: Sequence[int], elapsed: Array, over: Array) -> None:
+    def note_step(self, lanes: Sequence[int], elapsed: NDArray, over: NDArray) -> None:
         """Note that a step has been made.
 
         Args:

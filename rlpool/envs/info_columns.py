@@ -15,7 +15,7 @@ import numpy as np
 from rlpool.envs.columns import BadValue, Column, as_array
 from rlpool.envs.info_keys import batch_of, names_in, value_of
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import Leaf, TensorSpec, fitted
 
 _LOG = logging.getLogger("rlpool")
@@ -32,7 +32,7 @@ def _what_parts(key: str, value: Mapping[str, Any]) -> tuple[str, str]:
     return what, "name its parts in info_keys, or None for all of it"
 
 
-def _fitted(value: Any, spec: TensorSpec, key: str) -> Array:
+def _fitted(value: Any, spec: TensorSpec, key: str) -> NDArray:
     """Convert a value, see ``fitted``.
 
     Raises:
@@ -84,7 +84,7 @@ class InfoColumn(Column):
         """See ``Column.write_batch``; values may be an array of objects, or ``None``."""
         self.write_some(lanes, values, None)
 
-    def write_some(self, lanes: Sequence[int], values: Any, has_value: Array | None) -> None:
+    def write_some(self, lanes: Sequence[int], values: Any, has_value: NDArray | None) -> None:
         """Write rows of an array of all lanes.
 
         Args:
@@ -117,7 +117,7 @@ class InfoColumn(Column):
         except SpecError:  # one by one, which tells the lane
             self.write(lanes, [self.zero if value is None else value for value in array])
 
-    def _converted(self, value: Any) -> Array:
+    def _converted(self, value: Any) -> NDArray:
         return _fitted(value, self.spec, self.key)
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from rlpool.envs.columns import as_array
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import (
     TensorSpec,
     join_key,
@@ -128,7 +128,7 @@ def value_of(info: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def batch_of(infos: Mapping[str, Any], key: str) -> tuple[Any, Array | None]:
+def batch_of(infos: Mapping[str, Any], key: str) -> tuple[Any, NDArray | None]:
     """What the infos of a vector environment hold under a key.
 
     Returns:
@@ -156,7 +156,7 @@ def _splits(key: str) -> Iterator[tuple[str, str]]:
             yield key[:place], key[place + 1 :]
 
 
-def _mask(infos: Mapping[str, Any], key: str) -> Array | None:
+def _mask(infos: Mapping[str, Any], key: str) -> NDArray | None:
     mask = infos.get(f"_{key}")
     if isinstance(mask, torch.Tensor):
         mask = as_array(mask)

@@ -19,7 +19,7 @@ from rlpool.envs.columns import BadValue, Columns, Results, checked_results, fit
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import ctrl_c
-from rlpool.memory.storage import Array, batch_array
+from rlpool.memory.storage import NDArray, batch_array
 from rlpool.seeding import Seeding
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
@@ -79,15 +79,15 @@ class Lanes(ABC):
 
     def __init__(self, n_lanes: int) -> None:
         self.n_lanes = n_lanes
-        self.current: dict[str, Array] = {}
+        self.current: dict[str, NDArray] = {}
         self.lane_in_use: MutableSequence[int] | memoryview = [0]
         self._some_lane_is_initial = False
-        self._last_actions: dict[str, Array] = {}
+        self._last_actions: dict[str, NDArray] = {}
         self._place_results(
             batch_array(REWARD_SPEC, n_lanes), np.zeros((len(FLAGS), n_lanes), bool)
         )
 
-    def place(self, arrays: Mapping[str, Array], reward: Array, flags: Array) -> None:
+    def place(self, arrays: Mapping[str, NDArray], reward: NDArray, flags: NDArray) -> None:
         """Move ``current`` to other memory, for instance shared memory.
 
         Its values are lost: all lanes need a reset.
@@ -102,7 +102,7 @@ class Lanes(ABC):
             self.current.update(self.columns.arrays)
         self._place_results(reward, flags)
 
-    def _place_results(self, reward: Array, flags: Array) -> None:
+    def _place_results(self, reward: NDArray, flags: NDArray) -> None:
         self.flags = flags
         results = {"reward": reward, **dict(zip(FLAGS, flags, strict=True))}
         self.current |= results
@@ -141,7 +141,7 @@ class Lanes(ABC):
         """Reset lanes and write their observations and infos to ``columns``."""
 
     @abstractmethod
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Results:
         """Step lanes, write observations and infos; returns rewards, terminated, truncated."""
 
     def close(self) -> None:  # noqa: B027  (optional)
@@ -191,12 +191,12 @@ class Lanes(ABC):
             del self.current[key]
         self._columns = None
 
-    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
+    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
         """Arrays for the last actions."""
         return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
 
     def announce_episodes(  # noqa: B027  (optional)
-        self, seeds: Sequence[int], env_info: Mapping[str, Array]
+        self, seeds: Sequence[int], env_info: Mapping[str, NDArray]
     ) -> None:
         """Announce the next resets: episode *i* in lane *i* % n_lanes.
 
@@ -253,7 +253,7 @@ class Lanes(ABC):
             self._initial_state[lane] = True
         self._some_lane_is_initial = True
 
-    def truncate_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> None:
+    def truncate_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> None:
         """Let lanes make a last step, in which the environments do nothing.
 
         They show what they showed before, and what the step did, such as its reward, is 0.
@@ -269,7 +269,7 @@ class Lanes(ABC):
             self.current[key][rows] = 0
         self.current["truncated"][rows] = self.current["done"][rows] = True
 
-    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
         """Step some lanes.
 
         Args:
@@ -326,7 +326,7 @@ class Lanes(ABC):
             self._infos.note_end()
         return ended
 
-    def _refuse_unfit(self, key: str, values: Array, lanes: Sequence[int]) -> None:
+    def _refuse_unfit(self, key: str, values: NDArray, lanes: Sequence[int]) -> None:
         """Raise unless actions fit the dtype in which the environments have them."""
         try:
             fitted_rows(f"the action {key!r}", values, lanes, self._action_dtypes[key])
@@ -337,7 +337,7 @@ class Lanes(ABC):
         self,
         min_ready: int = 1,
         lanes: Sequence[int] = (),
-        actions: Mapping[str, Array] | None = None,
+        actions: Mapping[str, NDArray] | None = None,
     ) -> list[int]:
         """Start steps of some lanes, and return the lanes that have finished theirs.
 

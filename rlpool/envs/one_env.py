@@ -40,7 +40,7 @@ from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.errors import SpecError
 from rlpool.machine.generators import seed_generators
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.seeding import stream_seed
 from rlpool.specs import (
     Structure,
@@ -230,7 +230,7 @@ class OneEnv(GymEnv):
             self._declare_structure(structure).write(lanes, [state])
         self.is_declared = True
 
-    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
         """Step the environment, which may choose another action."""
         self.is_fresh = False
         # ``last_action`` is copied from the action taken, which the step writes first.

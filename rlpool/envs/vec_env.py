@@ -14,7 +14,7 @@ from rlpool.data.dict_tensor_base import kind
 from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.envs.lanes import LaneError, Lanes, Options
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import TensorSpec, is_action
 
@@ -154,7 +154,7 @@ class VecEnv(Lanes):
             running = [lane for lane in self._running if lane not in ended]
         return (stepped, self._observation(running)), running
 
-    def _stepped(self, actions: dict[str, Array]) -> tuple[Observed, list[int], list[int]]:
+    def _stepped(self, actions: dict[str, NDArray]) -> tuple[Observed, list[int], list[int]]:
         """Step the running environments.
 
         Returns:
@@ -191,7 +191,7 @@ class VecEnv(Lanes):
         values = {key: torch.from_numpy(array[rows]) for key, array in self.current.items()}
         return DictTensor(values), torch.from_numpy(rows)
 
-    def _actions_of(self, policy_output: Any) -> dict[str, Array]:
+    def _actions_of(self, policy_output: Any) -> dict[str, NDArray]:
         """Actions of the running environments as ``step_lanes`` takes them."""
         if not isinstance(policy_output, DictTensor):
             if not isinstance(policy_output, Mapping):

@@ -27,7 +27,7 @@ from rlpool.envs.vector_results import (
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, whole_number
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 
 _ALL = slice(None)
@@ -255,7 +255,7 @@ class VectorGymEnv(VectorLanes):
         self._elapsed[lanes] = 0
         return shown
 
-    def _keep_idle(self, rows: Array) -> None:
+    def _keep_idle(self, rows: NDArray) -> None:
         """Let lanes without an episode rest, where that is possible, or begin the one to repeat."""
         idle = np.ones(self.n_lanes, bool)
         idle[rows] = False
@@ -265,12 +265,12 @@ class VectorGymEnv(VectorLanes):
         if begin:
             self._reset_some(begin, *self._idle.episode(len(begin)))
 
-    def _act_idle(self, parts: Sequence[Array], idle: Array | None) -> None:
+    def _act_idle(self, parts: Sequence[NDArray], idle: NDArray | None) -> None:
         self._idle.act(parts, idle, self._elapsed)
 
     # Steps ---------------------------------------------------------------------------------
 
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Results:
         all_step = len(lanes) == self.n_lanes
         rows: Any = _ALL if all_step else np.asarray(lanes, np.int64)
         in_episode = np.array(self._in_episode[rows])
@@ -308,7 +308,7 @@ class VectorGymEnv(VectorLanes):
             self._idle.note_step(lanes, self._elapsed, over)
         return rewards, terminated, truncated
 
-    def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[Array, Array, Array]:
+    def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[NDArray, NDArray, NDArray]:
         """Step the vector environment; write the observations of some lanes."""
         restarting = self._has_ended.copy()
         self._in_episode[:], self._has_ended[:] = False, True  # until the step is over
@@ -331,7 +331,7 @@ class VectorGymEnv(VectorLanes):
             self._is_written = len(lanes) == self.n_lanes
         return rewards, terminated, truncated
 
-    def _refuse_left_out(self, lanes: Sequence[int], in_episode: Array) -> None:
+    def _refuse_left_out(self, lanes: Sequence[int], in_episode: NDArray) -> None:
         """Lanes that a step left out have gone on: their episodes must not be continued."""
         if np.count_nonzero(in_episode) < len(in_episode):
             lane = lanes[int(in_episode.argmin())]

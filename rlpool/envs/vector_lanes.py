@@ -15,7 +15,7 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_infos import info_specs_of, statistics_keys
 from rlpool.envs.vector_results import final_observations
 from rlpool.errors import SpecError, UsageError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import leaves_of, nester, structure_of_space
 
 
@@ -72,7 +72,7 @@ class VectorLanes(VecEnv):
         else:
             self.vector_env.close()
 
-    def _batch(self, rows: Any, actions: Mapping[str, Array]) -> Any:
+    def _batch(self, rows: Any, actions: Mapping[str, NDArray]) -> Any:
         """The actions of all lanes, as the vector environment takes them: copies."""
         parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
         idle = None
@@ -85,7 +85,7 @@ class VectorLanes(VecEnv):
             self._act_idle(parts, idle)
         return self._nest_action(parts)
 
-    def _act_idle(self, parts: Sequence[Array], idle: Array | None) -> None:
+    def _act_idle(self, parts: Sequence[NDArray], idle: NDArray | None) -> None:
         """Change the actions of lanes without an episode, where these repeat one."""
 
     def _write(

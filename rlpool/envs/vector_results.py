@@ -11,7 +11,7 @@ import numpy as np
 from rlpool.envs.columns import as_array, wrong_count
 from rlpool.envs.lanes import Options
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
 
 def with_equal_options(options: Sequence[Options]) -> list[list[int]]:
@@ -32,12 +32,12 @@ def checked_pair(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def as_bools(flags: Array) -> Array:
+def as_bools(flags: NDArray) -> NDArray:
     """Flags as bools, copied only if they are none."""
     return flags if flags.dtype == np.bool_ else flags.astype(bool)
 
 
-def per_lane(name: str, values: Any, n_lanes: int) -> Array:
+def per_lane(name: str, values: Any, n_lanes: int) -> NDArray:
     """Rewards or flags as an array ``[n_lanes]``.
 
     Raises:

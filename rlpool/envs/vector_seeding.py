@@ -15,12 +15,12 @@ from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.gym_actions import some_action
 from rlpool.envs.gymnasium_vector import autoreset_mode
 from rlpool.errors import SpecError, described
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.seeding import SEEDINGS, Seeding
 
 _N_STEPS = 8  # looked at after each reset, where lanes restart by themselves
 
-Rows = list[Array]
+Rows = list[NDArray]
 """The parts of an observation, or of what a step returned: arrays ``[n_lanes, ...]``."""
 
 

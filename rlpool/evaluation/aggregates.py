@@ -17,7 +17,7 @@ from rlpool.errors import SpecError
 from rlpool.evaluation.figures import N_RESAMPLES, Estimate, interval, returns_of, scipy_stats
 from rlpool.evaluation.result import Evaluation
 from rlpool.machine.arguments import names_arguments, real_number, whole_number
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
 _FORMS = "pass {task: [evaluation, ...]}, the list of one task's runs, or a matrix [runs, tasks]"
 
@@ -39,12 +39,12 @@ class Aggregate(NamedTuple):
         0.5
     """
 
-    scores: Array
+    scores: NDArray
     mean: Estimate
     median: Estimate
     interquartile_mean: Estimate
     optimality_gap: Estimate
-    thresholds: Array
+    thresholds: NDArray
     profile: tuple[Estimate, ...]
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ def aggregate(
     *,
     normalize: Any = None,
     gamma: float = 1.0,
-    thresholds: Sequence[float] | Array | None = None,
+    thresholds: Sequence[float] | NDArray | None = None,
     failures: str | float | None = None,
     n_resamples: int = N_RESAMPLES,
 ) -> Aggregate:
@@ -107,12 +107,12 @@ def aggregate(
     columns = tuple(matrix.T)
 
     def of_all(statistic: Callable[..., Any]) -> Estimate:
-        def joined(*samples: Array, axis: int = -1) -> Any:
+        def joined(*samples: NDArray, axis: int = -1) -> Any:
             return statistic(np.stack(samples, -2))
 
         return interval(columns, joined, "percentile", n_resamples)
 
-    def flattened(drawn: Array) -> Array:
+    def flattened(drawn: NDArray) -> NDArray:
         return drawn.reshape(*drawn.shape[:-2], -1)
 
     if thresholds is None:
@@ -131,7 +131,7 @@ def aggregate(
     )
 
 
-def _matrix_of(scores: Any, normalize: Any, failures: str | float | None) -> Array:
+def _matrix_of(scores: Any, normalize: Any, failures: str | float | None) -> NDArray:
     """Scores ``[runs, tasks]``, normalised."""
     tasks = _runs_by_task(scores)
     sizes = {str(task): len(runs) for task, runs in tasks.items()}
@@ -139,7 +139,7 @@ def _matrix_of(scores: Any, normalize: Any, failures: str | float | None) -> Arr
         what = f"numbers of runs by task: {sizes}"
         raise SpecError(what, fix="give every task as many runs, at least one")
     columns = [[_score(task, run, failures) for run in runs] for task, runs in tasks.items()]
-    matrix: Array = np.array(columns, np.float64).T
+    matrix: NDArray = np.array(columns, np.float64).T
     for column, task in enumerate(tasks if normalize is not None else ()):
         low, high = _range_of(task, normalize)
         matrix[:, column] = (matrix[:, column] - low) / (high - low)

@@ -30,7 +30,7 @@ from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
 from rlpool.machine.files import checked_target
 from rlpool.memory.sharing import Parcel, pickled
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds, evaluation_root, root_from
 from rlpool.seeding import episode_seeds as episode_seeds_of
@@ -313,7 +313,7 @@ class Evaluator(EpisodeBatcher):
         self,
         numbers: range,
         part: TemporalDictTensor,
-        n_repeats: Array,
+        n_repeats: NDArray,
         infos: Infos,
         keys: Sequence[str],
     ) -> list[Entry]:

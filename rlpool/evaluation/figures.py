@@ -18,7 +18,7 @@ from rlpool.errors import SpecError
 from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
 from rlpool.machine.arguments import names_arguments, real_number
 from rlpool.machine.extras import import_extra
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
 if TYPE_CHECKING:
     from rlpool.evaluation.result import Evaluation
@@ -156,7 +156,7 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
     )
 
 
-def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[Array, Array]:
+def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[NDArray, NDArray]:
     """Returns that count, float64, and which episodes these are, bool ``[n_episodes]``.
 
     Args:
@@ -269,7 +269,7 @@ def scipy_stats() -> Any:
 
 
 def interval(
-    samples: tuple[Array, ...],
+    samples: tuple[NDArray, ...],
     statistic: Callable[..., Any],
     method: str,
     n_resamples: int = N_RESAMPLES,

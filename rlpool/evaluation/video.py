@@ -20,7 +20,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
 _LOG = logging.getLogger("rlpool")
 
@@ -158,10 +158,10 @@ class _Film(RecordVideo):
         path = self._directory / f".{self._name}.mp4"
         path.replace(self._directory / f"{self._name}-return-{shown}.mp4")
 
-    def _frame(self) -> Array:
+    def _frame(self) -> NDArray:
         """A copy of what the environment shows, uint8 ``[height, width, 3]``, of even size."""
         frame = self.env.render()
-        array: Array = np.asarray(frame)
+        array: NDArray = np.asarray(frame)
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
             got = type(frame).__name__ if array.dtype == object else f"{array.dtype} {array.shape}"
             what = f"render() returned {got}, not uint8 (height, width, 3)"

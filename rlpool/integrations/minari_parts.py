@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
@@ -50,10 +50,10 @@ class SpacePart:
         self.dtypes = {key: spec.dtype for key, spec in self.specs.items()}
         self._nest, self._flatten = nester(structure), flattener(structure, name)
 
-    def nested(self, values: Callable[[str], Array]) -> Any:
+    def nested(self, values: Callable[[str], NDArray]) -> Any:
         """A nested value from the values of the parts."""
         return self._nest([fitted(repr(key), values(key), d) for key, d in self.dtypes.items()])
 
-    def named(self, value: Any) -> dict[str, Array]:
+    def named(self, value: Any) -> dict[str, NDArray]:
         """The parts of a nested value."""
         return dict(zip(self.dtypes, map(np.asarray, self._flatten(value)), strict=True))

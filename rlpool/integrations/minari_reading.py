@@ -15,7 +15,7 @@ from rlpool.data.dict_tensor_base import instance
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.minari_parts import ACTION, BOOL, N_SEEDS, OPTIONS, OWN, SpacePart
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import (
@@ -83,7 +83,7 @@ class _Episode:
     """
 
     def __init__(
-        self, pairs: dict[str, Array], actions: dict[str, Array], infos: dict[str, Array]
+        self, pairs: dict[str, NDArray], actions: dict[str, NDArray], infos: dict[str, NDArray]
     ) -> None:
         self.pairs, self.actions, self.infos = pairs, actions, infos
 
@@ -128,7 +128,7 @@ class _Reader:
         infos = {key: np.asarray(value) for key, value in _flat(data.infos or {})}
         return _Episode(pairs, actions, infos)
 
-    def tensors(self, episodes: Sequence[_Episode], lengths: Array) -> DerivedTensors:
+    def tensors(self, episodes: Sequence[_Episode], lengths: NDArray) -> DerivedTensors:
         """The steps of all episodes; values after a step are derived from those before it."""
         infos = self._common_infos(episodes)
         last = np.cumsum(lengths + 1) - 1
@@ -149,13 +149,13 @@ class _Reader:
         }
         return DerivedTensors(dict(rows.items()), derived)
 
-    def _joined(self, key: str, declared: np.dtype[Any] | None, each: Sequence[Array]) -> Array:
+    def _joined(self, key: str, declared: np.dtype[Any] | None, each: Sequence[NDArray]) -> NDArray:
         """The values of all episodes, one after the other, in the dtype in which they are kept."""
         values = np.concatenate(each)
         dtype = stored_dtype(values.dtype if declared is None else declared, self._keep_float64)
         return fitted(repr(key), values, dtype, _KEEP)
 
-    def info(self, described: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+    def info(self, described: Sequence[Mapping[str, Any]]) -> dict[str, NDArray]:
         """Seeds and options, of which every episode has the same kind."""
         info = {}
         seeds = [each.get("seed") for each in described]

@@ -21,7 +21,7 @@ from rlpool.data.infos import options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.minari_parts import ACTION, BOOL, N_SEEDS, OPTIONS, OWN, SpacePart
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import (
     TensorSpec,
@@ -180,10 +180,10 @@ class _Writer:
         return [self._buffer(row, length) for row, length in enumerate(self._lengths)]
 
     def _buffer(self, row: int, length: int) -> Any:
-        def steps(key: str) -> Array:
+        def steps(key: str) -> NDArray:
             return self._arrays[key][row, :length]
 
-        def whole(key: str) -> Array:  # with the value after the last step
+        def whole(key: str) -> NDArray:  # with the value after the last step
             last = self._arrays[successor_key(key)][row, length - 1 : length]
             return np.concatenate([steps(key), last])
 

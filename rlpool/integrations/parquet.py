@@ -36,7 +36,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.extras import import_extra
 from rlpool.machine.files import file_at, replaced
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import fitted
 
 __all__ = ["from_parquet", "to_parquet"]
@@ -277,7 +277,7 @@ def _table(arrow: Any, schema: Any, batch: TemporalDictTensor) -> Any:
     return arrow.Table.from_arrays(columns, schema=schema)
 
 
-def _values(arrow: Any, numbers: Array, kind: Any) -> Any:
+def _values(arrow: Any, numbers: NDArray, kind: Any) -> Any:
     """Numbers ``[N]``, or arrays ``[N, ...]`` flattened to lists of a fixed size, or to bytes."""
     flat = numbers.reshape(-1)
     if arrow.types.is_large_binary(kind):

@@ -16,7 +16,7 @@ from rlpool.envs.info_keys import value_of
 from rlpool.envs.single_envs import is_of_agents
 from rlpool.errors import SpecError
 from rlpool.machine.extras import import_extra
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     flattener,
@@ -81,7 +81,7 @@ class AgentGroup:
         own: dict[str, Any] = {self.key(key): Box(0, 1, shape, flag) for key in flags}
         return own | {self.key("rewards"): Box(-np.inf, np.inf, shape)}
 
-    def observed(self, observations: Mapping[str, Any]) -> dict[str, Array]:
+    def observed(self, observations: Mapping[str, Any]) -> dict[str, NDArray]:
         """What the agents have observed, zero for those without an observation.
 
         Raises:
@@ -107,17 +107,17 @@ class AgentGroup:
         places = [(agent, self._places[agent]) for agent in alive if agent in self._places]
         return {agent: self._nest([part[place] for part in parts]) for agent, place in places}
 
-    def flags(self, agents: Iterable[str]) -> Array:
+    def flags(self, agents: Iterable[str]) -> NDArray:
         """Which agents are among these, bool ``[A]``."""
         flags = np.zeros(len(self.agents), np.bool_)
         flags[[self._places[agent] for agent in agents if agent in self._places]] = True
         return flags
 
-    def numbers(self, values: Mapping[str, float]) -> Array:
+    def numbers(self, values: Mapping[str, float]) -> NDArray:
         """A number of each agent, float32 ``[A]``; 0 for others."""
         return np.array([values.get(agent, 0.0) for agent in self.agents], np.float32)
 
-    def stacked(self, key: str, infos: Mapping[str, Any]) -> Array | None:
+    def stacked(self, key: str, infos: Mapping[str, Any]) -> NDArray | None:
         """What infos of its agents hold under a key ``[A, ...]``, ``None`` if none of them has it.
 
         Raises:

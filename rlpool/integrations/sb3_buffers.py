@@ -20,7 +20,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import Observation, mapped, observed, parts_of, whole
 from rlpool.integrations.sb3_pool import PoolReplayBuffer
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import (
     TensorSpec,
     fitted,
@@ -125,17 +125,17 @@ class _Steps:
     def __contains__(self, key: str) -> bool:
         return key in self._trajectories
 
-    def __getitem__(self, key: str) -> Array:
+    def __getitem__(self, key: str) -> NDArray:
         fix = "collect with environments and an agent that give it"
         refuse_missing("the trajectories", self._trajectories.keys(), [key], fix)
         if self._has_lanes:
             steps = self._trajectories[key].transpose(0, 1)
         else:
             steps = self._trajectories.get([key]).flatten()[key][:, None]
-        array: Array = steps.numpy(force=True)
+        array: NDArray = steps.numpy(force=True)
         return array
 
-    def actions(self, key: str) -> Array:
+    def actions(self, key: str) -> NDArray:
         """Actions, checked against the buffer's space."""
         actions, space = self[key], self._buffer.action_space
         found = TensorSpec(actions.shape[2:], actions.dtype)
@@ -180,7 +180,7 @@ def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
         buffer.add(*states, actions[step], rewards[step], done[step], infos)
 
 
-def _check_order(steps: _Steps, done: Array, buffer: Any) -> None:
+def _check_order(steps: _Steps, done: NDArray, buffer: Any) -> None:
     """Refuse steps that do not follow each other, nor the last ones of the buffer."""
     ends, is_open = steps.is_row_end & ~done, np.zeros(buffer.n_envs, bool)
     ends[:-1] |= steps.begins[1:] & ~done[:-1]
@@ -231,14 +231,14 @@ def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -
     buffer.compute_returns_and_advantage(last_values=last, dones=ends[-1])
 
 
-def _policy_actions(steps: _Steps, policy: Any) -> Array:
+def _policy_actions(steps: _Steps, policy: Any) -> NDArray:
     """Actions as the policy drew them, as far as they are known."""
     if "policy_action" in steps:
         return steps.actions("policy_action")
     actions = steps.actions("action")
     # Such a policy has no actions but from -1 to 1, which the environment's bounds stretch.
     is_squashed = getattr(policy, "squash_output", False)
-    scaled: Array = policy.scale_action(actions) if is_squashed else actions
+    scaled: NDArray = policy.scale_action(actions) if is_squashed else actions
     return scaled
 
 
@@ -253,12 +253,12 @@ def _checked(policy: Any) -> Any:
     return policy
 
 
-def _values(policy: Any, observations: Observation, where: Array) -> Array:
+def _values(policy: Any, observations: Observation, where: NDArray) -> NDArray:
     """The policy's values where a mask ``[n_steps, n_envs]`` is true, float32 ``[n]``."""
     some = mapped(observations, itemgetter(where))
     with torch.no_grad():
         values = _checked(policy).predict_values(policy.obs_to_tensor(some)[0])
-    flat: Array = values.cpu().numpy().flatten()
+    flat: NDArray = values.cpu().numpy().flatten()
     return flat
 
 

@@ -26,10 +26,10 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, refuse_missing
 
-Observation = Array | dict[str, Array]
+Observation = NDArray | dict[str, NDArray]
 
 _SAME = "let create_env make environments, and wrap them, like those that the model learns from"
 
@@ -267,19 +267,19 @@ def parts_of(space: Any) -> dict[str, Any]:
     )
 
 
-def whole(space: Any, parts: dict[str, Array]) -> Observation:
+def whole(space: Any, parts: dict[str, NDArray]) -> Observation:
     """An observation of its parts: a dict only where the space is one."""
     return parts if isinstance(space, spaces.Dict) else parts[DEFAULT_OBSERVATION_KEY]
 
 
-def mapped(observation: Observation, change: Callable[[Array], Any]) -> Any:
+def mapped(observation: Observation, change: Callable[[NDArray], Any]) -> Any:
     """Change every part of an observation."""
     if isinstance(observation, dict):
         return {key: change(part) for key, part in observation.items()}
     return change(observation)
 
 
-def observed(space: Any, values: Any, what: str, prefix: str = "") -> dict[str, Array]:
+def observed(space: Any, values: Any, what: str, prefix: str = "") -> dict[str, NDArray]:
     """The parts of the observation among named values, as arrays with the axes of a space.
 
     Args:
@@ -292,7 +292,7 @@ def observed(space: Any, values: Any, what: str, prefix: str = "") -> dict[str, 
     refuse_missing(what, values.keys(), [prefix + key for key in parts], _SAME)
     arrays = {}
     for key, part in parts.items():
-        array: Array = np.asarray(values[prefix + key])
+        array: NDArray = np.asarray(values[prefix + key])
         lead = array.shape[: array.ndim - len(part.shape)]
         flat = maybe_transpose(array.reshape(-1, *array.shape[len(lead) :]), part)
         if flat.shape[1:] != part.shape:

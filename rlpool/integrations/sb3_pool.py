@@ -18,7 +18,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import mapped, parts_of, whole
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.pool.ingest import converted
 from rlpool.pool.pool import Pool
 from rlpool.slots.blocks import successor_key
@@ -115,9 +115,9 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         self,
         obs: Any,
         next_obs: Any,
-        action: Array,
-        reward: Array,
-        done: Array,
+        action: NDArray,
+        reward: NDArray,
+        done: NDArray,
         infos: list[dict[str, Any]],
     ) -> None:
         """Add a transition of each environment; see ``ReplayBuffer.add``."""
@@ -141,11 +141,11 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         self,
         obs: Any,
         next_obs: Any,
-        action: Array,
-        reward: Array,
-        done: Array,
-        is_timeout: Array,
-        begins: Array,
+        action: NDArray,
+        reward: NDArray,
+        done: NDArray,
+        is_timeout: NDArray,
+        begins: NDArray,
     ) -> None:
         """Add several steps of each environment, arrays ``[n_steps, n_envs, ...]``.
 
@@ -227,7 +227,7 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         """The names of the parts of an observation."""
         return list(parts_of(self.observation_space))
 
-    def _parts(self, observations: Any) -> dict[str, Array]:
+    def _parts(self, observations: Any) -> dict[str, NDArray]:
         """The parts of observations ``[n_steps, n_envs, ...]``, in the dtypes of their spaces.
 
         Those of a ``Discrete`` come without a dimension.
@@ -239,7 +239,7 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
             parts[key] = array.reshape(-1, self.n_envs, *get_obs_shape(space))
         return parts
 
-    def _actions(self, action: Array) -> Array:
+    def _actions(self, action: NDArray) -> NDArray:
         """Actions ``[n_steps, n_envs, action_dim]``, in the dtype that the algorithm stores."""
         dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
         actions = converted("action", np.asarray(action), dtype)

@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 
 from rlpool.loop.plan import Episode, Plan
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.observe.control import MAX_REQUESTS, WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.slots.writer import SlotWriter
@@ -95,8 +95,8 @@ class ActivePlan:
         self.restarts = plan.layout.restarts
         self._n_timesteps = plan.layout.n_timesteps
         self._spare_rows = writer.spare_rows
-        self._slots: Array = control["slot"][worker]
-        self.rows: Array = control["row"][worker]
+        self._slots: NDArray = control["slot"][worker]
+        self.rows: NDArray = control["row"][worker]
         self.rows[:] = self._spare_rows
         self.strides = np.zeros(n_lanes, np.int64)
         self.n_lanes = 0
@@ -181,9 +181,9 @@ class ActivePlan:
         self._running[number] = -1
         self._record.lane_gives_up(number)
 
-    def rows_of(self, lanes: Sequence[int]) -> Array:
+    def rows_of(self, lanes: Sequence[int]) -> NDArray:
         """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
-        rows: Array = self._spare_rows.copy()
+        rows: NDArray = self._spare_rows.copy()
         rows[lanes] = self.rows[lanes]
         return rows
 

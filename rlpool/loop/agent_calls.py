@@ -18,7 +18,7 @@ from rlpool.loop.agent_driver import AgentFailure, rows_repeating
 from rlpool.loop.fixed_rows import driver_of
 from rlpool.loop.plan import Episode
 from rlpool.loop.shown import History, InfoRows
-from rlpool.memory.storage import Array, batch_array
+from rlpool.memory.storage import NDArray, batch_array
 from rlpool.observe.control import WorkerRecord
 from rlpool.slots.blocks import NOISE_KEY
 from rlpool.specs import FLAGS, row_specs
@@ -50,8 +50,8 @@ class AgentCalls:
         self.noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
         self.history: History | None = None
         self.infos = InfoRows(env.n_lanes)
-        self.current: dict[str, Array] = {}
-        self._sources: list[Array] = []  # of what is written, all rewritten in place
+        self.current: dict[str, NDArray] = {}
+        self._sources: list[NDArray] = []  # of what is written, all rewritten in place
 
     def bind(self) -> bool:
         """Prepare the views of the batch, which all plans share; False if they are the same."""
@@ -90,8 +90,8 @@ class AgentCalls:
         self,
         active_plans: Sequence[ActivePlan],
         lanes: Sequence[int],
-        live_rows: Array | None = None,
-    ) -> dict[str, Array]:
+        live_rows: NDArray | None = None,
+    ) -> dict[str, NDArray]:
         """Call the agent for the lanes that take this step; write its inputs and outputs.
 
         Args:
@@ -144,7 +144,7 @@ class AgentCalls:
         return outputs
 
     def _copied(
-        self, lanes: Sequence[int], live_rows: Array | None = None
+        self, lanes: Sequence[int], live_rows: NDArray | None = None
     ) -> tuple[dict[str, torch.Tensor], TemporalDictTensor | None]:
         """Observation and history of some lanes, in all other rows those of the first of them.
 
@@ -176,7 +176,7 @@ class AgentCalls:
             return True
         return False
 
-    def restore(self, before: Mapping[str, Array], lanes: list[int]) -> None:
+    def restore(self, before: Mapping[str, NDArray], lanes: list[int]) -> None:
         """Put back what the agent may have changed in place."""
         for key, array in before.items():
             self.current[key][lanes] = array[lanes]

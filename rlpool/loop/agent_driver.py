@@ -17,7 +17,7 @@ from rlpool.envs.lanes import LaneError
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Episode
 from rlpool.machine.interrupts import ctrl_c
-from rlpool.memory.storage import Array, batch_array
+from rlpool.memory.storage import NDArray, batch_array
 from rlpool.specs import TensorSpec, fitted, is_action, row_specs
 
 Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
@@ -60,7 +60,7 @@ class AgentDriver:
     def __init__(self, agent: Agent, n_lanes: int) -> None:
         self.agent = agent
         self.n_lanes = self.n_rows = n_lanes
-        self.state: dict[str, Array] = {}
+        self.state: dict[str, NDArray] = {}
         self.converted_actions: dict[str, np.dtype[Any]] = {}
         self._makes_initial_states = agent.makes_initial_states()
         self.forget()
@@ -71,7 +71,7 @@ class AgentDriver:
         self.starting: list[int] = []
         self.widened: set[str] = set()
         self.state.clear()
-        self._new_state: dict[str, Array] = {}
+        self._new_state: dict[str, NDArray] = {}
         # "output" or "state" -> key -> shape of the batch and dtype that the agent has to return
         self._expected: dict[str, dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = {}
 
@@ -102,14 +102,14 @@ class AgentDriver:
         elif self.state or self.output_specs is None:
             self.starting = sorted({*self.starting, *lanes})
 
-    def resume(self, lane: int, state: Mapping[str, Array], episode: Episode) -> None:
+    def resume(self, lane: int, state: Mapping[str, NDArray], episode: Episode) -> None:
         """Let a lane go on with an episode that was begun elsewhere, in the state it had there."""
         for key, value in state.items():
             self.state[key][lane] = value
 
     def _initial_states(
         self, lanes: Sequence[int], agent_info: DictTensor | None
-    ) -> dict[str, Array]:
+    ) -> dict[str, NDArray]:
         rows = rows_repeating(lanes, self.n_lanes)
         info = None if agent_info is None else _rows_of(agent_info, torch.from_numpy(rows))
         return self._read("state", self.agent.initial_state(info, self.n_lanes))
@@ -120,7 +120,7 @@ class AgentDriver:
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
         lanes: Sequence[int],
-    ) -> dict[str, Array]:
+    ) -> dict[str, NDArray]:
         """Call the agent; ``commit`` makes the new state current.
 
         Args:
@@ -164,7 +164,7 @@ class AgentDriver:
         """
         self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
-    def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, Array]:
+    def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, NDArray]:
         starting = self.starting
         others = [lane for lane in lanes if lane not in starting]
         rows = rows_repeating(starting, self.n_lanes)
@@ -190,7 +190,7 @@ class AgentDriver:
 
     def _call(
         self, state: DictTensor | None, seen: Observed, lanes: Sequence[int]
-    ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+    ) -> tuple[dict[str, NDArray], dict[str, NDArray], dict[str, NDArray]]:
         """Call the agent; returns its initial state if ``state`` is None, outputs, new state."""
         observation, agent_info, history = seen
         result: Any = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
@@ -211,11 +211,11 @@ class AgentDriver:
             return before, output, {}
         return before, output, self._read("state", after)
 
-    def _put_state(self, arrays: Mapping[str, Array], lanes: Any) -> None:
+    def _put_state(self, arrays: Mapping[str, NDArray], lanes: Any) -> None:
         for key, array in arrays.items():
             self.state[key][lanes] = array[lanes]
 
-    def _read(self, name: str, value: Any) -> dict[str, Array]:
+    def _read(self, name: str, value: Any) -> dict[str, NDArray]:
         """Convert a result of the agent to arrays and check keys and specs.
 
         They are not copied, unless their dtype is a half precision that is stored as float32. This
@@ -258,7 +258,7 @@ class AgentDriver:
                 )
         return arrays
 
-    def _learn(self, name: str, arrays: Mapping[str, Array]) -> None:
+    def _learn(self, name: str, arrays: Mapping[str, NDArray]) -> None:
         """Take keys, shapes and dtypes from the first result."""
         specs = row_specs(arrays)
         if name == "state":
@@ -273,7 +273,7 @@ class AgentDriver:
         self._expected[name] = {key: (array.shape, array.dtype) for key, array in arrays.items()}
 
 
-def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
+def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, NDArray]:
     """Convert a result of the agent to arrays of ``n_lanes`` rows."""
     if value is None:
         return {}
@@ -288,14 +288,14 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
     }
 
 
-def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
+def _as_array(tensor: Any, name: str, n_lanes: int) -> NDArray:
     if not isinstance(tensor, torch.Tensor):
         raise SpecError(
             f"{name} should be a tensor, got {type(tensor).__name__}",
             fix="convert it: torch.as_tensor",
         )
     try:
-        array: Array = as_numpy(tensor)
+        array: NDArray = as_numpy(tensor)
     except (RuntimeError, TypeError):
         raise SpecError(
             f"{name} has dtype {tensor.dtype}, which NumPy does not have",
@@ -309,14 +309,14 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
     return array
 
 
-def rows_repeating(lanes: Sequence[int], n_lanes: int) -> Array:
+def rows_repeating(lanes: Sequence[int], n_lanes: int) -> NDArray:
     """Row numbers that keep ``lanes`` in place and replace all other rows by the first of them."""
-    rows: Array = np.full(n_lanes, lanes[0])
+    rows: NDArray = np.full(n_lanes, lanes[0])
     rows[list(lanes)] = list(lanes)
     return rows
 
 
-def _at(rows: Array, seen: Observed) -> Observed:
+def _at(rows: NDArray, seen: Observed) -> Observed:
     observation, agent_info, history = seen
     numbers = torch.from_numpy(rows)
     return (

@@ -15,12 +15,12 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_driver import AgentFailure, rows_repeating
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import agent_error, attempted, env_error
 from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_rows, slot_steps
 
-Named = Mapping[str, Array]
+Named = Mapping[str, NDArray]
 
 
 class CrashScene:
@@ -98,8 +98,8 @@ class CrashScene:
         tape = Tape(where.seed or 0, where.env_info)
         shown: Named = env.current
         state: Named = {}
-        failing: dict[str, Array] = {}
-        batch: dict[str, Array] = {}
+        failing: dict[str, NDArray] = {}
+        batch: dict[str, NDArray] = {}
         if running is not None:
             tape, plan = running.tape_so_far, running.active.plan
             slot = plan.layout, plan.arrays, running.slot
@@ -130,7 +130,7 @@ class CrashScene:
             batch=batch,
         )
 
-    def _rows_of_batch(self) -> Array:
+    def _rows_of_batch(self) -> NDArray:
         """The rows of the batch that the agent was shown: idle lanes show another one's."""
         lanes = np.flatnonzero(sum(active.strides for active in self._active))
         if not lanes.size:
@@ -149,5 +149,5 @@ class CrashScene:
         return before
 
 
-def _row(arrays: Named, number: int) -> dict[str, Array]:
+def _row(arrays: Named, number: int) -> dict[str, NDArray]:
     return {key: np.array(array[number]) for key, array in arrays.items()}

@@ -18,9 +18,9 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.loop.agent_driver import AgentDriver, Observed
 from rlpool.loop.plan import Episode
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
-Part = dict[str, Array]
+Part = dict[str, NDArray]
 
 
 class _Call(NamedTuple):
@@ -34,8 +34,8 @@ class _Call(NamedTuple):
     """
 
     lanes: list[int]
-    rows: Array
-    shown: Array
+    rows: NDArray
+    shown: NDArray
     is_all: bool
 
 
@@ -71,7 +71,7 @@ class FixedRowsDriver(AgentDriver):
             self._place(lane, episode)
         super().start(lanes, agent_info, episodes)
 
-    def resume(self, lane: int, state: Mapping[str, Array], episode: Episode) -> None:
+    def resume(self, lane: int, state: Mapping[str, NDArray], episode: Episode) -> None:
         """See ``AgentDriver.resume``."""
         self._place(lane, episode)
         super().resume(lane, state, episode)
@@ -134,11 +134,11 @@ class FixedRowsDriver(AgentDriver):
         is_all = self.n_rows == self.n_lanes and rows.tolist() == list(range(self.n_lanes)) == lanes
         return _Call(lanes, rows, shown, is_all)
 
-    def _at(self, name: str, data: DictTensor | None, shown: Array) -> DictTensor | None:
+    def _at(self, name: str, data: DictTensor | None, shown: NDArray) -> DictTensor | None:
         return None if data is None else DictTensor._wrap(self._gather(name, data._tensors, shown))
 
     def _gather(
-        self, name: str, tensors: Mapping[str, torch.Tensor], shown: Array
+        self, name: str, tensors: Mapping[str, torch.Tensor], shown: NDArray
     ) -> dict[str, torch.Tensor]:
         """Copy rows of some lanes to where they always are: memory may be aligned elsewhere."""
         kept = self._gathered.setdefault(name, {})
@@ -165,7 +165,7 @@ def driver_of(agent: Agent, n_lanes: int, n_rows: int | None) -> AgentDriver:
     return FixedRowsDriver(agent, n_lanes, n_rows)
 
 
-def _so_far(history: TemporalDictTensor, shown: Array, lane: int) -> Any:
+def _so_far(history: TemporalDictTensor, shown: NDArray, lane: int) -> Any:
     """The history of lanes that have taken as many steps as one of them."""
     n_steps = int(history.lengths[lane])
     return history.index(torch.from_numpy(shown)).temporal_slice(0, n_steps)

@@ -10,14 +10,14 @@ from rlpool.errors import NotRepeatedError, Where
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.plan import Episode
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.repeat import take_over_together
 from rlpool.record.tape import Actions, Tape
 from rlpool.specs import FLAGS
 
 
 def marked(
-    running: Collection[Lane], env: VecEnv, state: Mapping[str, Array]
+    running: Collection[Lane], env: VecEnv, state: Mapping[str, NDArray]
 ) -> Callable[[], dict[int, Tape]]:
     """Keep what lanes have done between two windows.
 

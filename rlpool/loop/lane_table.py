@@ -16,7 +16,7 @@ from rlpool.loop.agent_driver import rows_repeating
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.going_on import take_over
 from rlpool.loop.plan import Chunk, Episode
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.observe.control import WorkerRecord
 from rlpool.specs import row_specs
 
@@ -75,7 +75,7 @@ class LaneTable:
         self._note_waiting()
         self._at_stock = self.idle, self.parked
         self.live: list[int] = []
-        self.live_rows: Array | None = None
+        self.live_rows: NDArray | None = None
         self.steps_until_full = 0
 
     def _note_waiting(self) -> None:

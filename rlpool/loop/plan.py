@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rlpool.envs.lanes import Options
 from rlpool.errors import WorkerError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStart
 from rlpool.slots.blocks import Arrays, Layout
@@ -64,7 +64,7 @@ class Plan(ABC):
     number = worker = 0
     layout: Layout
     arrays: Arrays
-    agent_info: dict[str, Array] | None = None
+    agent_info: dict[str, NDArray] | None = None
     tapes: Mapping[int, Tape] = {}
     lacks_slots = False
     cancelled: Sequence[int] = (0,)

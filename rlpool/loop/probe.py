@@ -14,7 +14,7 @@ from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.loop.shown import History
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
 from rlpool.specs import TensorSpec, is_action, row_specs
 
@@ -149,7 +149,7 @@ class _NoSteps(dict[str, torch.Tensor]):
         return torch.zeros(self._n_lanes, 0, device="cpu")
 
 
-def _no_history(current: Mapping[str, Array]) -> TemporalDictTensor:
+def _no_history(current: Mapping[str, NDArray]) -> TemporalDictTensor:
     """A history without steps."""
     known = {key: torch.from_numpy(array)[:, None][:, :0] for key, array in current.items()}
     known |= {successor_key(key): tensor for key, tensor in known.items()}

@@ -35,7 +35,7 @@ from rlpool.loop.lane_table import LaneTable
 from rlpool.loop.plan import PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.loop.self_restarting import SelfRestartingLanes
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
 from rlpool.record.tape import Tape
@@ -79,7 +79,7 @@ class Rollout:
         self,
         seed: int,
         options: Sequence[Options],
-        agent_info: dict[str, Array] | None,
+        agent_info: dict[str, NDArray] | None,
         resets: bool = True,
     ) -> StepSpecs:
         """Determine the keys of a step, see ``rlpool.loop.probe``.
@@ -219,7 +219,7 @@ class Rollout:
             lanes.turn_over(ended)
 
     def _step_some(
-        self, free: Sequence[int], outputs: Mapping[str, Array]
+        self, free: Sequence[int], outputs: Mapping[str, NDArray]
     ) -> tuple[list[int], list[int]]:
         """Step free lanes but those whose step is known to fail, which are truncated instead.
 

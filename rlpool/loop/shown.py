@@ -9,7 +9,7 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.memory.storage import Array, batch_array
+from rlpool.memory.storage import NDArray, batch_array
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
 from rlpool.specs import row_specs
@@ -29,13 +29,13 @@ class InfoRows:
     """
 
     def __init__(self, n_lanes: int) -> None:
-        self.arrays: dict[str, Array] = {}
+        self.arrays: dict[str, NDArray] = {}
         self.tensors: DictTensor | None = None
         self.shown: DictTensor | None = None
-        self.copies: list[tuple[Array, Array]] = []
+        self.copies: list[tuple[NDArray, NDArray]] = []
         self._n_lanes = n_lanes
 
-    def declare(self, agent_info: Mapping[str, Array]) -> None:
+    def declare(self, agent_info: Mapping[str, NDArray]) -> None:
         """Have the keys that requests have from now on.
 
         Args:
@@ -53,7 +53,7 @@ class InfoRows:
             )
             self.copies = [(array, copies[key]) for key, array in self.arrays.items()]
 
-    def show(self, agent_info: Mapping[str, Array], rows: Mapping[int, int]) -> None:
+    def show(self, agent_info: Mapping[str, NDArray], rows: Mapping[int, int]) -> None:
         """Give lanes the rows of their new episodes.
 
         Args:
@@ -89,7 +89,7 @@ class History:
             array[lane, : self._lengths[lane]] = 0
         self._lengths[lane] = 0
 
-    def so_far(self, current: Mapping[str, Array], lanes: Array) -> TemporalDictTensor:
+    def so_far(self, current: Mapping[str, NDArray], lanes: NDArray) -> TemporalDictTensor:
         """The steps so far, ``[n_lanes, longest, ...]``, copies.
 
         Args:
@@ -102,7 +102,7 @@ class History:
         finals = {key: current[key][lanes] for key in self._layout.finals}
         return trajectories_of(self._layout, Slice(rows, finals, lengths, np.ones_like(lengths)))
 
-    def record(self, values: Mapping[str, Array], lanes: Sequence[int]) -> None:
+    def record(self, values: Mapping[str, NDArray], lanes: Sequence[int]) -> None:
         """Add one step.
 
         Args:

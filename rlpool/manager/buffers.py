@@ -24,10 +24,10 @@ import numpy as np
 
 from rlpool.envs.columns import fitted_rows
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array, Memory, carve
+from rlpool.memory.storage import Memory, NDArray, carve
 from rlpool.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec, is_action
 
-Actions = Mapping[str, Array]
+Actions = Mapping[str, NDArray]
 
 ALL_LANES, SOME_LANES = 0, 1  # values of ``partial``
 NONE_ENDED, SOME_ENDED, FAILED = 0, 1, 2  # values of ``outcome``
@@ -90,11 +90,11 @@ class Buffers:
         asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
     """
 
-    reward: Array
-    flags: Array
-    seed: Array
-    is_ahead: Array
-    asked: Array
+    reward: NDArray
+    flags: NDArray
+    seed: NDArray
+    is_ahead: NDArray
+    asked: NDArray
     step: memoryview
     partial: memoryview
     finished: memoryview
@@ -104,9 +104,9 @@ class Buffers:
 
     def __init__(self, lanes: slice = slice(None)) -> None:
         self._lanes = lanes
-        self.observation: dict[str, Array] = {}
-        self.ahead: dict[str, Array] = {}
-        self.action: dict[str, Array] = {}
+        self.observation: dict[str, NDArray] = {}
+        self.ahead: dict[str, NDArray] = {}
+        self.action: dict[str, NDArray] = {}
 
     def map(self, specs: Mapping[str, TensorSpec], memory: Memory) -> None:
         """Use the arrays in a memory; observations and actions replace those mapped before."""

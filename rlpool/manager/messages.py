@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from rlpool.data.infos import options_of
 from rlpool.envs.lanes import Options
 from rlpool.errors import EnvError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape
 from rlpool.specs import Declaration, Structure, TensorSpec
 from rlpool.workers.payload import Payload
@@ -94,8 +94,8 @@ class Announce:
         env_info: Their rows, ``[n, ...]`` per key and lane.
     """
 
-    seeds: Sequence[Array]
-    env_info: Sequence[Mapping[str, Array]]
+    seeds: Sequence[NDArray]
+    env_info: Sequence[Mapping[str, NDArray]]
 
     def episode(self, lane: int, index: int) -> tuple[int, Options]:
         """Seed and options of a lane's episode."""

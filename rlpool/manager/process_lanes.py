@@ -29,7 +29,7 @@ from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Report
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Command, Kind, Stepper
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.observe.stats import Stats, StatsReader
 from rlpool.specs import TensorSpec, leaves_of
 from rlpool.workers.process_owner import ProcessOwner
@@ -99,8 +99,8 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         buffers = self._buffers = workers.buffers
         self._stepper = Stepper(workers)
         self.place(buffers.observation, buffers.reward, buffers.flags)
-        self._copied: dict[str, Array] = {}  # last actions that are kept elsewhere
-        self._half_step: tuple[dict[str, Array], Any] | None = None  # of an interrupted ``step``
+        self._copied: dict[str, NDArray] = {}  # last actions that are kept elsewhere
+        self._half_step: tuple[dict[str, NDArray], Any] | None = None  # of an interrupted ``step``
         self._is_in_step = False
 
     def _learn_observations(self, lane: int, seed: int, options: Options) -> None:
@@ -123,12 +123,12 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
         self._workers.reports_failures = True
 
-    def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
+    def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, NDArray]) -> None:
         """Announce the next episodes, so that the workers can begin them ahead of time."""
         self._workers.check_open()
         self._stepper.announce(seeds, env_info)
 
-    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
+    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
         if not self._buffers.action:  # no action space: the agent's actions show what they are
             self._workers.map("actions", action_specs(specs, self.n_lanes))
         handed = self._buffers.action
@@ -173,7 +173,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self.close()
         return GymEnv([self._env_fns[lane]()], **self._options), 0
 
-    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
         """Step some lanes, those of all workers at the same time.
 
         If a signal handler raises in it, it may be called again with the same lanes and actions:
@@ -211,7 +211,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
             stepper.command = None
         return done
 
-    def begin_step(self, actions: Mapping[str, Array]) -> None:
+    def begin_step(self, actions: Mapping[str, NDArray]) -> None:
         """Let all lanes begin a step, for which ``step_lanes`` with the same arguments waits."""
         self._workers.check_open()
         self._stepper.drop_command()
@@ -251,7 +251,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self,
         min_ready: int = 1,
         lanes: Sequence[int] = (),
-        actions: Mapping[str, Array] | None = None,
+        actions: Mapping[str, NDArray] | None = None,
     ) -> list[int]:
         """Let some lanes step, and return whichever lanes are ready.
 
@@ -295,7 +295,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         stepper.pending, stepper.command = left, None  # the last act, as in step()
         return ready
 
-    def _is_repeated(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> bool:
+    def _is_repeated(self, kind: Kind, lanes: list[int], actions: Mapping[str, NDArray]) -> bool:
         """Whether an interrupted step is asked for again; any other command is given up."""
         step = self._stepper.command
         is_same = step is not None and (step.kind, step.lanes) == (kind, lanes)
@@ -304,7 +304,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self._stepper.drop_command()
         return False
 
-    def _begin(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> Command:
+    def _begin(self, kind: Kind, lanes: list[int], actions: Mapping[str, NDArray]) -> Command:
         """Let lanes that may step do so, with actions that are put where their workers look."""
         workers = self._stepper.workers_of(lanes)
         if self._workers.failures:
@@ -318,7 +318,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
             self._some_lane_is_initial = not all_step
         return self._stepper.issue(kind, lanes, workers)
 
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Any:
         raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
 
     # Life and end --------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self._running, self._half_step = running, None
         return result
 
-    def _stepped(self, actions: dict[str, Array]) -> Any:
+    def _stepped(self, actions: dict[str, NDArray]) -> Any:
         half = self._half_step
         if half is None or not are_equal(half[0], actions, self._running):
             half = self._half_step = actions, super()._stepped(actions)

@@ -28,7 +28,7 @@ from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Announce, Reset
 from rlpool.memory.sharing import ByValue
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
 Kind = Literal["reset", "step", "some"]
 
@@ -86,7 +86,7 @@ class Stepper:
         self._last_workers: list[int] = []
         self.pending: list[Pending] = []
 
-    def announce(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
+    def announce(self, seeds: Sequence[int], env_info: Mapping[str, NDArray]) -> None:
         """Tell every worker which episodes will come: episode *i* in lane *i* % n_lanes."""
         workers, n_lanes = self._workers, self._workers.n_lanes
         self.settle(range(n_lanes))

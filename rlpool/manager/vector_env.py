@@ -45,7 +45,7 @@ from rlpool.manager.vector_lane import (
     in_pieces,
     structure_in_arrays,
 )
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import flattener, leaves_of, nester
 
 _MOST = 2**63  # seeds travel as int64
@@ -55,7 +55,7 @@ Finish = Callable[[], Any]
 
 
 Reset = tuple[Any, dict[str, Any]]
-Step = tuple[Any, Array, Array, Array, dict[str, Any]]
+Step = tuple[Any, NDArray, NDArray, NDArray, dict[str, Any]]
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class PendingCall:
     is_given_up: bool = True
 
 
-class VectorOverLanes(VectorEnv[Any, Any, Array]):
+class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
     """A ``ParallelVectorEnv``, once its manager is made, with the calls of an ``AsyncVectorEnv``.
 
     Attributes:
@@ -106,7 +106,7 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
         self._ended = np.zeros(self.num_envs, bool)
         self._pickled: list[Any] = [None] * self.num_envs  # observations that are pickled
         self._flatten: Callable[[Any], list[Any]] | None = None
-        self._nest: Callable[[list[Array]], Any] | None = None
+        self._nest: Callable[[list[NDArray]], Any] | None = None
         action = structure_in_arrays(self.single_action_space, "action_space")
         if action is not None:
             self._flatten = flattener(action, "actions")
@@ -444,7 +444,7 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
         self.manager.begin_step(self._action_arrays(actions))
         return self._finish_step
 
-    def _finish_step(self) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+    def _finish_step(self) -> tuple[Any, NDArray, NDArray, NDArray, dict[str, Any]]:
         self.manager.finish_begun()
         results = self.manager.current["results"]
         rewards = results[:, 0].copy()
@@ -487,7 +487,7 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
         lanes: list[int] = mask.nonzero()[0].tolist()
         return lanes
 
-    def _action_arrays(self, actions: Any) -> dict[str, Array]:
+    def _action_arrays(self, actions: Any) -> dict[str, NDArray]:
         """Actions as the manager takes them."""
         if actions is None or np.isscalar(actions):
             raise VectorSpecError(
@@ -571,6 +571,6 @@ def _requests_to(
     return dict.fromkeys(lanes, ("call", {"name": name, "args": args, "kwargs": kwargs}))
 
 
-def _array(value: Any) -> Array:
+def _array(value: Any) -> NDArray:
     """A value as an array, also a tensor on another device."""
     return as_numpy(value) if hasattr(value, "detach") else np.asarray(value)

@@ -40,7 +40,7 @@ from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import is_environment
 from rlpool.errors import SpecError, VectorSpecError, described
 from rlpool.machine.pickling import why_not
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import Structure, flattener, leaves_of, structure_of_space
 
 LONG = 1
@@ -257,7 +257,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
         return self._shown(observation, reward, flags, infos), 0.0, False, False, {}
 
     def _shown(
-        self, observation: Any, reward: Any, flags: Array, infos: list[Any]
+        self, observation: Any, reward: Any, flags: NDArray, infos: list[Any]
     ) -> dict[str, Any]:
         """What the caller sees of a step or reset."""
         results = np.empty(3)
@@ -272,7 +272,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
             self._last_shown = shown
         return shown
 
-    def _message(self, content: Any) -> Array:
+    def _message(self, content: Any) -> NDArray:
         pickled = _pickled(content)
         message = np.zeros_like(self._silence)
         if len(pickled) <= len(message):
@@ -336,7 +336,7 @@ def _pickled(content: tuple[Any, Any]) -> bytes:
             ) from error
 
 
-def in_pieces(pickles: Sequence[bytes]) -> list[Array]:
+def in_pieces(pickles: Sequence[bytes]) -> list[NDArray]:
     """The rows of some lanes for the steps that it takes, uint8 ``[n_lanes, PIECE_BYTES]`` each."""
     n_steps = max(1, *(-(-len(pickled) // _ROOM) for pickled in pickles))
     steps = [np.zeros((len(pickles), PIECE_BYTES), np.uint8) for _ in range(n_steps)]
@@ -355,7 +355,7 @@ class Pieces:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
-    def joined(self, row: Array) -> bytes | None:
+    def joined(self, row: NDArray) -> bytes | None:
         """Take a row; returns the pickle, with zeros behind it, once it is complete."""
         if row[0] != _NOTHING:
             self._parts.append(row[1:].tobytes())

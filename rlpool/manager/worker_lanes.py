@@ -16,7 +16,7 @@ from rlpool.envs.lanes import LaneError, Options
 from rlpool.errors import EnvError, VectorAttributeError, Where, described
 from rlpool.manager.buffers import Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor, Reply
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import text_of
 from rlpool.record.repeat import batch_of, take_over
@@ -321,7 +321,7 @@ def _result(lanes: WorkerLanes, call: Callable[[], Any]) -> Any:
         env.keeps_results, env.results = False, []
 
 
-def _with_action(lanes: WorkerLanes, lane: int, action: Any) -> Mapping[str, Array]:
+def _with_action(lanes: WorkerLanes, lane: int, action: Any) -> Mapping[str, NDArray]:
     """The actions of all lanes, with a remote's in its lane."""
     env, batch = lanes.env, lanes.buffers.action
     row = action_row(env.action_structure, env.native_action_specs() or {}, action)

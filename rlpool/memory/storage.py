@@ -44,7 +44,7 @@ _MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Py
 KINDS = ("local", "shared", "memmap")
 """What ``allocate`` can make."""
 
-Array = np.ndarray[Any, Any]
+NDArray = np.ndarray[Any, Any]
 
 
 def allocate(
@@ -181,7 +181,7 @@ class Memory:
         """Keep nothing for pickles that have not arrived yet."""
         self._descriptor.recall()
 
-    def root(self) -> Array:
+    def root(self) -> NDArray:
         """A new uint8 array over the whole block.
 
         Everything carved out of it keeps this array object alive, so a weak reference to it tells
@@ -275,7 +275,7 @@ def carved_bytes(specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, int]
     return {key: _round_up(spec.n_bytes * n_rows) for key, spec in specs.items()}
 
 
-def carve(root: Array, specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, Array]:
+def carve(root: NDArray, specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, NDArray]:
     """Named arrays ``[n_rows, *shape]``, one after another in a block, not copied.
 
     Args:
@@ -283,7 +283,7 @@ def carve(root: Array, specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str
         specs: Row shape and dtype of each key, in order.
         n_rows: Length of the first dimension of every array.
     """
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, NDArray] = {}
     start = 0
     for key, n_bytes in carved_bytes(specs, n_rows).items():
         spec = specs[key]
@@ -297,11 +297,11 @@ def _round_up(n_bytes: int) -> int:
     return max(PAGE_BYTES, -(-n_bytes // PAGE_BYTES) * PAGE_BYTES)
 
 
-def batch_array(spec: TensorSpec, n_lanes: int) -> Array:
+def batch_array(spec: TensorSpec, n_lanes: int) -> NDArray:
     """A zeroed array ``[n_lanes, *shape]``, aligned as torch aligns its tensors.
 
     The last bits of a matrix product can depend on the alignment of its operands.
     """
     shape = (n_lanes, *spec.shape)
-    array: Array = torch.zeros(shape, dtype=spec.torch_dtype, device="cpu").numpy()
+    array: NDArray = torch.zeros(shape, dtype=spec.torch_dtype, device="cpu").numpy()
     return array

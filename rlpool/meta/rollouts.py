@@ -14,7 +14,7 @@ from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.arguments import takes_keyword
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Memory, NDArray
 from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.record.tape import joined
 from rlpool.seeding import Words
@@ -35,8 +35,8 @@ class RolloutColumns(NamedTuple):
 
     observations: Any
     actions: Any
-    rewards: Array
-    terminals: Array
+    rewards: NDArray
+    terminals: NDArray
     next_observations: Any
 
 
@@ -73,7 +73,7 @@ class RolloutPlan(Plan):
         step = self.layout.step
         self._noise = NoiseStarts(self.noise_keys, step.n_noise) if step.n_noise else None
         self._next = list(range(step.n_lanes))  # the next rollout of each lane
-        self._chunks: dict[int, list[dict[str, Array]]] = {}
+        self._chunks: dict[int, list[dict[str, NDArray]]] = {}
         self._complete: dict[int, RolloutColumns] = {}
         self._n_delivered = 0
         self._acted = [key for key in step.output if is_action(key)]
@@ -121,7 +121,7 @@ class RolloutPlan(Plan):
             # Forgotten first: a rollout that is refused is not offered twice.
             self.deliver(self._complete.pop(number), task)
 
-    def _joined(self, chunks: Sequence[dict[str, Array]], slot: int) -> RolloutColumns:
+    def _joined(self, chunks: Sequence[dict[str, NDArray]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals
         before = joined(chunks)
         after = {
@@ -139,7 +139,7 @@ class RolloutPlan(Plan):
         )
 
 
-def _nested(arrays: Mapping[str, Array], keys: Sequence[str], default_key: str) -> Any:
+def _nested(arrays: Mapping[str, NDArray], keys: Sequence[str], default_key: str) -> Any:
     """Arrays by key, or just the array of the default key; numbers ``[L]`` become ``[L, 1]``."""
     columns = {
         key.removeprefix(f"{default_key}/"): array[:, None] if array.ndim == 1 else array

@@ -21,7 +21,7 @@ from time import monotonic_ns
 
 import numpy as np
 
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Memory, NDArray
 
 FILE_NAME = "rlpool-control"
 """What the system calls the file."""
@@ -119,7 +119,7 @@ class WorkerRecord:
         waiting_ns: One element: time without anything to do.
     """
 
-    def __init__(self, header: Array, row: Array, lanes: Array) -> None:
+    def __init__(self, header: NDArray, row: NDArray, lanes: NDArray) -> None:
         # As memoryviews: single numbers are read and written faster that way.
         words, self._head, self._lanes = row.data, header.data, lanes
         self.steps, self.lane, self.done, self.n_steps, self._n_episodes = (
@@ -139,9 +139,9 @@ class WorkerRecord:
         header, row = np.zeros(HEADER_WORDS, np.int64), np.zeros(ROW_WORDS, np.int64)
         return cls(header, row, np.zeros((_LANE_WORDS, 1), np.int64))
 
-    def _name_lanes(self, lanes: Array) -> None:
+    def _name_lanes(self, lanes: NDArray) -> None:
         self._request, self._episode, self._first_step, self._pause = (a.data for a in lanes)
-        self.first_steps: Array = lanes[2]
+        self.first_steps: NDArray = lanes[2]
 
     def begin_lanes(self, n_lanes: int) -> None:
         """Say how many lanes there are; none of them runs anything."""
@@ -220,17 +220,17 @@ class Control:
         n_workers: Number of workers.
     """
 
-    def __init__(self, words: Array, n_workers: int) -> None:
+    def __init__(self, words: NDArray, n_workers: int) -> None:
         self.n_workers = n_workers
         self._memory: Memory | None = None
         rows, lanes = HEADER_WORDS + n_workers * ROW_WORDS, _LANE_WORDS * MAX_SHOWN_LANES
-        self.header: Array = words[:HEADER_WORDS]
+        self.header: NDArray = words[:HEADER_WORDS]
         self._name = self.header[Head.NAME : Head.NAME + _NAME_BYTES // 8].view(f"S{_NAME_BYTES}")
         # Numbers are looked up faster in a list than in an array of eight.
         self._requests = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS].data
-        self.rows: Array = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
+        self.rows: NDArray = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
         shape = n_workers, _LANE_WORDS, MAX_SHOWN_LANES
-        self.lanes: Array = words[rows : rows + n_workers * lanes].reshape(shape)
+        self.lanes: NDArray = words[rows : rows + n_workers * lanes].reshape(shape)
 
     @classmethod
     def create(cls, n_workers: int) -> Control:

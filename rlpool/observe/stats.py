@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlpool.machine.limits import has_ended, private_bytes, resident_bytes
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.observe.control import (
     MAX_REQUESTS,
     MAX_SHOWN_LANES,
@@ -168,7 +168,7 @@ class StatsReader:
     def __init__(self, control: Control) -> None:
         self._control = control
         # By worker: since when its process ran, when that was read, and its _COUNTS.
-        self._last: dict[int, tuple[int, int, Array]] = {}
+        self._last: dict[int, tuple[int, int, NDArray]] = {}
         self._memory: dict[int, tuple[int, int, int]] = {}  # by process: when, and its sizes
 
     def read(self) -> Stats:
@@ -226,7 +226,7 @@ class StatsReader:
             self._memory[pid] = now_ns, rss, private
         return rss, private
 
-    def _lanes(self, worker: int, row: Array) -> tuple[LaneStats, ...]:
+    def _lanes(self, worker: int, row: NDArray) -> tuple[LaneStats, ...]:
         n_lanes, n_calls = int(row[Word.N_LANES]), int(row[Word.STEPS])
         if n_lanes > MAX_SHOWN_LANES:
             return ()

@@ -27,7 +27,7 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.machine.files import file_at, replaced
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.pool.ingest import converted
 from rlpool.pool.store import Store
 from rlpool.specs import TensorSpec
@@ -56,7 +56,7 @@ class Saved(NamedTuple):
     name: str
     text: str
     specs: Mapping[str, TensorSpec]
-    read: Callable[[str, Array], None]
+    read: Callable[[str, NDArray], None]
 
     def header(self, expected: Mapping[str, Any]) -> dict[str, Any]:
         """The parsed text.
@@ -86,7 +86,7 @@ class Saved(NamedTuple):
             SpecError: If something is missing or damaged, or a disk is full.
         """
 
-        def read(targets: Mapping[str, Array]) -> None:
+        def read(targets: Mapping[str, NDArray]) -> None:
             for name in targets.keys() | self.specs.keys():
                 shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
                 if shapes[0] != shapes[1]:
@@ -110,7 +110,7 @@ def take_over(store: Store, other: Store) -> None:
     store.reserve(other.sub_pools.pieces(), *other.n_extra)
     values = other.arrays_in_use()
 
-    def copy(targets: Mapping[str, Array]) -> None:
+    def copy(targets: Mapping[str, NDArray]) -> None:
         for name, target in targets.items():
             target[...] = values[name]
 
@@ -139,7 +139,7 @@ def damaged(name: str, why: str) -> SpecError:
 # state_dict ---------------------------------------------------------------------------------------
 
 
-def to_tensors(text: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
+def to_tensors(text: str, arrays: Mapping[str, NDArray]) -> dict[str, Any]:
     """A dict of tensors, views, and one text."""
     tensors = {name: torch.from_numpy(a) for name, a in arrays.items()}
     # Where a view has no bytes another one may begin, and torch.save wants one dtype per place.
@@ -152,7 +152,7 @@ def from_tensors(state: Mapping[str, Any]) -> Saved:
     arrays = {name: tensor.numpy(force=True) for name, tensor in tensors.items()}
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays.items()}
 
-    def read(name: str, target: Array) -> None:
+    def read(name: str, target: NDArray) -> None:
         target[...] = arrays[name]
 
     return Saved("the state", state[_TEXT_KEY], specs, read)
@@ -161,7 +161,7 @@ def from_tensors(state: Mapping[str, Any]) -> Saved:
 # Files --------------------------------------------------------------------------------------------
 
 
-def write_file(path: Any, text: str, arrays: Mapping[str, Array]) -> None:
+def write_file(path: Any, text: str, arrays: Mapping[str, NDArray]) -> None:
     """Write a safetensors file, which replaces what was at the path when it is complete.
 
     Raises:
@@ -177,7 +177,7 @@ def write_file(path: Any, text: str, arrays: Mapping[str, Array]) -> None:
         ) from error
 
 
-def _write(file: BinaryIO, text: str, arrays: Mapping[str, Array]) -> None:
+def _write(file: BinaryIO, text: str, arrays: Mapping[str, NDArray]) -> None:
     checksums = np.zeros(1 + len(arrays), np.int64)
     entries: dict[str, Any] = {"__metadata__": {_TEXT_KEY: text}}
     start = 0
@@ -226,7 +226,7 @@ def _saved(file: BinaryIO, name: str) -> Saved:
         raise damaged(name, f"{end} bytes were written, {size} are there")
     checksums: dict[str, int] = {}
 
-    def read(key: str, target: Array) -> None:
+    def read(key: str, target: NDArray) -> None:
         file.seek(starts[key])
         checksum = 0
         for chunk in _chunks(target):
@@ -247,7 +247,7 @@ def _saved(file: BinaryIO, name: str) -> Saved:
     return Saved(name, text, specs, read)
 
 
-def _chunks(array: Array) -> Iterator[memoryview]:
+def _chunks(array: NDArray) -> Iterator[memoryview]:
     view = array.reshape(-1).view(np.uint8).data
     for begin in range(0, len(view), _CHUNK_BYTES):
         yield view[begin : begin + _CHUNK_BYTES]

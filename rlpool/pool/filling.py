@@ -18,7 +18,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.limits import check_size
-from rlpool.memory.storage import Array, allocate, carved_bytes
+from rlpool.memory.storage import NDArray, allocate, carved_bytes
 from rlpool.pool import ingest
 from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.sampling import RESULT_KEYS, Sampler
@@ -178,7 +178,7 @@ class FilledPool(Sampler):
 
     __call__ = pool
 
-    def get_pool(self) -> tuple[Array, Array, Array, Array, Array]:
+    def get_pool(self) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
         """States, actions, next states, rewards and done flags of all transitions.
 
         Returns:
@@ -351,7 +351,7 @@ class FilledPool(Sampler):
         return Store(schema, pool_size, n, make_memory, self._rules, with_priorities=has_priorities)
 
     def _distribute(
-        self, store: Store, incoming: Incoming, sizes: Array, draws: Sequence[int | float]
+        self, store: Store, incoming: Incoming, sizes: NDArray, draws: Sequence[int | float]
     ) -> None:
         """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
         each = np.repeat(routes(store.sub_pools, self._rules, sizes.tolist(), draws), sizes)
@@ -360,7 +360,7 @@ class FilledPool(Sampler):
             store.add(index, part, self._max_priority)
 
 
-def _ends_in(store: Store, index: int, state: Mapping[str, Array]) -> bool:
+def _ends_in(store: Store, index: int, state: Mapping[str, NDArray]) -> bool:
     """Whether the newest transition of a sub-pool ended in a state.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.pool.schema import Stack
 from rlpool.pool.stacks import NewFrames
 from rlpool.specs import TensorSpec
@@ -36,7 +36,7 @@ class Places:
         """How many will be or have been in use after taking so many."""
         return self.n_used + max(0, n - self._n_free)
 
-    def take(self, n: int) -> Array:
+    def take(self, n: int) -> NDArray:
         """Free places, int32 ``[n]``."""
         n_again = min(n, self._n_free)
         self._n_free -= n_again
@@ -44,12 +44,12 @@ class Places:
         start, self.n_used = self.n_used, self.n_used + n - n_again
         return np.concatenate([again, np.arange(start, self.n_used, dtype=np.int32)])
 
-    def give_back(self, places: Array) -> None:
+    def give_back(self, places: NDArray) -> None:
         """Let places be taken again."""
         self._free[self._n_free : self._n_free + places.size] = places
         self._n_free += places.size
 
-    def recount(self, is_free: Array) -> None:
+    def recount(self, is_free: NDArray) -> None:
         """Free the places that are said to be: bool ``[n_used]``, and no others."""
         self._n_free = 0
         self.give_back(np.flatnonzero(is_free))
@@ -68,12 +68,12 @@ class FrameStore:
         places: Which of them are in use.
     """
 
-    def __init__(self, spec: TensorSpec, stack: Stack, values: Array) -> None:
+    def __init__(self, spec: TensorSpec, stack: Stack, values: NDArray) -> None:
         self.values, self.places = values, Places(len(values))
         self._shape, self._stack = spec.shape, stack
         self._n_references = np.zeros(len(values), np.int32)
 
-    def take(self, places: Array) -> Array:
+    def take(self, places: NDArray) -> NDArray:
         """Whole values ``[n, ...]`` from places ``[n, n_frames]``.
 
         They are copies, views of memory in which the axis of the frames comes first.
@@ -83,12 +83,12 @@ class FrameStore:
         before, after = self._shape[:axis], self._shape[axis + 1 :]
         frames = self.values.take(places.reshape(-1), 0, None, "wrap")
         frames = frames.reshape(n, n_frames, *before, self._shape[axis] // n_frames, *after)
-        values: Array = np.moveaxis(frames, 1, 1 + axis).reshape(n, *self._shape)
+        values: NDArray = np.moveaxis(frames, 1, 1 + axis).reshape(n, *self._shape)
         return values
 
     # Adding ----------------------------------------------------------------------------------
 
-    def find(self, new: NewFrames, numbers: Array) -> Array:
+    def find(self, new: NewFrames, numbers: NDArray) -> NDArray:
         """Find those of new frames that are here, and refer to them; returns the others' numbers.
 
         Args:
@@ -106,7 +106,7 @@ class FrameStore:
         self.refer(places[places >= 0])
         return numbers[places < 0]
 
-    def put(self, new: NewFrames, numbers: Array) -> None:
+    def put(self, new: NewFrames, numbers: NDArray) -> None:
         """Copy new frames here, and refer to them."""
         places = self.places.take(len(numbers))
         n_at_once = max(1, _COPIED_BYTES // self.values[:1].nbytes)
@@ -116,11 +116,11 @@ class FrameStore:
         new.places[numbers] = places
         self.refer(places)
 
-    def refer(self, places: Array) -> None:
+    def refer(self, places: NDArray) -> None:
         """Count that something refers to these places, as often as they are named."""
         np.add.at(self._n_references, places.reshape(-1), 1)
 
-    def release(self, places: Array) -> None:
+    def release(self, places: NDArray) -> None:
         """Count that something refers to these places no longer."""
         places = places.reshape(-1)
         if not places.size:
@@ -128,7 +128,7 @@ class FrameStore:
         np.subtract.at(self._n_references, places, 1)
         self.places.give_back(np.unique(places[self._n_references[places] == 0]))
 
-    def recount(self, named: list[Array]) -> None:
+    def recount(self, named: list[NDArray]) -> None:
         """Count anew what refers to the frames: all places that rows refer to."""
         references = self._n_references[: self.places.n_used]
         references[:] = 0

@@ -15,7 +15,7 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.pool.schema import REWARDS, Schema, Stack
 from rlpool.pool.stacks import Incoming, Source, unstacked, widest_words
 from rlpool.pool.transition import DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY
@@ -30,7 +30,7 @@ from rlpool.specs import (
     refuse_missing,
 )
 
-Tails = Mapping[str, Array]
+Tails = Mapping[str, NDArray]
 """Places of frames by key, int64 ``[B, n_frames]``, see ``Store.tails``."""
 
 _COMPARED_BYTES = 2**25  # at a time
@@ -109,7 +109,7 @@ def from_trajectories(
     is_last = np.zeros(lengths.sum(), bool)
     is_last[ends[ends >= 0]] = True
 
-    def flags(key: str) -> Array:
+    def flags(key: str) -> NDArray:
         return _flags(key, steps.source(tensors[key].numpy(force=True)).values())
 
     for key in _FLAGS:
@@ -141,7 +141,7 @@ def from_trajectories(
     return _with_frames(incoming, schema, tails, flags(DONE_KEY) if is_checked else None)
 
 
-def from_single(values: Mapping[str, Array], schema: Schema, tails: Tails) -> Incoming:
+def from_single(values: Mapping[str, NDArray], schema: Schema, tails: Tails) -> Incoming:
     """A single transition of arrays without a batch dimension.
 
     Raises:
@@ -159,7 +159,7 @@ def from_single(values: Mapping[str, Array], schema: Schema, tails: Tails) -> In
 
 
 def _with_frames(
-    incoming: Incoming, schema: Schema, tails: Tails, is_done: Array | None
+    incoming: Incoming, schema: Schema, tails: Tails, is_done: NDArray | None
 ) -> Incoming:
     """The same with numbers of frames in place of stacks.
 
@@ -193,7 +193,7 @@ def _with_frames(
     return incoming._replace(columns=columns, finals=finals, frames=frames)
 
 
-def _refuse_stack(key: str, stack: Stack, starts: Array, number: int) -> NoReturn:
+def _refuse_stack(key: str, stack: Stack, starts: NDArray, number: int) -> NoReturn:
     """Raise the error for a transition whose value after the step is not what follows."""
     row = int(np.searchsorted(starts, number, side="right")) - 1
     raise SpecError(
@@ -208,11 +208,11 @@ def _refuse_stack(key: str, stack: Stack, starts: Array, number: int) -> NoRetur
 class _Steps:
     """Finds the steps of trajectories in arrays ``[B, T, ...]``, mostly without a copy."""
 
-    def __init__(self, lengths: Array) -> None:
+    def __init__(self, lengths: NDArray) -> None:
         self._lengths = lengths
-        self._places: dict[int, Array] = {}  # by stride
+        self._places: dict[int, NDArray] = {}  # by stride
 
-    def source(self, array: Array) -> Source:
+    def source(self, array: NDArray) -> Source:
         """The steps of an array, which is copied unless its rows lie at whole numbers of steps."""
         n_rows, n_times, *shape = array.shape
         step_bytes = math.prod(shape) * array.itemsize
@@ -235,7 +235,7 @@ def _derivation(tensors: Mapping[str, torch.Tensor], key: str) -> Any:
     return tensors.derivation(key) if isinstance(tensors, DerivedTensors) else None
 
 
-def _flags(key: str, values: Array) -> Array:
+def _flags(key: str, values: NDArray) -> NDArray:
     """The flags of steps, bool ``[n]``."""
     are_flags = values.dtype.kind == "b" or np.isin(values, (0, 1)).all()
     if math.prod(values.shape[1:]) != 1 or not are_flags:
@@ -246,7 +246,7 @@ def _flags(key: str, values: Array) -> Array:
     return values.reshape(-1).astype(bool, copy=False)
 
 
-def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
+def _mark_jumps(is_last: NDArray, values: Source, after: Source) -> None:
     """Mark steps whose value after the step is not the value that the next one starts from.
 
     They end a piece that can be joined to nothing, whether an episode ends there or steps are
@@ -261,7 +261,7 @@ def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
         is_last[start + differs.reshape(-1).nonzero()[0] // differs.shape[1]] = True
 
 
-def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
+def converted(key: str, array: NDArray, dtype: np.dtype[Any]) -> NDArray:
     """Values in the dtype of their column, see ``fitted``."""
     if key in REWARDS:
         return fitted_rewards(repr(key), array)
@@ -320,7 +320,7 @@ def one_row(steps: DictTensor) -> TemporalDictTensor:
     return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})
 
 
-def order_in_time(lengths: Sequence[int]) -> Array:
+def order_in_time(lengths: Sequence[int]) -> NDArray:
     """The order in which the steps of episodes came to be that began together: int64 ``[n]``."""
     episodes = np.repeat(np.arange(len(lengths)), lengths)
     times = np.concatenate([np.arange(length) for length in lengths])

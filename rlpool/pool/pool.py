@@ -15,7 +15,7 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.one_thread import OneThread
-from rlpool.memory.storage import Array, allocate
+from rlpool.memory.storage import NDArray, allocate
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.filling import FilledPool
 from rlpool.pool.reader import PoolReader
@@ -285,7 +285,7 @@ class Pool(FilledPool, DumpsStacks):
         with checkpoint.opened_file(path) as saved:
             self._restore(saved)
 
-    def _state(self) -> tuple[str, dict[str, Array]]:
+    def _state(self) -> tuple[str, dict[str, NDArray]]:
         """A JSON text and arrays by name, which are views."""
         store = self._store
         state = {

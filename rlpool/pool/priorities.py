@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.pool.transition import as_array
 
 _FANOUT = 16
@@ -53,7 +53,7 @@ class PriorityTree:
         """Bytes of the tree."""
         return sum(level.nbytes for level in self._levels)
 
-    def set(self, rows: slice | Array, priorities: float | Array) -> None:
+    def set(self, rows: slice | NDArray, priorities: float | NDArray) -> None:
         """Change priorities; of a row that is named twice, the last one counts."""
         self._levels[0][rows] = priorities
         for level, blocks in zip(self._levels[1:], self._blocks, strict=False):
@@ -63,7 +63,7 @@ class PriorityTree:
                 rows = rows // _FANOUT
             level[rows] = blocks[rows].sum(axis=1)
 
-    def draw(self, n: int, generator: np.random.Generator) -> Array:
+    def draw(self, n: int, generator: np.random.Generator) -> NDArray:
         """Draw rows in proportion to their priorities, one from each of n equal shares.
 
         Args:
@@ -91,11 +91,11 @@ class PriorityTree:
             possible = np.flatnonzero(self.leaves)
             shares = self.leaves[possible] / self.leaves[possible].sum()
             nodes[missed] = generator.choice(possible, missed.size, p=shares)
-        rows: Array = nodes
+        rows: NDArray = nodes
         return rows
 
 
-def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array, Array]:
+def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[NDArray, NDArray]:
     """Indexes int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha.
 
     Raises:

@@ -15,7 +15,7 @@ from rlpool.data.dict_tensor_base import listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import real_number, whole_number
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.store import Store
 from rlpool.pool.transition import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
@@ -95,7 +95,7 @@ class Sampler:
         wanted = list(known) if keys is None else listed(keys, str, "keys")
         refuse_missing("the pool", known, wanted, "choose among its keys")
 
-        def look() -> dict[str, Array]:
+        def look() -> dict[str, NDArray]:
             rows = store.sub_pools.rows()
             return store.take(rows, wanted) | store.take_after(rows, wanted)
 
@@ -154,7 +154,7 @@ class Sampler:
         if n_step is not None:
             n_step = whole_number("n_step", n_step, 1)
 
-        def look() -> dict[str, Array]:
+        def look() -> dict[str, NDArray]:
             store = self._store
             rows = last = self._draw(batch_size)
             batch = store.take(rows)
@@ -210,7 +210,7 @@ class Sampler:
         if length > _LONGEST:
             raise SpecError(f"length should be at most {_LONGEST}, got {length}")
 
-        def look() -> tuple[dict[str, Array], Array, dict[str, Array]]:
+        def look() -> tuple[dict[str, NDArray], NDArray, dict[str, NDArray]]:
             store = self._store
             first = self._draw(batch_size)
             rows, lengths = self._steps_from(first, length, "sequences")
@@ -263,7 +263,7 @@ class Sampler:
             self._generator = np.random.Generator(np.random.PCG64())
         return self._store.version.read(look)
 
-    def _draw(self, n: int) -> Array:
+    def _draw(self, n: int) -> NDArray:
         """Rows of transitions, int64 ``[n]``."""
         store = self._store
         if len(store) < n:
@@ -294,7 +294,7 @@ class Sampler:
         numbers = rows - (ends - lengths)[index] + store.sub_pools.numbers[index, 0]
         return store.sub_pools.rows_of(index, numbers)
 
-    def _steps_from(self, first: Array, most: int, what: str) -> tuple[Array, Array]:
+    def _steps_from(self, first: NDArray, most: int, what: str) -> tuple[NDArray, NDArray]:
         """Steps that follow each other in an episode.
 
         Args:
@@ -314,8 +314,8 @@ class Sampler:
         return rows, is_last.argmax(axis=1) + 1
 
     def _look_ahead(
-        self, batch: dict[str, Array], rows: Array, n_step: int, discount: float
-    ) -> Array:
+        self, batch: dict[str, NDArray], rows: NDArray, n_step: int, discount: float
+    ) -> NDArray:
         """Add the returns of some steps; gives the rows of the last of these steps."""
         store = self._store
         end = TERMINATED_KEY if TERMINATED_KEY in store.columns else DONE_KEY
@@ -332,7 +332,7 @@ class Sampler:
         rewards = store.take(every.reshape(-1), [REWARD_KEY])[REWARD_KEY].reshape(every.shape)
         discounted = rewards * np.float64(discount) ** ahead
         returns = np.where(ahead < n_steps[:, None], discounted, 0).sum(axis=1)
-        last: Array = every[np.arange(len(rows)), n_steps - 1]
+        last: NDArray = every[np.arange(len(rows)), n_steps - 1]
         flags = store.take(last, [end, TRUNCATED_KEY])
         is_end = flags[end].astype(bool).reshape(-1)
         if end == DONE_KEY and TRUNCATED_KEY in flags:
@@ -342,7 +342,7 @@ class Sampler:
         batch[DISCOUNT_KEY] = discounts.astype(np.float32)
         return last
 
-    def _weights(self, tree: PriorityTree, rows: Array, beta: float) -> tuple[Array, Array]:
+    def _weights(self, tree: PriorityTree, rows: NDArray, beta: float) -> tuple[NDArray, NDArray]:
         """Index and importance weight of rows, relative to the largest weight among them."""
         store = self._store
         beta = real_number("beta", beta, "from 0 on, and finite")
@@ -365,7 +365,7 @@ def _refuse_untold(store: Store, what: str) -> None:
         )
 
 
-def _padded(values: Array, is_step: Array) -> torch.Tensor:
+def _padded(values: NDArray, is_step: NDArray) -> torch.Tensor:
     """Values of steps at their places ``[B, T, ...]``, zeros elsewhere."""
     # In the order of the axes in memory, which is another one where stacks were put together.
     order = [0, *sorted(range(1, values.ndim), key=lambda axis: -values.strides[axis])]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.pool.schema import Stack
 
 _COMPARED_BYTES = 2**21  # at a time: so much stays in the cache
@@ -23,21 +23,21 @@ _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
 class Source(NamedTuple):
     """Values of a key, one per transition: some rows of an array."""
 
-    array: Array
-    rows: Array
+    array: NDArray
+    rows: NDArray
 
-    def part(self, places: slice | Array) -> Source:
+    def part(self, places: slice | NDArray) -> Source:
         """Some of the values, no copy."""
         return Source(self.array, self.rows[places])
 
-    def values(self, out: Array | None = None) -> Array:
+    def values(self, out: NDArray | None = None) -> NDArray:
         """The values ``[n, ...]``, copied to an array or a new one."""
         # Clipped because that is faster than "raise", which makes a copy of the target.
-        values: Array = self.array.take(self.rows, 0, out, "clip")
+        values: NDArray = self.array.take(self.rows, 0, out, "clip")
         return values
 
 
-def widest_words(array: Array) -> Array:
+def widest_words(array: NDArray) -> NDArray:
     """An array whose last axis lies in one piece, as the widest words that this axis is made of.
 
     Bits are to be compared, as NaN is not equal to itself; the widest words take the least time.
@@ -61,12 +61,14 @@ class NewFrames:
         places: Where it lies, int32 ``[n]``; -1 until it does.
     """
 
-    def __init__(self, values: list[Array], origins: Array, dtype: np.dtype[np.generic]) -> None:
+    def __init__(
+        self, values: list[NDArray], origins: NDArray, dtype: np.dtype[np.generic]
+    ) -> None:
         self._values, self._origins, self._dtype = values, origins, dtype
         self.hints = np.full(origins.shape[1], -1)
         self.places = np.full(origins.shape[1], -1, np.int32)
 
-    def values(self, numbers: Array) -> Array:
+    def values(self, numbers: NDArray) -> NDArray:
         """Frames by number, copies ``[len(numbers), before, after]``."""
         origins, rows, frames = self._origins[:, numbers]
         values = self._values[0]
@@ -94,13 +96,13 @@ class Incoming(NamedTuple):
     """
 
     columns: Mapping[str, Source]
-    is_last: Array
+    is_last: NDArray
     finals: Mapping[str, Source]
     frames: Mapping[str, NewFrames]
-    ends: Array
+    ends: NDArray
     is_told: bool = True
 
-    def part(self, places: slice | Array) -> Incoming:
+    def part(self, places: slice | NDArray) -> Incoming:
         """Some of the transitions, no copy: a range, or pieces that each end with a last one."""
         columns, finals = (
             {key: source.part(places) for key, source in sources.items()}
@@ -108,7 +110,7 @@ class Incoming(NamedTuple):
         )
         return self._replace(columns=columns, is_last=self.is_last[places], finals=finals)
 
-    def frames_named(self, key: str) -> Array:
+    def frames_named(self, key: str) -> NDArray:
         """Numbers of the frames of a stack that these transitions need, ascending."""
         is_needed = np.zeros(len(self.frames[key].places), bool)
         is_needed[self.columns[key].values()] = True
@@ -116,7 +118,7 @@ class Incoming(NamedTuple):
             is_needed[self.finals[key].part(self.is_last).values()] = True
         return np.flatnonzero(is_needed)
 
-    def tails(self) -> dict[str, Array]:
+    def tails(self) -> dict[str, NDArray]:
         """Key of a stack to where the frames after each row of the trajectories lie.
 
         int32 ``[B, n_frames]``, -1 for rows without steps.
@@ -140,18 +142,18 @@ class Unstacked(NamedTuple):
         frames: The frames.
     """
 
-    before: Array
-    after: Array | None
-    is_shifted: Array
+    before: NDArray
+    after: NDArray | None
+    is_shifted: NDArray
     frames: NewFrames
 
 
 def unstacked(
     before: Source,
     after: Source | None,
-    is_last: Array,
+    is_last: NDArray,
     stack: Stack,
-    tails: tuple[Array, Array] | None = None,
+    tails: tuple[NDArray, NDArray] | None = None,
 ) -> Unstacked:
     """Find the frames of values.
 
@@ -202,20 +204,20 @@ def unstacked(
     )
 
 
-def _words(array: Array, stack: Stack) -> Array:
+def _words(array: NDArray, stack: Stack) -> NDArray:
     """Values ``[n, before, n_frames, after]`` as the widest words that frames are made of."""
     # Axes that were moved, as channels of images are, have no words; all others stay in place.
     array = np.ascontiguousarray(array)
     return widest_words(array.reshape(len(array), *stack.parts(array.shape[1:])))
 
 
-def _parts(numbers: Array, values: Array) -> list[Array]:
+def _parts(numbers: NDArray, values: NDArray) -> list[NDArray]:
     """Numbers of values in parts of a few megabytes."""
     n_at_once = max(1, _COMPARED_BYTES // max(1, values[:1].nbytes))
     return [numbers[start : start + n_at_once] for start in range(0, len(numbers), n_at_once)]
 
 
-def _are_shifted(values: Array, rows: Array) -> Array:
+def _are_shifted(values: NDArray, rows: NDArray) -> NDArray:
     """Whether the values after some rows are those of the rows, shifted by one frame."""
     _, before, n_frames, after = values.shape
     flat = values.reshape(len(values), -1)
@@ -235,13 +237,13 @@ def _are_shifted(values: Array, rows: Array) -> Array:
     return are_shifted
 
 
-def _differs(old: Array, new: Array) -> Array:
+def _differs(old: NDArray, new: NDArray) -> NDArray:
     """Which frames of new values are not the next ones of old ones, ``[n, n_frames - 1]``."""
     pairs = ((new[:, :, frame], old[:, :, frame + 1]) for frame in range(new.shape[2] - 1))
     return np.stack([(one != other).any(axis=(1, 2)) for one, other in pairs], axis=1)
 
 
-def _n_distinct(values: list[Array], origins: Array) -> Array:
+def _n_distinct(values: list[NDArray], origins: NDArray) -> NDArray:
     """How many frames values have, if those at the front that are equal count as one."""
     counts = np.empty(origins.shape[1], np.int64)
     for origin, array in enumerate(values):

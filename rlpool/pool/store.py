@@ -22,7 +22,7 @@ import numpy as np
 from rlpool.errors import UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
-from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.memory.storage import Memory, NDArray, carve, carved_bytes
 from rlpool.pool.frames import FrameStore, Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
@@ -82,7 +82,7 @@ class Store:
         arrays = {name: array[0] for name, array in carve(self._root, specs, 1).items()}
         self._arrays, table = arrays, arrays["numbers"]
         self.sub_pools = SubPools(pool_size, table[:-1])
-        self.is_untold: Array = table[-1, 1:2]
+        self.is_untold: NDArray = table[-1, 1:2]
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
         self.frames = {
@@ -93,7 +93,7 @@ class Store:
         self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
         self._tree = PriorityTree(pool_size) if with_priorities else None
         self.final_places = Places(pool_size)
-        self.tails: dict[int | None, dict[str, Array]] = {}
+        self.tails: dict[int | None, dict[str, NDArray]] = {}
         self._is_whole = True  # no change is under way, or was interrupted
         self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
@@ -141,7 +141,7 @@ class Store:
         for key, frames in self.frames.items():
             frames.places.n_used = counts["n_frames"][key]
 
-    def arrays_in_use(self) -> dict[str, Array]:
+    def arrays_in_use(self) -> dict[str, NDArray]:
         """Where the values of all transitions lie: views, named as in a saved pool."""
         rows = self.sub_pools.pieces()
         arrays = self._parts(rows, *self.n_extra)
@@ -151,7 +151,7 @@ class Store:
 
     def _parts(
         self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
-    ) -> dict[str, Array]:
+    ) -> dict[str, NDArray]:
         """Parts of all arrays that belong to some rows, by name, finals and frames; views."""
         pieces = dict.fromkeys(self._arrays, rows)
         pieces |= {f"finals/{key}": {"": slice(n_finals)} for key in self.finals}
@@ -250,7 +250,7 @@ class Store:
                 for piece in pieces:
                     self.tree.set(piece, priority)
 
-    def _write(self, pieces: Sequence[slice], incoming: Incoming, lasts: Array) -> None:
+    def _write(self, pieces: Sequence[slice], incoming: Incoming, lasts: NDArray) -> None:
         start = 0
         for piece in pieces:
             part = slice(start, start + piece.stop - piece.start)
@@ -294,7 +294,7 @@ class Store:
         self.become({"rings": after, "origins": after[:, 0], **counts}, lambda arrays: None)
 
     def become(
-        self, counts: Mapping[str, Any], write: Callable[[Mapping[str, Array]], None]
+        self, counts: Mapping[str, Any], write: Callable[[Mapping[str, NDArray]], None]
     ) -> None:
         """Drop all transitions, and have others.
 
@@ -351,14 +351,14 @@ class Store:
 
     # Rows past the end stand for those at the beginning: mode="wrap" costs nothing.
 
-    def take(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
+    def take(self, rows: NDArray, keys: Sequence[str] | None = None) -> dict[str, NDArray]:
         """Rows of those columns that are among some keys, copies ``[len(rows), ...]``."""
         wanted = self.columns if keys is None else [key for key in keys if key in self.columns]
         return {
             key: self._whole(key, self.columns[key].take(rows, 0, None, "wrap")) for key in wanted
         }
 
-    def take_after(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
+    def take_after(self, rows: NDArray, keys: Sequence[str] | None = None) -> dict[str, NDArray]:
         """Values after some rows' steps, copies.
 
         Args:
@@ -368,7 +368,7 @@ class Store:
         Returns:
             ``_key`` of the paired keys to values ``[len(rows), ...]``.
         """
-        taken: dict[str, Array] = {}
+        taken: dict[str, NDArray] = {}
         wanted = [k for k in self.schema.paired if keys is None or successor_key(k) in keys]
         if not wanted:
             return taken
@@ -381,6 +381,6 @@ class Store:
             taken[successor_key(key)] = self._whole(key, values)
         return taken
 
-    def _whole(self, key: str, values: Array) -> Array:
+    def _whole(self, key: str, values: NDArray) -> NDArray:
         """Values of a column, put together from their frames if they are stacks."""
         return self.frames[key].take(values) if key in self.frames else values

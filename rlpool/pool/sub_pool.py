@@ -18,7 +18,7 @@ import numpy as np
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class SubPools(list[SubPool]):
         origins: Their ``origin``, int64 ``[n]``.
     """
 
-    def __init__(self, pool_size: int, numbers: Array) -> None:
+    def __init__(self, pool_size: int, numbers: NDArray) -> None:
         share, rest = divmod(pool_size, len(numbers))
         self._capacities = share + (np.arange(len(numbers)) < rest)
         self._offsets = np.cumsum(self._capacities) - self._capacities
@@ -153,34 +153,34 @@ class SubPools(list[SubPool]):
             for number, piece in enumerate(sub_pool.pieces(sub_pool.oldest, sub_pool.next))
         }
 
-    def rows(self) -> Array:
+    def rows(self) -> NDArray:
         """The same rows as numbers, int64 ``[n_transitions]``."""
         ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces().values())
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
-    def rows_of(self, index: Array, numbers: Array) -> Array:
+    def rows_of(self, index: NDArray, numbers: NDArray) -> NDArray:
         """Rows of transitions, by sub-pool and number."""
         places = (numbers - self.origins[index]) % self._capacities[index]
-        rows: Array = self._offsets[index] + places
+        rows: NDArray = self._offsets[index] + places
         return rows
 
-    def ahead(self, rows: Array, n_steps: int | Array) -> Array:
+    def ahead(self, rows: NDArray, n_steps: int | NDArray) -> NDArray:
         """Rows so many places after others, of the same sub-pool."""
         if len(self) == 1:
             return rows + n_steps
         index = self._index(rows)
         offsets = self._offsets[index]
-        after: Array = offsets + (rows - offsets + n_steps) % self._capacities[index]
+        after: NDArray = offsets + (rows - offsets + n_steps) % self._capacities[index]
         return after
 
-    def transitions_at(self, rows: Array) -> tuple[Array, Array]:
+    def transitions_at(self, rows: NDArray) -> tuple[NDArray, NDArray]:
         """The transitions at some rows, by sub-pool and number."""
         index = self._index(rows)
         # The one that lies there is at most a capacity before the next one.
         newest = self.numbers[index, 1] - 1
         return index, newest - (self.rows_of(index, newest) - rows) % self._capacities[index]
 
-    def _index(self, rows: Array) -> Array:
+    def _index(self, rows: NDArray) -> NDArray:
         """The sub-pool of each row."""
         return np.searchsorted(self._offsets, rows, side="right") - 1
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, fitted, join_key
 
@@ -29,7 +29,7 @@ _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 def transition_of(
     s: Any, a: Any, next_s: Any, r: Any, done: Any, terminated: Any
-) -> dict[str, Array]:
+) -> dict[str, NDArray]:
     """A transition as arrays by key, without a batch dimension.
 
     Raises:
@@ -72,25 +72,25 @@ def refuse_taken(state_keys: Collection[str], what: str) -> None:
         raise SpecError(f"{what} has keys that are taken: {taken}", fix="rename them")
 
 
-def _named(value: Any, prefix: str, only: str) -> dict[str, Array]:
+def _named(value: Any, prefix: str, only: str) -> dict[str, NDArray]:
     """Arrays by key, of a value or of a nested dict of values."""
     if not isinstance(value, Mapping):
         return {only: as_array(value)}
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, NDArray] = {}
     for key, inner in value.items():
         whole = join_key(prefix, str(key))
         arrays.update(_named(inner, whole, whole))
     return arrays
 
 
-def _single(name: str, value: Any) -> Array:
+def _single(name: str, value: Any) -> NDArray:
     array = as_array(value)
     if array.size != 1:
         raise SpecError(f"{name} should be one number, got shape {list(array.shape)}")
     return array.reshape(())
 
 
-def as_array(value: Any) -> Array:
+def as_array(value: Any) -> NDArray:
     """A value as an array, of objects if it is none of numbers.
 
     Python's floats become float32 if that holds them; a NumPy scalar keeps its dtype.

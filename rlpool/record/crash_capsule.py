@@ -29,7 +29,7 @@ import torch
 
 from rlpool.errors import SpecError, Where, described
 from rlpool.machine.files import checked_target, file_at, replaced
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape, joined
 
 CALLS = ("reset", "step", "agent", "initial_state")
@@ -105,12 +105,12 @@ class CrashCapsule:
     n_lanes: int = 1
     env_type: str = ""
     options: Mapping[str, Any] | None = None
-    agent_info: Mapping[str, Array] = field(default_factory=dict)
-    actions: Mapping[str, Array] = field(default_factory=dict)
-    rewards: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    agent_info: Mapping[str, NDArray] = field(default_factory=dict)
+    actions: Mapping[str, NDArray] = field(default_factory=dict)
+    rewards: NDArray = field(default_factory=lambda: np.zeros(0, np.float32))
     first_step: int = 0
-    observation: Mapping[str, Array] = field(default_factory=dict)
-    batch: Mapping[str, Array] = field(default_factory=dict)
+    observation: Mapping[str, NDArray] = field(default_factory=dict)
+    batch: Mapping[str, NDArray] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
     @classmethod
@@ -119,7 +119,7 @@ class CrashCapsule:
         tape: Tape,
         call: str,
         where: Where,
-        failing: Mapping[str, Array] | None = None,
+        failing: Mapping[str, NDArray] | None = None,
         **known: Any,
     ) -> CrashCapsule:
         """The capsule of a failure after the steps of a tape; ``told`` says what happened.
@@ -202,7 +202,7 @@ class CrashCapsule:
                 fix="pass a file that CrashCapsule.save() or crash_dir=... wrote",
             ) from error
 
-    def _header(self) -> Array:
+    def _header(self) -> NDArray:
         header = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -213,7 +213,7 @@ class CrashCapsule:
         return np.frombuffer(json.dumps(header, indent=1).encode(), np.uint8)
 
     @classmethod
-    def _of(cls, arrays: Mapping[str, Array]) -> CrashCapsule:
+    def _of(cls, arrays: Mapping[str, NDArray]) -> CrashCapsule:
         header = json.loads(arrays["header"].tobytes(), object_hook=_decoded)
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"version {header['version']}, this rlpool reads {_VERSION}")

@@ -24,7 +24,7 @@ from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import called_with_seed, check_choice
 from rlpool.machine.generators import seeded_generators
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.repeat import Divergence, Reached, batch_of, repeat
 from rlpool.record.tape import REWARD, Tape
@@ -226,7 +226,7 @@ def _environment(
     return GymEnv([made], keep_float64=is_wide), 0
 
 
-def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
+def _declare_actions(env: VecEnv, actions: Mapping[str, NDArray]) -> None:
     leaves = env.action_leaves
     if leaves is None:
         env.declare_actions({k: TensorSpec(a.shape[1:], a.dtype) for k, a in actions.items()})

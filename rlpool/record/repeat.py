@@ -10,7 +10,7 @@ import numpy as np
 from rlpool.envs.lanes import LaneError
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import EnvError, NotRepeatedError, Where
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.failures import env_error
 from rlpool.record.tape import REWARD, Actions, Tape
 
@@ -206,7 +206,7 @@ def batch_of(actions: Mapping[int, Actions], env: VecEnv) -> Actions:
     return batch
 
 
-def _other_reward(reward: Array, recorded: Array, step: int) -> Divergence | None:
+def _other_reward(reward: NDArray, recorded: NDArray, step: int) -> Divergence | None:
     if np.isnan(recorded) or _is_same(reward, recorded):
         return None
     return Divergence(step, REWARD, f"the reward is {reward}, it was {recorded}")

@@ -28,11 +28,11 @@ import numpy as np
 
 from rlpool.envs.columns import converted
 from rlpool.envs.lanes import Options
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs, successor_key
 from rlpool.specs import FLAGS, Structure, TensorSpec, flattener
 
-Actions = dict[str, Array]
+Actions = dict[str, NDArray]
 """Action key to array ``[k, ...]``: what was done in ``k`` steps."""
 
 REWARD = "reward"
@@ -74,7 +74,7 @@ def slot_rows(
 
 
 def slot_steps(
-    layout: Layout, arrays: Arrays, slots: Sequence[int], last_rewards: Array
+    layout: Layout, arrays: Arrays, slots: Sequence[int], last_rewards: NDArray
 ) -> Actions:
     """Actions and rewards of slots, copies ``[n_slots, T, ...]``.
 
@@ -117,8 +117,8 @@ class Tape:
     n_restarts: int = 0
     first_step: int = 0
     chunks: list[Actions] = field(default_factory=list)
-    observation: Mapping[str, Array] = field(default_factory=dict)
-    state: Mapping[str, Array] = field(default_factory=dict)
+    observation: Mapping[str, NDArray] = field(default_factory=dict)
+    state: Mapping[str, NDArray] = field(default_factory=dict)
     lost: str = ""
     _n_bytes: int = field(init=False, repr=False, compare=False)
 
@@ -148,10 +148,10 @@ class Tape:
         return {key: array for key, array in self.columns.items() if key != REWARD}
 
     @property
-    def rewards(self) -> Array:
+    def rewards(self) -> NDArray:
         """The rewards of the same steps; NaN where they are not known."""
         columns = self.columns
-        rewards: Array = columns.get(REWARD, np.full(_n_rows(columns), np.nan, np.float32))
+        rewards: NDArray = columns.get(REWARD, np.full(_n_rows(columns), np.nan, np.float32))
         return rewards
 
     def add(self, chunk: Actions, most_bytes: int | None = None) -> None:
@@ -208,11 +208,13 @@ class LaneTapes:
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
         self._most_bytes = most_bytes // n_lanes
         self._tapes: dict[int, Tape] = {}
-        self._blocks: dict[str, tuple[Array, Array]] = {}  # where actions are put, and their block
+        self._blocks: dict[
+            str, tuple[NDArray, NDArray]
+        ] = {}  # where actions are put, and their block
         self._stepped = np.zeros((0, n_lanes), bool)  # rows that are on no tape yet
         self._row = 0
 
-    def bind(self, actions: Mapping[str, Array]) -> None:
+    def bind(self, actions: Mapping[str, NDArray]) -> None:
         """Record actions from these buffers from now on, ``[n_lanes, ...]`` per key."""
         self._divide()
         row_bytes = max(1, sum(array.nbytes for array in actions.values()))
@@ -399,15 +401,15 @@ def action_row(
     }
 
 
-def _n_rows(chunk: Mapping[str, Array]) -> int:
+def _n_rows(chunk: Mapping[str, NDArray]) -> int:
     return len(next(iter(chunk.values()), ()))
 
 
-def _n_bytes(chunk: Mapping[str, Array]) -> int:
+def _n_bytes(chunk: Mapping[str, NDArray]) -> int:
     return sum(array.nbytes for array in chunk.values())
 
 
-def _can_be_joined(chunks: Sequence[Mapping[str, Array]]) -> bool:
+def _can_be_joined(chunks: Sequence[Mapping[str, NDArray]]) -> bool:
     """Whether chunks are small, of about the same length, and differ in no dtype or shape."""
     if _n_rows(chunks[0]) > 2 * _n_rows(chunks[-1]):  # that one was joined before
         return False
@@ -417,7 +419,7 @@ def _can_be_joined(chunks: Sequence[Mapping[str, Array]]) -> bool:
     return all(kind == kinds[0] for kind in kinds)
 
 
-def joined(chunks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+def joined(chunks: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
     """The steps of several chunks ``[k, ...]`` one after the other; copies."""
     keys = chunks[0] if chunks else ()
     return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in keys}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from weakref import WeakSet, ref
 
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Memory, NDArray
 from rlpool.slots.blocks import Arrays, Layout
 
 
@@ -35,8 +35,8 @@ class Block:
         self.is_taken = False
         self.is_forked = False
         self._arrays: Arrays | None = None
-        self._control: dict[str, Array] | None = None  # kept, as no user gets any of it
-        self._root: ref[Array] | None = None
+        self._control: dict[str, NDArray] | None = None  # kept, as no user gets any of it
+        self._root: ref[NDArray] | None = None
         _all_blocks.add(self)
 
     @property

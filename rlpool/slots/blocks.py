@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.machine.limits import check_size
-from rlpool.memory.storage import Array, carved_bytes
+from rlpool.memory.storage import NDArray, carved_bytes
 from rlpool.seeding import Seeding
 from rlpool.specs import FLAGS, TensorSpec, is_action, refuse_collisions
 
@@ -162,7 +162,7 @@ class Layout:
         }
         return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
 
-    def steps_in_slot(self, control: Mapping[str, Array], worker: int) -> Array:
+    def steps_in_slot(self, control: Mapping[str, NDArray], worker: int) -> NDArray:
         """Steps that each lane of a worker has done in its slot, ``n_timesteps`` if that is full.
 
         The row alone is ambiguous: the one past a full slot is the first of the next slot.
@@ -205,7 +205,7 @@ class Layout:
         check_size(sizes, advice, what)
         return self
 
-    def arrays(self, root: Array, control: dict[str, Array] | None = None) -> Arrays:
+    def arrays(self, root: NDArray, control: dict[str, NDArray] | None = None) -> Arrays:
         """The arrays of a block that starts at ``root[0]``, no copy.
 
         Args:
@@ -216,7 +216,7 @@ class Layout:
         control = control or self.control_arrays(root)
         return Arrays(_placed(rows, root), _placed(finals, root), control)
 
-    def control_arrays(self, root: Array) -> dict[str, Array]:
+    def control_arrays(self, root: NDArray) -> dict[str, NDArray]:
         """The bookkeeping of a block, see ``control``; no copy."""
         return _placed(self._places[0], root)
 
@@ -254,16 +254,16 @@ class Arrays:
         control: Name to int64 array, see ``Layout.control``.
     """
 
-    rows: dict[str, Array]
-    finals: dict[str, Array]
-    control: dict[str, Array]
+    rows: dict[str, NDArray]
+    finals: dict[str, NDArray]
+    control: dict[str, NDArray]
 
 
-def _placed(places: Sequence[_Place], root: Array) -> dict[str, Array]:
+def _placed(places: Sequence[_Place], root: NDArray) -> dict[str, NDArray]:
     return {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in places}
 
 
-def flat(array: Array, n_leading: int) -> Array:
+def flat(array: NDArray, n_leading: int) -> NDArray:
     """A view with one element per row, whatever the shape of a row.
 
     The first ``n_leading`` dimensions become one; the rest of each row becomes one opaque element

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import Arrays, Layout, successor_key
 from rlpool.specs import FLAGS
 
@@ -29,7 +29,7 @@ class DerivedTensors(dict[str, Tensor]):
     """
 
     def __init__(
-        self, known: Mapping[str, Tensor | Array], derived: Mapping[str, Derivation]
+        self, known: Mapping[str, Tensor | NDArray], derived: Mapping[str, Derivation]
     ) -> None:
         super().__init__(known)  # type: ignore[arg-type]
         for key, derive in derived.items():
@@ -79,22 +79,22 @@ class Slice:
         starts: int64 ``[B]``, 1 where a row's first step starts an episode.
     """
 
-    rows: Mapping[str, Array]
-    finals: Mapping[str, Array]
-    lengths: Array
-    starts: Array
+    rows: Mapping[str, NDArray]
+    finals: Mapping[str, NDArray]
+    lengths: NDArray
+    starts: NDArray
 
-    def part(self, index: slice | Array) -> Slice:
+    def part(self, index: slice | NDArray) -> Slice:
         """Some rows, cut to the longest: views for a slice, copies for numbers or a mask."""
         return _part(self.rows, self.finals, self.lengths, self.starts, index)
 
 
 def _part(
-    rows: Mapping[str, Array],
-    finals: Mapping[str, Array],
-    lengths: Array,
-    starts: Array,
-    index: slice | Array,
+    rows: Mapping[str, NDArray],
+    finals: Mapping[str, NDArray],
+    lengths: NDArray,
+    starts: NDArray,
+    index: slice | NDArray,
 ) -> Slice:
     lengths = np.array(lengths[index])
     longest = int(np.maximum.reduce(lengths, initial=0))
@@ -106,7 +106,7 @@ def _part(
     )
 
 
-def slots_of(arrays: Arrays, slots: slice | Array) -> Slice:
+def slots_of(arrays: Arrays, slots: slice | NDArray) -> Slice:
     """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
     control = arrays.control
     part = _part(arrays.rows, arrays.finals, control["length"], control["starts"], slots)
@@ -134,15 +134,15 @@ class Glue:
         self._layout = layout
         self._n_rows = n_rows
         self.n_steps = 0
-        self._parts: list[tuple[Array, int, Slice]] = []
+        self._parts: list[tuple[NDArray, int, Slice]] = []
         self._joined: Slice | None = None
 
-    def add(self, episodes: Array, chunk: int, part: Slice) -> None:
+    def add(self, episodes: NDArray, chunk: int, part: Slice) -> None:
         """Add chunk number ``chunk`` of some episodes."""
         self._parts.append((episodes, chunk * self._layout.n_timesteps, part))
         self.n_steps += int(part.lengths.sum())
 
-    def drop(self, episodes: Array) -> None:
+    def drop(self, episodes: NDArray) -> None:
         """Drop the chunks of episodes that will run again."""
         kept = [~np.isin(others, episodes) for others, _, _ in self._parts]
         self._parts = [
@@ -151,7 +151,7 @@ class Glue:
         ]
         self.n_steps = sum(int(part.lengths.sum()) for _, _, part in self._parts)
 
-    def join(self, arrays: Arrays, at_home: Array) -> Slice:
+    def join(self, arrays: Arrays, at_home: NDArray) -> Slice:
         """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory.
 
         What is copied is dropped at once, and what is still in the block copied in parts: so little
@@ -169,14 +169,14 @@ class Glue:
             self._copy(joined, episodes, 0, slots_of(arrays, episodes))
         return joined
 
-    def _copy(self, joined: Slice, episodes: Array, offset: int, part: Slice) -> None:
+    def _copy(self, joined: Slice, episodes: NDArray, offset: int, part: Slice) -> None:
         is_last = joined.lengths[episodes] == offset + part.lengths
         for key, array in part.rows.items():
             joined.rows[key][episodes, offset : offset + array.shape[1]] = array
         for key, array in part.finals.items():
             joined.finals[key][episodes[is_last]] = array[is_last]
 
-    def _empty(self, arrays: Arrays, at_home: Array) -> Slice:
+    def _empty(self, arrays: Arrays, at_home: NDArray) -> Slice:
         """Memory for the whole episodes, with their lengths and starts."""
         lengths = np.zeros(self._n_rows, np.int64)
         starts = np.zeros(self._n_rows, np.int64)
@@ -238,7 +238,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def _flags(lengths: Array, steps: Array, values: Array) -> Derivation:
+def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Derivation:
     """Flags that may be True at one step of each row only: at ``steps``, if ``values`` are."""
 
     def derive() -> Tensor:
@@ -263,14 +263,14 @@ class Successor:
         lengths: As given.
     """
 
-    def __init__(self, key: str, values: Tensor, finals: Array, lengths: Array) -> None:
+    def __init__(self, key: str, values: Tensor, finals: NDArray, lengths: NDArray) -> None:
         self._key = key
         self._values = values
         self._finals = finals
         self.lengths = lengths
         self._version = _version(values)
 
-    def finals(self) -> Array:
+    def finals(self) -> NDArray:
         """The values after each row's last step; not copied.
 
         Raises:

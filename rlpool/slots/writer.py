@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import Arrays, Layout, flat, successor_key
 
 _OF_SLOTS = ("length", "starts", "dirty")
 
-Pair = tuple[Array, Array]
+Pair = tuple[NDArray, NDArray]
 """A target in the block and its source, flattened so that one index selects a row."""
 
-Output = tuple[str, Array, Array | None, Array | None]
+Output = tuple[str, NDArray, NDArray | None, NDArray | None]
 """A key of the agent's output, its target, and where it is copied first if a row has a shape: to a
 buffer, and from there by its flattened rows."""
 
@@ -42,8 +42,8 @@ class SlotWriter:
         self,
         layout: Layout,
         arrays: Arrays,
-        current: Mapping[str, Array],
-        state: Mapping[str, Array],
+        current: Mapping[str, NDArray],
+        state: Mapping[str, NDArray],
     ) -> None:
         n_lanes = layout.step.n_lanes
         sources = {**current, **state}
@@ -69,7 +69,7 @@ class SlotWriter:
         self._length, self._starts, self._dirty = numbers
         self._n_timesteps = layout.n_timesteps
         spare = layout.n_slots * layout.n_timesteps
-        self.spare_rows: Array = spare + np.arange(n_lanes) % layout.n_timesteps
+        self.spare_rows: NDArray = spare + np.arange(n_lanes) % layout.n_timesteps
 
     def write_state(self, row: int, lane: int) -> None:
         """Write one lane's agent state, which became known only in the agent's call."""

@@ -35,7 +35,7 @@ from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvSpecError, Where
 from rlpool.machine.arguments import names_arguments, takes_keyword, whole_number
 from rlpool.machine.generators import seeded_generators
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.record.failures import env_error
 from rlpool.record.tape import action_row
 from rlpool.seeding import episode_seeds, worker_seed
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     """
 
     place: str
-    row: dict[str, Array]
+    row: dict[str, NDArray]
     returned: Any
 
 
@@ -127,7 +127,7 @@ class EnvChecks(Checks):
             raise env_error(failure, where, options_as=_OPTIONS) from failure.__cause__
         return episodes
 
-    def _actions(self, vec: VecEnv) -> list[dict[str, Array]]:
+    def _actions(self, vec: VecEnv) -> list[dict[str, NDArray]]:
         """The action of each step of all episodes, ``[1, ...]`` per key."""
         space = copy.deepcopy(getattr(vec, "action_space", None))
         if space is None:

@@ -14,7 +14,7 @@ from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import NDArray
 from rlpool.specs import refuse_missing
 
 _REWARD = "_reward"
@@ -114,8 +114,8 @@ class EpisodeStatistics:
         Not needed after ``batcher.reset()``: the next window says itself where episodes begin.
         """
         # By lane: what the episode that runs there has had up to now.
-        self._sums: Array = np.zeros(0, np.float64)
-        self._n_steps: Array = np.zeros(0, np.int64)
+        self._sums: NDArray = np.zeros(0, np.float64)
+        self._n_steps: NDArray = np.zeros(0, np.int64)
 
     @names_arguments
     def update(self, window: TemporalDictTensor) -> EndedEpisodes:
@@ -160,8 +160,8 @@ class EpisodeStatistics:
         return EndedEpisodes(returns, torch.from_numpy(n_steps), torch.from_numpy(rows))
 
     def _divided(
-        self, lanes: Array, numbers: Array, done: Array, lengths: Array
-    ) -> tuple[Array, Array, Array]:
+        self, lanes: NDArray, numbers: NDArray, done: NDArray, lengths: NDArray
+    ) -> tuple[NDArray, NDArray, NDArray]:
         """Sums, steps and rows of the episodes that ended; the rest goes on."""
         n_rows, n_timesteps = done.shape
         steps, rows = np.nonzero(done.T)
