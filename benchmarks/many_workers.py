@@ -58,7 +58,7 @@ from workloads import (
 )
 
 from rlpool.batch.claims import Claims
-from rlpool.memory.storage import Memory
+from rlpool.data.storage import Memory
 
 MOST_FITTED = 8
 RUNS = ((1, 1), (2, 1), (4, 1), (8, 1), (2, 10), (8, 10), (16, 5), (32, 15), (64, 30))

@@ -13,10 +13,10 @@ from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.rows import as_signed, taken
+from rlpool.data.specs import join_key
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import check_choice
-from rlpool.specs import join_key
 
 StateSource: TypeAlias = Literal["recompute", "stored"]
 

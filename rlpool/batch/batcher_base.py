@@ -41,7 +41,6 @@ from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
-from rlpool.memory.sharing import pickled
 from rlpool.observe.stats import Stats
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from
@@ -49,6 +48,7 @@ from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 from rlpool.workers.process_start import memory_of
+from rlpool.workers.sharing import pickled
 from rlpool.workers.stack_dumps import DumpsStacks
 
 _LOG = logging.getLogger("rlpool")

@@ -18,8 +18,8 @@ import fcntl
 import logging
 from collections.abc import Mapping, Sequence
 
+from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray
 from rlpool.seeding import episode_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 

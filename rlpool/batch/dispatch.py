@@ -32,9 +32,8 @@ from rlpool.batch.messages import (
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, Request
 from rlpool.batch.worker import main
+from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
-from rlpool.memory.sharing import Shared
-from rlpool.memory.storage import Memory
 from rlpool.observe.control import MAX_REQUESTS
 from rlpool.observe.stats import StatsReader
 from rlpool.record.capsule_files import CrashDir, CrashFiles
@@ -45,6 +44,7 @@ from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.group import Workers
 from rlpool.workers.payload import Packed, pack
+from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Done, Failed, Message
 
 _LOG = logging.getLogger("rlpool")

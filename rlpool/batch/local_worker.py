@@ -15,10 +15,10 @@ import torch
 
 from rlpool.batch.messages import Execute, Window
 from rlpool.batch.worker import Collector
+from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.generators import OwnGenerators
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.record.tape import Tape
 from rlpool.workers.failure_policy import FailurePolicy, Restarts

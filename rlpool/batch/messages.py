@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from rlpool.data.storage import NDArray
 from rlpool.errors import RlpoolError
-from rlpool.memory.storage import NDArray
 from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload

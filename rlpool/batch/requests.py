@@ -15,16 +15,16 @@ import torch
 from rlpool.batch.claims import Claims, Shares, check_shares
 from rlpool.batch.messages import Execute, Infos, Window
 from rlpool.data.infos import Info, info_rows, options_of
+from rlpool.data.specs import join_key
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
-from rlpool.memory.storage import NDArray
 from rlpool.observe.control import Control
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
 from rlpool.slots.block_pool import Block
 from rlpool.slots.blocks import Layout, StepSpecs, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
-from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload
 
 Chunk = tuple[int, int, int, bool]

@@ -21,13 +21,13 @@ import torch
 from rlpool.batch.messages import Infos
 from rlpool.batch.requests import Asked, Policy
 from rlpool.data.infos import options_of
+from rlpool.data.specs import is_action
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import Options
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import refuse_other_states
-from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import StepSpecs
-from rlpool.specs import is_action
 from rlpool.workers.payload import unpacked_copy
 
 State = dict[str, Any]

@@ -27,6 +27,7 @@ from rlpool.batch.messages import (
 )
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.data.infos import options_of
+from rlpool.data.storage import Memory
 from rlpool.envs.single_envs import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
@@ -35,14 +36,13 @@ from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.machine.generators import seed_generators
-from rlpool.memory.sharing import Shared
-from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, agent_error, worker_error
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed
 from rlpool.slots.block_pool import Block
 from rlpool.workers.payload import Payload, unpack
+from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Close, Done, Message, Pipe, Ready
 from rlpool.workers.worker_process import Place, Server, called, run
 

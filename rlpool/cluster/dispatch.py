@@ -26,8 +26,8 @@ from rlpool.cluster.nodes import Nodes
 from rlpool.cluster.requests import Divided, Flight
 from rlpool.cluster.shards import NodeReport, NodeSetup, PolicyAt, Rows
 from rlpool.cluster.transport import Event, Finished, Transport
+from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, WorkerError
-from rlpool.memory.storage import Memory
 from rlpool.observe.stats import RequestStats, Stats, stats_of
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.slots.block_pool import BlockPool

@@ -28,13 +28,13 @@ from rlpool.cluster.transport import Arrivals
 from rlpool.errors import RlpoolError, UsageError, WorkerDiedError, WorkerError, described
 from rlpool.machine.fingerprint import fingerprint
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
-from rlpool.memory.sharing import Parcel, Shared
 from rlpool.observe.stats import Stats
 from rlpool.record.failures import text_of
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Packed
 from rlpool.workers.process_start import memory_of
+from rlpool.workers.sharing import Parcel, Shared
 
 _KEPT_POLICIES = 2
 """Versions that shards in flight may ask for."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlpool.batch.requests import EpisodeRequest, WindowRequest
+from rlpool.data.storage import NDArray
 from rlpool.errors import RlpoolError, WorkerError
-from rlpool.memory.storage import NDArray
 from rlpool.slots.block_pool import Block
 from rlpool.slots.blocks import StepSpecs
 from rlpool.slots.trajectories import Slice

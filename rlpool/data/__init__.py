@@ -1,1 +1,1 @@
-"""Named tensors."""
+"""Named tensors, what they consist of, and the memory that they lie in."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import kind
 from rlpool.data.rows import as_signed, taken
+from rlpool.data.specs import FLAGS, join_key, refuse_missing
 from rlpool.data.time_steps import Steps, longest, steps_within
 from rlpool.errors import SpecError
-from rlpool.specs import FLAGS, join_key, refuse_missing
 
 _ALIVE, _BORN = "alive", "born"
 _OWN_NAMES = {"rewards": "reward", "terminations": "terminated", "truncations": "truncated"}

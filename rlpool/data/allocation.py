@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from rlpool.data.array_view import Values, View
+from rlpool.data.sequence_lock import SequenceLock
+from rlpool.data.specs import numpy_dtype
+from rlpool.data.storage import Memory, allocate
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.sequence_lock import SequenceLock
-from rlpool.memory.storage import Memory, allocate
-from rlpool.specs import numpy_dtype
 
 _T = TypeVar("_T")
 

@@ -16,8 +16,8 @@ import numpy as np
 from rlpool.data.allocation import Allocation, layout_of
 from rlpool.data.array_values import ArrayValues, plain
 from rlpool.data.array_view import View
+from rlpool.data.specs import fitted
 from rlpool.errors import SpecError, UsageError
-from rlpool.specs import fitted
 
 MAX_INDEX_BYTES = 256
 """Larger index arrays travel in shared memory, so that every pickle of a view is small."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import fitted
 from rlpool.errors import SpecError
-from rlpool.specs import fitted
 
 _AS_ARRAY = "give an array or a tensor, which keeps its dtype"
 

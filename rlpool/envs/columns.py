@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray, batch_array
-from rlpool.specs import (
+from rlpool.data.specs import (
     PADDING,
     Leaf,
     Structure,
@@ -26,6 +24,8 @@ from rlpool.specs import (
     is_action,
     leaves_of,
 )
+from rlpool.data.storage import NDArray, batch_array
+from rlpool.errors import SpecError
 
 Results = tuple[Any, Any, Any]
 """Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""

@@ -9,9 +9,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rlpool.data.specs import Leaf, Structure, leaves_of, nester
+from rlpool.data.storage import NDArray
 from rlpool.envs.info_keys import value_of
-from rlpool.memory.storage import NDArray
-from rlpool.specs import Leaf, Structure, leaves_of, nester
 
 
 def some_action(space: Any, info: Any = None) -> Any:

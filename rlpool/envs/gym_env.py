@@ -10,6 +10,14 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
+from rlpool.data.specs import (
+    Structure,
+    TensorSpec,
+    leaves_of,
+    structure_of_space,
+    structure_of_value,
+)
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Results, wrong_count
 from rlpool.envs.gym_actions import action_decoder, some_action, undeclared_actions
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, wanted_infos
@@ -19,14 +27,6 @@ from rlpool.envs.single_envs import checked_environments
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
-from rlpool.memory.storage import NDArray
-from rlpool.specs import (
-    Structure,
-    TensorSpec,
-    leaves_of,
-    structure_of_space,
-    structure_of_value,
-)
 
 _NO_LIMIT = 2**62  # steps
 _SPACES = ("observation_space", "action_space")

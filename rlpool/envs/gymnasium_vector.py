@@ -12,10 +12,10 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.atari_lanes import resets_atari_lanes, take_a_seed_per_lane
 from rlpool.envs.columns import checked_result
 from rlpool.errors import RemoteTraceback, SpecError
-from rlpool.memory.storage import NDArray
 from rlpool.seeding import Seeding
 
 _NUMBERS = frozenset([float, int, np.float32, np.float64])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import Options
-from rlpool.memory.storage import NDArray
 
 _MOST = 1000  # steps that are recorded of an episode
 

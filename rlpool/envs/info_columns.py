@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.data.specs import Leaf, TensorSpec, fitted
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import BadValue, Column, as_array
 from rlpool.envs.info_keys import batch_of, names_in, value_of
 from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray
-from rlpool.specs import Leaf, TensorSpec, fitted
 
 _LOG = logging.getLogger("rlpool")
 _ALL = slice(None)

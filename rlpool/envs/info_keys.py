@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.envs.columns import as_array
-from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray
-from rlpool.specs import (
+from rlpool.data.specs import (
     TensorSpec,
     join_key,
     leaves_of,
@@ -24,6 +21,9 @@ from rlpool.specs import (
     stored_dtype,
     structure_of_space,
 )
+from rlpool.data.storage import NDArray
+from rlpool.envs.columns import as_array
+from rlpool.errors import SpecError
 
 InfoKeys = Mapping[str, Any] | Iterable[str] | None
 """What users give as ``info_keys``, see ``GymEnv``."""

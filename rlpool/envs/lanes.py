@@ -15,13 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlpool.envs.columns import BadValue, Columns, Results, checked_results, fitted_rows
-from rlpool.envs.info_columns import InfoColumns
-from rlpool.errors import SpecError
-from rlpool.machine.interrupts import ctrl_c
-from rlpool.memory.storage import NDArray, batch_array
-from rlpool.seeding import Seeding
-from rlpool.specs import (
+from rlpool.data.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
     REWARD_SPEC,
@@ -31,6 +25,12 @@ from rlpool.specs import (
     TensorSpec,
     refuse_collisions,
 )
+from rlpool.data.storage import NDArray, batch_array
+from rlpool.envs.columns import BadValue, Columns, Results, checked_results, fitted_rows
+from rlpool.envs.info_columns import InfoColumns
+from rlpool.errors import SpecError
+from rlpool.machine.interrupts import ctrl_c
+from rlpool.seeding import Seeding
 
 Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""

@@ -33,6 +33,14 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlpool.data.specs import (
+    Structure,
+    merged_structures,
+    nester,
+    structure_of_value,
+    with_dtypes,
+)
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Columns, as_array, flag_of
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys
@@ -40,15 +48,7 @@ from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.errors import SpecError
 from rlpool.machine.generators import seed_generators
-from rlpool.memory.storage import NDArray
 from rlpool.seeding import stream_seed
-from rlpool.specs import (
-    Structure,
-    merged_structures,
-    nester,
-    structure_of_value,
-    with_dtypes,
-)
 
 STATE_KEY = "state"
 ACTION_KEY = "action"

@@ -12,11 +12,11 @@ from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import kind
 from rlpool.data.infos import Info, info_rows, options_of
+from rlpool.data.specs import TensorSpec, is_action
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import LaneError, Lanes, Options
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
-from rlpool.memory.storage import NDArray
 from rlpool.seeding import LaneSeeds, root_from
-from rlpool.specs import TensorSpec, is_action
 
 Observed = tuple[DictTensor, torch.Tensor]
 """An observation ``[n, ...]`` and the numbers of its environments, int64 ``[n]``."""

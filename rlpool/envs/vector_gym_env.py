@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Results, wrong_count
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode
@@ -27,7 +28,6 @@ from rlpool.envs.vector_results import (
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, whole_number
-from rlpool.memory.storage import NDArray
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 
 _ALL = slice(None)

@@ -9,13 +9,13 @@ import numpy as np
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
 
+from rlpool.data.specs import TensorSpec
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.gym_actions import some_action
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
 from rlpool.errors import SpecError, described
 from rlpool.seeding import Seeding
-from rlpool.specs import TensorSpec
 
 _OBJECTS = np.dtype(object)
 _PLAIN = {float: np.dtype(float), int: np.dtype(int), bool: np.dtype(bool)}

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 from gymnasium.vector import VectorEnv
 
+from rlpool.data.specs import leaves_of, nester, structure_of_space
+from rlpool.data.storage import NDArray
 from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gymnasium_vector import failed_process, kill
 from rlpool.envs.info_keys import InfoKeys
@@ -15,8 +17,6 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_infos import info_specs_of, statistics_keys
 from rlpool.envs.vector_results import final_observations
 from rlpool.errors import SpecError, UsageError
-from rlpool.memory.storage import NDArray
-from rlpool.specs import leaves_of, nester, structure_of_space
 
 
 class VectorLanes(VecEnv):

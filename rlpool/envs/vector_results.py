@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import as_array, wrong_count
 from rlpool.envs.lanes import Options
 from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray
 
 
 def with_equal_options(options: Sequence[Options]) -> list[list[int]]:

@@ -9,13 +9,13 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch.utils import _pytree as pytree
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.atari_lanes import resets_atari_lanes
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.gym_actions import some_action
 from rlpool.envs.gymnasium_vector import autoreset_mode
 from rlpool.errors import SpecError, described
-from rlpool.memory.storage import NDArray
 from rlpool.seeding import SEEDINGS, Seeding
 
 _N_STEPS = 8  # looked at after each reset, where lanes restart by themselves

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import as_array
 from rlpool.errors import SpecError
 from rlpool.evaluation.figures import N_RESAMPLES, Estimate, interval, returns_of, scipy_stats
 from rlpool.evaluation.result import Evaluation
 from rlpool.machine.arguments import names_arguments, real_number, whole_number
-from rlpool.memory.storage import NDArray
 
 _FORMS = "pass {task: [evaluation, ...]}, the list of one task's runs, or a matrix [runs, tasks]"
 

@@ -20,6 +20,7 @@ from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Progress
 from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info, options_of
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, WorkerError, described
@@ -29,14 +30,13 @@ from rlpool.evaluation.video import filmed_seeds, filming, kept_films
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.extras import import_extra
 from rlpool.machine.files import checked_target
-from rlpool.memory.sharing import Parcel, pickled
-from rlpool.memory.storage import NDArray
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds, evaluation_root, root_from
 from rlpool.seeding import episode_seeds as episode_seeds_of
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.training.statistics import episode_returns, numbers_of
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, takes_policy
+from rlpool.workers.sharing import Parcel, pickled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

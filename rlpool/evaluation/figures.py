@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
 from rlpool.machine.arguments import names_arguments, real_number
 from rlpool.machine.extras import import_extra
-from rlpool.memory.storage import NDArray
 
 if TYPE_CHECKING:
     from rlpool.evaluation.result import Evaluation

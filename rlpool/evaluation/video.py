@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from gymnasium.wrappers import RecordVideo
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.storage import NDArray
 
 _LOG = logging.getLogger("rlpool")
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.memory.storage import NDArray
-from rlpool.specs import (
+from rlpool.data.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
     fitted,
@@ -17,6 +16,7 @@ from rlpool.specs import (
     nester,
     structure_of_space,
 )
+from rlpool.data.storage import NDArray
 
 ACTION = "action"
 

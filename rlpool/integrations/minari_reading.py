@@ -12,19 +12,19 @@ from minari import MinariDataset
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import instance
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
-from rlpool.integrations.minari_parts import ACTION, BOOL, N_SEEDS, OPTIONS, OWN, SpacePart
-from rlpool.memory.storage import NDArray
-from rlpool.slots.blocks import successor_key
-from rlpool.slots.trajectories import DerivedTensors, Successor
-from rlpool.specs import (
+from rlpool.data.specs import (
     fitted,
     fitted_rewards,
     join_key,
     refuse_collisions,
     stored_dtype,
 )
+from rlpool.data.storage import NDArray
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.integrations.minari_parts import ACTION, BOOL, N_SEEDS, OPTIONS, OWN, SpacePart
+from rlpool.slots.blocks import successor_key
+from rlpool.slots.trajectories import DerivedTensors, Successor
 
 _LOG = logging.getLogger("rlpool")
 

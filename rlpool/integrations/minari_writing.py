@@ -18,17 +18,17 @@ from minari.storage.datasets_root_dir import get_dataset_path
 
 from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.infos import options_of
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
-from rlpool.integrations.minari_parts import ACTION, BOOL, N_SEEDS, OPTIONS, OWN, SpacePart
-from rlpool.memory.storage import NDArray
-from rlpool.slots.blocks import successor_key
-from rlpool.specs import (
+from rlpool.data.specs import (
     TensorSpec,
     fitted,
     join_key,
     refuse_missing,
 )
+from rlpool.data.storage import NDArray
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.integrations.minari_parts import ACTION, BOOL, N_SEEDS, OPTIONS, OWN, SpacePart
+from rlpool.slots.blocks import successor_key
 
 _LOG = logging.getLogger("rlpool")
 

@@ -29,6 +29,10 @@ from typing import Any
 
 import gymnasium
 
+from rlpool.data.specs import (
+    TensorSpec,
+    refuse_collisions,
+)
 from rlpool.envs.columns import BadValue, checked_results, wrong_count
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
@@ -46,10 +50,6 @@ from rlpool.integrations.pettingzoo_groups import (
     state_space,
 )
 from rlpool.machine.arguments import check_choice, names_arguments
-from rlpool.specs import (
-    TensorSpec,
-    refuse_collisions,
-)
 
 __all__ = ["JointEnv", "PettingZooEnv", "PettingZooEnvInf"]
 

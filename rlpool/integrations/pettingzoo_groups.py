@@ -11,13 +11,7 @@ import numpy as np
 from gymnasium.spaces import Box
 from gymnasium.vector.utils import batch_differing_spaces
 
-from rlpool.envs.columns import converted
-from rlpool.envs.info_keys import value_of
-from rlpool.envs.single_envs import is_of_agents
-from rlpool.errors import SpecError
-from rlpool.machine.extras import import_extra
-from rlpool.memory.storage import NDArray
-from rlpool.specs import (
+from rlpool.data.specs import (
     DEFAULT_OBSERVATION_KEY,
     flattener,
     join_key,
@@ -25,6 +19,12 @@ from rlpool.specs import (
     nester,
     structure_of_space,
 )
+from rlpool.data.storage import NDArray
+from rlpool.envs.columns import converted
+from rlpool.envs.info_keys import value_of
+from rlpool.envs.single_envs import is_of_agents
+from rlpool.errors import SpecError
+from rlpool.machine.extras import import_extra
 
 Groups = Mapping[str, Sequence[str]] | None
 

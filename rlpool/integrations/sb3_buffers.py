@@ -16,17 +16,17 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import Tensor
 
 from rlpool.data.dict_tensor_base import instance
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
-from rlpool.integrations.sb3_policies import Observation, mapped, observed, parts_of, whole
-from rlpool.integrations.sb3_pool import PoolReplayBuffer
-from rlpool.memory.storage import NDArray
-from rlpool.specs import (
+from rlpool.data.specs import (
     TensorSpec,
     fitted,
     fitted_rewards,
     refuse_missing,
 )
+from rlpool.data.storage import NDArray
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.integrations.sb3_policies import Observation, mapped, observed, parts_of, whole
+from rlpool.integrations.sb3_pool import PoolReplayBuffer
 
 
 def to_sb3(trajectories: TemporalDictTensor, target: Any, policy: Any = None) -> None:

@@ -14,11 +14,11 @@ from stable_baselines3.common.preprocessing import get_obs_shape
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import mapped, parts_of, whole
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.storage import NDArray
 from rlpool.pool.ingest import converted
 from rlpool.pool.pool import Pool
 from rlpool.slots.blocks import successor_key

@@ -9,8 +9,8 @@ from operator import attrgetter
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.loop.plan import Episode, Plan
-from rlpool.memory.storage import NDArray
 from rlpool.observe.control import MAX_REQUESTS, WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.slots.writer import SlotWriter

@@ -11,6 +11,8 @@ import torch
 
 from rlpool.agents.agent import Agent
 from rlpool.agents.noise import NoiseStream
+from rlpool.data.specs import FLAGS, row_specs
+from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.active_plan import ActivePlan
@@ -18,10 +20,8 @@ from rlpool.loop.agent_driver import AgentFailure, rows_repeating
 from rlpool.loop.fixed_rows import driver_of
 from rlpool.loop.plan import Episode
 from rlpool.loop.shown import History, InfoRows
-from rlpool.memory.storage import NDArray, batch_array
 from rlpool.observe.control import WorkerRecord
 from rlpool.slots.blocks import NOISE_KEY
-from rlpool.specs import FLAGS, row_specs
 
 
 class AgentCalls:

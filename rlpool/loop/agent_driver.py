@@ -12,13 +12,13 @@ from rlpool.agents.agent import Agent
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.rows import selected
+from rlpool.data.specs import TensorSpec, fitted, is_action, row_specs
+from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.lanes import LaneError
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Episode
 from rlpool.machine.interrupts import ctrl_c
-from rlpool.memory.storage import NDArray, batch_array
-from rlpool.specs import TensorSpec, fitted, is_action, row_specs
 
 Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
 """Observation, ``agent_info`` and history."""

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import LaneError
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_driver import AgentFailure, rows_repeating
-from rlpool.memory.storage import NDArray
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import agent_error, attempted, env_error
 from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_rows, slot_steps

@@ -15,10 +15,10 @@ import torch
 
 from rlpool.agents.agent import Agent
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.loop.agent_driver import AgentDriver, Observed
 from rlpool.loop.plan import Episode
-from rlpool.memory.storage import NDArray
 
 Part = dict[str, NDArray]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from rlpool.data.specs import FLAGS
+from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import NotRepeatedError, Where
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.plan import Episode
-from rlpool.memory.storage import NDArray
 from rlpool.record.repeat import take_over_together
 from rlpool.record.tape import Actions, Tape
-from rlpool.specs import FLAGS
 
 
 def marked(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from time import monotonic_ns
 
+from rlpool.data.specs import row_specs
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where
@@ -16,9 +18,7 @@ from rlpool.loop.agent_driver import rows_repeating
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.going_on import take_over
 from rlpool.loop.plan import Chunk, Episode
-from rlpool.memory.storage import NDArray
 from rlpool.observe.control import WorkerRecord
-from rlpool.specs import row_specs
 
 _UNTIL_FULL = attrgetter("steps_until_full")
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import Options
 from rlpool.errors import WorkerError
-from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStart
 from rlpool.slots.blocks import Arrays, Layout

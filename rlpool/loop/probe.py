@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import TensorSpec, is_action, row_specs
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import VecEnv
@@ -14,9 +16,7 @@ from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.loop.shown import History
-from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
-from rlpool.specs import TensorSpec, is_action, row_specs
 
 
 def probe(

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import Where, WorkerError
@@ -35,7 +36,6 @@ from rlpool.loop.lane_table import LaneTable
 from rlpool.loop.plan import PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.loop.self_restarting import SelfRestartingLanes
-from rlpool.memory.storage import NDArray
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
 from rlpool.record.tape import Tape

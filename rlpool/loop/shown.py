@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import row_specs
+from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.memory.storage import NDArray, batch_array
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
-from rlpool.specs import row_specs
 
 
 class InfoRows:

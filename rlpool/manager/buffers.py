@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.data.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec, is_action
+from rlpool.data.storage import Memory, NDArray, carve
 from rlpool.envs.columns import fitted_rows
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Memory, NDArray, carve
-from rlpool.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec, is_action
 
 Actions = Mapping[str, NDArray]
 

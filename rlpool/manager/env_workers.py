@@ -10,6 +10,8 @@ from threading import get_ident
 from time import monotonic
 from typing import Any
 
+from rlpool.data.specs import Declaration, TensorSpec
+from rlpool.data.storage import Memory, carved_bytes
 from rlpool.errors import EnvsClosedError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
 from rlpool.machine.one_thread import OneThread
@@ -26,17 +28,15 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.worker import main
-from rlpool.memory.sharing import Parcel, pickled
-from rlpool.memory.storage import Memory, carved_bytes
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
 from rlpool.record.tape import Tape
-from rlpool.specs import Declaration, TensorSpec
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.group import Workers
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.process_start import memory_of
+from rlpool.workers.sharing import Parcel, pickled
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message
 

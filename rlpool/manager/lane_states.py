@@ -15,11 +15,11 @@ from rlpool.envs.lanes import LaneError
 from rlpool.errors import EnvError, EnvSpecError, SpecError, Where, WorkerError
 from rlpool.manager.buffers import FAILED, Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor
-from rlpool.memory.sharing import ByValue
 from rlpool.record.capsule_files import CrashFiles
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import ENV_HINT, attempted
 from rlpool.record.tape import LaneTapes, Tape
+from rlpool.workers.sharing import ByValue
 
 
 @dataclass

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlpool.data.infos import options_of
+from rlpool.data.specs import Declaration, Structure, TensorSpec
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import Options
 from rlpool.errors import EnvError
-from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape
-from rlpool.specs import Declaration, Structure, TensorSpec
 from rlpool.workers.payload import Payload
 
 

@@ -12,6 +12,8 @@ from time import monotonic
 from typing import Any
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import TensorSpec, leaves_of
+from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.lanes import Options
 from rlpool.envs.vec_env import Observed, VecEnv
@@ -29,9 +31,7 @@ from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Report
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Command, Kind, Stepper
-from rlpool.memory.storage import NDArray
 from rlpool.observe.stats import Stats, StatsReader
-from rlpool.specs import TensorSpec, leaves_of
 from rlpool.workers.process_owner import ProcessOwner
 from rlpool.workers.stack_dumps import DumpsStacks
 

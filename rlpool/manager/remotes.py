@@ -23,11 +23,11 @@ from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.lane_states import Request
 from rlpool.manager.messages import Call
 from rlpool.manager.stepper import Stepper
-from rlpool.memory.sharing import ByValue
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
 from rlpool.workers.process_owner import refuse_forked_copy
+from rlpool.workers.sharing import ByValue
 
 _NAMED = {
     "get_attr": ("attr",),

@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Announce, Reset
-from rlpool.memory.sharing import ByValue
-from rlpool.memory.storage import NDArray
+from rlpool.workers.sharing import ByValue
 
 Kind = Literal["reset", "step", "some"]
 

@@ -23,6 +23,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from rlpool.data.array_view import as_numpy
+from rlpool.data.specs import flattener, leaves_of, nester
+from rlpool.data.storage import NDArray
 from rlpool.envs.vector_infos import keep_infos_apart
 from rlpool.errors import (
     CallTimeoutError,
@@ -45,8 +47,6 @@ from rlpool.manager.vector_lane import (
     in_pieces,
     structure_in_arrays,
 )
-from rlpool.memory.storage import NDArray
-from rlpool.specs import flattener, leaves_of, nester
 
 _MOST = 2**63  # seeds travel as int64
 

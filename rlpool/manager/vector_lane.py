@@ -35,13 +35,13 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers import TimeLimit
 
+from rlpool.data.specs import Structure, flattener, leaves_of, structure_of_space
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import checked_result
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import is_environment
 from rlpool.errors import SpecError, VectorSpecError, described
 from rlpool.machine.pickling import why_not
-from rlpool.memory.storage import NDArray
-from rlpool.specs import Structure, flattener, leaves_of, structure_of_space
 
 LONG = 1
 """No pickle begins with this byte."""

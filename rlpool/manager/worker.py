@@ -7,6 +7,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic_ns
 
+from rlpool.data.storage import Memory
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.errors import EnvError
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
@@ -22,11 +23,10 @@ from rlpool.manager.messages import (
 )
 from rlpool.manager.startup import made_environments, report_of
 from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, WorkerLanes, answer
-from rlpool.memory.sharing import Shared
-from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
 from rlpool.workers.payload import unpack
+from rlpool.workers.sharing import Shared
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Message, Pipe
 from rlpool.workers.worker_process import Place, Server, run

@@ -11,17 +11,17 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from rlpool.data.specs import Declaration
+from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.errors import EnvError, VectorAttributeError, Where, described
 from rlpool.manager.buffers import Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor, Reply
-from rlpool.memory.storage import NDArray
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import text_of
 from rlpool.record.repeat import batch_of, take_over
 from rlpool.record.tape import action_row
-from rlpool.specs import Declaration
 from rlpool.workers.recycling import Recycling
 
 _NOT_RESTORED = (

@@ -13,10 +13,7 @@ from torch.utils import _pytree
 
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import takes_keyword, takes_position
-from rlpool.specs import (
+from rlpool.data.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
     Leaf,
@@ -25,6 +22,9 @@ from rlpool.specs import (
     leaves_of,
     structure_of_space,
 )
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import takes_keyword, takes_position
 
 _OWN_KEYS = {"reward", "noise", *FLAGS}
 

@@ -10,16 +10,16 @@ import numpy as np
 from torch.utils import _pytree
 
 from rlpool.agents.noise import NoiseStarts
+from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, is_action
+from rlpool.data.storage import Memory, NDArray
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.arguments import takes_keyword
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.memory.storage import Memory, NDArray
 from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.record.tape import joined
 from rlpool.seeding import Words
 from rlpool.slots.blocks import Layout
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, is_action
 
 
 class RolloutColumns(NamedTuple):

@@ -10,12 +10,12 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
+from rlpool.data.specs import fitted
 from rlpool.envs.legacy import modernised, seed_before_task
 from rlpool.envs.single_envs import all_tasks, refuse_no_environment
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.meta.rollouts import TASK_OPTION
-from rlpool.specs import fitted
 
 
 class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):

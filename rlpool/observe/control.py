@@ -21,7 +21,7 @@ from time import monotonic_ns
 
 import numpy as np
 
-from rlpool.memory.storage import Memory, NDArray
+from rlpool.data.storage import Memory, NDArray
 
 FILE_NAME = "rlpool-control"
 """What the system calls the file."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlpool.data.storage import NDArray
 from rlpool.machine.limits import has_ended, private_bytes, resident_bytes
-from rlpool.memory.storage import NDArray
 from rlpool.observe.control import (
     MAX_REQUESTS,
     MAX_SHOWN_LANES,

@@ -25,12 +25,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import NDArray
 from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.machine.files import file_at, replaced
-from rlpool.memory.storage import NDArray
 from rlpool.pool.ingest import converted
 from rlpool.pool.store import Store
-from rlpool.specs import TensorSpec
 
 FORMAT = 2
 _TEXT_KEY, _CHECKSUMS_KEY = "metadata", "checksums"

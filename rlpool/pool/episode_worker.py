@@ -17,14 +17,14 @@ from gymnasium.utils import seeding
 
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import structure_of_space, structure_of_value
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns
 from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.one_env import ACTION_KEY, OneEnv
 from rlpool.errors import SpecError, Where
-from rlpool.memory.sharing import Parcel
 from rlpool.seeding import root_from, worker_seed
-from rlpool.specs import structure_of_space, structure_of_value
+from rlpool.workers.sharing import Parcel
 from rlpool.workers.worker_process import called
 
 Policy = Callable[[Any], Any]

@@ -14,11 +14,12 @@ import numpy as np
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import instance
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import NDArray, allocate, carved_bytes
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.limits import check_size
-from rlpool.memory.storage import NDArray, allocate, carved_bytes
 from rlpool.pool import ingest
 from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.sampling import RESULT_KEYS, Sampler
@@ -28,7 +29,6 @@ from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules, routes
 from rlpool.pool.transition import DONE_KEY, TRANSITION_KEYS, transition_of
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import TensorSpec
 
 
 class FilledPool(Sampler):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlpool.memory.storage import NDArray
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import NDArray
 from rlpool.pool.schema import Stack
 from rlpool.pool.stacks import NewFrames
-from rlpool.specs import TensorSpec
 
 _COPIED_BYTES = 2**20  # at a time, twice: so much stays in the cache
 

@@ -13,15 +13,7 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray
-from rlpool.pool.schema import REWARDS, Schema, Stack
-from rlpool.pool.stacks import Incoming, Source, unstacked, widest_words
-from rlpool.pool.transition import DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY
-from rlpool.slots.blocks import successor_key
-from rlpool.slots.trajectories import DerivedTensors, Successor
-from rlpool.specs import (
+from rlpool.data.specs import (
     TensorSpec,
     fitted,
     fitted_rewards,
@@ -29,6 +21,14 @@ from rlpool.specs import (
     numpy_dtype,
     refuse_missing,
 )
+from rlpool.data.storage import NDArray
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.pool.schema import REWARDS, Schema, Stack
+from rlpool.pool.stacks import Incoming, Source, unstacked, widest_words
+from rlpool.pool.transition import DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY
+from rlpool.slots.blocks import successor_key
+from rlpool.slots.trajectories import DerivedTensors, Successor
 
 Tails = Mapping[str, NDArray]
 """Places of frames by key, int64 ``[B, n_frames]``, see ``Store.tails``."""

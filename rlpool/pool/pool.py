@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.dict_tensor_base import listed
+from rlpool.data.storage import NDArray, allocate
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.one_thread import OneThread
-from rlpool.memory.storage import NDArray, allocate
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.filling import FilledPool
 from rlpool.pool.reader import PoolReader

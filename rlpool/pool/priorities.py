@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray
 from rlpool.pool.transition import as_array
 
 _FANOUT = 16

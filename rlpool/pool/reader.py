@@ -6,8 +6,8 @@ import os
 
 import numpy as np
 
+from rlpool.data.storage import Memory
 from rlpool.errors import UsageError
-from rlpool.memory.storage import Memory
 from rlpool.pool.sampling import Sampler
 from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store

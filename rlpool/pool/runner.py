@@ -17,6 +17,7 @@ import torch
 
 from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import DEFAULT_OBSERVATION_KEY
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
@@ -32,14 +33,13 @@ from rlpool.errors import (
 )
 from rlpool.machine.arguments import checked_timeout
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, refuse_too_many_workers
-from rlpool.memory.sharing import Parcel, pickled
 from rlpool.pool.episode_worker import Policy, WorkerFactory
 from rlpool.pool.schema import recognised_frame_stack
 from rlpool.pool.transition import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.record.failures import THE_AGENT
 from rlpool.seeding import LaneSeeds, root_from
-from rlpool.specs import DEFAULT_OBSERVATION_KEY
 from rlpool.workers.process_start import memory_of
+from rlpool.workers.sharing import Parcel, pickled
 
 _LOG = logging.getLogger("rlpool")
 _HOW_TO_PICKLE = (

@@ -12,14 +12,14 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import listed
+from rlpool.data.specs import TensorSpec, refuse_missing
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import real_number, whole_number
-from rlpool.memory.storage import NDArray
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.store import Store
 from rlpool.pool.transition import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
-from rlpool.specs import TensorSpec, refuse_missing
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
 RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"

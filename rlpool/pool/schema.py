@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.dict_tensor_base import listed
+from rlpool.data.specs import FLAGS, TensorSpec
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import FLAGS, TensorSpec
 
 _PAIRED_BYTES = 9
 """Values of at least this size are not stored twice. Below, the link to a row's final value costs

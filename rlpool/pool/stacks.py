@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlpool.memory.storage import NDArray
+from rlpool.data.storage import NDArray
 from rlpool.pool.schema import Stack
 
 _COMPARED_BYTES = 2**21  # at a time: so much stays in the cache

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.data.sequence_lock import SequenceLock
+from rlpool.data.storage import Memory, NDArray, carve, carved_bytes
 from rlpool.errors import UsageError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.memory.sequence_lock import SequenceLock
-from rlpool.memory.storage import Memory, NDArray, carve, carved_bytes
 from rlpool.pool.frames import FrameStore, Places
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema

@@ -16,9 +16,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.storage import NDArray
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, fitted, join_key
+from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
-from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, fitted, join_key
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"

@@ -27,9 +27,9 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError, Where, described
 from rlpool.machine.files import checked_target, file_at, replaced
-from rlpool.memory.storage import NDArray
 from rlpool.record.tape import Tape, joined
 
 CALLS = ("reset", "step", "agent", "initial_state")

@@ -15,6 +15,8 @@ import torch
 
 from rlpool.agents.agent import refuse_no_factory
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.lanes import LaneError
 from rlpool.envs.one_env import OneEnv
@@ -24,12 +26,10 @@ from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import called_with_seed, check_choice
 from rlpool.machine.generators import seeded_generators
-from rlpool.memory.storage import NDArray
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.repeat import Divergence, Reached, batch_of, repeat
 from rlpool.record.tape import REWARD, Tape
 from rlpool.seeding import N_SEEDS
-from rlpool.specs import TensorSpec
 
 _LOG = logging.getLogger("rlpool")
 

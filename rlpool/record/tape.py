@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.data.specs import FLAGS, Structure, TensorSpec, flattener
+from rlpool.data.storage import NDArray
 from rlpool.envs.columns import converted
 from rlpool.envs.lanes import Options
-from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs, successor_key
-from rlpool.specs import FLAGS, Structure, TensorSpec, flattener
 
 Actions = dict[str, NDArray]
 """Action key to array ``[k, ...]``: what was done in ``k`` steps."""

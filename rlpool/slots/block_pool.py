@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from weakref import WeakSet, ref
 
+from rlpool.data.storage import Memory, NDArray
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Memory, NDArray
 from rlpool.slots.blocks import Arrays, Layout
 
 

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.data.specs import FLAGS, TensorSpec, is_action, refuse_collisions
+from rlpool.data.storage import NDArray, carved_bytes
 from rlpool.machine.limits import check_size
-from rlpool.memory.storage import NDArray, carved_bytes
 from rlpool.seeding import Seeding
-from rlpool.specs import FLAGS, TensorSpec, is_action, refuse_collisions
 
 NOISE_KEY = "noise"
 

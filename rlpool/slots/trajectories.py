@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import FLAGS
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
-from rlpool.memory.storage import NDArray
 from rlpool.slots.blocks import Arrays, Layout, successor_key
-from rlpool.specs import FLAGS
 
 Derivation = Callable[[], Tensor]
 

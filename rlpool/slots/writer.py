@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.memory.storage import NDArray
+from rlpool.data.storage import NDArray
 from rlpool.slots.blocks import Arrays, Layout, flat, successor_key
 
 _OF_SLOTS = ("length", "starts", "dirty")

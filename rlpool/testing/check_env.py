@@ -27,6 +27,8 @@ import numpy as np
 from gymnasium.spaces import Discrete, MultiBinary, MultiDiscrete
 from gymnasium.vector import VectorEnv
 
+from rlpool.data.specs import leaves_of, row_specs, structure_of_space
+from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.single_envs import is_environment, refuse_no_environment
@@ -35,11 +37,9 @@ from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvSpecError, Where
 from rlpool.machine.arguments import names_arguments, takes_keyword, whole_number
 from rlpool.machine.generators import seeded_generators
-from rlpool.memory.storage import NDArray
 from rlpool.record.failures import env_error
 from rlpool.record.tape import action_row
 from rlpool.seeding import episode_seeds, worker_seed
-from rlpool.specs import leaves_of, row_specs, structure_of_space
 from rlpool.testing.checks import CannotCheck, Checks, Findings, Report
 
 _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds

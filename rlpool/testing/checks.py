@@ -21,9 +21,9 @@ import numpy as np
 
 from rlpool.errors import RlpoolError, SpecError, WorkerStartupError, compose, described
 from rlpool.machine.generators import seeded_generators
-from rlpool.memory.sharing import pickled
 from rlpool.record.failures import what_and_fix
 from rlpool.seeding import root_from, worker_seed
+from rlpool.workers.sharing import pickled
 
 
 @dataclass(frozen=True)

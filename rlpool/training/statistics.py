@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor_base import instance, kind
+from rlpool.data.specs import refuse_missing
+from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments
-from rlpool.memory.storage import NDArray
-from rlpool.specs import refuse_missing
 
 _REWARD = "_reward"
 _DONE = "_done"

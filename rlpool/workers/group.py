@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import is_exiting
 
+from rlpool.data.storage import Memory
 from rlpool.errors import (
     WorkerDiedError,
     WorkerStartupError,
@@ -17,7 +18,6 @@ from rlpool.errors import (
 )
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
-from rlpool.memory.storage import Memory
 from rlpool.observe.control import State, Word
 from rlpool.workers.lifecycle import Life, LifeCycle
 from rlpool.workers.poller import Events

@@ -24,6 +24,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+from rlpool.data.storage import Memory
 from rlpool.errors import (
     RlpoolError,
     WorkerDiedError,
@@ -31,7 +32,6 @@ from rlpool.errors import (
 )
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import missing_guard_error
-from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.memory.storage import PAGE_BYTES, Memory, anonymous_file
+from rlpool.data.storage import PAGE_BYTES, Memory, anonymous_file
 from rlpool.workers.wire import Inherited
 
 MAX_UNREAD_BYTES = 16 * 2**20

@@ -18,9 +18,9 @@ import cloudpickle
 import numpy as np
 import torch
 
-from rlpool.memory.sharing import ONLY_AT_START
-from rlpool.memory.storage import Memory
-from rlpool.specs import numpy_dtype
+from rlpool.data.specs import numpy_dtype
+from rlpool.data.storage import Memory
+from rlpool.workers.sharing import ONLY_AT_START
 
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 

@@ -19,9 +19,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NamedTuple
 
+from rlpool.data.storage import anonymous_file
 from rlpool.errors import Where
 from rlpool.machine.limits import stat_fields
-from rlpool.memory.storage import anonymous_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its stacks. Nothing else uses this number: not the C library, which takes

@@ -26,8 +26,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlpool.data.storage import Memory
 from rlpool.errors import WorkerError
-from rlpool.memory.storage import Memory
 
 Message = Any
 

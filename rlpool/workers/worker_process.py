@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlpool.data.storage import Memory
 from rlpool.errors import Where, WorkerError, WorkerStartupError
 from rlpool.machine.generators import seed_generators
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
-from rlpool.memory.sharing import Shared
-from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix, worker_error
 from rlpool.seeding import worker_seed
@@ -25,6 +24,7 @@ from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import end_with_parent
 from rlpool.workers.process_title import set_title
 from rlpool.workers.recycling import Recycling
+from rlpool.workers.sharing import Shared
 from rlpool.workers.speedups import install_fast_checks
 from rlpool.workers.stacks import answer_questions
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring

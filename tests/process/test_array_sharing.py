@@ -19,7 +19,7 @@ import pytest
 from process.watching import START_S, Script, in_new, n_descriptors
 
 from rlpool import Array
-from rlpool.memory import descriptors
+from rlpool.data import descriptors
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left", "no_descriptor_left"),

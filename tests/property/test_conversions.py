@@ -14,8 +14,8 @@ import torch
 from gymnasium import spaces
 
 from rlpool import Agent, Array, DictTensor, EpisodeBatcher, GymEnv, Pool, SpecError, VectorGymEnv
+from rlpool.data.specs import fitted
 from rlpool.envs.vec_env import VecEnv
-from rlpool.specs import fitted
 
 Dtype = np.dtype[Any]
 Door = Callable[[Any], Any]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlpool.batch.claims import MAX_CLAIM, Claims
-from rlpool.memory.storage import Memory
+from rlpool.data.storage import Memory
 
 pytestmark = pytest.mark.promise("I1")
 

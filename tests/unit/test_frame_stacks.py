@@ -16,8 +16,8 @@ from gymnasium.wrappers import (
 )
 
 from rlpool import Batcher, EpisodeBatcher, GymEnv, GymEnvInf, Pool, SpecError, TemporalDictTensor
+from rlpool.data.storage import allocate
 from rlpool.machine.limits import machine_bytes
-from rlpool.memory.storage import allocate
 
 from support.agents import ConstantAgent
 from support.envs import CountingEnv, assert_same_tensors

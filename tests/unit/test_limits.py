@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlpool import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher, SpecError, worker_count
+from rlpool.data.storage import Memory
 from rlpool.machine import limits, worker_limits
 from rlpool.machine.limits import (
     Bound,
@@ -20,7 +21,6 @@ from rlpool.machine.limits import (
     shared_memory_bounds,
 )
 from rlpool.machine.worker_limits import WORKER_BYTES, check_workers, worker_quotas
-from rlpool.memory.storage import Memory
 from rlpool.workers import process_start
 
 from support.agents import StepCounter

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool.memory.storage import Memory
+from rlpool.data.storage import Memory
 from rlpool.workers.payload import pack, unpack
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rlpool import SpecError, WorkerStartupError
 from rlpool.machine.pickling import why_not
-from rlpool.memory.sharing import ByValue, pickled
+from rlpool.workers.sharing import ByValue, pickled
 
 LOCK = "a _thread.lock (TypeError: cannot pickle '_thread.lock' object)"
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlpool.errors import SpecError
-from rlpool.specs import (
+from rlpool.data.specs import (
     TensorSpec,
     flattener,
     leaves_of,
@@ -24,6 +23,7 @@ from rlpool.specs import (
     structure_of_space,
     structure_of_value,
 )
+from rlpool.errors import SpecError
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (4, 4, 3), np.uint8),

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlpool.data import descriptors
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import PAGE_BYTES, Memory, allocate, batch_array, carve, carved_bytes
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.limits import machine_bytes
-from rlpool.memory import descriptors
-from rlpool.memory.storage import PAGE_BYTES, Memory, allocate, batch_array, carve, carved_bytes
-from rlpool.specs import TensorSpec
 
 from support import named_memory
 from support.machines import limit_disk

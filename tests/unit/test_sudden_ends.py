@@ -17,7 +17,7 @@ import torch
 
 from rlpool import Batcher, DictTensor, EnvError, EpisodeBatcher, GymEnv
 from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
-from rlpool.memory.storage import Memory
+from rlpool.data.storage import Memory
 from rlpool.slots.block_pool import Block
 
 from support.agents import StepCounter

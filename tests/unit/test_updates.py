@@ -23,7 +23,7 @@ from rlpool import (
     SpecError,
     UsageError,
 )
-from rlpool.memory.storage import Memory
+from rlpool.data.storage import Memory
 
 from support.envs import CountingEnv
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from rlpool.memory.storage import Memory
+from rlpool.data.storage import Memory
 from rlpool.workers.wire import CallerPipe, Pipe
 
 pytestmark = pytest.mark.promise("I4")

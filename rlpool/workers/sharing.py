@@ -25,10 +25,10 @@ import cloudpickle
 import torch
 import torch.multiprocessing.reductions
 
+from rlpool.data.storage import Memory
 from rlpool.errors import SpecError, WorkerStartupError
 from rlpool.machine.pickling import why_not
-from rlpool.memory.semaphores import Semaphores, rebuilt
-from rlpool.memory.storage import Memory
+from rlpool.workers.semaphores import Semaphores, rebuilt
 
 _mp: Any = torch.multiprocessing  # without annotations
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlpool.memory.storage import Memory
+from rlpool.data.storage import Memory
 
 _SEMAPHORE_BYTES = 32
 """``sizeof(sem_t)``: the value first, after it the number of threads that wait."""

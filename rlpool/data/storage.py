@@ -10,7 +10,7 @@ kind        what it is                                                    other 
 ==========  ============================================================  ==================
 
 Untouched pages cost nothing. Pickled memory arrives in another process as a mapping of the same
-pages; ``rlpool.memory.descriptors`` says how.
+pages; ``rlpool.data.descriptors`` says how.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from rlpool.data.descriptors import Descriptor, Ticket
+from rlpool.data.specs import TensorSpec
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
 from rlpool.machine.limits import check_file_size, human, machine_bytes
-from rlpool.memory.descriptors import Descriptor, Ticket
-from rlpool.specs import TensorSpec
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
