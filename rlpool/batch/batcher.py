@@ -9,10 +9,10 @@ from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, EpisodeRequest, Request, as_infos
+from rlpool.batch.requests import Asked, EpisodeRequest, Request
 from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
 from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
-from rlpool.data.infos import Info
+from rlpool.data.infos import Info, as_infos
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, names_arguments, whole_number

@@ -14,7 +14,6 @@ from typing import Any, Literal, overload
 from rlpool.agents.agent import Agent, refuse_no_factory
 from rlpool.batch.claims import warn_if_unseeded
 from rlpool.batch.dispatch import Dispatcher
-from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Meter, ShowProgress, checked_progress
 from rlpool.batch.repeated_calls import once
 from rlpool.batch.request_queue import RequestQueue
@@ -26,6 +25,7 @@ from rlpool.batch.resuming import (
     pending_of_state,
     state_of_pending,
 )
+from rlpool.data.infos import Infos
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import BatcherClosedError, RlpoolError, SpecError, UsageError, WorkerError

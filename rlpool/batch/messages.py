@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rlpool.data.storage import NDArray
 from rlpool.errors import RlpoolError
 from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload
-
-Infos = tuple[dict[str, NDArray], dict[str, NDArray]]
-"""``(agent_info, env_info)`` as arrays by key."""
-
 
 # From the caller to a worker ----------------------------------------------------------------
 

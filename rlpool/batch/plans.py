@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rlpool.agents.noise import NoiseStarts
 from rlpool.batch.claims import Claims, Shares
-from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
-from rlpool.data.infos import options_of
+from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Window
+from rlpool.data.infos import Infos, options_of
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape

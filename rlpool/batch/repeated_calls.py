@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from rlpool.batch.messages import Infos
 from rlpool.batch.requests import Policy
+from rlpool.data.infos import Infos
 from rlpool.errors import RlpoolError
 from rlpool.machine.arguments import names_arguments
 

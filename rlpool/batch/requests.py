@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from rlpool.batch.claims import Claims, Shares, check_shares
-from rlpool.batch.messages import Execute, Infos, Window
-from rlpool.data.infos import Info, info_rows, options_of
+from rlpool.batch.messages import Execute, Window
+from rlpool.data.infos import Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -617,22 +617,3 @@ def _failing_step(where: Where, failure: WorkerError) -> int:
 
 def _rows_of(array: NDArray, rows: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(array[np.asarray(rows)])
-
-
-def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
-    """Infos as arrays, copied, so that the caller may change its tensors afterwards.
-
-    Raises:
-        SpecError: See ``info_rows``.
-    """
-    rows = info_rows("agent_info", agent_info, n_rows), info_rows("env_info", env_info, n_rows)
-    agent_arrays, env_arrays = ({k: t.numpy() for k, t in part.items()} for part in rows)
-    return agent_arrays, env_arrays
-
-
-def part_of(infos: Infos, rows: range) -> Infos:
-    """Consecutive rows of infos; views."""
-    agent_info, env_info = (
-        {key: array[rows.start : rows.stop] for key, array in info.items()} for info in infos
-    )
-    return agent_info, env_info

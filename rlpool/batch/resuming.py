@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.batch.messages import Infos
 from rlpool.batch.requests import Asked, Policy
-from rlpool.data.infos import options_of
+from rlpool.data.infos import Infos, options_of
 from rlpool.data.specs import is_action
 from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import Options

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.claims import check_rows
-from rlpool.batch.messages import Infos
 from rlpool.batch.progress import ShowProgress
 from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, Policy, Request, WindowRequest, as_infos
+from rlpool.batch.requests import Asked, Policy, Request, WindowRequest
 from rlpool.batch.resuming import (
     State,
     infos_of_state,
@@ -23,7 +22,7 @@ from rlpool.batch.resuming import (
     tapes_of_state,
     why_lost,
 )
-from rlpool.data.infos import Info
+from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import also_takes
 from rlpool.machine.interrupts import InterruptsHeld

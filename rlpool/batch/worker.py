@@ -17,7 +17,6 @@ from rlpool.agents.agent import Agent, call_problem
 from rlpool.batch.messages import (
     Credit,
     Execute,
-    Infos,
     MapBlock,
     Probe,
     Report,
@@ -26,7 +25,7 @@ from rlpool.batch.messages import (
     Window,
 )
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
-from rlpool.data.infos import options_of
+from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import Memory
 from rlpool.envs.single_envs import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv

@@ -10,9 +10,10 @@ from itertools import groupby
 import numpy as np
 
 from rlpool.batch.claims import Shares
-from rlpool.batch.requests import EpisodeRequest, Policy, Request, WindowRequest, part_of
+from rlpool.batch.requests import EpisodeRequest, Policy, Request, WindowRequest
 from rlpool.cluster.assignment import Assignment
 from rlpool.cluster.shards import PolicyAt, Rows, Shard, copy_into, with_padding
+from rlpool.data.infos import part_of
 from rlpool.errors import WorkerError
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import StepSpecs

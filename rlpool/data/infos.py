@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import fitted
+from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 
 _AS_ARRAY = "give an array or a tensor, which keeps its dtype"
@@ -22,6 +23,10 @@ A number, a bool, or a tensor or array without dimensions holds for all rows. Py
 int64, Python floats torch's default dtype (float32, which has to hold them), bools bool; tensors
 and arrays keep their dtype.
 """
+
+
+Infos = tuple[dict[str, NDArray], dict[str, NDArray]]
+"""``(agent_info, env_info)`` as arrays by key."""
 
 
 def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
@@ -55,6 +60,25 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
                 fix=f"give one row for each, or one number for all; or leave {name} out",
             )
     return DictTensor(tensors)
+
+
+def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
+    """Infos as arrays, copied, so that the caller may change its tensors afterwards.
+
+    Raises:
+        SpecError: See ``info_rows``.
+    """
+    rows = info_rows("agent_info", agent_info, n_rows), info_rows("env_info", env_info, n_rows)
+    agent_arrays, env_arrays = ({k: t.numpy() for k, t in part.items()} for part in rows)
+    return agent_arrays, env_arrays
+
+
+def part_of(infos: Infos, rows: range) -> Infos:
+    """Consecutive rows of infos; views."""
+    agent_info, env_info = (
+        {key: array[rows.start : rows.stop] for key, array in info.items()} for info in infos
+    )
+    return agent_info, env_info
 
 
 def options_of(env_info: DictTensor | Mapping[str, Any], row: int) -> dict[str, Any] | None:

@@ -16,10 +16,8 @@ from torch import Tensor
 from rlpool.agents.agent import Agent, refuse_no_agent, refuse_no_factory
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.batcher_base import CreateEnv
-from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Progress
-from rlpool.batch.requests import as_infos, part_of
-from rlpool.data.infos import Info, options_of
+from rlpool.data.infos import Info, Infos, as_infos, options_of, part_of
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv

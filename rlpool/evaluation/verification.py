@@ -9,7 +9,7 @@ import numpy as np
 
 from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.batcher_base import CreateEnv
-from rlpool.batch.requests import as_infos
+from rlpool.data.infos import as_infos
 from rlpool.errors import SpecError
 from rlpool.evaluation.evaluate import Evaluator
 from rlpool.evaluation.figures import refuse_no_evaluation

@@ -19,7 +19,7 @@ from rlpool.machine.one_thread import OneThread
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.filling import FilledPool
 from rlpool.pool.reader import PoolReader
-from rlpool.pool.runner import EpisodeRunner
+from rlpool.pool.runner import EpisodeRunner, infos_of_steps
 from rlpool.pool.schema import Schema, checked_frame_stack, checked_keys
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
@@ -153,15 +153,8 @@ class Pool(FilledPool, DumpsStacks):
         self._one_thread = OneThread("hand_over")
         self._runner = self._n_stacked = None
         if env is not None:
-            declared = info_keys if isinstance(info_keys, Mapping) else {}
-            of_steps = {
-                name: declared.get(name)
-                for name in self._info_keys
-                if name.split("/")[0] not in ("agent_info", "env_info")
-            }
-            self._runner = EpisodeRunner(
-                env, n_workers, seed, policy, timeout, start_method, of_steps
-            )
+            infos = infos_of_steps(self._info_keys, info_keys)
+            self._runner = EpisodeRunner(env, n_workers, seed, policy, timeout, start_method, infos)
             self._n_stacked = self._runner.frame_stack
 
     def store(self) -> None:

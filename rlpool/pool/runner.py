@@ -57,6 +57,13 @@ _STORED = (
 )
 
 
+def infos_of_steps(names: Iterable[str], info_keys: Any) -> dict[str, Any]:
+    """Keys of the infos of steps among those that a pool keeps, with what declares each."""
+    declared = info_keys if isinstance(info_keys, Mapping) else {}
+    of_rows = ("agent_info", "env_info")
+    return {name: declared.get(name) for name in names if name.split("/")[0] not in of_rows}
+
+
 class EpisodeRunner:
     """Runs one episode per environment, all at the same time, as often as needed.
 
