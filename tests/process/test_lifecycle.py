@@ -358,11 +358,14 @@ def test_a_worker_without_a_descriptor_left_says_why_it_ends(is_busy: bool) -> N
                 batcher.get()
 
 
+kept: list[EpisodeBatcher] = []
+
+
 def lengths_in_a_daemon() -> list[int]:
     assert multiprocessing.current_process().daemon
-    batcher = open_batcher(2)
-    batcher.execute(3)
-    return batcher.get().lengths.tolist()  # it is not closed
+    kept.append(open_batcher(2))  # it is not closed
+    kept[0].execute(3)
+    return kept[0].get().lengths.tolist()
 
 
 @pytest.mark.parametrize("of_the_caller", variants(["fork"], ["spawn", "forkserver"]))

@@ -90,7 +90,8 @@ if __name__ == "__main__":
     for limit, soft in limits.items():
         resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
     template = identity()
-    run_worker("forked", n_threads=2)
+    run_worker("forked")
+    run_worker("two", n_threads=2)
     assert identity() == template
     run_worker("spawned", "spawn")
 """
@@ -106,14 +107,15 @@ def test_forked_worker_is_in_the_state_of_a_spawned_one(
     def reports(name: str) -> list[list[dict[str, Any]]]:
         return [json.loads(path.read_text()) for path in (tmp_path / name).iterdir()]
 
-    (spawned,), (forked, other) = reports("spawned"), reports("forked")
+    (spawned,), (forked,) = reports("spawned"), reports("forked")
     for moment, expected, found in zip(MOMENTS, spawned, forked, strict=False):
         differ = {name for name in expected if found[name] != expected[name]}
         assert {name: (found[name], expected[name]) for name in differ} == {}, moment
-    assert [name for name in forked[-1] if forked[-1][name] == other[-1][name]] == []
+    (*_, first), (*_, second) = reports("two")
+    assert [name for name in first if first[name] == second[name]] == []
     # All that is printed arrives where the caller prints now.
     lines = (tmp_path / "stdout").read_text().splitlines()
-    assert sorted(lines) == sorted(3 * ["printed", "printed by C", "said at exit"])
+    assert sorted(lines) == sorted(4 * ["printed", "printed by C", "said at exit"])
 
 
 def test_an_environment_computes_and_draws_the_same_however_its_worker_started(
