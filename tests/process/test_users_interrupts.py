@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from typing import Any
 
@@ -25,10 +26,11 @@ from support.acting_envs import ActingEnv
 from support.agents import zeros
 from support.envs import CountingEnv
 from support.parallel import no_actions
+from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.promise("I3")]
 
-RAISED = pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+RAISED = pytest.mark.parametrize("raised", variants([KeyboardInterrupt], [SystemExit]))
 
 
 class RaisingEnv(CountingEnv):
@@ -94,8 +96,18 @@ def arguments(call: str, raised: type[BaseException]) -> tuple[Any, ...]:
     return 4, 8, create_agent, given, create_env, given
 
 
-@RAISED
-@pytest.mark.parametrize("call", ["reset", "step", "agent", "initial_state", "update"])
+@pytest.mark.parametrize(
+    ("call", "raised"),
+    variants(
+        [
+            *(("reset", SystemExit), ("step", KeyboardInterrupt), ("agent", KeyboardInterrupt)),
+            *(("initial_state", SystemExit), ("update", KeyboardInterrupt)),
+        ],
+        itertools.product(
+            ["reset", "step", "agent", "initial_state", "update"], [KeyboardInterrupt, SystemExit]
+        ),
+    ),
+)
 def test_they_tell_lane_and_episode_and_the_batcher_works_on(
     call: str, raised: type[BaseException]
 ) -> None:
