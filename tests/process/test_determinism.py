@@ -62,7 +62,7 @@ serial = cache(lambda: collect(0))
 @pytest.mark.parametrize(
     ("n_threads", "start_method", "kind"),
     variants(
-        [(2, "auto", FragileEnv), (3, "auto", DawdlingEnv)],
+        [(3, "auto", DawdlingEnv)],
         itertools.product((1, 2, 4), ("auto", "spawn"), (FragileEnv, DawdlingEnv)),
     ),
 )

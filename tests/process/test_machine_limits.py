@@ -186,14 +186,6 @@ def test_what_cannot_be_pickled_is_named(words: str) -> None:
     assert fix
 
 
-def test_an_update_that_cannot_be_pickled_is_refused_and_the_batcher_goes_on() -> None:
-    with episode_batcher(1) as batcher:
-        with pytest.raises(SpecError, match=r"info\['logger'\].stream is a _thread.lock"):
-            batcher.update({"logger": Logger()})
-        batcher.execute(2)
-        assert batcher.get().lengths.tolist() == [3, 3]
-
-
 # The doctor -----------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ pytestmark = [
 TIMEOUT_S = 0.5
 """What makes no progress for this long hangs."""
 
-REPORT_S = 2.0
+REPORT_S = 4.0
 """A fault surfaces within this time."""
 
 REPORTED = {"on_worker_failure": "raise"}

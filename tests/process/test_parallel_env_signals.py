@@ -144,7 +144,7 @@ def expected_states(call: str, number: int) -> list[dict[str, bytes]]:
     variants(
         [
             *(("step two", True), ("step some", False), ("reset", False)),
-            *(("announced", True), ("remote", True), ("remote", False)),
+            *(("announced", True), ("remote", True)),
         ],
         itertools.product(CALLS, [True, False]),
     ),

@@ -177,18 +177,17 @@ def test_batchers_of_a_cluster_make_them_again_as_those_of_one_machine() -> None
     def episodes_of_cluster(_: int) -> Any:
         return of_cluster(ClusterEpisodeBatcher, 4, 24)
 
-    for make, make_cluster in ((windows, windows_of_cluster), (episodes, episodes_of_cluster)):
-        with make(2) as batcher:
+    for first, second in ((windows_of_cluster, windows), (episodes, episodes_of_cluster)):
+        with (windows if second is windows else episodes)(2) as batcher:
             expected = list(go_on(batcher, 0))
-        for first, second in ((make_cluster, make), (make, make_cluster)):
-            with first(2) as batcher:
-                found = [result for _, result in zip(range(2), go_on(batcher, 0), strict=False)]
-                request(batcher, 4)
-                state = through_a_file(batcher.state_dict())
-            with second(2) as batcher:
-                batcher.load_state_dict(state)
-                found += go_on(batcher, 2)
-            assert_the_same(found, expected)
+        with first(2) as batcher:
+            found = [result for _, result in zip(range(2), go_on(batcher, 0), strict=False)]
+            request(batcher, 4)
+            state = through_a_file(batcher.state_dict())
+        with second(2) as batcher:
+            batcher.load_state_dict(state)
+            found += go_on(batcher, 2)
+        assert_the_same(found, expected)
 
 
 def test_a_request_that_has_failed_and_was_not_taken_fails_again(tmp_path: Any) -> None:
@@ -236,7 +235,7 @@ LINES, FILES = {"lines": True}, {"files": ("batch/",)}
 @pytest.mark.parametrize(
     ("make", "n_workers", "n", "how"),
     variants(
-        [(episodes, 0, 8, LINES), (windows, 0, 8, FILES), (restarting, 2, 3, {})],
+        [(episodes, 0, 6, LINES), (windows, 0, 6, FILES), (restarting, 2, 2, {})],
         itertools.starmap(
             lambda make, how: (make, *how),
             itertools.product(
@@ -260,7 +259,7 @@ def test_a_state_that_is_saved_after_ctrl_c_at_any_point_goes_on_with_the_same_b
                 batcher.load_state_dict(state)
             found += go_on(batcher, len(found))
         assert_all_equal(found, expected)
-    assert n_struck > 0.6 * n
+    assert n_struck >= 0.5 * n
 
 
 # Streams ----------------------------------------------------------------------------------------
@@ -336,7 +335,7 @@ def test_a_stream_counts_on_after_a_state_was_loaded(n_pending: int) -> None:
 @pytest.mark.promise("I3")
 # Python ignores what a handler raises while an iterator that nobody has any more is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("n", variants([8], [150]))
+@pytest.mark.parametrize("n", variants([6], [150]))
 def test_a_stream_that_ctrl_c_has_ended_at_any_point_goes_on_from_a_state(n: int) -> None:
     expected: Results = []
     how: dict[str, Any] = {"files": ("batch/",)}

@@ -179,10 +179,8 @@ def test_a_caller_that_inherits_what_a_worker_leaves_has_no_zombies(notes: Path)
     with open_batcher(notes) as batcher:
         children = psutil.Process().children()
         (worker,) = [child for child in children if child.name().startswith("rlpool-worker")]
-        (template,) = [child for child in children if child.name() == "rlpool-template"]
-        for killed in ([template], [*worker.children(), worker]):
-            for process in killed:
-                process.kill()
-                wait_until(lambda process=process: not is_running(process.pid))
-            wait_until(lambda: (batcher.execute(3), batcher.get()) and not zombies(), 5.0)
+        for process in (*worker.children(), worker):
+            process.kill()
+            wait_until(lambda process=process: not is_running(process.pid))
+        wait_until(lambda: (batcher.execute(3), batcher.get()) and not zombies(), 5.0)
     assert not zombies()

@@ -14,13 +14,10 @@ from gymnasium.vector import AutoresetMode
 from process.watching import assert_all_equal
 
 from rlpool import Batcher, EnvError, EpisodeBatcher, SpecError, UsageError, VectorGymEnv
-from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
-from rlpool.workers.failure_policy import FailurePolicy
 
 from support import vector_envs
 from support.agents import StepCounter
 from support.fragile import ChancyEnv, RecurrentAgent, create_fragile
-from support.in_process import InProcess
 from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
@@ -132,17 +129,6 @@ def test_episodes_go_on_with_new_seeds(n_threads: int) -> None:
 
 def episodes_of_2() -> EpisodeBatcher:
     return episodes_of(2, [1, 2])
-
-
-def test_batchers_of_a_cluster_go_on_as_those_of_one_machine() -> None:
-    def of_cluster(kind: Any, *sizes: Any, **env_args: Any) -> Make:
-        arguments = *sizes, RecurrentAgent, {}, create_fragile, env_args, 1, 5
-        return lambda: kind(lambda: InProcess(2), *arguments, 60.0, FailurePolicy())
-
-    windows = of_cluster(ClusterBatcher, 5, None, restarts=True)
-    assert_all_equal(run(windows, (2,), windows), run(lambda: windows_of(2), ()))
-    episodes = of_cluster(ClusterEpisodeBatcher, 4, 24)
-    assert_all_equal(run(episodes, (2,), episodes), run(lambda: episodes_of(2), ()))
 
 
 # What is refused ---------------------------------------------------------------------------------

@@ -142,8 +142,8 @@ def kill_workers(others: set[int]) -> None:
     ("door", "start_method", "context"),
     variants(
         [
-            *((in_create_env, "auto", "fork"), (in_manager, "auto", "fork")),
-            *((in_policy_of_pool, "auto", "spawn"), (in_create_agent, "spawn", "spawn")),
+            *((in_create_agent, "auto", "fork"), (in_manager, "auto", "fork")),
+            (in_policy_of_pool, "auto", "spawn"),
         ],
         itertools.product(DOORS, ["auto", "spawn"], ["fork", "spawn"]),
     ),

@@ -424,16 +424,11 @@ def create_reporting(path: Path, names: tuple[str, ...]) -> gymnasium.Env[Any, A
     return CountingEnv()
 
 
-def started(n_workers: int, directory: Path, *names: str) -> ParallelEnvManager:
-    paths = [directory / f"worker-{worker}" for worker in range(n_workers)]
-    return ParallelEnvManager(
-        [partial(create_reporting, path, names) for path in paths], envs_per_worker=1, seed=1
-    )
-
-
 def reports(n_workers: int, directory: Path, *names: str) -> list[dict[str, Any]]:
     """What workers found that were started now."""
-    started(n_workers, directory, *names).close()
+    paths = [directory / f"worker-{worker}" for worker in range(n_workers)]
+    env_fns = [partial(create_reporting, path, names) for path in paths]
+    ParallelEnvManager(env_fns, envs_per_worker=1, seed=1).close()
     return [json.loads(path.read_text()) for path in sorted(directory.glob("worker-*"))]
 
 
@@ -462,17 +457,18 @@ def own_templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     templates.shutdown()
 
 
-# For each of them another template is started.
+# For each bad one another template is started.
 @pytest.mark.parametrize("n_bad", variants([1], [5]))
 @pytest.mark.usefixtures("own_templates")
-def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
+def test_modules_are_imported_once_and_those_that_cannot_be_are_named_once_and_left_out(
     n_bad: int,
     write_module: WriteModule,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(template_handle, "IMPORT_S", 60.0)
+    monkeypatch.setenv("REMOVED_BY_AN_IMPORT", "1")
+    log = tmp_path / "imports"
     starts_thread = "import threading; threading.Thread(target=threading.Event().wait).start()"
     cuda = "import torch; torch.cuda.is_initialized = lambda: True"
     starts_workers = "import rlpool; rlpool.ParallelEnvManager([object])"
@@ -485,11 +481,22 @@ def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
     }
     bad = dict(itertools.islice(bad.items(), n_bad))
     short_thread = "import threading; t = threading.Thread(target=str); t.start(); t.join()"
-    good = [write_module("first", short_thread), write_module("prints", "print('in a worker')")]
+    good = [
+        write_module("early", short_thread),
+        write_module("late", f"open({str(log)!r}, 'a').write('late ')"),
+        write_module("changes", CHANGES),
+    ]
     rlpool.preload(good[0], *bad, *good[1:])
     for _ in range(2):
-        (report,) = reports(1, tmp_path, *good, *bad)
-        assert report["modules"] == good
+        first, second = reports(2, tmp_path, *good, *bad)
+        assert first["modules"] == second["modules"] == good
+        assert log.read_text() == "late "
+        assert first["random"] != second["random"]
+    assert first["variables"] == {"SET_BY_AN_IMPORT": "1"}
+    assert first["last_in_path"] == "/added/by/an/import"
+    assert first["seen_arguments"] == sys.argv
+    assert first["as in any worker"] == [os.getcwd(), sys.argv, True]
+    assert first["handles_sigterm"]
     assert len(caplog.messages) == len(bad)
     for name, why in bad.items():
         (message,) = (text for text in caplog.messages if f" {name} is left out" in text)
@@ -507,36 +514,6 @@ def test_a_module_whose_import_does_not_end_is_left_out(
     assert caplog.messages == [
         "preload: hangs is left out, workers import it: it takes longer than 6 s"
     ]
-
-
-@pytest.mark.usefixtures("own_templates")
-def test_modules_are_imported_once_and_leave_what_a_worker_would_have(
-    write_module: WriteModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REMOVED_BY_AN_IMPORT", "1")
-    log, before = tmp_path / "imports", tmp_path / "before"
-    before.mkdir()
-    names = [
-        write_module(name, f"open({str(log)!r}, 'a').write({name!r} + ' ')")
-        for name in ("early", "late")
-    ]
-    write_module("changes", CHANGES)
-    rlpool.preload("early")
-    with started(1, before, *names) as manager:
-        pids = [worker.pid for worker in manager.workers]
-        rlpool.preload("early", "late", "changes")
-        first, second = reports(2, tmp_path, *names, "changes")
-        manager.reset()
-        assert [worker.pid for worker in manager.workers] == pids
-    # By two templates: a module that is named later is for workers that start later.
-    assert sorted(log.read_text().split()) == sorted(["early", *names])
-    assert first["modules"] == second["modules"] == [*names, "changes"]
-    assert first["variables"] == {"SET_BY_AN_IMPORT": "1"}
-    assert first["last_in_path"] == "/added/by/an/import"
-    assert first["seen_arguments"] == sys.argv
-    assert first["as in any worker"] == [os.getcwd(), sys.argv, True]
-    assert first["handles_sigterm"]
-    assert first["random"] != second["random"]
 
 
 @pytest.mark.parametrize("name", ["", ".a", "a-b", "__main__.a", 3])

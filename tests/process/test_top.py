@@ -26,7 +26,7 @@ from rlpool.observe import top
 from rlpool.observe.control import Word
 
 from support.envs import CountingEnv
-from support.faults import create_agent, create_env, faults, faults_at
+from support.faults import create_agent, create_env, faults_at
 from support.variants import variants
 
 pytestmark = [
@@ -221,19 +221,6 @@ def test_narrow_terminals_show_whole_words(
     assert len(heading.split()) >= names
     assert set(heading.split()) <= set(top._COLUMNS)
     assert re.search(rf"^(\d+ +)?{os.getpid()} ", "\n".join(lines), re.MULTILINE)
-
-
-def test_a_request_that_failed_is_not_shown_although_a_worker_hangs_in_it(struck: Struck) -> None:
-    env_args = {"n_lanes": 1, "struck_at": struck.path}
-    arguments = 4, 4, create_agent, {}, create_env, env_args
-    with EpisodeBatcher(*arguments, n_threads=2, seeds=1) as batcher:
-        # The second fails when the first one hangs.
-        batcher.execute(2, env_info=faults(2, {0: ("hang", 0), 1: ("raise_second", 0)}))
-        with pytest.raises(rlpool.EnvError):
-            batcher.get()
-        stats = batcher.stats()
-        assert stats.requests == ()
-        assert 1 in [lane.request for worker in stats.workers for lane in worker.lanes]  # it hangs
 
 
 def test_a_worker_that_has_no_successor_is_dead() -> None:

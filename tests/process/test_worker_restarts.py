@@ -104,11 +104,16 @@ def undisturbed(hits: Hits, **options: Any) -> Results:
     ("row", "step", "kind"),
     variants(
         [
-            (4, -1, "sigkill"),  # in a reset
-            (13, 0, "hold_the_lock"),  # in the second request, with another policy than the third
+            (13, -1, "sigkill"),  # in a reset, with another policy than that of the third request
             (30, 0, "fork_and_sigkill"),  # in the last request
         ],
-        [(7, 2, "os_exit"), (8, 1, "raise"), (12, 1, "hang"), (16, 5, "segfault")],
+        [
+            (13, 0, "hold_the_lock"),
+            (7, 2, "os_exit"),
+            (8, 1, "raise"),
+            (12, 1, "hang"),
+            (16, 5, "segfault"),
+        ],
     ),
 )
 def test_episodes_of_a_dead_worker_are_run_again_with_the_same_bits(

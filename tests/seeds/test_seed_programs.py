@@ -23,7 +23,7 @@ Run = Callable[..., tuple[str, Any]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(program_folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """A function that runs a program; returns what it prints, and the value of an expression.
 
     Args of the function: its name, the expression, arguments of the script, and texts of the
@@ -35,7 +35,7 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
         for old, new in (replaced or {}).items():
             assert source.count(old) == 1, old
             source = source.replace(old, new)
-        script = tmp_path / f"{name}.py"
+        script = program_folder / f"{name}.py"
         script.write_text(source, encoding="utf-8")
         names = run_as_main(script, *arguments)
         output, errors = capfd.readouterr()
