@@ -176,7 +176,6 @@ CASES = variants(
     [
         ("SIGKILL", "auto", (*MANY, IN_STEP)),
         ("SIGINT", "auto", (*FEW, IN_STEP)),
-        ("SIGKILL", "spawn", ("manager:step:hold_the_lock",)),
     ],
     [
         *[(end, "auto", (*FEW, IN_STEP)) for end in ENDS],

@@ -107,7 +107,7 @@ def alone() -> list[Any]:
     return collect(EpisodeBatcher(4, 30, RecurrentAgent, {}, create_fragile, arguments, 0, 5))
 
 
-@pytest.mark.parametrize(("n_nodes", "n_threads"), variants([(2, 2)], [(1, 1), (2, 1), (4, 1)]))
+@pytest.mark.parametrize(("n_nodes", "n_threads"), variants([(2, 1)], [(1, 1), (2, 2), (4, 1)]))
 def test_any_number_of_nodes_gives_the_same_bits(n_nodes: int, n_threads: int) -> None:
     assert_all_equal(collect(make(InProcess(n_nodes), n_threads=n_threads)), alone())
 

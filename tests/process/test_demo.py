@@ -23,7 +23,7 @@ def test_the_demo_learns_and_says_what_ran_and_what_comes_next(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It looks at the time twice per window.
-    clock = itertools.count(0.0, 0.25)
+    clock = itertools.count(0.0, 0.3)
     monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert demo.main([]) == 0
     out, err = capsys.readouterr()

@@ -379,12 +379,12 @@ def test_many_slow_environments_of_one_worker_are_no_hang_but_one_that_hangs_is(
     struck: Struck,
 ) -> None:
     # Each reset and each step takes 0.1 s, those of all lanes together more than the timeout.
-    with open_batcher(struck, timeout=0.5, n_lanes=8) as batcher:
-        batcher.execute(8, env_info=faults(8, {}, sleep_ms=100, length=1))
-        assert result_of(batcher).lengths.tolist() == [1] * 8
+    with open_batcher(struck, timeout=0.4, n_lanes=5) as batcher:
+        batcher.execute(5, env_info=faults(5, {}, sleep_ms=100, length=1))
+        assert result_of(batcher).lengths.tolist() == [1] * 5
         batcher.execute(1, env_info=faults_at(1, 0, "hang", 1))
         with pytest.raises(rlpool.WorkerTimeoutError):
-            wait_until(lambda: batcher.get(blocking=False) is not None, 0.5 + REPORT_S)
+            wait_until(lambda: batcher.get(blocking=False) is not None, 0.4 + REPORT_S)
 
 
 @pytest.mark.promise("I4")

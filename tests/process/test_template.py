@@ -287,6 +287,7 @@ ParentForks.fork = fork_to_die
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_before_it_runs_anything_is_replaced_and_reaped(
     own_templates: None, write_module: WriteModule
 ) -> None:

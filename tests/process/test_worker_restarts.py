@@ -379,7 +379,7 @@ def test_a_limit_is_counted_from_what_a_worker_has_that_is_spawned_in_place_of_a
 
 @pytest.mark.promise("I4")
 @pytest.mark.usefixtures("short_patience")
-@pytest.mark.parametrize("ending", variants(["hang"], ("none", *ENDINGS)))
+@pytest.mark.parametrize("ending", variants(["segfault"], ("none", *ENDINGS)))
 def test_recycled_workers_hand_their_windows_on_whatever_they_do_while_they_close(
     strikes: dict[str, str], ran_in: Path, ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
