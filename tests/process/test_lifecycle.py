@@ -368,7 +368,7 @@ def lengths_in_a_daemon() -> list[int]:
     return kept[0].get().lengths.tolist()
 
 
-@pytest.mark.parametrize("of_the_caller", variants(["fork"], ["spawn", "forkserver"]))
+@pytest.mark.parametrize("of_the_caller", variants(["fork"], ["spawn"]))
 def test_a_daemonic_process_may_have_workers_which_end_with_it(of_the_caller: str) -> None:
     with multiprocessing.get_context(of_the_caller).Pool(1) as pool:
         assert pool.apply(lengths_in_a_daemon) == [3, 3, 3]
