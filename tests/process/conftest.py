@@ -22,7 +22,8 @@ def imported_once() -> None:
 
     Scripts have templates of their own, without this.
     """
-    preload("psutil", "pytest", "process.watching", "support.faults")
+    support = ("agents", "faults", "fragile", "in_process", "meta", "parallel", "vector_envs")
+    preload("pytest", "process.watching", *(f"support.{name}" for name in support))
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from process.watching import START_S, Script, in_new, n_descriptors
 from rlpool import Array
 from rlpool.data import descriptors
 
+from support.variants import variants
+
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left", "no_descriptor_left"),
     pytest.mark.promise("I5"),
@@ -78,11 +80,7 @@ def write_and_return(pipe: Connection, views: list[Array], queue: Any, results: 
 
 @pytest.mark.parametrize(
     ("method", "storage"),
-    [
-        ("spawn", "shared"),
-        ("fork", "memmap"),
-        pytest.param("spawn", "memmap", marks=pytest.mark.slow),
-    ],
+    variants([("spawn", "shared")], [("fork", "memmap"), ("spawn", "memmap")]),
 )
 def test_views_travel_as_arguments_and_through_pipes_and_queues(method: str, storage: str) -> None:
     arrays = {name: make(storage) for name in VIEWS}
@@ -179,8 +177,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("storage", "method"),
-    [pytest.param("shared", "spawn", marks=pytest.mark.slow), ("memmap", "fork")],
+    ("storage", "method"), variants([("memmap", "fork")], [("shared", "spawn")])
 )
 def test_a_killed_owner_leaves_nothing_behind(
     storage: str,

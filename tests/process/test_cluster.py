@@ -38,6 +38,7 @@ from support import faults
 from support.faults import faults_at
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile
 from support.in_process import InProcess
+from support.variants import variants
 from support.vector_envs import ArrayEnv, AutoresetMode
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.promise("I2")]
@@ -106,7 +107,7 @@ def alone() -> list[Any]:
     return collect(EpisodeBatcher(4, 30, RecurrentAgent, {}, create_fragile, arguments, 0, 5))
 
 
-@pytest.mark.parametrize(("n_nodes", "n_threads"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("n_nodes", "n_threads"), variants([(2, 1)], [(1, 1), (2, 2), (4, 1)]))
 def test_any_number_of_nodes_gives_the_same_bits(n_nodes: int, n_threads: int) -> None:
     assert_all_equal(collect(make(InProcess(n_nodes), n_threads=n_threads)), alone())
 
@@ -115,7 +116,7 @@ def test_named_seeds_and_a_fixed_number_of_rows_reach_all_nodes() -> None:
     seeds, info = [7, 3, 7, *range(20)], {"length": 1 + torch.arange(23) % 13}
     agent_info = {"gain": torch.linspace(0.5, 2.0, 23)}
     results = []
-    for n_nodes, n_lanes in ((0, 4), (2, 3), (3, 2)):
+    for n_nodes, n_lanes in ((0, 4), (3, 2)):
         arguments = {"n_lanes": n_lanes, "kind": FragileEnv}
         batcher: Any
         if n_nodes:
@@ -127,8 +128,7 @@ def test_named_seeds_and_a_fixed_number_of_rows_reach_all_nodes() -> None:
             batcher.execute(23, agent_info, info, episode_seeds=seeds)
             results.append([batcher.get()])
             assert results[-1][0].info["seed"].tolist() == seeds
-    for found in results[1:]:
-        assert_all_equal(found, results[0])
+    assert_all_equal(*results)
 
 
 def test_nodes_that_leave_and_join_change_no_bits() -> None:
@@ -151,7 +151,7 @@ def test_a_lost_result_is_collected_again() -> None:
     assert_all_equal(collect(make(transport), lambda _: transport.lose_next(1)), alone())
 
 
-@pytest.mark.parametrize("n_timesteps", [4, 20])
+@pytest.mark.parametrize("n_timesteps", variants([4], [20]))
 def test_memory_that_is_used_again_is_zero_past_the_end_of_each_row(n_timesteps: int) -> None:
     def padding(batcher: Any) -> list[Any]:
         with batcher:
@@ -207,8 +207,6 @@ def test_no_more_is_in_flight_than_slots_and_two_shards_per_node() -> None:
     [
         (5, [3, 2]),
         (12, [3, 3, 3, 3]),  # two shards for each node
-        (24, [6, 6, 6, 6]),
-        (48, [12, 12, 12, 12]),
         (60, [15, 12, 12, 12, 9]),  # four episodes for each lane, as far as there are as many
     ],
 )
@@ -291,7 +289,7 @@ def test_an_error_names_the_node_and_the_episode_of_the_request(tmp_path: Path) 
         assert expected.get().info["seed"][0] == seed
 
 
-@pytest.mark.parametrize("kind", ["raise", "exit", "wrong_shape"])
+@pytest.mark.parametrize("kind", variants(["raise"], ["exit", "wrong_shape"]))
 def test_nodes_that_cannot_start_are_an_error_at_once(kind: str) -> None:
     with pytest.raises(WorkerError) as caught:
         make(InProcess(2), create_env=faults.create_env, env_args={"fault": kind})
@@ -351,7 +349,7 @@ def test_the_processes_of_nodes_that_die_are_counted_and_named() -> None:
 def test_machines_that_leave_are_not_counted() -> None:
     transport = InProcess(2)
     with make(transport, max_restarts=0) as batcher:
-        for _ in range(3):
+        for _ in range(2):
             transport.remove(0)
             transport.add(0)
             batcher.execute(6)
@@ -453,8 +451,10 @@ def create_on_sick_node(seed: int, sick: str, marks: str, **arguments: Any) -> A
     return create_fragile(seed, n_lanes=3)
 
 
-@pytest.mark.parametrize("kind", ["raise", "sigkill"])
-@pytest.mark.parametrize("max_restarts", [0, 1, 16])
+@pytest.mark.parametrize(
+    ("kind", "max_restarts"),
+    variants([("sigkill", 16)], itertools.product(["raise", "sigkill"], [0, 1, 16])),
+)
 def test_a_node_on_which_episodes_fail_that_succeed_elsewhere_is_left_aside(
     kind: str, max_restarts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -472,7 +472,7 @@ def test_a_node_on_which_episodes_fail_that_succeed_elsewhere_is_left_aside(
     assert len(transport.nodes) <= 1
 
 
-@pytest.mark.parametrize("kind", ["raise", "sigkill"])
+@pytest.mark.parametrize("kind", variants(["raise"], ["sigkill"]))
 def test_episodes_that_fail_on_all_nodes_are_no_fault_of_a_node(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -481,13 +481,13 @@ def test_episodes_that_fail_on_all_nodes_are_no_fault_of_a_node(
         InProcess(2),
         create_env=create_on_sick_node,
         env_args=arguments,
-        max_restarts=4,
+        max_restarts=2,
         on_env_error="restart",
     ) as batcher:
         batcher.execute(20)
         with pytest.raises(WorkerDiedError) as caught:
             batcher.get()
-    assert len(caught.value.history) >= 5
+    assert len(caught.value.history) >= 3
     assert {failure.where.step for failure in caught.value.history} == {1}
     assert "left aside" not in caplog.text
 
@@ -503,10 +503,10 @@ def test_a_lost_node_is_an_error_if_nothing_is_to_be_restarted() -> None:
 
 def test_a_cluster_without_nodes_is_an_error_after_a_while() -> None:
     transport = InProcess(1)
-    with make(transport, timeout=1.5) as batcher:
+    with make(transport, timeout=0.5) as batcher:
         batcher.execute(60)
         transport.remove(0)
-        with pytest.raises(WorkerDiedError, match=r"0 of 1 nodes are ready after 1\.5 s"):
+        with pytest.raises(WorkerDiedError, match=r"0 of 1 nodes are ready after 0\.5 s"):
             batcher.get()
 
 
@@ -532,8 +532,13 @@ def test_nodes_with_other_processors_are_told(
     assert sorted(told.groups()) == ["0", "1"]  # in the order in which the nodes joined
 
 
-@pytest.mark.parametrize("name", ["rlpool", "torch", "Python"])
-@pytest.mark.parametrize("require", [False, True])
+@pytest.mark.parametrize(
+    ("name", "require"),
+    variants(
+        [("torch", False)],
+        itertools.product(["rlpool", "torch", "Python"], [False, True]),
+    ),
+)
 def test_nodes_with_other_versions_than_the_caller_are_told(
     name: str, require: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -556,7 +561,7 @@ def test_simulators_that_only_nodes_have_are_no_difference(
     make(InProcess(2), require_same_bits=True).close()
 
 
-@pytest.mark.parametrize("where", ["reserve", "start", "wait"])
+@pytest.mark.parametrize("where", variants(["wait"], ["reserve", "start"]))
 def test_nodes_end_with_a_constructor_that_is_interrupted(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,7 +640,7 @@ def test_lanes_that_are_reset_together_give_the_same_bits_on_any_node() -> None:
     assert_all_equal(results(disturb=True), results(disturb=False))
 
 
-@pytest.mark.parametrize("n_nodes", [1, 2])
+@pytest.mark.parametrize("n_nodes", variants([1], [2]))
 def test_unseeded_lanes_can_be_reproduced_on_one_node_only_and_until_it_is_replaced(
     n_nodes: int,
 ) -> None:

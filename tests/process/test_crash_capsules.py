@@ -31,6 +31,7 @@ from rlpool import (
 from support.acting_envs import ActingEnv
 from support.agents import StepCounter
 from support.unlucky import UnluckyEnv, UnluckyError, create_unlucky
+from support.variants import variants
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(240)]
 
@@ -105,7 +106,9 @@ def create_manager(seed: int, **arguments: Any) -> ParallelEnvManager:
     return ParallelEnvManager([UnluckyEnv] * 3, seed=seed, **arguments)
 
 
-@pytest.mark.parametrize("env_args", [{"envs_per_worker": 2}, {"min_ready": 1}], ids=str)
+@pytest.mark.parametrize(
+    "env_args", variants([{"envs_per_worker": 2}], [{"min_ready": 1}]), ids=str
+)
 def test_failures_of_environments_in_processes_come_again_here(
     env_args: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

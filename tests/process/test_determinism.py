@@ -62,7 +62,7 @@ serial = cache(lambda: collect(0))
 @pytest.mark.parametrize(
     ("n_threads", "start_method", "kind"),
     variants(
-        [(2, "auto", FragileEnv), (1, "spawn", FragileEnv), (3, "auto", DawdlingEnv)],
+        [(3, "auto", DawdlingEnv)],
         itertools.product((1, 2, 4), ("auto", "spawn"), (FragileEnv, DawdlingEnv)),
     ),
 )
@@ -94,17 +94,17 @@ def seeds_and_noise(seeds: Any, n_threads: int = 0) -> tuple[list[int], torch.Te
 
 
 def test_no_two_base_seeds_share_an_episode_or_its_noise() -> None:
-    # Fewer seeds than would have one twice by chance: 3,520 * 3,520 / 2 / 2**31 is 0.003.
+    # Fewer seeds than would have one twice by chance: 1,408 * 1,408 / 2 / 2**31 is 0.0005.
     lists: list[Any] = [[1, 2], [2, 1], [1, 3], [1], [1, 2, 0], None, None]
-    given = [*range(33), *lists]
+    given = [*range(9), *lists]
     found = [seeds_and_noise(seeds) for seeds in given]
     seeds = [seed for row, _ in found for seed in row]
-    assert len(set(seeds)) == len(seeds) == 40 * 88
+    assert len(set(seeds)) == len(seeds) == 16 * 88
     assert all(0 <= seed < 2**31 for seed in seeds)
     numbers = torch.cat([noise for _, noise in found])
     assert 0.0 <= numbers.min() <= numbers.max() < 1.0
     assert abs(numbers.mean() - 0.5) < 0.01
-    # Two numbers of 24 bits may be equal by chance; two in a row, of 31,680 pairs, hardly are.
+    # Two numbers of 24 bits may be equal by chance; two in a row, of 12,672 pairs, hardly are.
     words = (numbers.double() * 2**24).long()
     pairs = Counter((words[:, :-1] * 2**24 + words[:, 1:]).flatten().tolist())
     assert max(pairs.values()) == 1

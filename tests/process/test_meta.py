@@ -32,6 +32,7 @@ from support.meta import (
     Storage,
     TaskFirstEnv,
 )
+from support.variants import variants
 
 RAGGED = "support.meta:Ragged-v0"
 ARGUMENTS = {"limit": 6, "noise": 1.0}
@@ -114,11 +115,7 @@ class KillsWorkers(Storage):
 @pytest.mark.promise("I2")
 @pytest.mark.parametrize(
     ("make", "tasks"),
-    [
-        (TaskFirstEnv, range(7)),
-        (OwnGeneratorEnv, None),
-        (AncestorDrawingEnv, [None]),
-    ],
+    variants([(TaskFirstEnv, range(7))], [(OwnGeneratorEnv, None), (AncestorDrawingEnv, [None])]),
 )
 def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_its_task(
     make: Any, tasks: Any

@@ -33,6 +33,7 @@ from support.envs import CountingEnv
 from support.faults import EXIT_CODE, FaultyEnv, faults_at, strike
 from support.fragile import failing
 from support.parallel import WideEnv, create_manager, no_actions, open_manager
+from support.variants import variants
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -43,7 +44,7 @@ pytestmark = [
 TIMEOUT_S = 0.5
 """What makes no progress for this long hangs."""
 
-REPORT_S = 2.0
+REPORT_S = 4.0
 """A fault surfaces within this time."""
 
 REPORTED = {"on_worker_failure": "raise"}
@@ -198,12 +199,13 @@ def test_a_batcher_over_a_manager_names_the_episode_and_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "step", "exitcode", "name"),
-    [
-        ("sigkill", 1, -signal.SIGKILL, "SIGKILL"),
-        ("sigkill", -1, -signal.SIGKILL, "SIGKILL"),
-        ("os_exit", 1, EXIT_CODE, None),
-        pytest.param("segfault", 1, -signal.SIGSEGV, "SIGSEGV", marks=pytest.mark.slow),
-    ],
+    variants(
+        [("sigkill", -1, -signal.SIGKILL, "SIGKILL"), ("os_exit", 1, EXIT_CODE, None)],
+        [
+            ("sigkill", 1, -signal.SIGKILL, "SIGKILL"),
+            ("segfault", 1, -signal.SIGSEGV, "SIGSEGV"),
+        ],
+    ),
 )
 def test_a_death_raises_worker_died_error(
     struck: Struck, kind: str, step: int, exitcode: int, name: str | None
@@ -239,12 +241,9 @@ def test_a_death_is_noticed_by_a_caller_that_waits_for_other_workers_only() -> N
 @pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [
-        ("hold_the_lock", "lanes"),
-        ("hang", "remote"),
-        pytest.param("hang", "lanes", marks=pytest.mark.slow),
-        pytest.param("hang", "some", marks=pytest.mark.slow),
-    ],
+    variants(
+        [("hold_the_lock", "lanes")], [("hang", "remote"), ("hang", "lanes"), ("hang", "some")]
+    ),
 )
 def test_a_hang_raises_worker_timeout_error(struck: Struck, kind: str, way: str) -> None:
     with open_manager(partial(FaultyEnv, struck.path), 1, timeout=TIMEOUT_S, **REPORTED) as manager:

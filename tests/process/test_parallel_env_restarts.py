@@ -39,6 +39,7 @@ from support.fragile import (
     played,
 )
 from support.parallel import create_manager, create_serial, no_actions, open_manager
+from support.variants import variants
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -47,10 +48,6 @@ pytestmark = [
 ]
 
 MakeFragile = Callable[..., Any]
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -95,15 +92,16 @@ def test_a_worker_that_dies_while_others_still_start_is_replaced(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("kind", "step", "how"),
-    [
-        ("sigkill", 2, "worker 0 died (SIGKILL)"),
-        ("sigkill", -1, "worker 0 died (SIGKILL)"),
-        ("raise", 2, "env.step raised KeyError"),
-        ("raise", -1, "env.reset raised KeyError"),
-        slow("hang", 1, "worker 0 made no progress"),
-        slow("os_exit", 0, "worker 0 died (exit code 17)"),
-        slow("segfault", 1, "worker 0 died (SIGSEGV)"),
-    ],
+    variants(
+        [("sigkill", 2, "worker 0 died (SIGKILL)"), ("raise", -1, "env.reset raised KeyError")],
+        [
+            ("sigkill", -1, "worker 0 died (SIGKILL)"),
+            ("raise", 2, "env.step raised KeyError"),
+            ("hang", 1, "worker 0 made no progress"),
+            ("os_exit", 0, "worker 0 died (exit code 17)"),
+            ("segfault", 1, "worker 0 died (SIGSEGV)"),
+        ],
+    ),
 )
 def test_a_failure_in_the_middle_of_episodes_is_not_seen(
     fragile: MakeFragile, kind: str, step: int, how: str, caplog: pytest.LogCaptureFixture
@@ -229,7 +227,7 @@ def test_a_death_in_the_first_reset_that_shows_what_observations_are_is_told() -
 # The budget -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["sigkill", "raise"])
+@pytest.mark.parametrize("kind", variants(["sigkill"], ["raise"]))
 def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile, kind: str) -> None:
     poison = failing(kind, 1)
     limits = {"max_restarts": 2, "max_episode_restarts": None}
@@ -270,10 +268,9 @@ REQUESTS: list[tuple[int, Any]] = [
 
 
 @pytest.mark.promise("I2")
-@pytest.mark.parametrize("deaths", [(3, 9), slow((6, 11))])
-def test_remotes_get_the_same_answers(deaths: tuple[int, ...]) -> None:
+def test_remotes_get_the_same_answers() -> None:
     answers: list[list[str]] = []
-    for kills in ((), deaths):
+    for kills in ((), (3, 9)):
         with open_manager(FragileEnv, 2, envs_per_worker=2) as manager:
             answers.append([])
             for number, (lane, request) in enumerate(REQUESTS):
@@ -321,7 +318,7 @@ def test_a_remotes_step_whose_observation_was_written_before_the_failure_is_repe
 
 @pytest.mark.parametrize(
     ("envs_per_worker", "policy"),
-    [(1, "restart"), (2, "raise"), slow(2, "restart"), slow(1, "raise")],
+    variants([(2, "raise")], [(1, "restart"), (2, "restart"), (1, "raise")]),
 )
 def test_workers_are_replaced_after_so_many_episodes(
     tmp_path: Path, envs_per_worker: int, policy: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ from support.agents import ConstantAgent
 from support.envs import CountingEnv, assert_same_tensors
 from support.parallel import create_manager, create_serial, make_cartpole
 from support.striking import Alarm, Strike, alarms, until_done
+from support.variants import variants
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -57,7 +59,7 @@ def without_stall() -> Iterator[None]:
     assert time.monotonic() - start_s < STALL_S
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=variants([2], [1]))
 def manager(request: pytest.FixtureRequest) -> Iterator[ParallelEnvManager]:
     with create_manager(
         1, make_cartpole, N_LANES, True, envs_per_worker=request.param, max_episode_steps=2
@@ -139,8 +141,16 @@ def expected_states(call: str, number: int) -> list[dict[str, bytes]]:
     return states
 
 
-@pytest.mark.parametrize("is_repeated", [True, False], ids=["repeated", "given up"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "is_repeated"),
+    variants(
+        [
+            *(("step two", True), ("step some", False), ("reset", False)),
+            *(("announced", True), ("remote", True)),
+        ],
+        itertools.product(CALLS, [True, False]),
+    ),
+)
 def test_a_call_that_is_interrupted_at_any_point_may_be_repeated_or_given_up(
     manager: ParallelEnvManager, call: str, is_repeated: bool
 ) -> None:
@@ -191,7 +201,7 @@ def test_interrupted_calls_with_tensors_may_be_repeated(manager: ParallelEnvMana
         number += 13
 
 
-@pytest.mark.parametrize("only", [(), ("step", "_made_step"), ("step_some", "recv", "reset")])
+@pytest.mark.parametrize("only", [(), ("step", "_made_step", "step_some", "recv", "reset")])
 def test_calls_that_were_struck_when_their_work_was_done_may_be_repeated(only: Any) -> None:
     """Episodes of several lengths end, after which fewer environments run."""
     other, point, has_struck = create_serial(1, CountingEnv, 3), 0, True
@@ -268,7 +278,7 @@ def test_a_batcher_over_a_manager_begins_again_and_works_on() -> None:
     ]
     n_lost = n_kept = 0
     with batchers[0] as batcher, batchers[1] as other:
-        for number in range(0, 4000, 97):
+        for number in range(0, 4000, 149):
             batcher.execute(3)
             other.execute(3)
             expected = other.get()

@@ -152,14 +152,6 @@ def test_a_manager_hands_its_arguments_on_and_is_closed() -> None:
         manager.as_vector_env()
 
 
-def test_time_limits_truncate_episodes(make: Make) -> None:
-    envs = make(make_cartpole, max_episode_steps=2)
-    envs.reset(seed=0)
-    envs.step(ACTION)
-    _, _, terminated, truncated, _ = envs.step(ACTION)
-    assert (terminated.tolist(), truncated.tolist()) == ([False] * N, [True] * N)
-
-
 # Memory ---------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ def test_pending_requests_have_the_bits_of_requests_one_by_one(
         assert_all_equal(collect(serial, 0), collect(batcher, 5))
 
 
-@pytest.mark.parametrize("step", [-1, 0, 8])
+@pytest.mark.parametrize("step", variants([8], [-1, 0]))
 def test_a_request_that_fails_does_not_disturb_the_others(step: int, tmp_path: Any) -> None:
     # Their episodes begin again: also those of which some slots were handed over.
     def collect(n_threads: int, fails: bool) -> list[Any]:
@@ -95,9 +95,7 @@ def test_a_request_that_fails_does_not_disturb_the_others(step: int, tmp_path: A
                     results.append(batcher.get())
         return results if fails else [*results[:1], *results[2:]]
 
-    undisturbed = collect(0, False)
-    for n_threads in (1, 2):
-        assert_all_equal(undisturbed, collect(n_threads, True))
+    assert_all_equal(collect(0, False), collect(2, True))
 
 
 @pytest.mark.promise("I4")
@@ -107,7 +105,7 @@ def test_many_small_requests_never_wait_for_each_other() -> None:
         8, 64, ConstantAgent, {}, create_counting, {"n_envs": 5}, 2, timeout=10.0
     ) as batcher:
         pending: list[list[int]] = []
-        for _ in range(300):
+        for _ in range(150):
             lengths = [rng.randint(1, 8) for _ in range(rng.randint(1, 12))]
             batcher.execute(len(lengths), env_info={"length": lengths})
             pending.append(lengths)

@@ -7,6 +7,7 @@ say what is to be done next, wherever the program was interrupted.
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -93,13 +94,19 @@ def assert_the_same(found: Results, expected: Results) -> None:
             assert torch.equal(one.info[key], other.info[key]), key
 
 
-@pytest.mark.parametrize("make", [episodes, windows, restarting])
-@pytest.mark.parametrize(("first", "second"), variants([(0, 2), (2, 0)], [(0, 0), (2, 2), (1, 2)]))
+@pytest.mark.parametrize(
+    ("make", "first", "second"),
+    variants(
+        [(episodes, 0, 2), (episodes, 2, 0), (windows, 2, 2), (restarting, 0, 0)],
+        [
+            *itertools.product([episodes], [0, 1, 2], [0, 2]),
+            *((make, n, n) for make in (windows, restarting) for n in (0, 1, 2)),
+        ],
+    ),
+)
 def test_requests_in_flight_are_made_again_with_any_number_of_workers(
     make: Make, first: int, second: int
 ) -> None:
-    if make is not episodes:
-        second = first  # the lanes of each worker have to be the same
     with make(first) as batcher:
         expected = list(go_on(batcher, 0))
     for n_done in (0, 2, 4):
@@ -170,18 +177,17 @@ def test_batchers_of_a_cluster_make_them_again_as_those_of_one_machine() -> None
     def episodes_of_cluster(_: int) -> Any:
         return of_cluster(ClusterEpisodeBatcher, 4, 24)
 
-    for make, make_cluster in ((windows, windows_of_cluster), (episodes, episodes_of_cluster)):
-        with make(2) as batcher:
+    for first, second in ((windows_of_cluster, windows), (episodes, episodes_of_cluster)):
+        with (windows if second is windows else episodes)(2) as batcher:
             expected = list(go_on(batcher, 0))
-        for first, second in ((make_cluster, make), (make, make_cluster)):
-            with first(2) as batcher:
-                found = [result for _, result in zip(range(2), go_on(batcher, 0), strict=False)]
-                request(batcher, 4)
-                state = through_a_file(batcher.state_dict())
-            with second(2) as batcher:
-                batcher.load_state_dict(state)
-                found += go_on(batcher, 2)
-            assert_the_same(found, expected)
+        with first(2) as batcher:
+            found = [result for _, result in zip(range(2), go_on(batcher, 0), strict=False)]
+            request(batcher, 4)
+            state = through_a_file(batcher.state_dict())
+        with second(2) as batcher:
+            batcher.load_state_dict(state)
+            found += go_on(batcher, 2)
+        assert_the_same(found, expected)
 
 
 def test_a_request_that_has_failed_and_was_not_taken_fails_again(tmp_path: Any) -> None:
@@ -222,13 +228,20 @@ def points_of(make: Make, n_workers: int, n: int, **how: Any) -> list[int]:
     return random.Random(n).sample(range(strike.n_points), n)
 
 
+LINES, FILES = {"lines": True}, {"files": ("batch/",)}
+
+
 @pytest.mark.promise("I3")
-@pytest.mark.parametrize("make", [episodes, windows, restarting])
 @pytest.mark.parametrize(
-    ("n_workers", "n", "how"),
+    ("make", "n_workers", "n", "how"),
     variants(
-        [(0, 10, {"lines": True}), (0, 10, {"files": ("batch/",)}), (2, 3, {})],
-        [(0, 60, {"lines": True}), (0, 60, {"files": ("batch/",)}), (2, 20, {})],
+        [(episodes, 0, 6, LINES), (windows, 0, 6, FILES), (restarting, 2, 2, {})],
+        itertools.starmap(
+            lambda make, how: (make, *how),
+            itertools.product(
+                [episodes, windows, restarting], [(0, 60, LINES), (0, 60, FILES), (2, 20, {})]
+            ),
+        ),
     ),
 )
 def test_a_state_that_is_saved_after_ctrl_c_at_any_point_goes_on_with_the_same_bits(
@@ -246,7 +259,7 @@ def test_a_state_that_is_saved_after_ctrl_c_at_any_point_goes_on_with_the_same_b
                 batcher.load_state_dict(state)
             found += go_on(batcher, len(found))
         assert_all_equal(found, expected)
-    assert n_struck > 0.6 * n
+    assert n_struck >= 0.5 * n
 
 
 # Streams ----------------------------------------------------------------------------------------
@@ -274,8 +287,7 @@ def ages(results: Results) -> list[Any]:
     return [result.info["policy_age"].tolist() for result in results]
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-@pytest.mark.parametrize("stops_at", [1, 4])
+@pytest.mark.parametrize(("n_workers", "stops_at"), variants([(0, 4), (2, 1)], [(0, 1), (2, 4)]))
 def test_a_stream_that_was_left_goes_on_from_a_state(n_workers: int, stops_at: int) -> None:
     expected: Results = []
     with episodes(0) as batcher:
@@ -299,7 +311,7 @@ def test_a_stream_that_was_left_goes_on_from_a_state(n_workers: int, stops_at: i
     assert ages(found) == ages(expected)
 
 
-@pytest.mark.parametrize("n_pending", [1, 2])
+@pytest.mark.parametrize("n_pending", variants([2], [1]))
 def test_a_stream_counts_on_after_a_state_was_loaded(n_pending: int) -> None:
     lengths = []
     with episodes(0) as batcher, episodes(0) as other:
@@ -323,7 +335,7 @@ def test_a_stream_counts_on_after_a_state_was_loaded(n_pending: int) -> None:
 @pytest.mark.promise("I3")
 # Python ignores what a handler raises while an iterator that nobody has any more is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("n", variants([12], [150]))
+@pytest.mark.parametrize("n", variants([6], [150]))
 def test_a_stream_that_ctrl_c_has_ended_at_any_point_goes_on_from_a_state(n: int) -> None:
     expected: Results = []
     how: dict[str, Any] = {"files": ("batch/",)}

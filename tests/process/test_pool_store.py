@@ -40,6 +40,7 @@ from support.acting_envs import (
     actions,
     states,
 )
+from support.variants import variants
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(200)]
 
@@ -103,7 +104,7 @@ def test_the_example_of_the_document(make: Any) -> None:
     assert tuple(pool.sample(1)) == tuple(pool.transitions()) == parts  # in this order
 
 
-@pytest.mark.parametrize("lengths", [[5], [1, 300, 40]])
+@pytest.mark.parametrize("lengths", [[1, 300, 40]])
 def test_without_random_a_sub_pool_holds_its_process_in_time_order(
     lengths: list[int], make: Any
 ) -> None:
@@ -238,7 +239,7 @@ def test_environments_that_the_caller_changed_are_sent_again(make: Any) -> None:
 # Failures -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("step", variants([3], [0]))
 def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(
     step: int, make: Any
 ) -> None:
@@ -256,7 +257,7 @@ def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("sigkill", WorkerDiedError), ("hang", WorkerTimeoutError)]
+    ("kind", "error"), variants([("sigkill", WorkerDiedError)], [("hang", WorkerTimeoutError)])
 )
 def test_a_process_that_dies_or_hangs_is_told_and_replaced(
     kind: str, error: type[Exception], make: Any
@@ -286,7 +287,7 @@ def test_an_interrupted_run_can_be_followed_by_another(make: Any) -> None:
     try:
         pool = make([ActingEnv(3), FailingEnv("go_on", episode=2)])
         pool.store()
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Alarm):
             pool.store()
         assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from process.watching import Script, is_running, wait_until, worker_pids
+from process.watching import Script, is_running, wait_until
 
 from rlpool import EpisodeBatcher
 
@@ -23,7 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
     pytest.mark.timeout(120),
 ]
-slow = pytest.mark.slow
 
 GONE_S = 3.0
 
@@ -53,9 +54,7 @@ def assert_gone(pids: set[int], since_s: float) -> None:
     wait_until(lambda: not any(map(is_running, pids)), GONE_S - (time.monotonic() - since_s))
 
 
-@pytest.mark.parametrize(
-    "way", [way if way == "grandchild" else pytest.param(way, marks=slow) for way in WAYS]
-)
+@pytest.mark.parametrize("way", variants(["grandchild"], WAYS))
 def test_what_environments_started_ends_with_close(notes: Path, way: str) -> None:
     with open_batcher(notes, env_args={"way": way}) as batcher:
         batcher.execute(3)
@@ -121,80 +120,67 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("owner", "way", "number"),
-    [
-        ("batcher", "fork", signal.SIGKILL),
-        pytest.param("batcher", "grandchild", signal.SIGTERM, marks=slow),
-        pytest.param("manager", "popen", signal.SIGINT, marks=slow),
-    ],
-)
-def test_what_environments_started_ends_with_the_caller(
-    run_script: Callable[..., Script], notes: Path, owner: str, way: str, number: signal.Signals
-) -> None:
-    script = run_script(CALLER, str(notes), owner, way)
-    script.wait_for_line("there")
-    children = started(notes)
-    assert len(children) == 2
-    script.signal(number)
-    assert_gone(children, time.monotonic())
-
-
-@pytest.mark.parametrize(
-    ("owner", "start_method", "ways"),
+    ("owner", "start_method", "ways", "number"),
     variants(
-        [("batcher", "auto", WAYS), ("manager", "spawn", ("popen", "with_descriptors"))],
-        [("batcher", "spawn", WAYS), ("manager", "auto", WAYS)],
+        [("batcher", "auto", WAYS, signal.SIGKILL)],
+        [
+            ("batcher", "spawn", WAYS, signal.SIGTERM),
+            ("manager", "auto", WAYS, signal.SIGINT),
+            ("manager", "spawn", ("popen", "with_descriptors"), signal.SIGKILL),
+        ],
     ),
 )
-def test_what_environments_started_ends_with_a_worker_whose_caller_is_busy(
+def test_what_environments_started_ends_with_a_worker_whose_caller_is_busy_and_with_the_caller(
     run_script: Callable[..., Script],
     notes: Path,
     owner: str,
     start_method: str,
     ways: tuple[str, ...],
+    number: signal.Signals,
 ) -> None:
     script = run_script(CALLER, str(notes), owner, ",".join(ways), start_method)
     script.wait_for_line("there")
     children = started(notes)
     assert len(children) == 2 * len(ways)
-    for worker in worker_pids(script.pid) - children:
-        os.kill(worker, signal.SIGKILL)
-    assert_gone(children, time.monotonic())  # it does nothing of rlpool, and learns of no death
+    workers = [
+        process
+        for process in script.family
+        if process.name().startswith("rlpool-worker") and process.pid not in children
+    ]
+    assert len(workers) == len(children)
+    for worker in workers[::2]:
+        worker.kill()
+    # It does nothing of rlpool, and learns of no death.
+    wait_until(lambda: sum(map(is_running, children)) == len(ways), GONE_S)
     assert script.returncode is None
+    script.signal(number)
+    assert_gone(children, time.monotonic())
 
-
-FIRST_OF_A_CONTAINER = """
-import ctypes, sys
-import psutil
-from process.test_template import template
-from process.test_processes_of_environments import open_batcher
-from process.watching import is_running, wait_until
-from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
 
-def zombies():
+
+def zombies() -> list[psutil.Process]:
     children = psutil.Process().children()
     return [child for child in children if child.status() == psutil.STATUS_ZOMBIE]
 
-if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with open_batcher(Path(sys.argv[1])) as batcher:
+
+@pytest.fixture
+def first_of_a_container() -> Iterator[None]:
+    """A process that inherits those whose parents have ended."""
+    for is_one in (1, 0):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, is_one, 0, 0, 0)
+        if is_one:
+            yield
+
+
+@pytest.mark.usefixtures("first_of_a_container")
+def test_a_caller_that_inherits_what_a_worker_leaves_has_no_zombies(notes: Path) -> None:
+    with open_batcher(notes) as batcher:
         children = psutil.Process().children()
         (worker,) = [child for child in children if child.name().startswith("rlpool-worker")]
-        for killed in ([template()], [*worker.children(), worker]):
-            for process in killed:
-                process.kill()
-                wait_until(lambda: not is_running(process.pid))
-            wait_until(lambda: (batcher.execute(3), batcher.get()) and not zombies(), 5.0)
-            print("reaped")
-    print(zombies())
-"""
-
-
-def test_a_caller_that_inherits_what_a_worker_leaves_has_no_zombies(
-    run_script: Callable[..., Script], notes: Path
-) -> None:
-    script = run_script(FIRST_OF_A_CONTAINER, str(notes))
-    script.finish()
-    assert script.stdout.splitlines() == ["reaped", "reaped", "[]"], script.stderr
+        for process in (*worker.children(), worker):
+            process.kill()
+            wait_until(lambda process=process: not is_running(process.pid))
+        wait_until(lambda: (batcher.execute(3), batcher.get()) and not zombies(), 5.0)
+    assert not zombies()

@@ -20,7 +20,7 @@ from support.striking import Alarm, Strike, alarms, until_done
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I1")]
 
-N_PARTS = 9
+N_PARTS = 6
 """Points of each call that are struck, from its beginning to its end."""
 NEVER = 10**9
 
@@ -159,7 +159,7 @@ def alarm_soon(rng: random.Random) -> None:
 def test_results_survive_a_storm_of_real_signals() -> None:
     rng, n_interrupts = random.Random(1), 0
     with episodes(2) as batcher:
-        for number in range(60):
+        for number in range(40):
             ids = [number, 0, number + 1]
             agent_info, env_info = {"id": ids}, {"id": ids, "length": LENGTHS}
             is_requested, result = False, None
@@ -179,8 +179,8 @@ def test_results_survive_a_storm_of_real_signals() -> None:
             for row, length in enumerate(LENGTHS):
                 assert result["info_id"][row, :length].tolist() == [ids[row]] * length
                 assert result["frame"][row, :length, 0].tolist() == list(range(length))
-        assert batcher._n_episodes == 180
-    assert n_interrupts > 15
+        assert batcher._n_episodes == 120
+    assert n_interrupts > 10
 
 
 def test_a_run_of_a_pool_that_is_struck_at_any_point_and_repeated_is_stored_once() -> None:
@@ -210,4 +210,4 @@ def test_a_run_of_a_pool_that_is_struck_at_any_point_and_repeated_is_stored_once
             other.store()
             assert stored(pool) == stored(other), point
             point, has_struck = point + 1, strike.has_struck
-    assert sum(strike.has_struck for strike in strikes) >= 5
+    assert sum(strike.has_struck for strike in strikes) >= 3

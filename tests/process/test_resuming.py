@@ -14,13 +14,10 @@ from gymnasium.vector import AutoresetMode
 from process.watching import assert_all_equal
 
 from rlpool import Batcher, EnvError, EpisodeBatcher, SpecError, UsageError, VectorGymEnv
-from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
-from rlpool.workers.failure_policy import FailurePolicy
 
 from support import vector_envs
 from support.agents import StepCounter
 from support.fragile import ChancyEnv, RecurrentAgent, create_fragile
-from support.in_process import InProcess
 from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
@@ -92,8 +89,8 @@ def run(make: Make, interrupted_at: Iterable[int], *others: Make, n: int = 7) ->
 @pytest.mark.parametrize(
     ("n_threads", "restarts"),
     variants(
-        [((0, 0, 0), True), ((0, 0, 0), False), ((2, 2, 2), True)],
-        [((2, 2, 2), False), ((1, 0, 1), True), ((0, 1, 0), False)],
+        [((0, 0, 0), False), ((2, 2, 2), True)],
+        [((0, 0, 0), True), ((2, 2, 2), False), ((1, 0, 1), True), ((0, 1, 0), False)],
     ),
 )
 def test_windows_go_on_where_another_batcher_ended(
@@ -116,7 +113,7 @@ def test_windows_of_one_step_and_of_drawn_seeds_go_on() -> None:
         assert_all_equal(collect(other, range(9, 20)), expected)
 
 
-@pytest.mark.parametrize("n_threads", [0, 2])
+@pytest.mark.parametrize("n_threads", variants([0], [2]))
 def test_episodes_go_on_with_new_seeds(n_threads: int) -> None:
     expected = run(lambda: episodes_of(n_threads), ())
     found = run(lambda: episodes_of(n_threads), (2, 5), lambda: episodes_of(0, None), episodes_of_2)
@@ -132,17 +129,6 @@ def test_episodes_go_on_with_new_seeds(n_threads: int) -> None:
 
 def episodes_of_2() -> EpisodeBatcher:
     return episodes_of(2, [1, 2])
-
-
-def test_batchers_of_a_cluster_go_on_as_those_of_one_machine() -> None:
-    def of_cluster(kind: Any, *sizes: Any, **env_args: Any) -> Make:
-        arguments = *sizes, RecurrentAgent, {}, create_fragile, env_args, 1, 5
-        return lambda: kind(lambda: InProcess(2), *arguments, 60.0, FailurePolicy())
-
-    windows = of_cluster(ClusterBatcher, 5, None, restarts=True)
-    assert_all_equal(run(windows, (2,), windows), run(lambda: windows_of(2), ()))
-    episodes = of_cluster(ClusterEpisodeBatcher, 4, 24)
-    assert_all_equal(run(episodes, (2,), episodes), run(lambda: episodes_of(2), ()))
 
 
 # What is refused ---------------------------------------------------------------------------------

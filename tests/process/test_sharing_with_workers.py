@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -39,6 +41,7 @@ from rlpool.workers.failure_policy import FailurePolicy
 from support import sharing
 from support.in_process import InProcess
 from support.sharing import TouchingEnv, TouchingPolicy, create_agent, create_env
+from support.variants import variants
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
 
@@ -136,21 +139,15 @@ def kill_workers(others: set[int]) -> None:
         psutil.Process(pid).kill()
 
 
-QUICK = [(door, "auto", "fork") for door in DOORS[:-1]] + [
-    (in_policy_of_pool, "auto", "spawn"),
-    (in_create_agent, "spawn", "spawn"),
-]
-ALL = [
-    (door, start, context)
-    for door in DOORS
-    for start in ("auto", "spawn")
-    for context in ("fork", "spawn")
-]
-
-
 @pytest.mark.parametrize(
     ("door", "start_method", "context"),
-    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in ALL],
+    variants(
+        [
+            *((in_create_agent, "auto", "fork"), (in_manager, "auto", "fork")),
+            (in_policy_of_pool, "auto", "spawn"),
+        ],
+        itertools.product(DOORS, ["auto", "spawn"], ["fork", "spawn"]),
+    ),
 )
 def test_everything_is_shared_with_workers_and_their_successors(
     door: Any, start_method: str, context: str
@@ -181,7 +178,7 @@ def semaphores_in_use() -> set[str]:
     return {line.split()[4] for line in lines if "/dev/shm/sem." in line}
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", variants(["spawn"], ["fork"]))
 def test_no_set_up_leaves_a_descriptor_or_a_semaphore(context: str) -> None:
     made = torch.multiprocessing.get_context(context)
     others, semaphores = semaphores_in_use(), set()
@@ -207,34 +204,22 @@ def test_no_set_up_leaves_a_descriptor_or_a_semaphore(context: str) -> None:
     assert not semaphores & {str(entry.inode()) for entry in os.scandir("/dev/shm")}
 
 
-SMALL_LIMIT = """
-import resource
-import torch.multiprocessing
-from rlpool import EpisodeBatcher, ParallelEnvManager
-from support import sharing
-from support.sharing import TouchingEnv, create_agent, create_env
-
-if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    for context in ("fork", "spawn"):
-        with sharing.made(torch.multiprocessing.get_context(context)) as things:
+def test_a_small_limit_of_descriptors_is_enough() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_descriptors() + 240, before[1]))
+    try:
+        with sharing.made(torch.multiprocessing.get_context("fork")) as things:
             arguments = create_agent, {}, create_env, {"things": things}, 4
             with EpisodeBatcher(4, 8, *arguments) as batcher:
                 sharing.begin(things)
                 batcher.execute(8)
                 batcher.get()
                 assert sharing.not_touched(things) == []
-    print("done")
-"""
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_small_limit_of_descriptors_is_enough(run_script: Any) -> None:
-    script = run_script(SMALL_LIMIT)
-    script.finish()
-    assert (script.returncode, script.stdout) == (0, "done\n"), script.stderr
-
-
-@pytest.mark.parametrize("start_method", ["auto", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", variants(["auto"], ["spawn"]))
 def test_more_parameters_are_shared_than_a_message_carries_descriptors(start_method: str) -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(600)).share_memory()
 

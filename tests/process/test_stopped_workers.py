@@ -26,10 +26,10 @@ pytestmark = [
     pytest.mark.promise("I4"),
 ]
 
-AT_ONCE_S = 0.5
-"""What takes milliseconds, on a machine that others use as well."""
+AT_ONCE_S = 3.0
+"""What takes milliseconds, on a busy machine; to wait for a stopped worker would take for ever."""
 
-CLOSE_S = 3.0
+CLOSE_S = 5.0
 
 REPLY_BYTES = 2**24
 
@@ -127,7 +127,7 @@ def test_replies_that_nobody_reads_do_not_keep_large_requests_from_being_sent() 
 
 def test_many_slots_for_a_stopped_worker_are_sent_at_once() -> None:
     with opened_batcher(n_slots=200_000) as (batcher, pid), stopped(pid):
-        with within(4 * AT_ONCE_S):  # making 200,000 slots takes its time
+        with within(2 * AT_ONCE_S):  # making 200,000 slots takes its time
             batcher.update(5)
             batcher.execute(150_000)
             batcher.execute(40_000)
@@ -181,7 +181,7 @@ def test_half_a_reply_is_not_waited_for_longer_than_the_timeout() -> None:
     with (
         open_manager(timeout=0.7, on_worker_failure="raise") as manager,
         stopped_in_the_middle_of_a_reply(manager),
-        within(3.0),
+        within(CLOSE_S),
         pytest.raises(WorkerTimeoutError),
     ):
         manager.remotes[0].recv()
@@ -202,7 +202,7 @@ def test_a_worker_that_writes_what_nobody_reads_closes_its_environments(tmp_path
     manager.remotes[0].send(("reset", {"options": {"note": str(note)}}))
     manager.remotes[0].recv()
     manager.remotes[0].send(GET_LARGE)
-    with within(1.0):
+    with within(CLOSE_S):
         manager.close()
     assert note.exists()
 

@@ -103,7 +103,15 @@ def ready() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ready")
-def test_a_template_that_was_killed_is_started_again_and_no_episode_is_lost() -> None:
+def test_a_template_that_was_killed_is_started_again_and_no_episode_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = Template._start_with
+
+    def start_and_kill(handle: Template, modules: Any) -> None:
+        start(handle, modules)
+        handle._process.kill()
+
     ends = {"os_exit": f"exit code {EXIT_CODE}", "segfault": "SIGSEGV", "sigkill": "SIGKILL"}
     batchers = {kind: open_batcher(1, on_worker_failure="raise") for kind in ends}
     batcher = open_batcher()
@@ -117,77 +125,55 @@ def test_a_template_that_was_killed_is_started_again_and_no_episode_is_lost() ->
         dying.close()
     batcher.close()
     assert not is_running(old.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(Template, "_start_with", start_and_kill)
+        assert "exit code -9" in why_spawned()
     assert collect_once()["frame"].equal(before["frame"])
+    assert not why_spawned()  # there is one again
 
 
 @pytest.mark.usefixtures("ready")
+@pytest.mark.parametrize("is_asked", variants([True], [False]))
 def test_a_template_that_is_killed_when_it_forks_leaves_no_worker(
-    monkeypatch: pytest.MonkeyPatch,
+    is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = socket.send_fds
-    for delay_s in (None, 0.002):
-        old, n_asked = template(), 0
+    send, old, n_asked = socket.send_fds, template(), 0
 
-        def send_and_kill(connection: socket.socket, *arguments: Any) -> int:
-            nonlocal n_asked
-            n_asked += connection.type == socket.SOCK_SEQPACKET  # others carry memory to workers
-            if n_asked != 2:  # one worker is there already
-                return send(connection, *arguments)
-            n_asked += 1
-            if delay_s is not None:  # noqa: B023
-                send(connection, *arguments)
-                time.sleep(delay_s)  # noqa: B023
-            old.kill()  # noqa: B023
-            return 0
+    def send_and_kill(connection: socket.socket, *arguments: Any) -> int:
+        nonlocal n_asked
+        n_asked += connection.type == socket.SOCK_SEQPACKET  # others carry memory to workers
+        if n_asked != 2:  # one worker is there already
+            return send(connection, *arguments)
+        n_asked += 1
+        if is_asked:
+            send(connection, *arguments)
+        old.kill()
+        return 0
 
-        monkeypatch.setattr(socket, "send_fds", send_and_kill)
-        collect_once()
-        assert n_asked >= 3
-        monkeypatch.setattr(socket, "send_fds", send)
-        collect_once()
-        assert template().pid != old.pid
+    monkeypatch.setattr(socket, "send_fds", send_and_kill)
+    collect_once()
+    assert n_asked >= 3
+    assert template().pid != old.pid
 
 
-def test_one_template_serves_until_shutdown_or_until_it_does_not_fit(
+def test_one_template_serves_all_threads_until_it_does_not_fit_or_until_shutdown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare("auto")
     n_before, old = n_descriptors(), template()
+    monkeypatch.setenv("CHANGED", "1")
+    threads = [threading.Thread(target=collect_once) for _ in range(3)]
+    for thread in threads:  # which end before what they have started
+        thread.start()
+    wait_until(lambda: threading.active_count() == 1 and not worker_pids())
+    assert not is_running(old.pid)
+    old = template()
+    collect_once()
+    assert template().pid == old.pid
     rlpool.shutdown()
     rlpool.shutdown()
     assert not is_running(old.pid)
     assert n_descriptors() == n_before - 1
-    threading.Thread(target=collect_once).start()  # it ends before what it has started
-    wait_until(lambda: threading.active_count() == 1 and not worker_pids())
-    old = template()
-    collect_once()
-    assert template().pid == old.pid
-    monkeypatch.setenv("CHANGED", "1")
-    prepare("auto")
-    assert not is_running(old.pid)
-    assert template().pid != old.pid
-
-
-def test_templates_that_are_killed_while_they_start_are_not_the_last_ones(
-    own_templates: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = Template._start_with
-
-    def start_and_kill(handle: Template, modules: Any) -> None:
-        start(handle, modules)
-        handle._process.kill()
-
-    prepare("auto")
-    batcher = open_batcher(1)
-    template_process = process_start._template._process
-    template_process.kill()
-    template_process.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(Template, "_start_with", start_and_kill)
-        assert "exit code -9" in why_spawned()
-    assert not why_spawned()  # there is one again
-    collect(batcher)
-    batcher.close()
 
 
 STUB = """
@@ -279,8 +265,7 @@ def test_workers_are_spawned_where_the_system_does_not_fork_for_the_template(
 ) -> None:
     before = templates()
     rlpool.preload(write_module("fails", FAILING_FORK))
-    for _ in range(2):
-        open_batcher(1).close()
+    open_batcher(1).close()
     assert templates() == before
     assert why_spawned() == "the system does not fork for it: Operation not permitted"
     assert caplog.text.count(why_spawned()) == 1
@@ -302,6 +287,7 @@ ParentForks.fork = fork_to_die
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_before_it_runs_anything_is_replaced_and_reaped(
     own_templates: None, write_module: WriteModule
 ) -> None:
@@ -337,7 +323,7 @@ def test_a_handler_that_raises_leaves_nothing_of_what_was_being_started() -> Non
 
     before = signal.signal(signal.SIGALRM, strike)
     try:
-        for is_first, delay_s in ((False, 0.01), (True, 0.005), (True, 0.5)):
+        for is_first, delay_s in ((False, 0.01), (True, 0.5)):
             if is_first:
                 rlpool.shutdown()
             with pytest.raises(AlarmError):
@@ -349,93 +335,59 @@ def test_a_handler_that_raises_leaves_nothing_of_what_was_being_started() -> Non
     collect_once()
 
 
-GUEST = """
-import multiprocessing, os, threading, traceback
-import rlpool
-from process.test_template import collect, collect_once, open_batcher, template
-
-def fork():
-    pid = os.fork()
-    if pid == 0:
-        try:
-            collect_once()
-            assert template().pid != theirs
-            rlpool.shutdown()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-def in_thread():
-    collect_once()
-    done.append(1)
-
-if __name__ == "__main__":
-    done = []
-    threads = [threading.Thread(target=in_thread) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(done) == 3
-    theirs = template().pid
-    batcher = open_batcher()
-    assert fork() == 0
-    collect(batcher)
-    batcher.close()
-    assert template().pid == theirs
-    assert multiprocessing.get_start_method(allow_none=True) is None
-    assert multiprocessing.active_children() == []
-"""
-
-
-def test_threads_and_forks_of_the_caller_have_templates_without_disturbing_each_other(
-    run_script: RunScript,
-) -> None:
-    script = run_script(GUEST)
-    script.finish()
-    assert script.returncode == 0, script.stderr
-    assert not script.left_after(GONE_S)
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
+def test_a_fork_of_the_caller_has_a_template_of_its_own_and_does_not_disturb_the_others() -> None:
+    with open_batcher() as batcher:
+        theirs = template().pid
+        pid = os.fork()
+        if not pid:
+            code = 1
+            with contextlib.suppress(BaseException):
+                collect_once()
+                assert template().pid != theirs
+                rlpool.shutdown()
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        collect(batcher)
+        assert template().pid == theirs
 
 
 # Its caller's death ----------------------------------------------------------------------------
 
 CALLER = """
-import os, signal, sys
-from process.test_template import collect, open_batcher, template
+import os, signal, threading
+from process.test_template import collect, open_batcher, template, templates
+from process.watching import wait_until
+from rlpool.workers.process_start import prepare
 
 if __name__ == "__main__":
-    print("began", flush=True)
     batcher = open_batcher()
     collect(batcher)
-    if sys.argv[1] == "dead":
-        process = template()
-        process.kill()
-        process.wait()
+    process = template()
+    process.kill()
+    process.wait()
     if os.fork():  # a process that keeps all descriptors
+        threading.Thread(target=prepare, args=["auto"]).start()
+        wait_until(templates)  # the next one, which imports
         print("there", flush=True)
     signal.pause()
 """
 
 
-def test_nothing_is_left_when_the_caller_dies_before_or_after_its_template(
+def test_nothing_is_left_when_the_caller_dies_after_its_template_and_while_the_next_one_starts(
     run_script: RunScript,
 ) -> None:
-    for state in ("importing", "dead"):
-        script = run_script(CALLER, state)
-        script.wait_for_line("began" if state == "importing" else "there")
-        if state == "importing":
-            wait_until(lambda: psutil.Process(script.pid).children())  # noqa: B023
-        script.note_family()
-        family = script.family
-        if state != "importing":  # else it is the template alone, without a name of its own
-            script.family = [p for p in family if p.name().startswith("rlpool-")]
-        assert len(script.family) >= {"importing": 1, "dead": 2}[state]
-        script.signal(signal.SIGKILL)
-        left = script.left_after(GONE_S + 10 * (state == "importing"))  # it ends its import
-        script.family = family
-        assert not left, (state, left)
+    script = run_script(CALLER)
+    script.wait_for_line("there")
+    workers, starting = (
+        [process for process in script.family if process.name().startswith(f"rlpool-{kind}")]
+        for kind in ("worker", "template")
+    )
+    assert (len(workers), len(starting)) == (2, 1)
+    script.signal(signal.SIGKILL)
+    for left, limit_s in ((workers, GONE_S), (starting, GONE_S + 10.0)):  # it ends its import
+        wait_until(lambda left=left: not any(is_running(each.pid) for each in left), limit_s)
 
 
 # Modules that it imports -----------------------------------------------------------------------
@@ -473,16 +425,11 @@ def create_reporting(path: Path, names: tuple[str, ...]) -> gymnasium.Env[Any, A
     return CountingEnv()
 
 
-def started(n_workers: int, directory: Path, *names: str) -> ParallelEnvManager:
-    paths = [directory / f"worker-{worker}" for worker in range(n_workers)]
-    return ParallelEnvManager(
-        [partial(create_reporting, path, names) for path in paths], envs_per_worker=1, seed=1
-    )
-
-
 def reports(n_workers: int, directory: Path, *names: str) -> list[dict[str, Any]]:
     """What workers found that were started now."""
-    started(n_workers, directory, *names).close()
+    paths = [directory / f"worker-{worker}" for worker in range(n_workers)]
+    env_fns = [partial(create_reporting, path, names) for path in paths]
+    ParallelEnvManager(env_fns, envs_per_worker=1, seed=1).close()
     return [json.loads(path.read_text()) for path in sorted(directory.glob("worker-*"))]
 
 
@@ -511,17 +458,18 @@ def own_templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     templates.shutdown()
 
 
-# For each of them another template is started.
-@pytest.mark.parametrize("n_bad", variants([3], [5]))
+# For each bad one another template is started.
+@pytest.mark.parametrize("n_bad", variants([1], [5]))
 @pytest.mark.usefixtures("own_templates")
-def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
+def test_modules_are_imported_once_and_those_that_cannot_be_are_named_once_and_left_out(
     n_bad: int,
     write_module: WriteModule,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(template_handle, "IMPORT_S", 15.0)
+    monkeypatch.setenv("REMOVED_BY_AN_IMPORT", "1")
+    log = tmp_path / "imports"
     starts_thread = "import threading; threading.Thread(target=threading.Event().wait).start()"
     cuda = "import torch; torch.cuda.is_initialized = lambda: True"
     starts_workers = "import rlpool; rlpool.ParallelEnvManager([object])"
@@ -534,11 +482,22 @@ def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
     }
     bad = dict(itertools.islice(bad.items(), n_bad))
     short_thread = "import threading; t = threading.Thread(target=str); t.start(); t.join()"
-    good = [write_module("first", short_thread), write_module("prints", "print('in a worker')")]
+    good = [
+        write_module("early", short_thread),
+        write_module("late", f"open({str(log)!r}, 'a').write('late ')"),
+        write_module("changes", CHANGES),
+    ]
     rlpool.preload(good[0], *bad, *good[1:])
     for _ in range(2):
-        (report,) = reports(1, tmp_path, *good, *bad)
-        assert report["modules"] == good
+        first, second = reports(2, tmp_path, *good, *bad)
+        assert first["modules"] == second["modules"] == good
+        assert log.read_text() == "late "
+        assert first["random"] != second["random"]
+    assert first["variables"] == {"SET_BY_AN_IMPORT": "1"}
+    assert first["last_in_path"] == "/added/by/an/import"
+    assert first["seen_arguments"] == sys.argv
+    assert first["as in any worker"] == [os.getcwd(), sys.argv, True]
+    assert first["handles_sigterm"]
     assert len(caplog.messages) == len(bad)
     for name, why in bad.items():
         (message,) = (text for text in caplog.messages if f" {name} is left out" in text)
@@ -556,36 +515,6 @@ def test_a_module_whose_import_does_not_end_is_left_out(
     assert caplog.messages == [
         "preload: hangs is left out, workers import it: it takes longer than 6 s"
     ]
-
-
-@pytest.mark.usefixtures("own_templates")
-def test_modules_are_imported_once_and_leave_what_a_worker_would_have(
-    write_module: WriteModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REMOVED_BY_AN_IMPORT", "1")
-    log, before = tmp_path / "imports", tmp_path / "before"
-    before.mkdir()
-    names = [
-        write_module(name, f"open({str(log)!r}, 'a').write({name!r} + ' ')")
-        for name in ("early", "late")
-    ]
-    write_module("changes", CHANGES)
-    rlpool.preload("early")
-    with started(1, before, *names) as manager:
-        pids = [worker.pid for worker in manager.workers]
-        rlpool.preload("early", "late", "changes")
-        first, second = reports(2, tmp_path, *names, "changes")
-        manager.reset()
-        assert [worker.pid for worker in manager.workers] == pids
-    # By two templates: a module that is named later is for workers that start later.
-    assert sorted(log.read_text().split()) == sorted(["early", *names])
-    assert first["modules"] == second["modules"] == [*names, "changes"]
-    assert first["variables"] == {"SET_BY_AN_IMPORT": "1"}
-    assert first["last_in_path"] == "/added/by/an/import"
-    assert first["seen_arguments"] == sys.argv
-    assert first["as in any worker"] == [os.getcwd(), sys.argv, True]
-    assert first["handles_sigterm"]
-    assert first["random"] != second["random"]
 
 
 @pytest.mark.parametrize("name", ["", ".a", "a-b", "__main__.a", 3])

@@ -31,6 +31,7 @@ from support.acting_envs import ActingEnv
 from support.agents import ConstantAgent
 from support.envs import CountingEnv
 from support.parallel import no_actions
+from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.promise("I4")]
 
@@ -74,7 +75,7 @@ def open_episodes(path: Path, n_threads: int) -> EpisodeBatcher:
     return EpisodeBatcher(4, 4, ConstantAgent, {}, create_env, {"path": path}, n_threads=n_threads)
 
 
-@pytest.mark.parametrize("n_threads", [0, 1])
+@pytest.mark.parametrize("n_threads", variants([1], [0]))
 def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads: int) -> None:
     with open_episodes(gate, n_threads) as batcher:
         batcher.execute(1)
@@ -188,6 +189,7 @@ def test_calls_of_a_vector_environment_in_another_thread_are_refused(gate: Path)
                     call()
 
 
+@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
     gate: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
@@ -222,7 +224,7 @@ def test_two_threads_may_close_a_batcher_at_once(
     def close(process: BaseProcess) -> None:
         closed.append(process)
         with suppress(threading.BrokenBarrierError):
-            meet.wait(0.5)
+            meet.wait(0.2)
         close_process(process)
 
     monkeypatch.setattr(BaseProcess, "close", close)

@@ -21,8 +21,12 @@ from rlpool import EnvError, ParallelVectorEnv, SpecError
 from rlpool.errors import CallTimeoutError, PendingCallError
 
 from support.restarting import RestlessEnv, assert_same_bits
+from support.variants import variants
 
-pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.usefixtures("no_shared_memory_left", "short_patience"),
+    pytest.mark.timeout(60),
+]
 
 N = 3
 PATIENCE_S = 30.0
@@ -148,7 +152,7 @@ def test_nothing_else_is_called_while_a_call_is_pending(
     gated.step([0] * N)
 
 
-@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("kind", variants(["step"], HALVES))
 def test_a_wait_ends_after_its_timeout_and_the_next_call_works(
     kind: str, gated: ParallelVectorEnv, gate: Path
 ) -> None:
@@ -185,7 +189,7 @@ def test_the_end_of_an_episode_is_known_after_a_wait_that_timed_out(
     gated.reset()
 
 
-@pytest.mark.parametrize("timeout", [None, PATIENCE_S])
+@pytest.mark.parametrize("timeout", variants([PATIENCE_S], [None]))
 def test_failures_in_halves_are_those_of_whole_calls(
     timeout: float | None, gated: ParallelVectorEnv
 ) -> None:
@@ -232,7 +236,7 @@ def test_actions_and_observations_without_a_fixed_shape_may_be_of_any_length(mak
         assert rewards.tolist() == list(lengths)
 
 
-@pytest.mark.parametrize("name", ["graph", "sequence", "text"])
+@pytest.mark.parametrize("name", variants(["graph"], ["sequence", "text"]))
 def test_long_values_of_every_space_without_a_fixed_shape_arrive(name: str, make: Make) -> None:
     space: spaces.Space[Any] = {
         "graph": spaces.Graph(spaces.Box(-1, 1, (50,)), None),

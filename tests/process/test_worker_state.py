@@ -18,7 +18,7 @@ import pytest
 from process.watching import Script
 
 import rlpool
-from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager, Pool, SpecError
+from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager, Pool, SpecError, WorkerDiedError
 from rlpool.workers.process_start import why_spawned
 from rlpool.workers.template_handle import identity
 
@@ -68,9 +68,7 @@ if __name__ == "__main__":
     from rlpool.workers.process_start import prepare
     from rlpool.workers.template_handle import identity
 
-    run_worker("two", n_threads=2)
-
-    # What a running process cannot take over: this starts another template.
+    # What a running process cannot take over: the template has it from its start.
     os.environb[b"REPORTED"] = bytes(range(1, 256))
     os.environ.pop("HOME", None)
     os.chdir("/")
@@ -93,6 +91,7 @@ if __name__ == "__main__":
         resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
     template = identity()
     run_worker("forked")
+    run_worker("two", n_threads=2)
     assert identity() == template
     run_worker("spawned", "spawn")
 """
@@ -116,7 +115,7 @@ def test_forked_worker_is_in_the_state_of_a_spawned_one(
     assert [name for name in first if first[name] == second[name]] == []
     # All that is printed arrives where the caller prints now.
     lines = (tmp_path / "stdout").read_text().splitlines()
-    assert sorted(lines) == sorted(2 * ["printed", "printed by C", "said at exit"])
+    assert sorted(lines) == sorted(4 * ["printed", "printed by C", "said at exit"])
 
 
 def test_an_environment_computes_and_draws_the_same_however_its_worker_started(
@@ -160,12 +159,11 @@ if __name__ == "__main__":
 
 
 def test_error_in_the_main_module_of_a_worker_is_printed(
-    run_script: Callable[..., Script],
+    as_main: Callable[[str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = run_script(BROKEN_MAIN)
-    script.finish()
-    assert "this main module is for nobody else" in script.stderr
-    assert "exit code 1" in script.stderr
+    with pytest.raises(WorkerDiedError, match="exit code 1"):
+        as_main(BROKEN_MAIN)
+    assert "this main module is for nobody else" in capfd.readouterr().err
 
 
 CHANGES: dict[str, Callable[[], Any]] = {

@@ -15,6 +15,7 @@ import torch
 from rlpool import DictTensor, GymEnv, ParallelEnvManager, Pool
 
 from support.programs import run_as_main
+from support.variants import variants
 
 PROGRAMS = Path(__file__).resolve().parent
 
@@ -22,7 +23,7 @@ Run = Callable[..., tuple[str, Any]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(program_folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """A function that runs a program; returns what it prints, and the value of an expression.
 
     Args of the function: its name, the expression, arguments of the script, and texts of the
@@ -34,7 +35,7 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
         for old, new in (replaced or {}).items():
             assert source.count(old) == 1, old
             source = source.replace(old, new)
-        script = tmp_path / f"{name}.py"
+        script = program_folder / f"{name}.py"
         script.write_text(source, encoding="utf-8")
         names = run_as_main(script, *arguments)
         output, errors = capfd.readouterr()
@@ -93,7 +94,7 @@ def test_the_pools_other_example_clears_each_episode_twice(run: Run) -> None:
 # Episode batcher -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_threads", [4, 0])
+@pytest.mark.parametrize("n_threads", variants([4], [0]))
 def test_the_episode_batchers_program_gives_32_episodes_twice(run: Run, n_threads: int) -> None:
     output, requests = run(
         "episode_batcher",
@@ -147,7 +148,7 @@ def make_env() -> Any:
     return lambda: limit(kind(), max_episode_steps=100)
 
 
-@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("is_parallel", variants([True], [False]))
 def test_the_documents_environment_can_be_driven_by_hand(make_env: Any, is_parallel: bool) -> None:
     envs: Any = (
         ParallelEnvManager([make_env] * 2, seed=1, envs_per_worker=2)
@@ -202,7 +203,7 @@ def test_the_notebook_of_the_array_prints_what_it_says(run: Run) -> None:
 # Parallel environments -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["markov", "memory"])
+@pytest.mark.parametrize("arch", variants(["memory"], ["markov"]))
 def test_the_documents_learner_trains_with_one_worker_and_with_two(run: Run, arch: str) -> None:
     kept = {}
     for n_workers in (1, 2):

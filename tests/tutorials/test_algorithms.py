@@ -42,6 +42,9 @@ SMALL = {
 
 FILMING = sorted(SMALL)
 
+BRIEF = ("a2c", "ppo_atari", "ppo_continuous", "ppo_recurrent", "sac", "td3")
+"""Run once by default, and not three times."""
+
 # Learning from whole windows takes longer than all the others together.
 CONSTANTS = {
     "multi_agent": {"N_EPISODES": 16, "N_EPOCHS": 1},
@@ -76,7 +79,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", variants(sorted({*SMALL} - {*BRIEF}), SMALL))
 def test_a_run_that_is_cut_off_resumes_bit_by_bit(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +174,7 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", variants(BRIEF, SHORT))
 def test_without_a_complete_episode_there_is_no_average_return(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,7 +184,9 @@ def test_without_a_complete_episode_there_is_no_average_return(
     assert "return=0.0" not in errors  # the bar
 
 
-@pytest.mark.parametrize("name", ["a2c", "ppo", "ppo_atari", "ppo_continuous", "ppo_recurrent"])
+@pytest.mark.parametrize(
+    "name", variants(["ppo"], ["a2c", "ppo_atari", "ppo_continuous", "ppo_recurrent"])
+)
 def test_only_workers_that_share_the_environments_are_accepted(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import doctest
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,18 @@ SLOW = {"docs/gpu.md-2"}
 """It starts processes that start workers."""
 
 
+@contextmanager
+def without_handlers() -> Iterator[None]:
+    """The root logger as a new process has it, for programs that say how all of it logs."""
+    level = logging.root.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.root, "handlers", [])
+        try:
+            yield
+        finally:
+            logging.root.setLevel(level)
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS],
@@ -97,12 +112,9 @@ SLOW = {"docs/gpu.md-2"}
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = program_folder / "program.py"
     script.write_text(PROGRAMS[name], encoding="utf-8")
-    # One that says how all of its process logs needs a process of its own.
-    if "basicConfig(" in PROGRAMS[name]:
-        output, errors = run_script(script)
-    else:
+    with without_handlers():
         run_as_main(script, folder=program_folder)
-        output, errors = capfd.readouterr()
+    output, errors = capfd.readouterr()
     assert errors == ""
     assert output
     if name in QUOTED:
@@ -127,30 +139,22 @@ def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> N
     script = program_folder / "program.py"
     script.write_text(blocks_of("docs/cluster.md")[0], encoding="utf-8")
     # A Ray of its own, whatever runs on this machine, and no token for later ones.
-    output, _ = run_script(script, RAY_ADDRESS="local", RAY_AUTH_MODE="disabled")
-    assert re.search(r"action +int64 \[256, \d+\]", output)
-
-
-def run_script(
-    script: Path, *arguments: str, folder: Path | None = None, **variables: str
-) -> tuple[str, str]:
-    """Run it in a process of its own, and to its end; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=folder or script.parent,
-        env={**os.environ, **variables},
-        capture_output=True,
+    output = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=program_folder,
+        env={**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+        stdout=subprocess.PIPE,
         text=True,
         timeout=TIMEOUT_S,
         check=True,
-    )
-    return done.stdout, done.stderr
+    ).stdout
+    assert re.search(r"action +int64 \[256, \d+\]", output)
 
 
 @pytest.mark.parametrize("name", ["lanes", "memory"])
 def test_a_picture_is_drawn_from_a_real_run(name: str, program_folder: Path) -> None:
     script = REPOSITORY / "docs" / "pictures" / f"{name}.py"
-    run_script(script, "--output", "drawn.svg", folder=program_folder)
+    run_as_main(script, "--output", "drawn.svg", folder=program_folder)
     assert (REPOSITORY / "docs" / "pictures" / f"{name}.svg").exists()
     assert "</svg>" in (program_folder / "drawn.svg").read_text(encoding="utf-8")
 
