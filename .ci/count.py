@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print how many lines of code there are, and how the rooms of the package build on each other.
+"""Print how many lines of code there are beside their budgets, and how rooms build on each other.
 
 A line of code is one that holds more than a comment, a docstring or nothing. A room is a package or
 a module directly in ``rlpool/``. A room's floor is the length of the longest chain of imports below
