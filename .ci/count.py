@@ -3,7 +3,8 @@
 
 A line of code is one that holds more than a comment, a docstring or nothing. A room is a package or
 a module directly in ``rlpool/``. A room's floor is the length of the longest chain of imports below
-it; rooms that import each other share a floor and are listed as a circle. Nothing is enforced.
+it; rooms that import each other share a floor and are listed as a circle. A budget is the most that
+a room may have before it should be made simpler. Nothing is enforced.
 """
 
 from __future__ import annotations
@@ -18,6 +19,35 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("rlpool", "tests", "benchmarks", "tutorials")
 PACKAGE = "rlpool"
+
+TREE_BUDGETS = {"rlpool": 19_900, "tests": 20_000, "benchmarks": 2_800}
+ROOM_BUDGETS = {
+    "__init__": 150,
+    "__main__": 25,
+    "agents": 420,
+    "batch": 2_300,
+    "cluster": 1_400,
+    "data": 1_450,
+    "demo": 150,
+    "doctor": 240,
+    "envs": 1_650,
+    "errors": 115,
+    "evaluation": 600,
+    "integrations": 1_300,
+    "loop": 850,
+    "machine": 450,
+    "manager": 1_900,
+    "meta": 600,
+    "observe": 400,
+    "patterns": 6,
+    "pool": 1_800,
+    "record": 560,
+    "seeding": 140,
+    "slots": 420,
+    "testing": 600,
+    "training": 230,
+    "workers": 2_150,
+}
 
 _NO_CODE = (
     tokenize.COMMENT,
@@ -109,7 +139,9 @@ def report(trees: Iterable[Path]) -> Iterator[str]:
         for file in sorted(tree.rglob("*.py")):
             room = room_of(file, tree)
             counts[room] = counts.get(room, 0) + code_lines(file.read_text(encoding="utf-8"))
-        yield f"{tree.name + '/':<24} {sum(counts.values()):>7,} lines of code"
+        total, most = sum(counts.values()), TREE_BUDGETS.get(tree.name)
+        beside = f" of {most:,}" if most else ""
+        yield f"{tree.name + '/':<24} {total:>7,}{beside} lines of code"
         if tree.name != PACKAGE:
             yield from (
                 f"  {room:<22} {n:>7,}" for room, n in counts.items() if (tree / room).is_dir()
@@ -119,7 +151,8 @@ def report(trees: Iterable[Path]) -> Iterator[str]:
         floor_of = floors(imports)
         yield f"  {len(counts)} rooms on {1 + max(floor_of.values(), default=-1)} floors"
         for room in sorted(counts, key=lambda room: (-floor_of[room], room)):
-            yield f"  {room:<22} {counts[room]:>7,}  floor {floor_of[room]}"
+            most = ROOM_BUDGETS.get(room, 0)
+            yield f"  {room:<22} {counts[room]:>7,} of {most:>5,}  floor {floor_of[room]}"
         yield from (f"  circle: {' <-> '.join(group)}" for group in circles(imports))
 
 
