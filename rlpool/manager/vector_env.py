@@ -54,10 +54,6 @@ Finish = Callable[[], Any]
 """Waits for what was begun and returns its outcome."""
 
 
-Reset = tuple[Any, dict[str, Any]]
-Step = tuple[Any, NDArray, NDArray, NDArray, dict[str, Any]]
-
-
 @dataclass(eq=False)
 class PendingCall:
     """A call that was begun.
@@ -123,7 +119,7 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
         *,
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
-    ) -> Reset:
+    ) -> tuple[Any, dict[str, Any]]:
         """Reset the environments.
 
         A worker that dies later on is brought back by resetting its environments as here and
@@ -144,7 +140,7 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
             EnvError: If an environment raises.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
         """
-        result: Reset = self._whole("reset", self._begin_reset, seed, options)
+        result: tuple[Any, dict[str, Any]] = self._whole("reset", self._begin_reset, seed, options)
         return result
 
     def reset_async(
@@ -162,9 +158,9 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
             PendingCallError: If a call is pending; also Gymnasium's ``AlreadyPendingCallError``.
             SpecError, UsageError: As for ``reset``.
         """
-        self._begin("reset", self._begin_reset, seed, options).is_given_up = False
+        self._begin("reset_async", self._begin_reset, seed, options).is_given_up = False
 
-    def reset_wait(self, timeout: float | None = None) -> Reset:
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset that ``reset_async`` began.
 
         Args:
@@ -180,10 +176,10 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
                 its outcome.
             EnvError, WorkerDiedError, WorkerTimeoutError: As for ``reset``.
         """
-        result: Reset = self._outcome("reset", timeout)
+        result: tuple[Any, dict[str, Any]] = self._outcome("reset", timeout)
         return result
 
-    def step(self, actions: Any) -> Step:
+    def step(self, actions: Any) -> tuple[Any, NDArray, NDArray, NDArray, dict[str, Any]]:
         """Step all environments.
 
         If a signal handler raises in it, the step may have been made or not: go on with ``reset``.
@@ -202,7 +198,9 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
             UsageError: If an environment needs a reset, or a call is pending.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
         """
-        result: Step = self._whole("step", self._begin_step, actions)
+        result: tuple[Any, NDArray, NDArray, NDArray, dict[str, Any]] = self._whole(
+            "step", self._begin_step, actions
+        )
         return result
 
     def step_async(self, actions: Any) -> None:
@@ -228,9 +226,11 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
             array([1., 1.])
             >>> envs.close()
         """
-        self._begin("step", self._begin_step, actions).is_given_up = False
+        self._begin("step_async", self._begin_step, actions).is_given_up = False
 
-    def step_wait(self, timeout: float | None = None) -> Step:
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[Any, NDArray, NDArray, NDArray, dict[str, Any]]:
         """Wait for the step that ``step_async`` began.
 
         Args:
@@ -246,7 +246,9 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
                 and forgets its outcome.
             EnvError, WorkerDiedError, WorkerTimeoutError: As for ``step``.
         """
-        result: Step = self._outcome("step", timeout)
+        result: tuple[Any, NDArray, NDArray, NDArray, dict[str, Any]] = self._outcome(
+            "step", timeout
+        )
         return result
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -282,7 +284,7 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
             SpecError: If an argument cannot be pickled.
         """
         requests = _requests_to(self._all, name, args, kwargs)
-        self._begin("call", self._begin_call, requests, name).is_given_up = False
+        self._begin("call_async", self._begin_call, requests, name).is_given_up = False
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the calls that ``call_async`` began.
@@ -346,8 +348,8 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
 
     # States ------------------------------------------------------------------------------------
 
-    def _begin(self, kind: str, begin: Callable[..., Finish], *arguments: Any) -> PendingCall:
-        """Begin a call, given up unless somebody asks for its outcome.
+    def _begin(self, name: str, begin: Callable[..., Finish], *arguments: Any) -> PendingCall:
+        """Begin a call by its name, given up unless somebody asks for its outcome.
 
         Raises:
             EnvsClosedError: If the environments are closed.
@@ -358,20 +360,22 @@ class VectorOverLanes(VectorEnv[Any, Any, NDArray]):
         if pending is not None:
             if not pending.is_given_up:
                 raise PendingCallError(
-                    f"{kind} was called while a {pending.kind} is pending",
+                    f"{name}() was called while a {pending.kind} is pending",
                     pending.kind,
                     fix=f"call {pending.kind}_wait() first",
                 )
             self.manager.drop_begun()
             self._note_ended()
             self._pending = None
-        self._pending = begun = PendingCall(kind)  # first: if it is interrupted, it is given up
+        self._pending = begun = PendingCall(
+            name.removesuffix("_async")
+        )  # first: if it is interrupted, it is given up
         begun.finish = begin(*arguments)
         return begun
 
-    def _whole(self, kind: str, begin: Callable[..., Finish], *arguments: Any) -> Any:
+    def _whole(self, name: str, begin: Callable[..., Finish], *arguments: Any) -> Any:
         """Begin a call and wait for its outcome."""
-        return self._finished(self._begin(kind, begin, *arguments))
+        return self._finished(self._begin(name, begin, *arguments))
 
     def _outcome(self, kind: str, timeout: float | None) -> Any:
         """The outcome of the pending call, which has to be of this kind."""
