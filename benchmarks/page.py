@@ -147,7 +147,8 @@ def requests(folder: Path) -> Iterator[str]:
     yield "|---|---|---|"
     for name, ratio in ratios.items():
         if not name.endswith(", updates"):
-            yield f"| {name} | {ratio:.2f} | {ratios[f'{name}, updates']:.2f} |"
+            told = name.replace("8000", "8,000").replace(" x ", " × ")
+            yield f"| {told} | {ratio:.2f} | {ratios[f'{name}, updates']:.2f} |"
 
 
 def lanes(folder: Path) -> Iterator[str]:
