@@ -137,8 +137,8 @@ def evaluate(
         >>> evaluation.returns, evaluation.returns.mean()
         (tensor([ 3.,  6., 10.]), tensor(6.3333))
     """
+    refuse_no_agent(agent)
     n_episodes, given = _checked_episodes(n_episodes, episode_seeds)
-    keys = _checked_keys(infos)
     if agent_rows is not None:
         agent_rows = whole_number("agent_rows", agent_rows, 1)
     if policy.get("on_env_error") == "restart":
@@ -156,18 +156,16 @@ def evaluate(
         "episode_seeds": given,
         "agent_rows": agent_rows,
         "on_env_error": policy.get("on_env_error", "raise"),
-        "infos": keys,
+        "infos": _checked_keys(infos),
         **described_infos(rows),
     }
-    refuse_no_agent(agent)
     with filming(video, filmed) as (film, folder):
         failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
         made_of = agent, create_env, env_args, n_workers, root, agent_rows, failing
         with Evaluator(*made_of, film) as runs:
             protocol = protocol_of(agent, runs.environment, **settings)
             entries = _entries(runs, rows, given, protocol, record, progress)
-        videos = kept_films(folder, filmed)
-    return Evaluation.of_entries(entries, protocol, videos, runs.found)
+        return Evaluation.of_entries(entries, protocol, kept_films(folder, filmed), runs.found)
 
 
 def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | None]:

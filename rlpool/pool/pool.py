@@ -13,11 +13,12 @@ import numpy as np
 from rlpool.data.dict_tensor_base import listed
 from rlpool.data.storage import NDArray, allocate
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
+from rlpool.machine.arguments import also_takes, check_choice, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.one_thread import OneThread
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.filling import FilledPool
+from rlpool.pool.priorities import checked_exponent
 from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner, infos_of_steps
 from rlpool.pool.schema import Schema, checked_frame_stack, checked_keys
@@ -130,11 +131,7 @@ class Pool(FilledPool, DumpsStacks):
         check_choice("random", random, (True, False))
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
-        keys = checked_keys(keys)
         self._info_keys = list(dict.fromkeys(listed(info_keys or (), str, "info_keys")))
-        if priority_exponent is not None:
-            limits = "from 0 on, and finite"
-            priority_exponent = real_number("priority_exponent", priority_exponent, limits)
         self._frame_stack = checked_frame_stack(frame_stack)
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
         self._storage, self._directory = storage, directory
@@ -144,8 +141,8 @@ class Pool(FilledPool, DumpsStacks):
             "processes": n_workers,
             **self._rules.arguments(),
             "random": bool(random),
-            "priority_exponent": priority_exponent,
-            "keys": keys,
+            "priority_exponent": checked_exponent(priority_exponent),
+            "keys": checked_keys(keys),
         }
         root, self._open = root_from(seed), {}
         super().__init__(Store.of_nothing(n_workers), [_SAMPLING, root])
