@@ -42,13 +42,18 @@ def _name(requirement: str) -> str:
 
 
 def _lines_of_repository() -> Iterator[tuple[str, str]]:
-    """Place and text of every line of the files that git tracks or would track."""
+    """Place and text of every line of the files that git tracks or would track.
+
+    Virtual environments are left out, whatever the user of a clone has called them.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=False, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    for name in filter(None, listed.stdout.split("\0")):
-        if (REPOSITORY / name).is_file():
+    names = [name for name in listed.stdout.split("\0") if name]
+    environments = [n.removesuffix("pyvenv.cfg") for n in names if n.endswith("/pyvenv.cfg")]
+    for name in names:
+        if (REPOSITORY / name).is_file() and not name.startswith(tuple(environments)):
             text = (REPOSITORY / name).read_text(encoding="utf-8", errors="ignore")
             yield from ((f"{name}:{n}", line) for n, line in enumerate(text.splitlines(), start=1))
 
