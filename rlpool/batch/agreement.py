@@ -8,8 +8,8 @@ from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.messages import Probe, Report
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.slots.blocks import StepSpecs
-from rlpool.workers.group import Workers
 from rlpool.workers.payload import Packed
+from rlpool.workers.workers import Workers
 
 
 class Agreement:

@@ -42,10 +42,10 @@ from rlpool.record.tape import Tape
 from rlpool.slots.block_pool import Block, BlockPool
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.group import Workers
 from rlpool.workers.payload import Packed, pack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Done, Failed, Message
+from rlpool.workers.workers import Workers
 
 _LOG = logging.getLogger("rlpool")
 

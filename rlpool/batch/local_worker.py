@@ -22,10 +22,10 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control, State, Word
 from rlpool.record.tape import Tape
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
-from rlpool.workers.lifecycle import Client, given_up
 from rlpool.workers.stacks import Stacks, described, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place
+from rlpool.workers.workers import Client, given_up
 
 _LOG = logging.getLogger("rlpool")
 

@@ -32,13 +32,13 @@ from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
 from rlpool.record.tape import Tape
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.group import Workers
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.process_start import memory_of
 from rlpool.workers.sharing import Parcel, pickled
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message
+from rlpool.workers.workers import Workers
 
 _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""

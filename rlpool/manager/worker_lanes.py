@@ -22,7 +22,7 @@ from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import text_of
 from rlpool.record.repeat import batch_of, take_over
 from rlpool.record.tape import action_row
-from rlpool.workers.recycling import Recycling
+from rlpool.workers.failure_policy import Recycling
 
 _NOT_RESTORED = (
     "the environment could not be brought back to where it was when its process ended or was "

@@ -39,7 +39,7 @@ from rlpool.machine.worker_limits import (
     refuse_small_limit,
 )
 from rlpool.workers.logs import WorkerLogs
-from rlpool.workers.parent_death import kill_when_closed
+from rlpool.workers.process_end import kill_when_closed
 from rlpool.workers.template_handle import LIMITS, Template, UnsafeError, why_impossible
 from rlpool.workers.wire import CallerPipe, Inherited
 from rlpool.workers.worker_process import Place, WorkerMain, run_connected

@@ -35,7 +35,7 @@ _POLL_S = 0.002
 _FILE = "rlpool-stacks"
 """The name by which the file is found among a worker's descriptors."""
 
-_OWN_THREAD = re.compile(r'workers/parent_death\.py", line \d+ in watch$', re.MULTILINE)
+_OWN_THREAD = re.compile(r'workers/process_end\.py", line \d+ in watch$', re.MULTILINE)
 """A line in the stack of the thread that watches the worker's parent."""
 
 

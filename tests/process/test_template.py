@@ -34,10 +34,10 @@ import rlpool
 from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, SpecError
 from rlpool.errors import WorkerDiedError, WorkerStartupError
 from rlpool.workers import process_start, template_handle
-from rlpool.workers.group import Workers
 from rlpool.workers.process_start import prepare, why_spawned
 from rlpool.workers.template import BOOT
 from rlpool.workers.template_handle import Template
+from rlpool.workers.workers import Workers
 
 from support.envs import CountingEnv
 from support.faults import EXIT_CODE, create_agent, create_env, faults_at
@@ -251,7 +251,7 @@ def test_a_caller_without_descriptors_is_told_so_and_goes_on(
 
 
 FAILING_FORK = """
-from rlpool.workers.clone_parent import ParentForks
+from rlpool.workers.template import ParentForks
 
 def fail(self):
     raise OSError(1, "")
@@ -273,7 +273,7 @@ def test_workers_are_spawned_where_the_system_does_not_fork_for_the_template(
 
 DYING_FORK = """
 import os, signal
-from rlpool.workers.clone_parent import ParentForks
+from rlpool.workers.template import ParentForks
 
 fork, pids = ParentForks.fork, []
 

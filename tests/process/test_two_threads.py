@@ -25,7 +25,7 @@ from rlpool import (
     Pool,
     UsageError,
 )
-from rlpool.workers import lifecycle
+from rlpool.workers import workers
 
 from support.acting_envs import ActingEnv
 from support.agents import ConstantAgent
@@ -194,9 +194,9 @@ def test_calls_of_a_vector_environment_in_another_thread_are_refused(gate: Path)
 def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
     gate: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    batcher, closed, reap = open_episodes(gate, 1), threading.Event(), lifecycle.reap
+    batcher, closed, reap = open_episodes(gate, 1), threading.Event(), workers.reap
     if is_late:  # it clears away a worker that has ended, and finds it closed
-        monkeypatch.setattr(lifecycle, "reap", lambda process: closed.wait() and reap(process))
+        monkeypatch.setattr(workers, "reap", lambda process: closed.wait() and reap(process))
     batcher.execute(1)
     errors: list[str] = []
 

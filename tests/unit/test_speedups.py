@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Discrete, MultiDiscrete
 
-from rlpool.workers.speedups import install_fast_checks
+from rlpool.workers.worker_process import install_fast_checks
 
 
 @pytest.fixture
