@@ -1,6 +1,6 @@
 """How fast environments in processes step, compared with what other libraries have for that.
 
-    python benchmarks/parallel_env.py [--parts step loop vector] [--windows 7] [--seconds 2]
+    python benchmarks/parallel_env.py [--parts step loop] [--windows 7] [--seconds 2]
 
 ``step``: the time of one step of all environments, there and back, with actions that are ready: 2
 processes of 8 environments, CartPole-v1, HalfCheetah-v5 and uint8 frames of 84 × 84 × 4. Beside
@@ -15,10 +15,6 @@ the step.
 ``bare_loop.py``): W1 with 2 processes of 16 environments, W2 with 2 of 8, and as many episodes per
 request as in ``throughput.py``.
 
-``vector``: the same step through Gymnasium's interface: ``ParallelVectorEnv`` with 2 processes of 8
-environments beside the manager alone, and Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv`` with
-16 environments, the latter with a process for each, as programs use them.
-
 All take turns, window by window; a window of one is compared with the mean of the two windows of
 the other around it. Prints one JSON line per workload, and every window to stderr. ``ratio`` of
 ``step`` says how many times as many steps as the other we make in the same time.
@@ -29,7 +25,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -38,7 +34,6 @@ import gymnasium
 import numpy as np
 import torch
 from bare_loop import BareLoop
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from throughput import batcher_window
 from workloads import (
     SEED,
@@ -54,12 +49,12 @@ from workloads import (
     show,
 )
 
-from rlpool import EpisodeBatcher, GymEnv, ParallelEnvManager, ParallelVectorEnv, VecEnv
+from rlpool import EpisodeBatcher, GymEnv, ParallelEnvManager, VecEnv
 
-PARTS = ("step", "loop", "vector")
+PARTS = ("step", "loop")
 
 N_WORKERS, N_LANES = 2, 8
-"""Of ``step`` and ``vector``: processes, and environments in each."""
+"""Of ``step``: processes, and environments in each."""
 
 N_ANNOUNCED = 16_000
 """Episodes announced at a time in ``step``."""
@@ -192,31 +187,6 @@ def tianshou_shmem(workload: Workload) -> Any:
     return batches(importlib.import_module("tianshou.env").ShmemVectorEnv, workload)
 
 
-@contextmanager
-def vector(env: Any, workload: Workload) -> Iterator[Window]:
-    """Steps of one of Gymnasium's vector environments, which restarts by itself."""
-    env.reset(seed=SEED)
-    try:
-        yield loop_of(env.step, actions_of(workload, env.num_envs))
-    finally:
-        env.close()
-
-
-def rlpool_vector(workload: Workload) -> Any:
-    env_fns = [workload.make_env] * (N_WORKERS * N_LANES)
-    return vector(ParallelVectorEnv(env_fns, envs_per_worker=N_LANES), workload)
-
-
-def vector_of(kind: Any) -> Callable[[Workload], Any]:
-    return lambda workload: vector(kind([workload.make_env] * (N_WORKERS * N_LANES)), workload)
-
-
-VECTOR_PEERS: dict[str, Callable[[Workload], Any]] = {
-    "rlpool_manager": rlpool_manager,
-    "gymnasium_sync": vector_of(SyncVectorEnv),
-    "gymnasium_async": vector_of(AsyncVectorEnv),
-}
-
 PEERS: dict[str, Callable[[Workload], Any]] = {
     "in_this_process": in_this_process,
     "gymnasium_async": gymnasium_async,
@@ -227,35 +197,18 @@ PEERS: dict[str, Callable[[Workload], Any]] = {
 
 def compare_steps(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Round trips of a step of a manager, ours and the others' in turns."""
-    return compared(
-        "step", rlpool_manager, {name: PEERS[name] for name in args.peers}, workload, args
-    )
-
-
-def compare_vectors(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Round trips of a step of a vector environment."""
-    return compared("vector", rlpool_vector, VECTOR_PEERS, workload, args)
-
-
-def compared(
-    part: str,
-    ours_of: Callable[[Workload], Any],
-    others_of: Mapping[str, Callable[[Workload], Any]],
-    workload: Workload,
-    args: argparse.Namespace,
-) -> dict[str, Any]:
     with ExitStack() as stack:
-        ours = stack.enter_context(ours_of(workload))
+        ours = stack.enter_context(rlpool_manager(workload))
         others: dict[str, Window] = {}
-        for name, other_of in others_of.items():
+        for name in args.peers:
             try:
-                others[name] = stack.enter_context(other_of(workload))
+                others[name] = stack.enter_context(PEERS[name](workload))
             except ImportError as error:
                 note(f"{name} is left out: {error}")
         rates, peers = in_turns(ours, others, args.windows, args.seconds)
     n = N_WORKERS * N_LANES
     return {
-        "part": part,
+        "part": "step",
         "workload": workload.name,
         "n_processes": N_WORKERS,
         "n_environments": n,
@@ -308,15 +261,15 @@ def compare_loops(workload: Workload, args: argparse.Namespace) -> dict[str, Any
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["step", "loop"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--workloads", nargs="+", choices=["W1", "W2", "W3"])
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--windows", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a window")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    compare = dict(zip(PARTS, (compare_steps, compare_loops, compare_vectors), strict=True))
-    default = {"step": ["W1", "W2", "W3"], "loop": ["W1", "W2"], "vector": ["W1", "W2"]}
+    compare = dict(zip(PARTS, (compare_steps, compare_loops), strict=True))
+    default = {"step": ["W1", "W2", "W3"], "loop": ["W1", "W2"]}
     for part in args.parts:
         for name in args.workloads or default[part]:
             figures = compare[part](WORKLOADS[name], args)

@@ -50,7 +50,7 @@ from rlpool.evaluation.result import Evaluation
 from rlpool.evaluation.verification import Verification, verify
 from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
-from rlpool.manager.parallel_env import ParallelEnvManager, ParallelVectorEnv
+from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.meta.learner import Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
@@ -104,7 +104,6 @@ __all__ = [
     "NotEnoughDataError",
     "NotRepeatedError",
     "ParallelEnvManager",
-    "ParallelVectorEnv",
     "Pool",
     "Progress",
     "Replay",

@@ -5,22 +5,15 @@
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     │ ├ BatcherClosedError(ValueError)  as of files that are closed
-    │ ├ EnvsClosedError(ClosedEnvironmentError)  environments in workers are closed
-    │ └ CallInHalvesError             the halves of a call of a vector environment do not fit
-    │   ├ PendingCallError(AlreadyPendingCallError)  another call is pending
-    │   └ NoPendingCallError(NoAsyncCallError)  there is none to wait for
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
-    │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
-    ├ CallTimeoutError(TimeoutError)  a pending call of a vector environment takes longer
     ├ ResultTimeoutError(TimeoutError)  get() waited as long as its timeout allows
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
       ├ EnvError                      the environment raised; __cause__ has the remote traceback
       │ ├ NotRepeatedError             it does not repeat an episode: it is not deterministic
-      │ ├ VectorAttributeError(AttributeError)  an environment of a vector has no such attribute
       │ └ EnvSpecError(SpecError)     the environment returned a wrong shape, dtype or key
       ├ AgentError                    the agent raised; __cause__ has the remote traceback
       │ └ AgentSpecError(SpecError)   the agent returned a wrong shape, dtype or key
@@ -33,13 +26,10 @@ pickled, so that they pass through users' own process pools.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 
 class Where(NamedTuple):
@@ -136,43 +126,6 @@ class BatcherClosedError(UsageError, ValueError):
     """A batcher is closed; a ``ValueError`` as of files, so that ``selectors`` can forget it."""
 
 
-class EnvsClosedError(UsageError, ClosedEnvironmentError):
-    """Environments in workers are closed; also what Gymnasium's vector environments raise."""
-
-
-class CallInHalvesError(UsageError):
-    """Two halves of a call of a vector environment do not fit together.
-
-    Args:
-        what: One line that says what happened.
-        name: Which call: ``"reset"``, ``"step"`` or ``"call"``.
-        fix: One line that says what to do about it.
-
-    Attributes:
-        name: As given.
-    """
-
-    def __init__(self, what: str, name: str = "", *, fix: str = "") -> None:
-        super().__init__(what, fix=fix)
-        self.name = name
-
-
-class PendingCallError(CallInHalvesError, AlreadyPendingCallError):
-    """A vector environment is called while an earlier call is pending."""
-
-
-class NoPendingCallError(CallInHalvesError, NoAsyncCallError):
-    """A vector environment is told to wait for a call that was not begun."""
-
-
-class CallTimeoutError(RlpoolError, multiprocessing.TimeoutError, TimeoutError):
-    """A pending call of a vector environment takes longer than the ``timeout`` of its other half.
-
-    Both classes named ``TimeoutError`` catch it: Python's, and that of ``multiprocessing``, which
-    Gymnasium raises.
-    """
-
-
 class ResultTimeoutError(RlpoolError, TimeoutError):
     """The result of a request is not there after the ``timeout`` of ``get``; nothing is lost.
 
@@ -203,13 +156,6 @@ class SpecError(RlpoolError, ValueError):
 
 class UnknownArgumentError(SpecError, TypeError):
     """An argument that the function does not have; also a ``TypeError``, as Python raises."""
-
-
-class VectorSpecError(SpecError, TypeError, RuntimeError):
-    """Arguments and spaces that do not fit a vector environment.
-
-    Gymnasium's raise ``TypeError`` or ``RuntimeError`` there, which programs may catch.
-    """
 
 
 class NotEnoughDataError(RlpoolError, ValueError):
@@ -343,10 +289,6 @@ class NotRepeatedError(EnvError):
     """
 
     can_be_repeated = False
-
-
-class VectorAttributeError(EnvError, AttributeError):
-    """An environment of a vector environment has no such attribute, or raised an AttributeError."""
 
 
 class EnvSpecError(EnvError, SpecError):

@@ -68,7 +68,6 @@ class Lanes(ABC):
     seeding: Seeding = "episode"
     min_ready: int | None = None
     shares_current = False
-    varying_keys: Collection[str] = ()
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None

@@ -51,7 +51,6 @@ class VecEnv(Lanes):
         shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
-        varying_keys: Keys of ``current`` that are not compared when an episode is repeated.
 
     Example:
         >>> env = create_env(seed=0)

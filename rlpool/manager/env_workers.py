@@ -12,7 +12,7 @@ from typing import Any
 
 from rlpool.data.specs import Declaration, TensorSpec
 from rlpool.data.storage import Memory, carved_bytes
-from rlpool.errors import EnvsClosedError, SpecError, UsageError, Where, WorkerError
+from rlpool.errors import SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.worker_limits import check_workers
@@ -185,12 +185,11 @@ class EnvWorkers(LaneStates):
         self.processes.look_for_hang()
         self.processes.refuse_if_dead()
 
-    def wait_finished(self, is_over: Callable[[], bool], until_s: float = math.inf) -> None:
+    def wait_finished(self, is_over: Callable[[], bool]) -> None:
         """Wait until workers have finished commands, on which a condition depends.
 
         Args:
             is_over: The condition.
-            until_s: The ``time.monotonic()`` at which to wait no longer.
 
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
@@ -204,18 +203,12 @@ class EnvWorkers(LaneStates):
         processes.look_from_now_on()
         done.begin()
         while not is_over():
-            left_s = until_s - monotonic()
-            if left_s <= 0:
-                return
-            sleep_s = done.pause(min(left_s, processes.patience_s))
+            sleep_s = done.pause(processes.patience_s)
             if sleep_s or not processes.all_up:
                 self.look(sleep_s)
 
-    def wait_idle(self, workers: Sequence[int], until_s: float = math.inf) -> bool:
-        """Wait until workers have carried out their commands, or until a ``time.monotonic()``.
-
-        Returns:
-            Whether they have.
+    def wait_idle(self, workers: Sequence[int]) -> None:
+        """Wait until workers have carried out their commands.
 
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
@@ -228,8 +221,7 @@ class EnvWorkers(LaneStates):
                     return False
             return True
 
-        self.wait_finished(are_idle, until_s)
-        return until_s == math.inf or are_idle()
+        self.wait_finished(are_idle)
 
     def failure(self, worker: int) -> WorkerError:
         """The error of a worker's last command, which failed."""
@@ -361,7 +353,7 @@ class EnvWorkers(LaneStates):
         """Refuse to go on after ``close`` or in a forked copy, in whatever thread."""
         if self.closed:
             fix = "make new ones, or close these later"
-            raise EnvsClosedError("the environments are closed", fix=fix)
+            raise UsageError("the environments are closed", fix=fix)
         refuse_forked_copy(self.owner_pid)
 
     def close(self) -> None:

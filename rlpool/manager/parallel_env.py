@@ -1,21 +1,13 @@
-"""Environments in worker processes, the policy in the caller's: the two classes that users make.
-
-``ParallelEnvManager`` is a ``VecEnv``, over which the caller's rollout loop runs as over any other;
-``ParallelVectorEnv`` is one of Gymnasium's vector environments over a manager of its own.
-"""
+"""Environments in worker processes, the policy in the caller's process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gymnasium.vector import AutoresetMode
-
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
-from rlpool.errors import SpecError, VectorSpecError, WorkerError
+from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import (
-    check_choice,
     checked_timeout,
     names_arguments,
     whole_number,
@@ -23,8 +15,6 @@ from rlpool.machine.arguments import (
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.process_lanes import ProcessLanes
-from rlpool.manager.vector_env import VectorOverLanes
-from rlpool.manager.vector_lane import made_lane
 from rlpool.record.capsule_files import CrashDir
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
@@ -34,7 +24,6 @@ from rlpool.workers.failure_policy import (
 )
 
 if TYPE_CHECKING:
-    from gymnasium import Space
     from typing_extensions import Unpack
 
 
@@ -152,12 +141,6 @@ class ParallelEnvManager(ProcessLanes):
         self.auto_reset = auto_reset
         self.min_ready = min_ready
         self._env_fns = env_fns
-        self._made_with: dict[str, Any] = {
-            "envs_per_worker": envs_per_worker,
-            "timeout": timeout,
-            "max_episode_steps": max_episode_steps,
-            **policy,
-        }
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
@@ -185,138 +168,6 @@ class ParallelEnvManager(ProcessLanes):
         """
         return dict(self._workers.failures)
 
-    def as_vector_env(
-        self,
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        *,
-        copy: bool = True,
-        observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
-    ) -> ParallelVectorEnv:
-        """Serve these environments as a ``gymnasium.vector.VectorEnv``.
-
-        This manager is closed, and new workers make the environments again, since a vector
-        environment restarts them by its own rules and keeps float64: ``ParallelVectorEnv`` is made
-        with the ``env_fns``, ``envs_per_worker``, ``timeout``, ``max_episode_steps`` and policy of
-        this manager. Make it directly if environments take long to make.
-
-        Args:
-            autoreset_mode: When environments restart, see ``ParallelVectorEnv``.
-            copy: Whether observations are copies.
-            observation_mode: How observation spaces are batched, see ``ParallelVectorEnv``.
-
-        Returns:
-            The vector environment, which owns the new workers; close it.
-
-        Raises:
-            SpecError, WorkerStartupError, WorkerDiedError, WorkerTimeoutError: See
-                ``ParallelVectorEnv``.
-            UsageError: If the manager is closed.
-        """
-        self._workers.check_open()
-        mode = _checked_mode(autoreset_mode)  # before anything is closed
-        self.close()
-        return ParallelVectorEnv(self._env_fns, copy, observation_mode, mode, **self._made_with)
-
-
-class ParallelVectorEnv(VectorOverLanes):
-    """Environments in worker processes behind Gymnasium's interface of vector environments.
-
-    It takes the place of ``gymnasium.vector.SyncVectorEnv`` or ``AsyncVectorEnv`` in a program, and
-    gives the same bits as the first of them for the same seeds and actions::
-
-        envs = rlpool.ParallelVectorEnv([make_env] * 8)
-
-    In addition, workers that die or hang are replaced: a new one resets their environments as they
-    were reset and repeats all actions since, automatic restarts included. If that leads to the
-    same observations, the caller sees no difference; otherwise the environments raise ``EnvError``
-    until they are reset. See docs/neighbours/gymnasium.md.
-
-    Args:
-        env_fns: Functions without arguments that make one environment each, in the workers.
-        copy: Whether observations are copies. Otherwise they are views of shared memory that the
-            next call overwrites, and that should not be written to.
-        observation_mode: ``"same"`` if all observation spaces are equal, ``"different"`` if their
-            bounds differ, or the pair ``(observation_space, single_observation_space)``.
-        autoreset_mode: When an environment whose episode ended is reset: in the next step, in the
-            same, or by ``reset`` only.
-        envs_per_worker: Environments of each worker process, which steps them one after another.
-        timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
-            never.
-        max_episode_steps: Truncate episodes after this many steps.
-        **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``, ``max_rss_bytes``,
-            ``max_episodes_per_worker`` and ``start_method`` as for ``ParallelEnvManager``. Healthy
-            workers are replaced at a call of ``reset``, unless an attribute was set in an episode
-            that goes on.
-
-    Attributes:
-        manager: The ``ParallelEnvManager`` that runs the workers: ``manager.workers`` are their
-            handles.
-        num_envs: Number of environments.
-        single_observation_space: That of one environment.
-        single_action_space: That of one environment.
-        observation_space: That of the batch.
-        action_space: That of the batch.
-        metadata: The first environment's, and ``"autoreset_mode"``.
-        render_mode: The first environment's.
-        env_fns, copy, observation_mode, autoreset_mode: As given.
-
-    Raises:
-        SpecError: For arguments of the wrong kind, and for environments whose spaces do not fit
-            together, which is also a ``RuntimeError``.
-        WorkerStartupError: If an environment cannot be made.
-        WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
-        UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
-
-    Example:
-        >>> import gymnasium
-        >>> envs = ParallelVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
-        >>> observation, infos = envs.reset(seed=1)
-        >>> observation.shape
-        (2, 4)
-        >>> envs.close()
-    """
-
-    @names_arguments
-    @takes_policy
-    def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Any]],
-        copy: bool = True,
-        observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        *,
-        envs_per_worker: int = 1,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-        max_episode_steps: int | None = None,
-        **policy: Unpack[PolicyOptions],
-    ) -> None:
-        self.autoreset_mode = _checked_mode(autoreset_mode)
-        self.env_fns, self.copy, self.observation_mode = env_fns, copy, observation_mode
-        if max_episode_steps is not None:
-            whole_number("max_episode_steps", max_episode_steps, 1)
-        if policy.get("on_env_error") == "truncate":
-            what = "Gymnasium's vector environments have no way to tell of an episode that failed"
-            raise SpecError(what, fix="pass on_env_error='restart', or use a ParallelEnvManager")
-        lanes = [
-            partial(made_lane, env_fn, self.autoreset_mode, max_episode_steps)
-            for env_fn in _checked_functions(env_fns)
-        ]
-        try:
-            self.manager = ParallelEnvManager(
-                lanes,
-                envs_per_worker=envs_per_worker,
-                timeout=timeout,
-                keep_float64=True,
-                **policy,
-            )
-            try:
-                self._describe(observation_mode)
-            except BaseException:
-                self.manager.close()
-                raise
-        except SpecError as error:
-            raise VectorSpecError(error.what, fix=error.fix) from error
-
 
 def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
     """A copy of a list of functions that make environments.
@@ -335,10 +186,3 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
             "such as [lambda: gymnasium.make('CartPole-v1')] * 4",
         )
     return functions
-
-
-def _checked_mode(mode: Any) -> AutoresetMode:
-    """The mode that is meant, ``SpecError`` if there is none of that name."""
-    if not isinstance(mode, AutoresetMode):
-        check_choice("autoreset_mode", mode, [each.value for each in AutoresetMode])
-    return AutoresetMode(mode)

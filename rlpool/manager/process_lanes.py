@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
 from typing import Any
 
 from rlpool.data.dict_tensor import DictTensor
@@ -144,13 +143,6 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         """Start an episode on some lanes, see ``VecEnv.reset_lanes``."""
-        self.begin_reset(lanes, seeds, options)
-        self._stepper.finish_command()
-
-    def begin_reset(
-        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
-    ) -> None:
-        """Do as ``reset_lanes``, without waiting: ``finish_begun`` does."""
         self._workers.check_open()
         self._stepper.refuse_bad_lanes(lanes)
         if not self._is_in_step:
@@ -162,6 +154,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
             super().reset_lanes(lanes, seeds, options)
             if not self._is_in_step:  # which tells why the episodes ended that it lets restart
                 self._workers.forget_failures(lanes)
+        self._stepper.finish_command()
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -210,42 +203,6 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         if not self._is_in_step:
             stepper.command = None
         return done
-
-    def begin_step(self, actions: Mapping[str, NDArray]) -> None:
-        """Let all lanes begin a step, for which ``step_lanes`` with the same arguments waits."""
-        self._workers.check_open()
-        self._stepper.drop_command()
-        self._begin("step", list(range(self.n_lanes)), actions)
-
-    def is_over(self, until_s: float) -> bool:
-        """Whether what was begun is over, after waiting until a ``time.monotonic()``.
-
-        Raises:
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-        """
-        asked = [self.remotes[lane] for lane in self._workers.requests]
-        have_answered = all(remote.poll(max(0.0, until_s - monotonic())) for remote in asked)
-        return have_answered and self._stepper.is_over(until_s)
-
-    def finish_begun(self) -> None:
-        """Wait for a reset or a step that was begun.
-
-        Raises:
-            EnvError: If an environment failed; it is also a ``LaneError``.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-        """
-        self._workers.check_open()
-        self._stepper.finish_command()
-
-    def drop_begun(self) -> None:
-        """Wait for whatever was begun, requests to remotes too, and forget its outcome."""
-        for lane in list(self._workers.requests):
-            self.remotes[lane].recv()
-        self._stepper.drop_command()
-
-    def check_open(self) -> None:
-        """Refuse to go on after ``close``, after a death, in a forked copy or in two threads."""
-        self._workers.check_open()
 
     def step_some(
         self,

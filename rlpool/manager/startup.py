@@ -59,7 +59,6 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
             error.what, where=where, fix=error.fix, traceback_text=text_of(error)
         ) from error
     batch.lane_in_use = control.lane
-    batch.varying_keys = getattr(envs[0], "varying_keys", ())
     if not batch.is_declared:
         _learn_observation(batch, setup, place)
     return batch

@@ -177,15 +177,6 @@ class Stepper:
             self.finish(command.workers)
         self.command = None
 
-    def is_over(self, until_s: float) -> bool:
-        """Whether the last command was carried out, after waiting until a ``time.monotonic()``.
-
-        Raises:
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-        """
-        workers = [] if self.command is None else self.command.workers
-        return not workers or self._workers.wait_idle(workers, until_s)
-
     def drop_command(self) -> None:
         """Wait for a command that was interrupted, and forget its outcome."""
         with suppress(EnvError):

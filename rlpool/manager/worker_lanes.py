@@ -15,7 +15,7 @@ from rlpool.data.specs import Declaration
 from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.lanes import LaneError, Options
-from rlpool.errors import EnvError, VectorAttributeError, Where, described
+from rlpool.errors import EnvError, Where, described
 from rlpool.manager.buffers import Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor, Reply
 from rlpool.observe.control import WorkerRecord
@@ -259,9 +259,8 @@ def answer(lanes: WorkerLanes, call: Call, here: Where) -> Reply:
     except LaneError:
         raise
     except BaseException as error:
-        kind_of_error = VectorAttributeError if isinstance(error, AttributeError) else EnvError
         text = text_of(error)
-        failure = kind_of_error(described(error), where=here, traceback_text=text)
+        failure = EnvError(described(error), where=here, traceback_text=text)
         return Reply(lane, command, pickle.dumps(("error", text)), failure)
 
 

@@ -214,8 +214,6 @@ def _other_reward(reward: NDArray, recorded: NDArray, step: int) -> Divergence |
 
 def _other_observation(env: VecEnv, lane: int, tape: Tape) -> Divergence | None:
     for key, recorded in tape.observation.items():
-        if key in env.varying_keys:
-            continue
         # Another kind of batch has other names for some keys.
         if key in env.current and not _is_same(env.current[key][lane], recorded):
             what = f"{key!r} is not what it was after the same actions"

@@ -111,7 +111,7 @@ class EnvChecks(Checks):
             ended: Sequence[int] = ()
             for number, action in enumerate([*actions, None]):
                 place = f"step {number - 1}" if number else "reset"
-                keys = vec.current.keys() - vec.varying_keys
+                keys = vec.current.keys()
                 for lane, seed in enumerate(seeds):
                     row = {key: np.array(vec.current[key][lane]) for key in keys}
                     returned = vec.results[lane] if isinstance(vec, GymEnv) else None

@@ -23,8 +23,6 @@ from rlpool import (
     EpisodeBatcher,
     NotRepeatedError,
     ParallelEnvManager,
-    ParallelVectorEnv,
-    SpecError,
     WorkerDiedError,
     WorkerTimeoutError,
     evaluate,
@@ -444,11 +442,6 @@ def test_a_lane_that_kills_its_worker_while_it_is_repeated_is_an_error(tmp_path:
         licence.touch()
         manager.reset_lanes([0], [5], [{"length": 1}])
         assert manager.step_lanes([0], {"action": np.array([1])}) == [0]
-
-
-def test_a_vector_environment_refuses_to_truncate() -> None:
-    with pytest.raises(SpecError, match="no way to tell"):
-        ParallelVectorEnv([FragileEnv], on_env_error="truncate")
 
 
 @pytest.mark.parametrize("n_threads", variants([0], [2]))

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import SyncVectorEnv
 
 from rlpool import (
     AgentError,
@@ -24,7 +23,6 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     ParallelEnvManager,
-    ParallelVectorEnv,
     UsageError,
 )
 
@@ -241,32 +239,6 @@ def assert_equal(some: Any, other: Any) -> None:
         assert torch.equal(some, other)
     else:
         assert_same_tensors(some, dict(other.items()))
-
-
-@pytest.mark.parametrize("call", ["step", "reset", "call"])
-def test_a_call_of_a_vector_environment_that_is_interrupted_at_any_point_is_given_up(
-    call: str,
-) -> None:
-    whole, number, strike = SyncVectorEnv([CountingEnv] * 2), 0, Strike(0)
-    with contextlib.closing(ParallelVectorEnv([CountingEnv] * 2)) as envs:
-        calls = {
-            "step": lambda: envs.step([0, 0]),
-            "reset": lambda: envs.reset(seed=1),
-            "call": lambda: envs.get_attr("metadata"),
-        }
-        while strike.has_struck or not number:
-            envs.reset(seed=0)
-            strike = Strike(number, lines=True)
-            with contextlib.suppress(Alarm), without_stall(), strike:
-                calls[call]()
-            assert envs.call("has_wrapper_attr", "observation_space") == (True, True)
-            for each in envs, whole:
-                each.reset(seed=0)
-            for _ in range(2):
-                mine, others = (each.step([0, 0]) for each in (envs, whole))
-                assert [part.tolist() for part in mine[:4]] == [p.tolist() for p in others[:4]]
-            number += 1
-    assert number > 20
 
 
 def test_a_batcher_over_a_manager_begins_again_and_works_on() -> None:

@@ -26,7 +26,6 @@ from rlpool import (
     Array,
     EpisodeBatcher,
     ParallelEnvManager,
-    ParallelVectorEnv,
     Pool,
     SpecError,
     WorkerDiedError,
@@ -379,17 +378,13 @@ def test_an_evaluated_agent_is_always_a_copy() -> None:
         assert agent.weights.item() == 0
 
 
-def test_what_is_shared_is_refused_by_an_update_and_by_set_attr() -> None:
+def test_what_is_shared_is_refused_by_an_update() -> None:
     ours, theirs = torch.multiprocessing.get_context("spawn").Pipe()
     value = torch.multiprocessing.get_context("spawn").Value("i", 0)
     with EpisodeBatcher(4, 2, create_agent, {}, create_env, {}, 0) as batcher:
         for info in (theirs, value):
             with pytest.raises(SpecError, match="info cannot be pickled"):
                 batcher.update({"what": info})
-    with closing(ParallelVectorEnv([lambda: TouchingEnv(None)])) as envs:
-        for what in (theirs, value):
-            with pytest.raises(SpecError, match="pass it to create_env, create_agent or env_fns"):
-                envs.set_attr("things", what)
     ours.close()
     theirs.close()
 

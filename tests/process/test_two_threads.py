@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +21,6 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     ParallelEnvManager,
-    ParallelVectorEnv,
     Pool,
     UsageError,
 )
@@ -177,16 +176,6 @@ def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: 
                 with pytest.raises(UsageError, match=r"is inside Remote.recv"):
                     call()
         manager.reset()
-
-
-def test_calls_of_a_vector_environment_in_another_thread_are_refused(gate: Path) -> None:
-    with closing(ParallelVectorEnv([partial(WaitingEnv, gate)])) as envs:
-        envs.reset()
-        with inside(envs.manager, lambda: envs.step([0]), gate):
-            wait_until(lambda: "in step" in envs.manager.dump_stacks(None))
-            for call in envs.reset, partial(envs.step, [0]), partial(envs.call, "render"):
-                with pytest.raises(UsageError, match="while thread 'collector' is inside"):
-                    call()
 
 
 @pytest.mark.usefixtures("short_patience")

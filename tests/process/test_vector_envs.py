@@ -18,7 +18,6 @@ from rlpool import (
     EnvError,
     EnvSpecError,
     EpisodeBatcher,
-    ParallelVectorEnv,
     VectorGymEnv,
     WorkerDiedError,
     replay_crash,
@@ -299,8 +298,8 @@ def test_what_a_process_returns_is_checked_before_gymnasium_converts_it() -> Non
 
 def test_infos_of_processes_keep_what_each_lane_says() -> None:
     lanes = [partial(ResultEnv, (0.0, False, False), info) for info in (0, 0.25)]
-    for made in (AsyncVectorEnv(lanes, context="fork"), ParallelVectorEnv(lanes)):
-        env = VectorGymEnv(made, seeding="episode", info_keys=["x", "inner/x"])
-        for shown in (env.reset()[0], env.step(DictTensor({"action": torch.tensor([0, 0])}))[0][0]):
-            assert shown["x"].tolist() == shown["inner/x"].tolist() == [0, 0.25]
-        env.close()
+    made = AsyncVectorEnv(lanes, context="fork")
+    env = VectorGymEnv(made, seeding="episode", info_keys=["x", "inner/x"])
+    for shown in (env.reset()[0], env.step(DictTensor({"action": torch.tensor([0, 0])}))[0][0]):
+        assert shown["x"].tolist() == shown["inner/x"].tolist() == [0, 0.25]
+    env.close()

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
 import traceback
 from typing import Any
 
 import pytest
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rlpool import errors
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
     BatcherClosedError,
-    CallInHalvesError,
-    CallTimeoutError,
     EnvError,
-    EnvsClosedError,
     EnvSpecError,
-    NoPendingCallError,
     NotEnoughDataError,
     NotRepeatedError,
-    PendingCallError,
     ResultTimeoutError,
     RlpoolError,
     SpecError,
     UnknownArgumentError,
     UsageError,
-    VectorAttributeError,
-    VectorSpecError,
     Where,
     WorkerDiedError,
     WorkerError,
@@ -51,22 +42,15 @@ DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"
 BASES: dict[type[RlpoolError], set[type[Exception]]] = {
     UsageError: {RuntimeError},
     BatcherClosedError: {UsageError, ValueError},
-    EnvsClosedError: {UsageError, ClosedEnvironmentError},
-    CallInHalvesError: {UsageError},
-    PendingCallError: {CallInHalvesError, AlreadyPendingCallError},
-    NoPendingCallError: {CallInHalvesError, NoAsyncCallError},
     ResultTimeoutError: {TimeoutError},
-    CallTimeoutError: {multiprocessing.TimeoutError, TimeoutError},
     SpecError: {ValueError},
     UnknownArgumentError: {SpecError, TypeError},
     NotEnoughDataError: {ValueError},
     WorkerError: {RuntimeError},
-    VectorSpecError: {SpecError, TypeError, RuntimeError},
     WorkerStartupError: {WorkerError},
     EnvError: {WorkerError},
     EnvSpecError: {EnvError, SpecError},
     NotRepeatedError: {EnvError},
-    VectorAttributeError: {EnvError, AttributeError},
     AgentError: {WorkerError},
     AgentSpecError: {AgentError, SpecError},
     WorkerDiedError: {WorkerError},
