@@ -24,6 +24,7 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.machine.arguments import whole_number
+from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.limits import (
     FILE_SIZE_REMEDY,
     ROOT,
@@ -33,7 +34,6 @@ from rlpool.machine.limits import (
     n_cores,
     size_warning,
 )
-from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.worker_limits import (
     WORKER_BYTES,
     WORKER_DESCRIPTORS,

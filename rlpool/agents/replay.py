@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
-from rlpool.data.dict_tensor_base import instance, kind
-from rlpool.data.rows import as_signed, taken
+from rlpool.data.rows import as_signed, instance, kind, taken
 from rlpool.data.specs import join_key
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError

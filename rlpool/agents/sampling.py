@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlpool.data.dict_tensor_base import kind
+from rlpool.data.rows import kind
 from rlpool.errors import SpecError
 
 _WIDE = (torch.float32, torch.float64)

@@ -36,8 +36,8 @@ from rlpool.machine.arguments import (
     keywords,
     whole_number,
 )
+from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers

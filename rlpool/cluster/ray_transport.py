@@ -30,7 +30,7 @@ from rlpool.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from rlpool.machine.extras import imports_of
+from rlpool.machine.imports import imports_of
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.stats import Stats
 from rlpool.workers.logs import current_levels

@@ -6,17 +6,18 @@ Row ``i * A + a`` is agent ``a`` of joint episode ``i``.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import kind
-from rlpool.data.rows import as_signed, taken
+from rlpool.data.rows import as_signed, kind, longest, steps_within, taken
 from rlpool.data.specs import FLAGS, join_key, refuse_missing
-from rlpool.data.time_steps import Steps, longest, steps_within
 from rlpool.errors import SpecError
+
+if TYPE_CHECKING:
+    from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 
 _ALIVE, _BORN = "alive", "born"
 _OWN_NAMES = {"rewards": "reward", "terminations": "terminated", "truncations": "truncated"}
@@ -45,7 +46,7 @@ class AgentSteps(NamedTuple):
     others: Collection[str]
 
 
-def steps_of_agents(joint: Steps, group: str) -> AgentSteps:
+def steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
     """When the agents of a group were alive.
 
     Raises:
@@ -70,7 +71,7 @@ def steps_of_agents(joint: Steps, group: str) -> AgentSteps:
 
 
 def own_steps(
-    joint: Steps, group: str, shared: Collection[str], steps: AgentSteps
+    joint: TemporalDictTensor, group: str, shared: Collection[str], steps: AgentSteps
 ) -> dict[str, Tensor]:
     """The values of all agents' steps: tensors ``[N, ...]``; see ``per_agent``.
 
@@ -124,7 +125,7 @@ def _name_in_group(key: str, group: str, others: Collection[str]) -> tuple[str, 
     return ("" if name in others else key), False
 
 
-def joined(joint: Steps, values: Tensor, steps: AgentSteps) -> Tensor:
+def joined(joint: TemporalDictTensor, values: Tensor, steps: AgentSteps) -> Tensor:
     """Values ``[B * A, T', ...]`` of agents' own steps as ``[B, T, A, ...]``, else zero.
 
     Raises:

@@ -6,17 +6,207 @@ Its constructor checks the tensors; its methods trust them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from functools import partial
+from operator import itemgetter
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data import dict_tensor_base as base
-from rlpool.data.dict_tensor_base import DictTensorBase, instance, kind
-from rlpool.data.rows import selected, write_rows_
+from rlpool.data import rows as base
+from rlpool.data.rows import Rows, instance, kind, resolve_rows, selected, write_rows_
 from rlpool.errors import SpecError
+
+BatchT = TypeVar("BatchT", bound="DictTensorBase")
+
+
+class DictTensorBase:
+    """Tensors by name that share their leading dimensions."""
+
+    __slots__ = ("__weakref__", "_tensors")
+
+    _tensors: dict[str, Tensor]
+
+    def _with(self: BatchT, tensors: dict[str, Tensor]) -> BatchT:
+        """Other tensors for the same rows, unchecked."""
+        raise NotImplementedError
+
+    def _map(self: BatchT, change: Callable[[Tensor], Tensor]) -> BatchT:
+        """Apply a function to every tensor."""
+        return self._with({key: change(tensor) for key, tensor in self._tensors.items()})
+
+    def _n_rows(self) -> int:
+        """Number of rows; SpecError if there is no batch dimension."""
+        raise NotImplementedError
+
+    def device(self) -> torch.device | None:
+        """The device of all tensors, ``None`` without any."""
+        raise NotImplementedError
+
+    def keys(self) -> KeysView[str]:
+        """Names of the tensors, in insertion order.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> list(batch.keys())
+            ['frame', 'action']
+        """
+        return self._tensors.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        """The tensors.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> [tensor.shape for tensor in batch.values()]
+            [torch.Size([3, 2]), torch.Size([3])]
+        """
+        return self._tensors.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Pairs of name and tensor.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> {key: tensor.dtype for key, tensor in batch.items()}
+            {'frame': torch.float32, 'action': torch.int64}
+        """
+        return self._tensors.items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key in self._tensors
+
+    @overload
+    def __getitem__(self, key: str) -> Tensor: ...
+    @overload
+    def __getitem__(self: BatchT, key: Rows) -> BatchT: ...
+    def __getitem__(self: BatchT, key: str | Rows) -> Tensor | BatchT:
+        """The tensor of a key (``KeyError`` if there is none); anything else is ``index(key)``."""
+        if not isinstance(key, str):
+            return self.index(key)
+        try:
+            return self._tensors[key]
+        except KeyError:
+            raise KeyError(f"no key {key!r}, there are {list(self._tensors)}") from None
+
+    def get(self: BatchT, keys: Iterable[str], clone: bool = False) -> BatchT:
+        """Keep some keys.
+
+        Args:
+            keys: The keys to keep, in this order.
+            clone: Whether to copy the tensors; otherwise they are shared.
+
+        Raises:
+            KeyError: If a key does not exist.
+            SpecError: If ``keys`` is a single string, or contains anything but strings.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.get(["action"])
+            DictTensor
+              action  int64 [3]
+        """
+        kept = self._with({key: self[key] for key in base.listed(keys, str, "keys")})
+        return kept.clone() if clone else kept
+
+    def index(self: BatchT, rows: Rows) -> BatchT:
+        """Select rows; the same as ``batch[rows]``.
+
+        Args:
+            rows: An int drops the batch dimension and a slice keeps it; both give views. An int
+                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end. Any
+                selection from a ``DictTensor`` without keys is one.
+
+        Raises:
+            IndexError: If a row does not exist (a slice is clipped, as in Python).
+            SpecError: If ``rows`` is of another kind, a mask does not have B entries, or there is
+                no batch dimension: a tensor is 0-d, or this is a single trajectory.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.index(torch.tensor([2, 0]))["action"]
+            tensor([2, 0])
+            >>> batch.index(1)["action"]
+            tensor(1)
+        """
+        if self.device() is None:
+            return self._with({})
+        found = resolve_rows(rows, self._n_rows())
+        if not isinstance(found, Tensor):
+            return self._map(itemgetter(found))
+        on_device = found.to(self.device())
+        return self._map(partial(selected, rows=on_device))
+
+    def unfold(self: BatchT) -> list[BatchT]:
+        """One batch of views ``[1, ...]`` per row.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> [row["action"] for row in batch.unfold()]
+            [tensor([0]), tensor([1]), tensor([2])]
+        """
+        return [self._map(itemgetter(slice(i, i + 1))) for i in range(self._n_rows())]
+
+    def to(self: BatchT, device: torch.device | str | int, non_blocking: bool = False) -> BatchT:
+        """Move to a device; returns ``self`` if everything is there already.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.to("cpu") is batch
+            True
+        """
+        try:
+            where = torch.empty(0, device=device).device
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            raise SpecError(f"cannot move to {device!r:.40}: {error}", fix="try 'cpu'") from error
+        if self.device() in (None, where):
+            return self
+        return self._map(lambda tensor: tensor.to(where, non_blocking=non_blocking))
+
+    def clone(self: BatchT) -> BatchT:
+        """Copy every tensor.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> copied = batch.clone()
+            >>> copied["action"][0] = 7
+            >>> batch["action"]
+            tensor([0, 1, 2])
+        """
+        return self._map(Tensor.clone)
+
+    def __copy__(self: BatchT) -> BatchT:
+        return self._with(dict(self._tensors))
+
+
+def check_alike(
+    first: DictTensorBase,
+    other: DictTensorBase,
+    n_leading: int,
+    name: str,
+    *,
+    subset: bool = False,
+) -> None:
+    """Refuse other keys (with ``subset``, missing ones only), dtypes, devices, trailing shapes."""
+    if first.keys() - other.keys() or (not subset and other.keys() - first.keys()):
+        what = f"{name} has the keys {list(other)}, the first has {list(first)}"
+        raise SpecError(what, fix="keep the common keys with get(keys)")
+    for key, tensor in first.items():
+        match = other[key]
+        if _signature(match, n_leading) != _signature(tensor, n_leading):
+            raise SpecError(
+                f"key {key!r} is {kind(match)} in {name}, {kind(tensor)} in the first",
+                fix="convert one of them, for example with Tensor.to or Tensor.reshape",
+            )
+
+
+def _signature(tensor: Tensor, n_leading: int) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.ndim, tensor.shape[n_leading:]
 
 
 class DictTensor(DictTensorBase):
@@ -225,7 +415,7 @@ class DictTensor(DictTensorBase):
             >>> batch["action"]
             tensor([2, 1, 2])
         """
-        base.check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
+        check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
         if self._tensors:
             sizes = source.n_elems(), self._n_rows()
             read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
@@ -319,7 +509,7 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Te
     """
     first = instance(dicttensor0, DictTensor, "the first")
     second = instance(dicttensor1, DictTensor, "the second")
-    base.check_alike(first, second, 0, "the second")
+    check_alike(first, second, 0, "the second")
     if first.empty():
         return DictTensor()
     n_elems, device = first._n_rows(), first.device()
@@ -342,6 +532,6 @@ def cat_named(batches: list[DictTensor], name: str) -> DictTensor:
     first = batches[0]
     first._n_rows()
     for number, part in enumerate(batches):
-        base.check_alike(first, part, 1, f"{name} {number}")
+        check_alike(first, part, 1, f"{name} {number}")
     tensors = {key: torch.cat([part._tensors[key] for part in batches]) for key in first}
     return DictTensor._wrap(tensors)

@@ -1,4 +1,4 @@
-"""Copying, writing and comparing rows of tensors of any dtype.
+"""Checks of named tensors, and copying, writing and comparing their rows.
 
 torch cannot select or write rows of the unsigned dtypes beyond uint8: they are moved as signed
 numbers, whose bits are the same.
@@ -6,12 +6,23 @@ numbers, whose bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlpool.errors import SpecError
+from rlpool.machine.imports import import_extra
+
+_T = TypeVar("_T")
+
+# What selects rows: an int, a slice, an int tensor [N], or a bool mask [B].
+Rows: TypeAlias = int | slice | Tensor
+
+INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -69,3 +80,195 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+# Steps -------------------------------------------------------------------------------------------
+
+
+def steps_within(lengths: Tensor, n_timesteps: int) -> Tensor:
+    """Bool ``[B, T]``: true for steps, false for padding (``[T]`` for a single trajectory)."""
+    return torch.arange(n_timesteps, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def longest(lengths: Tensor) -> int:
+    """The largest of some lengths, 0 if there are none."""
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
+    """A function that copies a tensor, padded with zeros to ``size`` entries in one dimension."""
+
+    def pad(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        shape[dim] = size - shape[dim]
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+    return pad
+
+
+# Checks ------------------------------------------------------------------------------------------
+
+
+def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
+    """Refuse values that are no tensors, or differ in device or in their first dimensions.
+
+    Args:
+        tensors: Pairs of key and value.
+        n_dims: How many dimensions: of a single one, which is that of rows, 0-d tensors have none.
+    """
+    every = list(tensors)
+    for key, tensor in every:
+        if not isinstance(tensor, Tensor) or not isinstance(key, str):
+            raise SpecError(
+                f"key {key!r:.40} is {kind(tensor)}",
+                fix="name tensors with strings; convert with torch.as_tensor",
+            )
+    sized = [pair for pair in every if pair[1].ndim or n_dims > 1]
+    for pairs, n in ((every, 0), (sized, n_dims)):
+        for pair in pairs:
+            one, first = pair[1], pairs[0][1]
+            is_like = one.device == first.device and one.shape[:n] == first.shape[:n]
+            if not is_like or one.ndim < n:
+                raise _unlike(pair, pairs[0])
+
+
+def _unlike(one: Any, other: Any) -> SpecError:
+    """The error for two entries that do not belong to the same batch."""
+    return SpecError(
+        f"key {one[0]!r} is {kind(one[1])}, key {other[0]!r} is {kind(other[1])}",
+        fix="all tensors need the same number of rows (and steps), and the same device",
+    )
+
+
+def instance(value: Any, wanted: type[_T], name: str, fix: str = "") -> _T:
+    """An argument that has to be of a class."""
+    if not isinstance(value, wanted):
+        raise SpecError(f"{name} is {kind(value)}", fix=fix or f"pass a {wanted.__name__}")
+    return value
+
+
+def listed(values: Iterable[Any], wanted: type[_T], name: str) -> list[_T]:
+    """A list of instances of a class, from an argument; a single string is refused."""
+    try:
+        found = None if isinstance(values, str) else list(values)
+    except TypeError:
+        found = None
+    if found is None:
+        raise SpecError(f"{name} is {kind(values)}", fix=f"pass a list: [{values!r:.40}]")
+    return [instance(value, wanted, f"an element of {name}") for value in found]
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def resolve_rows(rows: Any, n_elems: int) -> int | slice | Tensor:
+    """Check a selection of rows; gives a forward slice, an int or an int64 ``[N]`` from 0."""
+    if isinstance(rows, Tensor) and rows.ndim:
+        return resolve_row_tensor(rows, n_elems)
+    is_bool = isinstance(rows, bool) or getattr(rows, "dtype", None) is torch.bool
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not made of ints
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(n_elems)
+            if step > 0:
+                return slice(start, stop, step)
+        elif not is_bool:
+            return from_start(operator.index(rows), n_elems)
+    raise _no_selection(rows, n_elems)
+
+
+def resolve_row_tensor(rows: Tensor, n_elems: int) -> Tensor:
+    """Check an int tensor ``[N]`` or a bool mask ``[B]``; gives int64 ``[N]`` from 0."""
+    if rows.dtype is torch.bool and rows.shape == (n_elems,):
+        return rows.nonzero().squeeze(1)
+    if rows.dtype not in INDEX_DTYPES or rows.ndim != 1:
+        raise _no_selection(rows, n_elems)
+    bounds = [int(bound) for bound in rows.aminmax()] if len(rows) else []
+    is_from_start = bounds == [from_start(bound, n_elems) for bound in bounds]
+    return rows.long() if is_from_start else rows.long() % n_elems
+
+
+def from_start(row: int, n_elems: int) -> int:
+    """The number of a row counted from 0; ``IndexError`` if it does not exist."""
+    if -n_elems <= row < n_elems:
+        return row % n_elems
+    raise IndexError(f"row {row} does not exist, there are {n_elems}")
+
+
+def _no_selection(rows: Any, n_elems: int) -> SpecError:
+    return SpecError(
+        f"cannot select from {n_elems} rows with {kind(rows)}",
+        fix=f"use an int, a forward slice, an int64 tensor [N] or a bool mask [{n_elems}]",
+    )
+
+
+def row_pair(
+    read: Tensor, write: Tensor, sizes: tuple[int, int], device: torch.device | None
+) -> tuple[Tensor, Tensor]:
+    """Check both sides of a copy of rows; gives int64 ``[N]`` from 0 for each."""
+    source, destination = (
+        resolve_row_tensor(instance(rows, Tensor, "a selection of rows"), n_elems).to(device)
+        for rows, n_elems in zip((read, write), sizes, strict=True)
+    )
+    if source.shape != destination.shape:
+        what = f"{len(source)} source rows for {len(destination)} destination rows"
+        raise SpecError(what, fix="give one destination per source")
+    return source, destination
+
+
+# Messages and pickles -----------------------------------------------------------------------------
+
+
+def kind(value: object) -> str:
+    """Short description of a value for an error message."""
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__} {value!r:.40}"
+    device = "" if value.is_cpu else f" on {value.device}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{device}"
+
+
+def table(title: str, entries: Iterable[tuple[str, Tensor]]) -> str:
+    """Aligned lines of key, dtype and shape."""
+    shapes = [(key, kind(tensor)) for key, tensor in entries]
+    width = max(len(key) for key, _ in shapes)
+    return "\n".join([title, *(f"  {key:{width}}  {shape}" for key, shape in shapes)])
+
+
+def compact(value: Any) -> Any:
+    """What to pickle instead: a copy of a view, without the rest of its storage."""
+    if not isinstance(value, Tensor):
+        return value  # tree_map can put anything in place of a tensor
+    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
+        return value
+    values = value.detach().clone(memory_format=torch.contiguous_format)
+    return values.requires_grad_(value.requires_grad)
+
+
+# TensorDict ---------------------------------------------------------------------------------------
+
+
+def to_tensordict(
+    values: Mapping[Any, Any],
+    batch_size: Sequence[int],
+    *,
+    extra: str = "tensordict",
+    **options: Any,
+) -> Any:
+    """A ``TensorDict`` of these values, not copied; a tuple as a key is a path.
+
+    Args:
+        values: The entries.
+        batch_size: Its leading dimensions.
+        extra: The extra to name if the package is missing.
+        **options: Other arguments of ``TensorDict``.
+    """
+    tensordict = import_extra("tensordict", extra)
+    return tensordict.TensorDict(dict(values), batch_size=list(batch_size), **options)
+
+
+def from_tensordict(tensordict: Any) -> dict[str, Tensor]:
+    """All tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
+    try:
+        items = dict(tensordict.items(include_nested=True, leaves_only=True)).items()
+    except (AttributeError, TypeError):
+        raise SpecError(f"got {type(tensordict).__name__}", fix="pass a TensorDict") from None
+    return {key if isinstance(key, str) else "/".join(key): tensor for key, tensor in items}

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data import dict_tensor_base as base
+from rlpool.data import rows as base
 from rlpool.data.agent_axis import info_of_agents, joined, own_steps, steps_of_agents
-from rlpool.data.dict_tensor import DictTensor, cat_named
-from rlpool.data.dict_tensor_base import instance, kind
-from rlpool.data.rows import as_signed, same_values, selected, write_rows_
-from rlpool.data.time_steps import Steps, longest, padded, steps_within
+from rlpool.data.dict_tensor import DictTensor, DictTensorBase, cat_named, check_alike
+from rlpool.data.rows import (
+    as_signed,
+    instance,
+    kind,
+    longest,
+    padded,
+    same_values,
+    selected,
+    steps_within,
+    taken,
+    write_rows_,
+)
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import whole_number
 
 
-class TemporalDictTensor(Steps):
+class TemporalDictTensor(DictTensorBase):
     """B trajectories of up to T steps: tensors ``[B, T, ...]`` by name, on one device.
 
     Row ``b`` has ``lengths[b]`` steps, followed by padding. Methods that add padding fill it with
@@ -46,7 +57,10 @@ class TemporalDictTensor(Steps):
         torch.Size([4])
     """
 
-    __slots__ = ()
+    __slots__ = ("_info", "_lengths")
+
+    _lengths: Tensor
+    _info: DictTensor
 
     def __init__(
         self,
@@ -69,6 +83,227 @@ class TemporalDictTensor(Steps):
         named_info = [(f"info/{key}", tensor) for key, tensor in self._info.items()]
         base.check([*steps[:1], ("lengths", lengths), *named_info])
         self._info._n_rows()
+
+    @staticmethod
+    def _wrap(tensors: dict[str, Tensor], lengths: Tensor, info: DictTensor) -> TemporalDictTensor:
+        """Trajectories that keep these objects themselves, unchecked: for the library's own."""
+        made = object.__new__(TemporalDictTensor)
+        made._tensors, made._lengths, made._info = tensors, lengths, info
+        return made
+
+    def _with(self, tensors: dict[str, Tensor]) -> TemporalDictTensor:
+        return self._wrap(tensors, self._lengths, copy(self._info))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TemporalDictTensor:
+        tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
+        return self._wrap(tensors, change(self._lengths), self._info._map(change))
+
+    def _n_rows(self) -> int:
+        return self.n_elems()
+
+    @property
+    def _steps(self) -> DictTensor:
+        return DictTensor._wrap(self._tensors)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of steps of every row, int64 ``[B]``."""
+        return self._lengths
+
+    @property
+    def info(self) -> DictTensor:
+        """Values per trajectory: tensors ``[B, ...]``."""
+        return self._info
+
+    def n_elems(self) -> int:
+        """Number of rows B; ``SpecError`` for the result of ``index(int)``, which has no rows."""
+        if not self._lengths.ndim:
+            raise SpecError(
+                "a single trajectory, as index(int) gives it, has no batch dimension",
+                fix="slice(i) keeps the batch dimension",
+            )
+        return self._lengths.shape[0]
+
+    def __len__(self) -> int:
+        """Number of rows, as ``n_elems``; ``TypeError`` for the result of ``index(int)``."""
+        if not self._lengths.ndim:
+            raise TypeError("a single trajectory, as index(int) gives it, has no len()")
+        return self.n_elems()
+
+    def __bool__(self) -> bool:
+        """True, also without rows: ``None`` is what ``get`` returns for nothing."""
+        return True
+
+    def n_timesteps(self) -> int:
+        """Size T of the time dimension; without keys, the largest length."""
+        for tensor in self._tensors.values():
+            return tensor.shape[self._lengths.ndim]
+        return longest(self._lengths)
+
+    def device(self) -> torch.device:
+        """The device of all tensors and of the lengths."""
+        return self._lengths.device
+
+    def specs(self) -> dict[str, dict[str, Any]]:
+        """Per key ``{"size": shape of one step, "dtype": dtype}``."""
+        n_leading = self._lengths.ndim + 1
+        return {k: {"size": t.shape[n_leading:], "dtype": t.dtype} for k, t in self.items()}
+
+    def mask(self) -> Tensor:
+        """float32 ``[B, T]``: 1 for steps, 0 for padding.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.mask()
+            tensor([[1., 1., 1.],
+                    [1., 0., 0.]])
+        """
+        return steps_within(self._lengths, self.n_timesteps()).to(torch.float32)
+
+    def full(self) -> bool:
+        """True if every row has T steps."""
+        return bool((self._lengths == self.n_timesteps()).all())
+
+    def shorten(self) -> TemporalDictTensor:
+        """Views of the first ``max(lengths)`` steps: drops steps that are padding in every row."""
+        return self._with(self._in_time(0, longest(self._lengths)))
+
+    def expand(self, n_elems: int) -> TemporalDictTensor:
+        """Add rows of zeros with length 0, copying; dtypes are kept.
+
+        Args:
+            n_elems: The new number of rows, at least the current one.
+
+        Raises:
+            SpecError: If it is smaller.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.expand(3).lengths
+            tensor([3, 1, 0])
+        """
+        fix = "slice(0, n) takes rows away"
+        n_elems = whole_number("n_elems", n_elems, self.n_elems(), fix=fix)
+        try:
+            return self._map(padded(0, n_elems))
+        except (TypeError, RuntimeError) as error:
+            raise SpecError(f"cannot expand to {n_elems} rows: {error}", fix=fix) from error
+
+    def temporal_slice(self, start: int, stop: int) -> TemporalDictTensor:
+        """Keep steps ``start <= t < stop`` of every trajectory.
+
+        Args:
+            start: First step kept, 0-based.
+            stop: One past the last step kept.
+
+        Returns:
+            Views ``[B, stop - start, ...]``. ``lengths`` is new: clipped to ``[0, stop - start]``.
+
+        Raises:
+            SpecError: If not ``0 <= start <= stop <= T``.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.temporal_slice(1, 3).lengths
+            tensor([2, 0])
+        """
+        start = whole_number("start", start, 0)
+        stop = whole_number("stop", stop, start)
+        if stop > self.n_timesteps():
+            raise SpecError(
+                f"steps {start} to {stop} are not within 0 to {self.n_timesteps()}",
+                fix="count steps from the start: rows end at different steps",
+            )
+        lengths = (self._lengths - start).clamp(0, stop - start)
+        return self._wrap(self._in_time(start, stop), lengths, copy(self._info))
+
+    def temporal_index(self, step: int) -> DictTensor:
+        """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1."""
+        step, dim = self._checked_step(step), self._lengths.ndim
+        return self._steps._map(lambda tensor: tensor.select(dim, step))
+
+    def temporal_multi_index(self, steps: Tensor) -> DictTensor:
+        """Copy one step of every row, a different one for each.
+
+        Args:
+            steps: Int ``[B]``, each from 0 to T - 1.
+
+        Returns:
+            Tensors ``[B, ...]``: row ``b`` is step ``steps[b]``.
+
+        Raises:
+            SpecError: If there is not one step per row, or one is out of range.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.arange(6.0).view(2, 3)})
+            >>> batch.temporal_multi_index(batch.lengths - 1)["reward"]
+            tensor([2., 5.])
+        """
+        n_elems = self.n_elems()
+        is_int = isinstance(steps, Tensor) and steps.dtype in base.INDEX_DTYPES
+        if not is_int or steps.shape != (n_elems,):
+            raise SpecError(f"steps are {kind(steps)}", fix=f"use an int64 [{n_elems}]")
+        for bound in steps.aminmax() if n_elems else ():
+            self._checked_step(int(bound))
+        rows, times = torch.arange(n_elems, device=self.device()), steps.to(self.device()).long()
+        return self._steps._map(lambda tensor: taken(tensor, rows, times))
+
+    def masked_temporal_index(self, step: int) -> tuple[DictTensor, Tensor]:
+        """Copy one step of the rows that have it.
+
+        Args:
+            step: From 0 to T - 1.
+
+        Returns:
+            Tensors ``[N, ...]`` of the rows with ``step < length``, and the numbers of these rows,
+            int64 ``[N]``, ascending.
+
+        Raises:
+            SpecError: If the step is out of range.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> steps, rows = batch.masked_temporal_index(2)
+            >>> steps["reward"], rows
+            (tensor([1.]), tensor([0]))
+        """
+        self.n_elems()  # refuses a single trajectory
+        step = self._checked_step(step)
+        rows = (self._lengths > step).nonzero().squeeze(1)
+        return self.temporal_index(step).index(rows), rows
+
+    def flatten(self, with_info: bool = False) -> DictTensor:
+        """All steps of all trajectories, without the padding.
+
+        Args:
+            with_info: Whether to add the keys of ``info``, repeated for every step of a row.
+
+        Returns:
+            Copies ``[sum(lengths), ...]`` in row-then-time order.
+
+        Raises:
+            SpecError: If ``info`` has a key of the steps.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.flatten()["reward"]
+            tensor([1., 1., 1., 1.])
+        """
+        self.n_elems()  # refuses a single trajectory
+        rows, times = steps_within(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
+        flat = self._steps._map(lambda tensor: taken(tensor, rows, times))
+        return flat + self._info.index(rows) if with_info else flat
+
+    def _in_time(self, start: int, stop: int) -> dict[str, Tensor]:
+        dim = self._lengths.ndim
+        return {key: t.narrow(dim, start, stop - start) for key, t in self.items()}
+
+    def _checked_step(self, step: Any) -> int:
+        fix = "temporal_multi_index(lengths - 1) gives the last step of every row"
+        number = whole_number("step", step, 0, fix=fix)
+        if number >= self.n_timesteps():
+            raise SpecError(f"step {number} of {self.n_timesteps()} steps", fix=fix)
+        return number
 
     @classmethod
     def from_packed(
@@ -112,13 +347,7 @@ class TemporalDictTensor(Steps):
         return cls(packed._map(unpack), lengths, info)
 
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
-        """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.slice(1).lengths
-            tensor([1])
-        """
+        """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
         if stop is None:
             start = instance(base.resolve_rows(start, self.n_elems()), int, "start")
             stop = start + 1
@@ -164,13 +393,6 @@ class TemporalDictTensor(Steps):
 
         Raises:
             SpecError: If it is no tensor, or its first two dimensions or its device differ.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> batch.set("return", batch["reward"].flip(1).cumsum(1).flip(1))
-            >>> batch["return"]
-            tensor([[3., 2., 1.],
-                    [3., 2., 1.]])
         """
         n_elems = self.n_elems()
         steps = [*self._tensors.items(), (key, tensor)]
@@ -225,9 +447,9 @@ class TemporalDictTensor(Steps):
             tensor([3, 1, 3])
         """
         sizes = instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
-        base.check_alike(self, source, 2, "source", subset=True)
+        check_alike(self, source, 2, "source", subset=True)
         info = self._info
-        base.check_alike(info, source._info, 1, "the info of source", subset=True)
+        check_alike(info, source._info, 1, "the info of source", subset=True)
         read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
         if longest(lengths) > n_timesteps:
@@ -272,24 +494,6 @@ class TemporalDictTensor(Steps):
 
         Raises:
             SpecError: If there is no such group.
-
-        Example:
-            >>> from mpe2 import simple_spread_v3
-            >>> from rlpool.integrations.pettingzoo import PettingZooEnv
-            >>> class Idle(Agent):
-            ...     def __call__(self, state, observation, agent_info=None, history=None):
-            ...         action = observation["last_action"] * 0
-            ...         return DictTensor(), DictTensor({"action": action}), DictTensor()
-            >>> def create_spread_env(seed):
-            ...     return PettingZooEnv([simple_spread_v3.parallel_env(max_cycles=4)], seed)
-            >>> batcher = EpisodeBatcher(
-            ...     2, 4, Idle, create_env=create_spread_env, n_workers=0, seed=0
-            ... )
-            >>> batcher.execute(2)
-            >>> episodes = batcher.get()
-            >>> agents = episodes.per_agent()
-            >>> episodes["_rewards"].shape, agents["_reward"].shape
-            (torch.Size([2, 4, 3]), torch.Size([6, 4]))
         """
         steps = steps_of_agents(self, group)
         own, info = own_steps(self, group, shared, steps), info_of_agents(self._info, steps)

@@ -10,8 +10,8 @@ import torch
 
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import kind
 from rlpool.data.infos import Info, info_rows, options_of
+from rlpool.data.rows import kind
 from rlpool.data.specs import TensorSpec, is_action
 from rlpool.data.storage import NDArray
 from rlpool.envs.lanes import LaneError, Lanes, Options

@@ -21,8 +21,8 @@ from rlpool.evaluation.figures import compare, returns_of
 from rlpool.evaluation.result import Evaluation
 from rlpool.evaluation.verification import verify
 from rlpool.machine.arguments import real_number
-from rlpool.machine.extras import import_extra
 from rlpool.machine.files import checked_target
+from rlpool.machine.imports import import_extra
 
 COMMANDS = ("evaluate", "compare", "verify")
 

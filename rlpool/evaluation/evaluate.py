@@ -26,8 +26,8 @@ from rlpool.evaluation.protocol import Telling, described_infos, modules_of, pla
 from rlpool.evaluation.result import Entry, Evaluation, Record, error_of
 from rlpool.evaluation.video import filmed_seeds, filming, kept_films
 from rlpool.machine.arguments import also_takes, whole_number
-from rlpool.machine.extras import import_extra
 from rlpool.machine.files import checked_target
+from rlpool.machine.imports import import_extra
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds, evaluation_root, root_from
 from rlpool.seeding import episode_seeds as episode_seeds_of

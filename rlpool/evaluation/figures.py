@@ -18,7 +18,7 @@ from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
 from rlpool.machine.arguments import names_arguments, real_number
-from rlpool.machine.extras import import_extra
+from rlpool.machine.imports import import_extra
 
 if TYPE_CHECKING:
     from rlpool.evaluation.result import Evaluation

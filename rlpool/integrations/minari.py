@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpool.machine.extras import imports_of
+from rlpool.machine.imports import imports_of
 
 with imports_of("minari"):
     from rlpool.integrations.minari_reading import from_minari

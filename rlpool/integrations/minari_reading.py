@@ -11,7 +11,7 @@ import torch
 from minari import MinariDataset
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import instance
+from rlpool.data.rows import instance
 from rlpool.data.specs import (
     fitted,
     fitted_rewards,

@@ -16,8 +16,8 @@ from minari.data_collector import EpisodeBuffer
 from minari.dataset.minari_dataset import parse_dataset_id
 from minari.storage.datasets_root_dir import get_dataset_path
 
-from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.infos import options_of
+from rlpool.data.rows import instance, kind
 from rlpool.data.specs import (
     TensorSpec,
     fitted,

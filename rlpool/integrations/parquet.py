@@ -31,13 +31,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpool.data.dict_tensor_base import check_alike, kind, listed
+from rlpool.data.dict_tensor import check_alike
+from rlpool.data.rows import kind, listed
 from rlpool.data.specs import fitted
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.machine.extras import import_extra
 from rlpool.machine.files import file_at, replaced
+from rlpool.machine.imports import import_extra
 
 __all__ = ["from_parquet", "to_parquet"]
 

@@ -24,7 +24,7 @@ from rlpool.envs.columns import converted
 from rlpool.envs.info_keys import value_of
 from rlpool.envs.single_envs import is_of_agents
 from rlpool.errors import SpecError
-from rlpool.machine.extras import import_extra
+from rlpool.machine.imports import import_extra
 
 Groups = Mapping[str, Sequence[str]] | None
 

@@ -15,7 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import Tensor
 
-from rlpool.data.dict_tensor_base import instance
+from rlpool.data.rows import instance
 from rlpool.data.specs import (
     TensorSpec,
     fitted,

@@ -23,7 +23,7 @@ from torch.distributions import Bernoulli, Categorical
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.agents.sampling import sample_categorical, sample_normal
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import kind
+from rlpool.data.rows import kind
 from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, refuse_missing
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor

@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlpool.data import dict_tensor_base as base
+from rlpool.data import rows as base
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import kind
+from rlpool.data.rows import kind, steps_within
 from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, FLAGS
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.data.time_steps import steps_within
 from rlpool.errors import SpecError
 
 __all__ = ["from_torchrl", "to_torchrl"]

@@ -12,7 +12,7 @@ from rlpool.machine.arguments import (
     names_arguments,
     whole_number,
 )
-from rlpool.machine.main_guard import refuse_during_import
+from rlpool.machine.imports import refuse_during_import
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.process_lanes import ProcessLanes
 from rlpool.record.capsule_files import CrashDir

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import instance
+from rlpool.data.rows import instance
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import NDArray, allocate, carved_bytes
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor

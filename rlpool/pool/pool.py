@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.data.dict_tensor_base import listed
+from rlpool.data.rows import listed
 from rlpool.data.storage import NDArray, allocate
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, whole_number

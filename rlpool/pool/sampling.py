@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import listed
+from rlpool.data.rows import listed
 from rlpool.data.specs import TensorSpec, refuse_missing
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor

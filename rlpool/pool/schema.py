@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.data.dict_tensor_base import listed
+from rlpool.data.rows import listed
 from rlpool.data.specs import FLAGS, TensorSpec
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number

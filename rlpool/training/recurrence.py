@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlpool.data.dict_tensor_base import kind
+from rlpool.data.rows import kind
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import real_number
 

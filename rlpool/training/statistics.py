@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlpool.data.array_view import as_numpy
-from rlpool.data.dict_tensor_base import instance, kind
+from rlpool.data.rows import instance, kind
 from rlpool.data.specs import refuse_missing
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor

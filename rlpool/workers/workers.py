@@ -32,9 +32,9 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.machine.imports import missing_guard_error
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
-from rlpool.machine.main_guard import missing_guard_error
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
