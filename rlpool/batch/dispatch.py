@@ -39,8 +39,7 @@ from rlpool.observe.stats import StatsReader
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.record.tape import Tape
-from rlpool.slots.block_pool import Block, BlockPool
-from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import Packed, pack
 from rlpool.workers.sharing import Shared

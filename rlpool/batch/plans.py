@@ -13,7 +13,7 @@ from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.seeding import episode_seeds, noise_keys
-from rlpool.slots.block_pool import Block
+from rlpool.slots.blocks import Block
 from rlpool.workers.failure_policy import Recycling
 from rlpool.workers.worker_process import Place
 

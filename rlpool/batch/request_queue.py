@@ -21,8 +21,7 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control
 from rlpool.observe.stats import Stats
 from rlpool.record.tape import Tape
-from rlpool.slots.block_pool import BlockPool
-from rlpool.slots.blocks import StepSpecs
+from rlpool.slots.blocks import BlockPool, StepSpecs
 
 
 class RequestQueue(ABC):

@@ -22,8 +22,7 @@ from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
 from rlpool.observe.control import Control
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
-from rlpool.slots.block_pool import Block
-from rlpool.slots.blocks import Layout, StepSpecs, successor_key
+from rlpool.slots.blocks import Block, Layout, StepSpecs, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.workers.payload import Packed, Payload
 

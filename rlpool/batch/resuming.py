@@ -22,7 +22,7 @@ from rlpool.batch.requests import Asked, Policy
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.specs import is_action
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import refuse_other_states
 from rlpool.record.tape import Tape

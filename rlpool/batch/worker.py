@@ -39,7 +39,7 @@ from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, agent_error, worker_error
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed
-from rlpool.slots.block_pool import Block
+from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Close, Done, Message, Pipe, Ready

@@ -30,8 +30,7 @@ from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, WorkerError
 from rlpool.observe.stats import RequestStats, Stats, stats_of
 from rlpool.record.capsule_files import CrashDir, CrashFiles
-from rlpool.slots.block_pool import BlockPool
-from rlpool.slots.blocks import StepSpecs
+from rlpool.slots.blocks import BlockPool, StepSpecs
 from rlpool.workers.payload import pack
 
 _LOG = logging.getLogger("rlpool")

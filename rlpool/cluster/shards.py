@@ -11,8 +11,7 @@ import numpy as np
 from rlpool.batch.requests import EpisodeRequest, WindowRequest
 from rlpool.data.storage import NDArray
 from rlpool.errors import RlpoolError, WorkerError
-from rlpool.slots.block_pool import Block
-from rlpool.slots.blocks import StepSpecs
+from rlpool.slots.blocks import Block, StepSpecs
 from rlpool.slots.trajectories import Slice
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import Payload

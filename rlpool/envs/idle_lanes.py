@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 
 _MOST = 1000  # steps that are recorded of an episode
 

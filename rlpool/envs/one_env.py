@@ -44,8 +44,8 @@ from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Columns, as_array, flag_of
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys
-from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
+from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import SpecError
 from rlpool.machine.generators import seed_generators
 from rlpool.seeding import stream_seed

@@ -15,8 +15,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode
 from rlpool.envs.idle_lanes import IdleLanes
 from rlpool.envs.info_keys import InfoKeys
-from rlpool.envs.lanes import Options
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.envs.vector_infos import refuse_wrong_statistics, statistics_keys
 from rlpool.envs.vector_lanes import VectorLanes
 from rlpool.envs.vector_results import (

@@ -12,7 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWra
 from rlpool.data.specs import TensorSpec
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
-from rlpool.envs.gym_actions import some_action
+from rlpool.envs.gym_env import some_action
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
 from rlpool.errors import SpecError, described
 from rlpool.seeding import Seeding

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlpool.data.storage import NDArray
 from rlpool.envs.columns import as_array, wrong_count
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
 
 

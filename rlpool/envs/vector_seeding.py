@@ -13,7 +13,7 @@ from rlpool.data.storage import NDArray
 from rlpool.envs.atari_lanes import resets_atari_lanes
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
-from rlpool.envs.gym_actions import some_action
+from rlpool.envs.gym_env import some_action
 from rlpool.envs.gymnasium_vector import autoreset_mode
 from rlpool.errors import SpecError, described
 from rlpool.seeding import SEEDINGS, Seeding

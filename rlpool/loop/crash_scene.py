@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import LaneError
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_driver import AgentFailure, rows_repeating

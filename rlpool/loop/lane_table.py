@@ -2,25 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from time import monotonic_ns
+from weakref import WeakKeyDictionary
 
-from rlpool.data.specs import row_specs
+from rlpool.data.specs import FLAGS, row_specs
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import Options
-from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import Where
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.errors import NotRepeatedError, Where
 from rlpool.loop.active_plan import ActivePlan, Lane, State, by_number
-from rlpool.loop.active_plans import ActivePlans
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import rows_repeating
 from rlpool.loop.crash_scene import CrashScene
-from rlpool.loop.going_on import take_over
-from rlpool.loop.plan import Chunk, Episode
+from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
 from rlpool.observe.control import WorkerRecord
+from rlpool.record.repeat import take_over_together
+from rlpool.record.tape import Actions, Tape
+from rlpool.slots.blocks import Arrays
+from rlpool.slots.writer import SlotWriter
 
 _UNTIL_FULL = attrgetter("steps_until_full")
+
+
+class ActivePlans:
+    """Plans that fit together, the queue that they come from, and what writes into their blocks.
+
+    Args:
+        env: The environments.
+        calls: The agent's calls.
+        record: Is told what lanes do.
+
+    Attributes:
+        active: The plans that run, the oldest first.
+        postponed: A plan that follows when all of these are over.
+        queue: Where plans come from, set by the rollout for as long as it runs.
+    """
+
+    queue: PlanQueue
+
+    def __init__(self, env: VecEnv, calls: AgentCalls, record: WorkerRecord) -> None:
+        self._env, self._calls, self._record = env, calls, record
+        self.active: list[ActivePlan] = []
+        self.postponed: Plan | None = None
+        self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
+
+    def end(self) -> None:
+        """Forget the queue, which may refer to the rollout, and what is left of its plans."""
+        self.active.clear()
+        self.postponed = None
+        del self.queue
+
+    def forget_writers(self) -> None:
+        """Write from other arrays from now on."""
+        self._writers.clear()
+
+    def bind(self, plan: Plan) -> ActivePlan:
+        """Let lanes run a plan."""
+        active = ActivePlan(plan, self._writer_of(plan), self._env.n_lanes, self._record)
+        self.active.append(active)
+        return active
+
+    def _writer_of(self, plan: Plan) -> SlotWriter:
+        """What writes into a plan's block; the next plan with the same block gets the same."""
+        writer = self._writers.get(plan.arrays)
+        if writer is None:
+            sources = self._calls.current, self._calls.driver.state
+            writer = self._writers[plan.arrays] = SlotWriter(plan.layout, plan.arrays, *sources)
+        return writer
+
+    def wait(self) -> bool:
+        """Wait for slots, when no lane can step; False if there is nothing to wait for."""
+        if not self.active:
+            return False
+        self._record.begin_wait()
+        has_waited = any(active.plan.wait() for active in self.active)
+        self._record.end_wait()
+        return has_waited
+
+    def drop(self, active: ActivePlan) -> None:
+        """Drop a plan of which lanes run nothing any more."""
+        self.active.remove(active)
+        self.queue.done(active.plan)
+
+    def drop_finished(self) -> None:
+        """Drop plans of which nothing is left to do."""
+        for active in list(self.active):
+            if not active.n_lanes and active.plan.is_over():
+                self.drop(active)
 
 
 class LaneTable:
@@ -365,3 +435,162 @@ class LaneTable:
                     self.giving_up.append(number)
                 else:
                     self.steps_until_full = min(self.steps_until_full, n_left)
+
+
+class SelfRestartingLanes(LaneTable):
+    """A ``LaneTable`` of a vector environment whose lanes restart when they like, in any step.
+
+    An idle lane begins an episode once it has restarted. In a window, a lane whose episode has
+    ended stays in its slot; the steps until it has restarted belong to no episode, and the lane
+    writes over them.
+    """
+
+    _restarting: Sequence[Lane] = ()  # lanes of a window whose next episode has yet to begin
+
+    def have_news(self) -> bool:
+        """See ``LaneTable.have_news``."""
+        return super().have_news() or bool(self._env.ready_lanes(self.idle))
+
+    def drop(self, cancelled: ActivePlan) -> None:
+        """See ``LaneTable.drop``."""
+        self._restarting = [lane for lane in self._restarting if lane.active is not cancelled]
+        super().drop(cancelled)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._restarting = ()
+
+    def turn_over(self, ended: Sequence[int]) -> None:
+        """See ``LaneTable.turn_over``."""
+        restarting, self._restarting = self._restarting, ()
+        for lane in restarting:
+            lane.active.rows[lane.number] -= 1  # its step was none of an episode
+        if restarting:
+            self._restart(restarting)
+        super().turn_over(ended)
+
+    def _restart(self, lanes: Sequence[Lane]) -> None:
+        ready = self._env.ready_lanes([lane.number for lane in lanes])
+        if len(ready) < len(lanes):
+            others = [lane for lane in lanes if lane.number not in ready]
+            self._restarting = [*self._restarting, *others]
+            self.steps_until_full = 0  # take stock
+        if ready:
+            super()._restart([lane for lane in lanes if lane.number in ready])
+
+    def _full_lanes(self, active: ActivePlan) -> list[Lane]:
+        """All lanes: a window is over for those as well that have restarted, and did less."""
+        full = super()._full_lanes(active)
+        if not full or not active.restarts:
+            return full
+        live = [self.running[lane] for lane in self.live if lane in self.running]
+        for lane in live:
+            # The step in which one restarts may be written already.
+            active.writer.abandon(lane.slot, active.steps_in_slot(lane))
+        return live
+
+    def _deal(self, starting: list[Lane]) -> None:
+        ready = self._env.ready_lanes(self.idle)
+        others = set(self.idle).difference(ready)
+        self.idle = list(ready)
+        super()._deal(starting)
+        self.idle = sorted(others.union(self.idle))
+
+    def _take_stock(self) -> None:
+        super()._take_stock()
+        if self._restarting:
+            self.steps_until_full = 1  # after every step it is seen who has restarted
+
+
+def marked(
+    running: Collection[Lane], env: VecEnv, state: Mapping[str, NDArray]
+) -> Callable[[], dict[int, Tape]]:
+    """Keep what lanes have done between two windows.
+
+    Args:
+        running: The lanes that run episodes; they are parked.
+        env: The environments.
+        state: Key to array ``[n_lanes, ...]``: the agent's states.
+
+    Returns:
+        Makes the tapes of these lanes, whatever they have done since.
+    """
+    if not running:
+        return dict
+    shown = {key: array.copy() for key, array in env.current.items() if key not in FLAGS}
+    states = {key: array.copy() for key, array in state.items()}
+    lanes: list[tuple[Lane, Episode, Tape, list[Actions], int, str]] = []
+    for lane in running:
+        tape = lane.tape_so_far
+        so_far = list(tape.chunks), tape.first_step, tape.lost
+        lanes.append((lane, lane.episode, tape, *so_far))
+
+    def tapes() -> dict[int, Tape]:
+        made: dict[int, Tape] = {}
+        for lane, episode, tape, chunks, first_step, lost in lanes:
+            so_far = episode.n_restarts, first_step, chunks
+            made[lane.number] = copy = Tape(tape.seed, tape.options, *so_far, lost=lost)
+            if copy.n_steps:
+                copy.observation = {key: array[lane.number] for key, array in shown.items()}
+                copy.state = {key: array[lane.number] for key, array in states.items()}
+        return made
+
+    return tapes
+
+
+def take_over(active: ActivePlan, env: VecEnv, calls: AgentCalls, where: Where) -> list[Lane]:
+    """Bring lanes to where another worker was with a plan's episodes.
+
+    Args:
+        active: The plan, with their tapes.
+        env: The environments.
+        calls: The agent's calls.
+        where: This worker.
+
+    Returns:
+        What the lanes run; they are parked.
+
+    Raises:
+        EnvError: If an environment does not repeat what it did.
+    """
+    plan = active.plan
+    lanes: list[Lane] = []
+    able: dict[int, Tape] = {}
+    wheres: dict[int, Where] = {}
+    for number, known in plan.tapes.items():
+        episode = replace(plan.resumed(number, known.n_restarts), options=known.options)
+        tape, n_steps = replace(known, seed=episode.seed), known.n_steps
+        lanes.append(Lane(number, episode, active, episode.slot, steps_before=n_steps, tape=tape))
+        here = Where(where.worker, number, episode.number, 0, tape.seed, tape.options)
+        if _can_begin(episode, tape, here):
+            able[number], wheres[number] = tape, here
+        else:
+            env.begin_lanes([number])
+    take_over_together(env, able, wheres, calls.record.steps)
+    for lane in lanes:
+        calls.infos.show(plan.agent_info or {}, {lane.number: lane.episode.number})
+        if lane.steps_before:
+            calls.driver.resume(lane.number, plan.tapes[lane.number].state, lane.episode)
+        else:
+            calls.driver.start([lane.number], calls.infos.tensors, [lane.episode])
+    return lanes
+
+
+def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:
+    """Whether a lane can be reset to repeat its tape: not if it was given up in its reset.
+
+    Raises:
+        NotRepeatedError: If it was given up in what it has done before.
+    """
+    fails_at = episode.gives_up_at
+    if fails_at is None or fails_at >= tape.n_steps:
+        return True
+    if tape.n_steps:
+        call = f"step {fails_at}" if fails_at >= 0 else "its reset or its first step"
+        raise NotRepeatedError(
+            f"the environment did not repeat an episode: {call} fails now, but succeeded before",
+            where=where._replace(step=max(fails_at, 0)),
+            fix="the log has the failure: the same seed and actions have to lead to the same in "
+            "another process",
+        )
+    return False

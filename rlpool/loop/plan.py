@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 from rlpool.errors import WorkerError
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStart

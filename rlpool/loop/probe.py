@@ -10,12 +10,10 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import TensorSpec, is_action, row_specs
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.lanes import Options
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import RlpoolError, SpecError, described
-from rlpool.loop.agent_calls import AgentCalls
+from rlpool.loop.agent_calls import AgentCalls, History
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
-from rlpool.loop.shown import History
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
 
 

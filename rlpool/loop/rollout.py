@@ -22,20 +22,16 @@ import torch
 
 from rlpool.agents.agent import Agent
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import LaneError, Options
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.active_plan import ActivePlan
-from rlpool.loop.active_plans import ActivePlans
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
 from rlpool.loop.blame import failing_lane
 from rlpool.loop.crash_scene import CrashScene
-from rlpool.loop.going_on import marked
-from rlpool.loop.lane_table import LaneTable
+from rlpool.loop.lane_table import ActivePlans, LaneTable, SelfRestartingLanes, marked
 from rlpool.loop.plan import PlanQueue
 from rlpool.loop.probe import probe
-from rlpool.loop.self_restarting import SelfRestartingLanes
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
 from rlpool.record.tape import Tape

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, EnvSpecError, SpecError, Where, WorkerError
 from rlpool.manager.buffers import FAILED, Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor

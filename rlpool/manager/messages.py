@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from rlpool.data.infos import options_of
 from rlpool.data.specs import Declaration, Structure, TensorSpec
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
 from rlpool.record.tape import Tape
 from rlpool.workers.payload import Payload

@@ -14,8 +14,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import TensorSpec, leaves_of
 from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.lanes import Options
-from rlpool.envs.vec_env import Observed, VecEnv
+from rlpool.envs.vec_env import Observed, Options, VecEnv
 from rlpool.errors import EnvError, SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import gymnasium
 
 from rlpool.data.array_view import as_numpy
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_wait, whole_number
 from rlpool.machine.interrupts import InterruptsHeld

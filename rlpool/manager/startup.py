@@ -10,8 +10,8 @@ import cloudpickle
 import numpy as np
 
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.lanes import LaneError
 from rlpool.envs.single_envs import all_tasks, how_to_make_one, is_environment, is_of_agents
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.machine.generators import seed_generators
 from rlpool.manager.messages import Report, Setup

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from time import monotonic_ns
 
 from rlpool.data.storage import Memory
-from rlpool.envs.lanes import LaneError, Options
+from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
 from rlpool.manager.messages import (

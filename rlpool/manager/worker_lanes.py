@@ -14,7 +14,7 @@ import numpy as np
 from rlpool.data.specs import Declaration
 from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.lanes import LaneError, Options
+from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, Where, described
 from rlpool.manager.buffers import Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor, Reply

@@ -8,8 +8,7 @@ from typing import Any
 
 from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.lanes import Options
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, Reason, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout

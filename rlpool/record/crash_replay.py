@@ -18,10 +18,9 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.lanes import LaneError
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.single_envs import refuse_no_environment
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import called_with_seed, check_choice

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, ParamSpec
 
-from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import (
     AgentError,
     AgentSpecError,

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlpool.data.storage import NDArray
-from rlpool.envs.lanes import LaneError
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import EnvError, NotRepeatedError, Where
 from rlpool.record.failures import env_error
 from rlpool.record.tape import REWARD, Actions, Tape

@@ -29,7 +29,7 @@ import numpy as np
 from rlpool.data.specs import FLAGS, Structure, TensorSpec, flattener
 from rlpool.data.storage import NDArray
 from rlpool.envs.columns import converted
-from rlpool.envs.lanes import Options
+from rlpool.envs.vec_env import Options
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs, successor_key
 
 Actions = dict[str, NDArray]

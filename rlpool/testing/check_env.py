@@ -30,9 +30,8 @@ from gymnasium.vector import VectorEnv
 from rlpool.data.specs import leaves_of, row_specs, structure_of_space
 from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.lanes import LaneError, Options
 from rlpool.envs.single_envs import is_environment, refuse_no_environment
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvSpecError, Where
 from rlpool.machine.arguments import names_arguments, takes_keyword, whole_number

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, RlpoolError
 from rlpool.agents.agent import AgentStep
-from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import LaneError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "episodes.md"
 MOST_LINES = 30

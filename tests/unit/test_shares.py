@@ -18,7 +18,7 @@ from rlpool import (
     SpecError,
     VectorGymEnv,
 )
-from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import LaneError
 
 from support.agents import BinaryAgent
 from support.fragile import FragileEnv

@@ -11,8 +11,7 @@ import torch
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory
 from rlpool.errors import SpecError
-from rlpool.slots.block_pool import BlockPool
-from rlpool.slots.blocks import Layout, StepSpecs, flat
+from rlpool.slots.blocks import BlockPool, Layout, StepSpecs, flat
 
 NUMBER = TensorSpec((), np.dtype(np.float32))
 LAYOUT = Layout(StepSpecs(3, False, {"frame": NUMBER}, {"action": NUMBER}, {}), 6, 7, n_workers=2)

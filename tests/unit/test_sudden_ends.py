@@ -18,7 +18,7 @@ import torch
 from rlpool import Batcher, DictTensor, EnvError, EpisodeBatcher, GymEnv
 from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
 from rlpool.data.storage import Memory
-from rlpool.slots.block_pool import Block
+from rlpool.slots.blocks import Block
 
 from support.agents import StepCounter
 from support.envs import CountingEnv, FailingEnv, create_counting

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlpool import EnvError, GymEnv, VectorGymEnv, Where
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory
-from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import LaneError
 from rlpool.record.repeat import repeat, take_over_together
 from rlpool.record.tape import LaneTapes, Tape, WindowTapes
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs

@@ -33,7 +33,7 @@ from rlpool import (
     WorkerStartupError,
     replay_crash,
 )
-from rlpool.envs.lanes import LaneError
+from rlpool.envs.vec_env import LaneError
 from rlpool.testing.checks import bits
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter
