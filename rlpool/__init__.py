@@ -69,7 +69,7 @@ from rlpool.training.statistics import (
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 """The installed version.
 
 Example:
