@@ -31,6 +31,9 @@ from rlpool.workers.failure_policy import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_LAST_EPISODE = 2**62
+"""Numbers of episodes are 64-bit words in workers; nobody gets that far."""
+
 
 class EpisodeBatcher(BatcherBase):
     """Collects complete episodes in worker processes.
@@ -120,7 +123,7 @@ class EpisodeBatcher(BatcherBase):
     _NAME = "EpisodeBatcher"
     _EPISODES = EpisodeRequest
 
-    _n_episodes = 0
+    _next_episode = 0
     _last: tuple[int, Any, Any, list[int] | None] | None = None
     _stream: OpenStream = None
     _n_streamed = 0  # number of the next request of the stream, after load_state_dict(), too
@@ -218,14 +221,14 @@ class EpisodeBatcher(BatcherBase):
         if given_seeds is not None:
             given_seeds = checked_seeds(given_seeds, n_episodes)
         asked = n_episodes, given_seeds, dispatcher.policy.version
-        first = self._n_episodes
+        first = self._next_episode
         details = {"n_episodes": n_episodes, "first": first, "episode_seeds": given_seeds}
         if is_repeated(self._unconfirmed, asked, infos):
             return
         with InterruptsHeld():
             request = self._made(dispatcher, Asked(dispatcher.policy, infos, details))
             dispatcher.check(request)
-            self._n_episodes += n_episodes
+            self._next_episode += n_episodes
             self._last = (n_episodes, *infos, given_seeds)
             self._n_streamed, self._left = n_streamed, ((), 0)
             self._unconfirmed = asked, infos
@@ -262,6 +265,52 @@ class EpisodeBatcher(BatcherBase):
         if self._last is None:
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
         self._request(dispatcher, *self._last)
+
+    @property
+    def next_episode(self) -> int:
+        """Number of the next episode in the batcher's life: how many were requested, or ``seek``'s.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.execute(3)
+            >>> batcher.next_episode
+            3
+        """
+        return self._next_episode
+
+    @names_arguments
+    def seek(self, number: int) -> None:
+        """Let the next ``execute`` begin with this episode of the batcher's life.
+
+        The seed, the noise and the row in the agent's batch of an episode follow from its number,
+        whatever the request it belongs to: two batchers that run episodes 0-7 and 8-15 have
+        together the results of one that runs 16. Vector environments that are seeded per request
+        are the exception, see ``VectorGymEnv``.
+
+        Args:
+            number: From 0. New batchers begin with 0; requests continue from one to the next.
+
+        Raises:
+            SpecError: For anything but a number from 0 to 2**62.
+            UsageError: If results are pending, or the batcher is closed.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.execute(3)
+            >>> all_seeds = batcher.get().info["seed"]
+            >>> batcher.seek(1)
+            >>> batcher.execute(2)
+            >>> torch.equal(batcher.get().info["seed"], all_seeds[1:])
+            True
+        """
+        dispatcher = self._open()
+        number = whole_number("number", number, 0)
+        if number > _LAST_EPISODE:
+            raise SpecError(f"number is {number}, the largest is 2**62", fix="begin at 0")
+        if n_pending := self._n_pending(dispatcher):
+            what = f"seek() while {n_pending} results are pending"
+            raise UsageError(what, fix="take them with get() first")
+        self._next_episode, self._unconfirmed = number, None
 
     @names_arguments
     def stream(
@@ -356,7 +405,7 @@ class EpisodeBatcher(BatcherBase):
                 last["episode_seeds"] = list(seeds)
         n_streamed = self._n_streamed or self._left[1]
         return {
-            "n_episodes": self._n_episodes,
+            "n_episodes": self._next_episode,
             "last": last,
             **({"n_streamed": n_streamed} if n_streamed else {}),
             "why_lost": why_unseeded(dispatcher.step),
@@ -367,7 +416,7 @@ class EpisodeBatcher(BatcherBase):
         return {
             "_last": last
             and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds")),
-            "_n_episodes": whole_number("n_episodes", state["n_episodes"], 0),
+            "_next_episode": whole_number("n_episodes", state["n_episodes"], 0),
             "_n_streamed": whole_number("n_streamed", state.get("n_streamed", 0), 0),
             "_left": ((), 0),
         }

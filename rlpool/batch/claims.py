@@ -1,10 +1,10 @@
 """Which worker runs which episode: claims in shared memory that survive whoever made them.
 
-Episode *i* belongs to row ``i % n_lanes`` of the workers' batches. For each row, every worker's
-last claim is one word: where it ends, and how many episodes it has. The next claim of a row begins
-where the furthest of them ends, the largest word, so nothing else has to be recorded: a worker that
-dies has either made a claim or not. A lane replaces its claim only when all episodes of it are
-finished.
+Episode *i* of a batcher belongs to row ``i % n_lanes`` of the workers' batches; claims number
+episodes within their request. For each row, every worker's last claim is one word: where it ends,
+and how many episodes it has. The next claim of a row begins where the furthest of them ends, the
+largest word, so nothing else has to be recorded: a worker that dies has either made a claim or not.
+A lane replaces its claim only when all episodes of it are finished.
 
 Workers make claims under a lock of the kernel, which is released when its holder dies. Taking back
 the claim of a dead worker needs no lock: it leaves the end of the claim where it was.
@@ -38,16 +38,23 @@ class Claims:
     Args:
         control: The control arrays of its block, see ``Layout.control``.
         n_episodes: Episodes of the request.
+        first: Number of the first one.
         lock_fd: Descriptor of a file that all workers lock to make a claim; ``None`` if there is
             only one worker.
     """
 
     def __init__(
-        self, control: Mapping[str, NDArray], n_episodes: int, lock_fd: int | None = None
+        self,
+        control: Mapping[str, NDArray],
+        n_episodes: int,
+        first: int,
+        lock_fd: int | None = None,
     ) -> None:
         self._n_episodes = n_episodes
         self._n_workers, self._n_lanes = control["claim"].shape
-        self._rows = [control["claim"][:, lane].data for lane in range(self._n_lanes)]
+        lanes = range(self._n_lanes)
+        self._rows = [control["claim"][:, lane].data for lane in lanes]
+        self._starts = [(lane - first) % self._n_lanes for lane in lanes]
         self._divisor = 4 * self._n_workers
         self._lock_fd = lock_fd
 
@@ -74,7 +81,7 @@ class Claims:
 
     def _end(self, lane: int) -> int:
         """Where the claims of a row end: the first episode that is left."""
-        return max(lane, max(self._rows[lane]) >> _COUNT_BITS)
+        return max(self._starts[lane], max(self._rows[lane]) >> _COUNT_BITS)
 
     def give_back(self, worker: int) -> list[int]:
         """Empty a dead worker's last claims; returns their episodes, finished or not."""
@@ -100,11 +107,12 @@ class Shares:
     Args:
         layout: Layout of the request's block.
         n_episodes: Its number of episodes.
+        first: Number of the first one.
     """
 
-    def __init__(self, layout: Layout, n_episodes: int) -> None:
+    def __init__(self, layout: Layout, n_episodes: int, first: int) -> None:
         self._n_lanes, self._n_workers = layout.step.n_lanes, layout.n_workers
-        self._n_episodes = n_episodes
+        self._n_episodes, self._first = n_episodes, first
 
     def of(self, worker: int) -> list[int]:
         """The episodes of a worker, ascending."""
@@ -113,17 +121,21 @@ class Shares:
     @property
     def workers(self) -> list[int]:
         """The worker of each episode."""
-        return [n // self._n_lanes % self._n_workers for n in range(self._n_episodes)]
+        numbers = range(self._first, self._first + self._n_episodes)
+        return [number // self._n_lanes % self._n_workers for number in numbers]
 
-    def seeds(self, root: int, first: int) -> list[int]:
+    def seeds(self, root: int) -> list[int]:
         """The seed of each episode: that of its worker's first one, as one reset serves all lanes.
 
         Args:
             root: Root of all seeds.
-            first: Episodes requested before.
         """
-        seeds = episode_seeds(root, first, self._n_episodes)
-        return [seeds[worker * self._n_lanes] for worker in self.workers]
+        seeds = episode_seeds(root, self._first, self._n_episodes)
+        firsts: dict[int, int] = {}
+        return [
+            firsts.setdefault(worker, seed)
+            for worker, seed in zip(self.workers, seeds, strict=True)
+        ]
 
 
 def warn_if_unseeded(step: StepSpecs) -> None:

@@ -54,7 +54,7 @@ class Execute:
     Attributes:
         number: Number of the request.
         root: Root of the episodes' seeds and noise.
-        first: Episodes requested before it, from which their seeds and noise derive.
+        first: Number of its first episode, from which seeds, noise and batch rows derive.
         seeds: Seeds of all episodes of the request, if the user gave them.
         n_episodes: Episodes of the whole request.
         block: Number of the block.

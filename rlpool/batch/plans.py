@@ -68,9 +68,10 @@ class _RequestPlan(Plan):
 class EpisodePlan(_RequestPlan):
     """A worker's share of the episodes of an ``execute``.
 
-    Episode *i* always runs in row ``i % n_lanes`` of the batch: the bits of a matrix product
-    depend on a row's position. Any idle worker takes the next episode of that row, unless lanes
-    cannot be seeded one by one: then each worker has its share beforehand, see ``Shares``.
+    Episode *i* of the batcher's life always runs in row ``i % n_lanes`` of the batch: the bits of a
+    matrix product depend on a row's position. Any idle worker takes the next episode of that row,
+    unless lanes cannot be seeded one by one: then each worker has its share beforehand, see
+    ``Shares``.
 
     Args:
         message: The request.
@@ -98,15 +99,16 @@ class EpisodePlan(_RequestPlan):
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
         claimed = message.again
         if step.resets_together:
-            shares = Shares(self.layout, n_episodes)
-            claimed, self.seeds = shares.of(self.worker), shares.seeds(root, message.first)
+            shares = Shares(self.layout, n_episodes, message.first)
+            claimed, self.seeds = shares.of(self.worker), shares.seeds(root)
             self._exhausted.update(range(step.n_lanes))
         else:
             self.seeds = message.seeds or episode_seeds(root, message.first, n_episodes)
-            self._claims = Claims(self.arrays.control, n_episodes, site.lock_fd)
+            control, first = self.arrays.control, message.first
+            self._claims = Claims(control, n_episodes, first, site.lock_fd)
         self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
         for number in reversed(claimed):
-            self._claimed[number % step.n_lanes].append(number)
+            self._claimed[(message.first + number) % step.n_lanes].append(number)
         self._recycling = site.recycling
         self._moved: set[int] = set()  # that begin again, when others may have got their slots
         self._chunks: list[Chunk] = []

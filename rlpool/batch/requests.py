@@ -291,7 +291,7 @@ class EpisodeRequest(Request):
     """Complete episodes, one per row.
 
     Attributes:
-        first: How many episodes were asked for before, from which their seeds and noise derive.
+        first: Number of the first episode, from which their seeds, noise and batch rows derive.
         given_seeds: Their seeds, if the user gave them.
     """
 
@@ -357,7 +357,7 @@ class EpisodeRequest(Request):
         self.n_repeats[running[running >= 0]] += 1
         if self.running_block.layout.step.resets_together:
             return self._give_back_share(worker)
-        claims = Claims(control, self.n_rows)
+        claims = Claims(control, self.n_rows, self.first)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
         self._note_writing(worker)
         is_there = self._arrived.copy()
@@ -388,13 +388,13 @@ class EpisodeRequest(Request):
 
     @property
     def _shares(self) -> Shares:
-        return Shares(self.running_block.layout, self.n_rows)
+        return Shares(self.running_block.layout, self.n_rows, self.first)
 
     @property
     def _seeds(self) -> Callable[[], list[int]]:
         """Makes the seeds of all episodes, also when the block is gone."""
         if self.running_block.layout.step.resets_together:
-            return partial(self._shares.seeds, self.root, self.first)
+            return partial(self._shares.seeds, self.root)
         if (given := self.given_seeds) is not None:
             return lambda: given
         return partial(episode_seeds, self.root, self.first, self.n_rows)

@@ -376,7 +376,7 @@ class Collector(Server):
         plan = EpisodePlan(message, block, infos, self._site)
         # Nobody else takes any of them, and no others are under way.
         if self._place.n_workers == 1 and len(self._plans) == 1:
-            self.env.announce_episodes(plan.seeds, plan.env_info)
+            self.env.announce_episodes(plan.seeds, plan.env_info, message.first)
         return plan
 
     def _take_slots(self, credit: Credit) -> None:

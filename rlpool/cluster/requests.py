@@ -174,7 +174,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
             return [
                 seed
                 for start, size in zip(parts, sizes, strict=True)
-                for seed in Shares(layout, size).seeds(self.root, self.first + start)
+                for seed in Shares(layout, size, self.first + start).seeds(self.root)
             ]
 
         return seeds

@@ -242,7 +242,7 @@ class VecEnv(ABC):
         return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
 
     def announce_episodes(  # noqa: B027  (optional)
-        self, seeds: Sequence[int], env_info: Mapping[str, NDArray]
+        self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
     ) -> None:
         """Announce the next resets: episode *i* in lane *i* % n_lanes.
 
@@ -251,6 +251,7 @@ class VecEnv(ABC):
         Args:
             seeds: Seed of each episode.
             env_info: ``[len(seeds), ...]`` per key, one row per episode.
+            first: Number of the first episode.
         """
 
     def seed_used(self, lane: int) -> int | None:

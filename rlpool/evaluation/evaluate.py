@@ -286,7 +286,7 @@ class Evaluator(EpisodeBatcher):
             keys: What else to record.
             show: Is told how far the request is.
         """
-        self._n_episodes = numbers.start  # seeds, noise and rows follow from it
+        self.seek(numbers.start)
         size = _PER_LANE * self._open().n_lanes
         step = self._open().step
         if step is not None:  # else the first episodes show it

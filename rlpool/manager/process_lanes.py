@@ -121,10 +121,12 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
         self._workers.reports_failures = True
 
-    def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, NDArray]) -> None:
+    def announce_episodes(
+        self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
+    ) -> None:
         """Announce the next episodes, so that the workers can begin them ahead of time."""
         self._workers.check_open()
-        self._stepper.announce(seeds, env_info)
+        self._stepper.announce(seeds, env_info, first)
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
         if not self._buffers.action:  # no action space: the agent's actions show what they are

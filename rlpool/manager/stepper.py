@@ -86,7 +86,9 @@ class Stepper:
         self._last_workers: list[int] = []
         self.pending: list[Pending] = []
 
-    def announce(self, seeds: Sequence[int], env_info: Mapping[str, NDArray]) -> None:
+    def announce(
+        self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
+    ) -> None:
         """Tell every worker which episodes will come: episode *i* in lane *i* % n_lanes."""
         workers, n_lanes = self._workers, self._workers.n_lanes
         self.settle(range(n_lanes))
@@ -94,8 +96,9 @@ class Stepper:
         with InterruptsHeld():
             self._buffers.is_ahead[:] = -1
             for worker, own in enumerate(workers.lanes_of):
-                infos = [{k: array[lane::n_lanes] for k, array in env_info.items()} for lane in own]
-                message = Announce([words[lane::n_lanes] for lane in own], infos)
+                parts = [slice((lane - first) % n_lanes, None, n_lanes) for lane in own]
+                infos = [{k: array[part] for k, array in env_info.items()} for part in parts]
+                message = Announce([words[part] for part in parts], infos)
                 workers.announced[worker] = message
                 workers.processes.send(worker, message)
 

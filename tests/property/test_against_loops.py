@@ -71,9 +71,9 @@ class Script:
         """Let an ``EpisodeBatcher`` run requests."""
         last = None
         for _ in range(self.rng.randint(2, 5)):
-            calls = ["execute", "execute", "reexecute", "get", "update", "resume"]
+            calls = ["execute", "execute", "reexecute", "get", "update", "resume", "seek"]
             call = self.rng.choice(calls)
-            if call in ("update", "resume"):
+            if call in ("update", "resume", "seek"):
                 getattr(self, call)()
             elif call == "get" or len(self.pending) == 4:
                 self.take()
@@ -138,6 +138,15 @@ class Script:
         self.batcher = setting.batcher(isinstance(self.batcher, Batcher))
         self.batcher.load_state_dict(state)
         self.update(self.by_hand.agent.bias)
+
+    def seek(self) -> None:
+        """Go to another episode, if nothing is pending."""
+        if self.pending:
+            return
+        number = self.rng.choice([0, self.rng.randint(1, 40), 2**40 + 1])
+        self.log.append(("seek", number))
+        self.batcher.seek(number)
+        self.by_hand.n_before = number
 
     def update(self, bias: float | None = None) -> None:
         info = {"bias": self.rng.randint(-8, 8) / 4 if bias is None else bias}

@@ -90,8 +90,9 @@ class EpisodesByHand(ByHand):
 
     def execute(self, n: int, agent_info: Any, env_info: Any) -> Expected:
         setting, agent = self.setting, self.agent
-        seeds = episode_seeds(self.root, self.n_before, n)
-        keys = noise_keys(self.root, self.n_before, n)
+        first, n_lanes = self.n_before, setting.n_lanes
+        seeds = episode_seeds(self.root, first, n)
+        keys = noise_keys(self.root, first, n)
         noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * n
         self.n_before += n
         rows, failures = [], {}
@@ -100,7 +101,7 @@ class EpisodesByHand(ByHand):
             env = setting.shown()
             try:
                 shown = env.reset(seed, options_of(env_info, i))
-                episode = Episode(agent, i % setting.n_lanes, setting.n_lanes, noise[i], shown)
+                episode = Episode(agent, (first + i) % n_lanes, n_lanes, noise[i], shown)
                 rows.append(played(episode, env, row_of(agent_info, i)))
             except Failed as failed:
                 failures[i] = failed.step
@@ -160,26 +161,27 @@ class EpisodesTogether(EpisodesByHand):
     """An ``EpisodeBatcher`` whose lanes are reset together."""
 
     def execute(self, n: int, agent_info: Any, env_info: Any) -> Expected:
-        n_lanes = self.setting.n_lanes
-        seeds = episode_seeds(self.root, self.n_before, n)
-        keys = noise_keys(self.root, self.n_before, n)
+        n_lanes, first = self.setting.n_lanes, self.n_before
+        seeds = episode_seeds(self.root, first, n)
+        keys = noise_keys(self.root, first, n)
         self.n_before += n
-        workers = [i // n_lanes % self.setting.n_workers for i in range(n)]
-        seeds = [seeds[worker * n_lanes] for worker in workers]
+        workers = [(first + i) // n_lanes % self.setting.n_workers for i in range(n)]
+        seeds = [seeds[workers.index(worker)] for worker in workers]
         rows: dict[int, list[Values]] = {}
         for worker in set(workers):
             share = [i for i, other in enumerate(workers) if other == worker]
-            rows |= self.played(share, seeds[share[0]], keys, agent_info, env_info)
+            rows |= self.played(share, first, seeds[share[0]], keys, agent_info, env_info)
         info = self.info(list(range(n)), seeds, agent_info, env_info)
         return Expected([rows[i] for i in range(n)], marked(info, self.setting), {})
 
     def played(
-        self, share: list[int], seed: int, keys: Any, agent_info: Any, env_info: Any
+        self, share: list[int], first: int, seed: int, keys: Any, agent_info: Any, env_info: Any
     ) -> dict[int, list[Values]]:
         """The episodes of one worker."""
         setting, agent = self.setting, self.agent
         noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * len(keys)
-        coming = [[i for i in share if i % setting.n_lanes == k] for k in range(setting.n_lanes)]
+        n_lanes = setting.n_lanes
+        coming = [[i for i in share if (first + i) % n_lanes == k] for k in range(n_lanes)]
         running: dict[int, int] = {}
         rows: dict[int, list[Values]] = {}
 

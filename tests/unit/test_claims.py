@@ -22,7 +22,8 @@ N_WORKERS, N_LANES = 3, 2
 
 @pytest.mark.parametrize("n_episodes", [1, 8, 101, 400])
 def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
-    claims = Claims({"claim": np.zeros((N_WORKERS, N_LANES), np.int64)}, n_episodes)
+    first = n_episodes // 3
+    claims = Claims({"claim": np.zeros((N_WORKERS, N_LANES), np.int64)}, n_episodes, first)
     rng = random.Random(n_episodes)
     claimed: list[int] = []
     last: dict[int, dict[int, range]] = {worker: {} for worker in range(N_WORKERS)}
@@ -35,7 +36,7 @@ def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
             last[worker].clear()
             continue
         (episodes,) = claims.make(worker, [lane])
-        assert all(episode % N_LANES == lane for episode in episodes)
+        assert all((first + episode) % N_LANES == lane for episode in episodes)
         n_left = n_episodes // N_LANES - len(claimed) // N_LANES
         assert len(episodes) <= (MAX_CLAIM if n_left > 8 * N_WORKERS else 2)
         claimed.extend(episodes)
@@ -55,7 +56,7 @@ def forked(do: Callable[[], object]) -> int:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
 def test_a_claim_waits_for_the_process_that_has_the_lock_until_that_dies() -> None:
     memory = Memory.shared(4096)
-    claims = Claims({"claim": memory.root().view(np.int64)[:1].reshape(1, 1)}, 9, memory.fd)
+    claims = Claims({"claim": memory.root().view(np.int64)[:1].reshape(1, 1)}, 9, 0, memory.fd)
     reader, writer = os.pipe()
 
     def hold() -> None:
