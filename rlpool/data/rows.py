@@ -246,23 +246,10 @@ def compact(value: Any) -> Any:
 # TensorDict ---------------------------------------------------------------------------------------
 
 
-def to_tensordict(
-    values: Mapping[Any, Any],
-    batch_size: Sequence[int],
-    *,
-    extra: str = "tensordict",
-    **options: Any,
-) -> Any:
-    """A ``TensorDict`` of these values, not copied; a tuple as a key is a path.
-
-    Args:
-        values: The entries.
-        batch_size: Its leading dimensions.
-        extra: The extra to name if the package is missing.
-        **options: Other arguments of ``TensorDict``.
-    """
-    tensordict = import_extra("tensordict", extra)
-    return tensordict.TensorDict(dict(values), batch_size=list(batch_size), **options)
+def to_tensordict(values: Mapping[str, Any], batch_size: Sequence[int]) -> Any:
+    """A ``TensorDict`` of these values, not copied, with these leading dimensions."""
+    tensordict = import_extra("tensordict", "tensordict")
+    return tensordict.TensorDict(dict(values), batch_size=list(batch_size))
 
 
 def from_tensordict(tensordict: Any) -> dict[str, Tensor]:

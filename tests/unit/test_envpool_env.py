@@ -11,11 +11,11 @@ from process.watching import assert_all_equal, assert_equal
 
 from rlpool import (
     AgentError,
+    EnvPoolEnv,
     EpisodeBatcher,
     SpecError,
     VectorGymEnv,
 )
-from rlpool.integrations.envpool import EnvPoolEnv
 from rlpool.testing import check_env
 
 from support.agents import BinaryAgent, FunctionAgent, binary_action

@@ -16,7 +16,7 @@ def test_an_adapter_without_its_neighbour_names_the_extra(
     adapter: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"rlpool.integrations.{adapter}"
-    for module in [m for m in sys.modules if m.startswith(name)]:
+    for module in [m for m in sys.modules if m.startswith((name, f"{package}."))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ImportError, match=rf"pip install 'rlpool\[{extra}\]'"):
