@@ -155,16 +155,6 @@ class ParallelEnvManager(ProcessLanes):
 
         Until the lane's next reset or, with ``auto_reset``, until its next step. A batcher over a
         manager decides itself what becomes of failures, by its own ``on_env_error``, and has them.
-
-        Example:
-            >>> def make_broken_env():
-            ...     return FaultyEnv("raise", at_step=1)
-            >>> with ParallelEnvManager([make_broken_env], on_env_error="truncate") as env:
-            ...     _ = env.reset()
-            ...     for _ in range(2):
-            ...         (_, _), (after, _) = env.step(DictTensor({"action": torch.tensor([0])}))
-            ...     print(after["truncated"], env.failures[0].what)
-            tensor([True]) env.step raised KeyError: 'struck'
         """
         return dict(self._workers.failures)
 

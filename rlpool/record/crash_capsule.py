@@ -86,8 +86,11 @@ class CrashCapsule:
         versions: Versions of the libraries there.
 
     Example:
+        >>> class Broken(CountingEnv):
+        ...     def step(self, action):
+        ...         return super().step(action if self.t < 3 else {}["struck"])
         >>> def broken(seed):
-        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        ...     return GymEnv([Broken()], seed)
         >>> try:
         ...     evaluate(create_agent(), broken, n_episodes=1)
         ... except EnvError as error:

@@ -111,8 +111,11 @@ def replay_crash(
             actions were not kept.
 
     Example:
+        >>> class Broken(CountingEnv):
+        ...     def step(self, action):
+        ...         return super().step(action if self.t < 3 else {}["struck"])
         >>> def broken(seed):
-        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        ...     return GymEnv([Broken()], seed)
         >>> try:
         ...     evaluate(create_agent(), broken, n_episodes=1)
         ... except EnvError as error:

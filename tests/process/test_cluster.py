@@ -289,7 +289,7 @@ def test_an_error_names_the_node_and_the_episode_of_the_request(tmp_path: Path) 
         assert expected.get().info["seed"][0] == seed
 
 
-@pytest.mark.parametrize("kind", variants(["raise"], ["exit", "wrong_shape"]))
+@pytest.mark.parametrize("kind", variants(["raise"], ["os_exit", "wrong_shape"]))
 def test_nodes_that_cannot_start_are_an_error_at_once(kind: str) -> None:
     with pytest.raises(WorkerError) as caught:
         make(InProcess(2), create_env=faults.create_env, env_args={"fault": kind})

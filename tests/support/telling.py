@@ -20,7 +20,8 @@ from rlpool import (
     VecEnv,
     VectorGymEnv,
 )
-from rlpool.testing import FaultyEnv
+
+from support.faults import FailingEnv
 
 KEYS = {
     "success": bool,  # only in the last info, as a float
@@ -103,7 +104,7 @@ class CountedInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def create_counted(seed: int, once: str, kind: str) -> GymEnv:
     """Lanes of which one fails once, in its step 4."""
-    envs = [CountedInfos(FaultyEnv(kind, at_step=4, once=once, length=9)) for _ in range(2)]
+    envs = [CountedInfos(FailingEnv(kind, at_step=4, once=once, length=9)) for _ in range(2)]
     return GymEnvInf(envs, seed, info_keys={"t": int})
 
 
