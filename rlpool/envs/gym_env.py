@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -22,7 +21,7 @@ from rlpool.data.specs import (
 )
 from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Results, wrong_count
-from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
+from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import checked_environments
 from rlpool.envs.vec_env import Options, VecEnv
@@ -48,10 +47,8 @@ class GymEnv(VecEnv):
             ``info_keys`` declares ``np.float64``; all other dtypes are kept.
         info_keys: Keys of ``info`` that become keys of a step, with their dtypes:
             ``{"success": bool, "action_mask": (np.int8, 4), "episode/r": float}``. A value is a
-            dtype, ``(dtype, shape)``, a space, a dict of these, or ``None``, as in a list of names,
-            to learn it from the first reset, which makes a step with a random action and resets
-            again if the first infos do not show it. The value of a step is zero if its info has no
-            such key.
+            dtype or ``(dtype, shape)``; ``["success", "cost"]`` means float32 numbers. A slash
+            leads into nested dicts. The value of a step is zero if its info has no such key.
 
     Attributes:
         observation_space: The environments' space of observations, ``None`` if they have none.
@@ -91,9 +88,7 @@ class GymEnv(VecEnv):
             envs = [TimeLimit(env, limit) for env in envs]
         self._envs = envs
         self._keep_float64 = keep_float64
-        self._wanted_infos = wanted_infos(info_keys, keep_float64=keep_float64)
-        self._info_specs = {k: spec for k, spec in self._wanted_infos.items() if spec is not None}
-        self._learns_infos = len(self._info_specs) < len(self._wanted_infos)
+        self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
         self._wrapped_lanes = set(range(len(envs)))  # whose checkers are still in place
@@ -105,8 +100,7 @@ class GymEnv(VecEnv):
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
         self._may_differ = _may_differ(envs[0])
-        has_structure = self.observation_space is not None and not self._may_differ
-        self.is_declared = has_structure and not self._learns_infos
+        self.is_declared = self.observation_space is not None and not self._may_differ
         if self.is_declared:
             self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
@@ -183,8 +177,6 @@ class GymEnv(VecEnv):
                 self._until_limit = min(self._until_limit, int(self._limits[lane]))
             if self._wrapped_lanes:
                 self._unwrap(lanes)
-            if self._columns is None and self._learns_infos:
-                self._learn_infos(lanes[0], seeds[0], options[0], results)
             observations, infos = zip(*results, strict=True)
             if self._columns is None:
                 self._learn(lanes, observations)
@@ -256,32 +248,6 @@ class GymEnv(VecEnv):
             bool(left[lane] <= 0) or was_truncated
             for lane, was_truncated in zip(lanes, truncated, strict=True)
         )
-
-    def _learn_infos(self, lane: int, seed: int, option: Options, results: list[Any]) -> None:
-        """Learn the specs of infos from what resets have returned, and if need be from a step.
-
-        Args:
-            lane: The first lane that was reset.
-            seed: Its seed.
-            option: Its options.
-            results: What the resets returned; that of the first lane is replaced if it stepped.
-        """
-        learner = InfoLearner(self._wanted_infos, keep_float64=self._keep_float64)
-        learner.look_at(info for _, info in results)
-        why_no_step = ""
-        if not learner.has_all and self.action_space is None:
-            why_no_step = "without an action space, no step was tried"
-        elif not learner.has_all:
-            self.lane_in_use[0] = lane
-            action = some_action(self.action_space, results[0][1])
-            try:
-                result = self._steps[lane](action)
-            except Exception as error:
-                why_no_step = f"a step with the action {action!r:.40} raised {error!r:.80}"
-            else:
-                learner.look_at(result[4:5] if type(result) is tuple else ())
-            results[0] = self._resets[lane](seed=seed, options=option)
-        self._info_specs = learner.specs(why_no_step)
 
     def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Declare the structure of the first observations, and write them.
@@ -370,16 +336,6 @@ def _explained(results: Sequence[Any]) -> SpecError | None:
         if not isinstance(result, tuple) or len(result) != 5:
             return wrong_count("step", "five", result)
     return None
-
-
-def some_action(space: Any, info: Any = None) -> Any:
-    """An action, always the same, that is not masked by an ``action_mask`` in the info."""
-    space = copy.deepcopy(space)
-    space.seed(0)
-    mask = value_of(info, "action_mask") if isinstance(info, Mapping) else None
-    if mask is None or type(space) is not gymnasium.spaces.Discrete:
-        return space.sample()
-    return space.sample(mask=np.asarray(mask, np.int8))
 
 
 def action_decoder(structure: Structure) -> Callable[[Mapping[str, NDArray]], list[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlpool.envs.info_keys import InfoKeys, wanted_infos
+from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import (
     checked_timeout,
@@ -144,7 +144,7 @@ class ParallelEnvManager(ProcessLanes):
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
-            "info_keys": wanted_infos(info_keys, keep_float64=keep_float64),
+            "info_keys": info_specs(info_keys, keep_float64=keep_float64),
         }
         given = timeout, failure_policy, crash_dir
         self._use(EnvWorkers(env_fns, envs_per_worker, self._root, self._options, *given))
