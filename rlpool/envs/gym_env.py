@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.wrappers import TimeLimit
 
 from rlpool.data.specs import (
     Leaf,
@@ -28,7 +27,6 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
 
-_NO_LIMIT = 2**62  # steps
 _SPACES = ("observation_space", "action_space")
 
 
@@ -91,11 +89,7 @@ class GymEnv(VecEnv):
         self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
-        self._wrapped_lanes = set(range(len(envs)))  # whose checkers are still in place
         self._open_lanes = set(range(len(envs)))
-        self._elapsed = np.zeros(len(envs), np.int64)  # steps of each lane's episode
-        self._limits = np.full(len(envs), _NO_LIMIT)  # time limits that are applied here
-        self._until_limit = _NO_LIMIT  # lower bound of the steps until a lane's limit
         self.keeps_results = False
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
@@ -173,10 +167,6 @@ class GymEnv(VecEnv):
                     self._adapt(lane)
                     result = result, {}
                 results.append(result)
-                self._elapsed[lane] = 0
-                self._until_limit = min(self._until_limit, int(self._limits[lane]))
-            if self._wrapped_lanes:
-                self._unwrap(lanes)
             observations, infos = zip(*results, strict=True)
             if self._columns is None:
                 self._learn(lanes, observations)
@@ -206,48 +196,12 @@ class GymEnv(VecEnv):
             self._fail("step", _explained(results) or error)
         if self.keeps_results:
             self.results = results
-        if len(lanes) == self.n_lanes:
-            self._elapsed += 1
-        else:
-            self._elapsed[list(lanes)] += 1
-        self._until_limit -= 1
-        if self._until_limit <= 0:
-            truncated = self._with_limits(lanes, truncated)
         return rewards, terminated, truncated
 
     def _adapt(self, lane: int) -> None:
         """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""
         env = self._envs[lane] = modernised(self._envs[lane], returns_pair=False)
         self._steps[lane], self._resets[lane] = env.step, env.reset
-
-    def _unwrap(self, lanes: Sequence[int]) -> None:
-        """Bypass the wrappers of ``gymnasium.make`` once its checkers have passed.
-
-        ``PassiveEnvChecker`` checks the first reset and step, ``OrderEnforcing`` the first reset;
-        then both only pass calls on. The limit of an outermost ``TimeLimit`` is applied here.
-        Three wrappers take a fifth of a CartPole step.
-        """
-        for lane in self._wrapped_lanes.intersection(lanes):
-            env = self._envs[lane]
-            checkers = (layer for layer in _layers(env) if type(layer) is PassiveEnvChecker)
-            if not all(checker.checked_step for checker in checkers):
-                continue
-            self._wrapped_lanes.remove(lane)
-            self._envs[lane] = env = _without_checkers(env)
-            if type(env) is TimeLimit:
-                self._limits[lane] = env._max_episode_steps
-                self._until_limit = 1
-                env = env.env
-            self._steps[lane], self._resets[lane] = env.step, env.reset
-
-    def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> tuple[Any, ...]:
-        """The ``truncated`` flags of a step, True also for lanes that reached their time limit."""
-        left = self._limits - self._elapsed
-        self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
-        return tuple(
-            bool(left[lane] <= 0) or was_truncated
-            for lane, was_truncated in zip(lanes, truncated, strict=True)
-        )
 
     def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Declare the structure of the first observations, and write them.
@@ -303,31 +257,16 @@ def _native(space: Any, name: str) -> Structure | None:
     return None if space is None else structure_of_space(space, keep_float64=True, name=name)
 
 
-def _layers(env: Any) -> Iterator[Any]:
-    """The wrappers around an environment, outermost first."""
-    while isinstance(env, gymnasium.Wrapper):
-        yield env
-        env = env.env
-
-
 def _may_differ(env: Any) -> bool:
     """Whether a wrapper changes observations but declares no space.
 
     Its ``observation_space`` is then the wrapped environment's, which may be wrong.
     """
-    without_space = takewhile(lambda layer: layer._observation_space is None, _layers(env))
-    return any(isinstance(layer, gymnasium.ObservationWrapper) for layer in without_space)
-
-
-def _without_checkers(env: Any) -> Any:
-    """The environment with the checkers taken out of its chain of wrappers."""
-    if not isinstance(env, gymnasium.Wrapper):
-        return env
-    inner = _without_checkers(env.env)
-    if type(env) in (PassiveEnvChecker, OrderEnforcing):
-        return inner
-    env.env = inner
-    return env
+    while isinstance(env, gymnasium.Wrapper) and env._observation_space is None:
+        if isinstance(env, gymnasium.ObservationWrapper):
+            return True
+        env = env.env
+    return False
 
 
 def _explained(results: Sequence[Any]) -> SpecError | None:
