@@ -48,7 +48,6 @@ from rlpool.evaluation.evaluate import evaluate
 from rlpool.evaluation.figures import Comparison, Estimate, Summary, compare
 from rlpool.evaluation.result import Evaluation
 from rlpool.evaluation.verification import Verification, verify
-from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import AGENT_ARCHS
@@ -152,12 +151,3 @@ __all__ = [
     "wait",
     "worker_count",
 ]
-
-__getattr__ = _removed_names(
-    __name__,
-    {
-        "WorkerSuggestion": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
-        "suggest_workers": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
-        "trace": "use stats() or `python -m rlpool top`, and py-spy for a timeline",
-    },
-)

@@ -6,7 +6,6 @@
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     │ ├ BatcherClosedError(ValueError)  as of files that are closed
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
-    │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     ├ ResultTimeoutError(TimeoutError)  get() waited as long as its timeout allows
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
@@ -140,10 +139,6 @@ class SpecError(RlpoolError, ValueError):
         ...     print(error.what)
         key 'action' is float32 [3], key 'frame' is float32 [2, 4]
     """
-
-
-class UnknownArgumentError(SpecError, TypeError):
-    """An argument that the function does not have; also a ``TypeError``, as Python raises."""
 
 
 class NotEnoughDataError(RlpoolError, ValueError):

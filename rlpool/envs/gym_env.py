@@ -25,7 +25,7 @@ from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import checked_environments
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import whole_number
 
 _SPACES = ("observation_space", "action_space")
 
@@ -67,7 +67,6 @@ class GymEnv(VecEnv):
                 [0.]]), tensor([0, 1]))
     """
 
-    @names_arguments
     def __init__(
         self,
         envs: Sequence[Any],

@@ -26,7 +26,7 @@ from rlpool.envs.vector_results import (
 )
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import check_choice, names_arguments, whole_number
+from rlpool.machine.arguments import check_choice, whole_number
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 
 _ALL = slice(None)
@@ -103,7 +103,6 @@ class VectorGymEnv(VectorLanes):
         (3, 'request')
     """
 
-    @names_arguments
     def __init__(
         self,
         vector_env: VectorEnv[Any, Any, Any],

@@ -49,7 +49,7 @@ from rlpool.integrations.pettingzoo_groups import (
     in_parallel,
     state_space,
 )
-from rlpool.machine.arguments import check_choice, names_arguments
+from rlpool.machine.arguments import check_choice
 
 __all__ = ["JointEnv", "PettingZooEnv", "PettingZooEnvInf"]
 
@@ -357,7 +357,6 @@ class PettingZooEnv(GymEnv):
                 [True, True, True]]))
     """
 
-    @names_arguments
     def __init__(
         self,
         envs: Sequence[Any],

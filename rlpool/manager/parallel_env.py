@@ -9,7 +9,6 @@ from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import (
     checked_timeout,
-    names_arguments,
     whole_number,
 )
 from rlpool.machine.imports import refuse_during_import
@@ -112,7 +111,6 @@ class ParallelEnvManager(ProcessLanes):
                 [1.]]) tensor([0, 1])
     """
 
-    @names_arguments
     @takes_policy
     def __init__(
         self,

@@ -373,7 +373,7 @@ def test_infos_and_updates_are_always_copies() -> None:
 def test_an_evaluated_agent_is_always_a_copy() -> None:
     agent = Writer()
     for n_threads in (0, 1):
-        evaluate(agent, create_env, 2, n_threads=n_threads)
+        evaluate(agent, create_env, 2, n_workers=n_threads)
         assert agent.weights.item() == 0
 
 
