@@ -17,7 +17,7 @@ from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.active_plan import ActivePlan
-from rlpool.loop.agent_driver import AgentFailure, driver_of, rows_repeating
+from rlpool.loop.agent_driver import driver_of, rows_repeating
 from rlpool.loop.plan import Episode
 from rlpool.observe.control import WorkerRecord
 from rlpool.slots.blocks import NOISE_KEY, Layout, StepSpecs
@@ -247,7 +247,7 @@ class AgentCalls:
         return outputs
 
     def _copied(
-        self, lanes: Sequence[int], live_rows: NDArray | None = None
+        self, lanes: Sequence[int], live_rows: NDArray | None
     ) -> tuple[dict[str, torch.Tensor], TemporalDictTensor | None]:
         """Observation and history of some lanes, in all other rows those of the first of them.
 
@@ -261,25 +261,3 @@ class AgentCalls:
         if self.history is None:
             return self._copies, None
         return self._copies, self.history.so_far({**self.current, **self.driver.state}, rows)
-
-    def fails_for(self, call: str, lanes: Sequence[int]) -> bool:
-        """Whether a call fails if all rows are those of some lanes.
-
-        Args:
-            call: ``"agent"``, or else the agent's ``initial_state``.
-            lanes: The lanes.
-        """
-        try:
-            if call == "agent":
-                observation, history = self._copied(lanes)
-                self.driver.act(observation, self.infos.shown, history, lanes)
-            else:
-                self.driver.start(lanes, self.infos.tensors)
-        except AgentFailure:
-            return True
-        return False
-
-    def restore(self, before: Mapping[str, NDArray], lanes: list[int]) -> None:
-        """Put back what the agent may have changed in place."""
-        for key, array in before.items():
-            self.current[key][lanes] = array[lanes]

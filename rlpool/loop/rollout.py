@@ -14,7 +14,6 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from time import monotonic_ns
 
 import numpy as np
@@ -27,7 +26,6 @@ from rlpool.errors import Where, WorkerError
 from rlpool.loop.active_plan import ActivePlan
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
-from rlpool.loop.blame import failing_lane
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.lane_table import ActivePlans, LaneTable, SelfRestartingLanes, marked
 from rlpool.loop.plan import PlanQueue
@@ -127,7 +125,8 @@ class Rollout:
                         is_at_end = True
                     except LaneError as error:
                         self._record.end_calls()
-                        failed, failure = self._blame(error)
+                        failed, failure = self._ended_by(error)
+                        failure.__cause__ = error.__cause__
                         self._plans.active.remove(failed)
                         lanes.begin_again(failed)
                         queue.failed(failed.plan, failure)
@@ -238,51 +237,27 @@ class Rollout:
 
     # Failures ------------------------------------------------------------------------------------
 
-    def _blame(self, error: LaneError) -> tuple[ActivePlan, WorkerError]:
-        """The plan that a failure of the user's code ends, and the error that says so."""
-        lane, is_known = error.lane, True
-        if isinstance(error, AgentFailure):
-            lane, is_known = self._blamed(error)
-        failure = self._failure(error, lane, is_known)
-        failure.__cause__ = error.__cause__
-        running = self._lanes.running.get(lane)
-        return self._plans.active[0] if running is None else running.active, failure
+    def _ended_by(self, error: LaneError) -> tuple[ActivePlan, WorkerError]:
+        """The plan that a failure of the user's code ends, and the error that says so.
 
-    def _blamed(self, error: AgentFailure) -> tuple[int, bool]:
-        """The lane whose row made the agent fail, and whether it fails for that row alone.
-
-        The agent is called again, with fewer lanes.
+        The agent is called for all lanes at once, so its error names all of the plan's rows in the
+        call. If several plans took part, the oldest one ends and the others begin again.
         """
-        running = self._lanes.running
-        lanes = [running[lane] for lane in error.lanes if lane in running]
-        groups = [
-            [lane.number for lane in lanes if lane.active is active]
-            for active in self._plans.active
-        ]
-        groups = [group for group in groups if group]
-        if not groups:
-            return error.lane, True
-        if error.call == "agent":
-            before = self._scene.before_the_call(self._calls.current)
-            self._calls.restore(before, [lane.number for lane in lanes])
-        return failing_lane(groups, partial(self._calls.fails_for, error.call))
-
-    def _failure(self, error: LaneError, lane: int, is_known: bool) -> WorkerError:
-        """The error for a failure of the user's code; a lane that is not known is only a guess."""
-        running = self._lanes.running.get(lane)
-        if running is None:
-            return env_error(error, Where(self._worker, lane))
-        episode, row = running.episode, running.active.steps_in_slot(running)
-        rest = episode.number, running.steps, episode.seed, episode.options
-        where = Where(self._worker, lane, *rest)
-        infos = running.active.plan.agent_info or {}, self._calls.infos.arrays
-        failure = self._scene.error(error, where, infos, running, row)
-        if is_known:
-            return failure
-        return failure.reworded(what=f"{failure.what} ({_NOT_KNOWN})")
-
-
-_NOT_KNOWN = (
-    "in a call for several episodes: which of them caused it is not known, since the agent fails "
-    "for none of them alone"
-)
+        running, active_plans = self._lanes.running, self._plans.active
+        numbers = error.lanes if isinstance(error, AgentFailure) else [error.lane]
+        lanes = [running[number] for number in numbers if number in running]
+        if not lanes:
+            failure = env_error(error, Where(self._worker, error.lane))
+            return active_plans[0], failure
+        active = next(each for each in active_plans if each in [lane.active for lane in lanes])
+        first, *others = [lane for lane in lanes if lane.active is active]
+        episode, row = first.episode, active.steps_in_slot(first)
+        rest = episode.number, first.steps, episode.seed, episode.options
+        infos = active.plan.agent_info or {}, self._calls.infos.arrays
+        failure = self._scene.error(
+            error, Where(self._worker, first.number, *rest), infos, first, row
+        )
+        if others:
+            rows = ", ".join(str(lane.episode.number) for lane in [first, *others])
+            failure = failure.reworded(what=f"{failure.what} (in one call for the rows {rows})")
+        return active, failure
