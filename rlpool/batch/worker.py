@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -49,13 +48,13 @@ _N_PROBES = 5
 """Seeds that are tried at the start where environments may fail."""
 
 
-def main(shared: Shared, place: Place, connection: Connection, control_fd: int) -> None:
+def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
     """Run a worker process of a batcher.
 
     Args:
         shared: What the set-up refers to.
         place: Which worker it is.
-        connection: The worker's end of its pipe.
+        pipe: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
     """
     # A second descriptor stays open for locking the file behind it.
@@ -64,7 +63,7 @@ def main(shared: Shared, place: Place, connection: Connection, control_fd: int) 
         with suppress(OSError):  # where that is not allowed
             # A worker that is woken does not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    make_collector = partial(Collector, place, Pipe(connection), lock_fd=lock_fd)
+    make_collector = partial(Collector, place, pipe, lock_fd=lock_fd)
     run(make_collector, shared, place, control_fd)
 
 

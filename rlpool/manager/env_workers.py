@@ -346,7 +346,7 @@ class EnvWorkers(LaneStates):
             self.refuse_closed()
         if get_ident() != self.one_thread.thread:
             self.one_thread.hand_over()
-        self.processes.deliver_logs()
+        self.processes.poll(0.0)  # and with it what workers have logged
         self.processes.refuse_if_dead()
 
     def refuse_closed(self) -> None:

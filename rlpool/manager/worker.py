@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 from functools import partial
-from multiprocessing.connection import Connection
 from time import monotonic_ns
 
 from rlpool.data.storage import Memory
@@ -35,9 +34,7 @@ _LONGEST_SLEEP_S = 3600.0
 """Of a worker that waits; nothing happens at the end of it."""
 
 
-def main(
-    shared: Shared, wake: Wake, done: Wake, place: Place, connection: Connection, control_fd: int
-) -> None:
+def main(shared: Shared, wake: Wake, done: Wake, place: Place, pipe: Pipe, control_fd: int) -> None:
     """Run a worker process with environments.
 
     Args:
@@ -45,10 +42,10 @@ def main(
         wake: Is signalled when a step is issued while this process sleeps.
         done: Is signalled when a command is carried out, for a caller that sleeps.
         place: Which worker it is.
-        connection: The worker's end of its pipe.
+        pipe: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
     """
-    make_server = partial(EnvServer, place, Pipe(connection), wake=wake, done=done)
+    make_server = partial(EnvServer, place, pipe, wake=wake, done=done)
     run(make_server, shared, place, control_fd)
 
 

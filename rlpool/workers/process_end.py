@@ -29,16 +29,22 @@ TERMINATE_S = 0.5
 """How long they may then take to end before they are killed. So nothing is left three seconds after
 Ctrl-C."""
 
+_READ_EVERY_S = 0.01
+"""How often to read pipes meanwhile."""
+
 _REAP_S = 1.0
 """How long a process that is ending may take to be gone."""
 
 
-def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
+def end_all(
+    ends: Sequence[tuple[CallerPipe, SpawnProcess]], read: Callable[[], None] = lambda: None
+) -> None:
     """End workers and what their environments started.
 
     Args:
         ends: For each worker that has not been reaped, the caller's end of its pipe and its
             process.
+        read: Reads all pipes, so that no worker waits until its messages are read.
     """
     try:
         for pipe, _ in ends:
@@ -53,8 +59,10 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
             for process in late:
                 end(process)
             deadline_s = time.monotonic() + patience_s
-            for process in late:
-                process.join(max(0.0, deadline_s - time.monotonic()))
+            while late and time.monotonic() < deadline_s:
+                wait([process.sentinel for process in late], _READ_EVERY_S)
+                read()
+                late = [process for process in late if process.is_alive()]
     except ValueError:
         pass  # closed: a signal's handler has done this meanwhile
     except BaseException:
@@ -64,6 +72,7 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
             process.join(_REAP_S)
         raise
     finally:
+        read()
         for pipe, process in ends:
             pipe.close()
             with suppress(ValueError):

@@ -38,7 +38,7 @@ from rlpool.machine.worker_limits import (
     WORKER_BYTES,
     refuse_small_limit,
 )
-from rlpool.workers.logs import WorkerLogs
+from rlpool.workers.logs import current_levels
 from rlpool.workers.process_end import kill_when_closed
 from rlpool.workers.template_handle import LIMITS, Template, UnsafeError, why_impossible
 from rlpool.workers.wire import CallerPipe, Inherited
@@ -124,14 +124,13 @@ def memory_of(start_method: str) -> tuple[int, int]:
 
 
 def launch(
-    run: WorkerMain, place: Place, logs: WorkerLogs, control_fd: int, start_method: str
+    run: WorkerMain, place: Place, control_fd: int, start_method: str
 ) -> tuple[CallerPipe, SpawnProcess]:
     """Start a worker process; within ``starting_processes``.
 
     Args:
         run: The main function of the process.
         place: Which worker it is.
-        logs: Its end of the log file.
         control_fd: Descriptor of the shared record.
         start_method: One of ``START_METHODS``.
 
@@ -144,7 +143,7 @@ def launch(
         try:
             worker = _Process(
                 target=run_connected,
-                args=(logs, run, place, there, Inherited(control_fd)),
+                args=(current_levels(), run, place, there, Inherited(control_fd)),
                 name=f"rlpool-worker-{place.worker}",
                 daemon=False,  # environments may start processes of their own
             )

@@ -14,11 +14,15 @@ written by a later call, and a partial message is kept until the rest arrives::
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import pickle
 import select
 import socket
 import struct
+import sys
+import termios
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -82,6 +86,28 @@ class Retiring:
     why: str
 
 
+@dataclass(frozen=True)
+class Logged:
+    """From a worker: it has logged something.
+
+    Attributes:
+        fields: The fields of the record.
+    """
+
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """From a worker: it has dropped log records.
+
+    Attributes:
+        n_records: How many since the last message of this kind.
+    """
+
+    n_records: int
+
+
 class Inherited:
     """A descriptor that a worker gets when it starts; its number arrives there.
 
@@ -103,6 +129,9 @@ def _number_of(descriptor: Any) -> int:
 
 _READ_BYTES = 2**16
 
+_LOCK_S = 0.1
+"""How long a log record waits for its turn: a signal handler may log in the middle of a send."""
+
 _LONGEST_INT = 2**31 - 1
 """``Connection``, which is at the worker's end, puts the size before a message: as an int, or for
 more than this as -1 and a long."""
@@ -122,6 +151,7 @@ class CallerPipe:
         self._socket = end
         self._unsent: deque[tuple[memoryview, int | None]] = deque()  # with a descriptor of ours
         self._received = bytearray()
+        self._reading = threading.Lock()  # another thread, or a handler, may close the pipe
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -179,6 +209,10 @@ class CallerPipe:
         Raises:
             EOFError, OSError: If the other end is gone, and there is no further message.
         """
+        with self._reading:
+            return self._receive()
+
+    def _receive(self) -> Message | None:
         while (body := self._next_body()) is None:
             try:
                 words = self._socket.recv(_READ_BYTES)
@@ -205,13 +239,23 @@ class CallerPipe:
         return body
 
     def finish(self, message: Message) -> None:
-        """Send a last message, if the pipe takes it, and let the worker see that none follows.
-
-        Whether it reads or writes, now or later, it meets an end of file or a broken pipe.
-        """
+        """Send a last message, if the pipe takes it, and let the worker see that none follows."""
         with suppress(OSError):
             self.send(message)
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def rest(self) -> list[Message]:
+        """The messages that have arrived as a whole; none while another call reads them."""
+        messages: list[Message] = []
+        if self._reading.acquire(blocking=False):
+            try:
+                while (message := self._receive()) is not None:
+                    messages.append(message)
+            except (EOFError, OSError):
+                pass
+            finally:
+                self._reading.release()
+        return messages
 
     def close(self) -> None:
         """Close this end; what was not written is dropped. May be repeated."""
@@ -234,6 +278,11 @@ class Pipe:
         self._connection = connection
         self._poller = select.poll()
         self._poller.register(connection.fileno(), select.POLLIN)
+        self._lock = threading.Lock()
+        self._n_dropped = 0
+        with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+            n_bytes = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self._max_unread_bytes = n_bytes // 2  # the rest is for messages that wait
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -245,7 +294,41 @@ class Pipe:
         Raises:
             OSError: If the other end is gone.
         """
-        self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            self._report_dropped()
+            self._connection.send_bytes(body)
+
+    def offer(self, message: Message) -> None:
+        """Send a message if the caller reads fast enough, else drop and count it. Never waits.
+
+        The number of dropped messages goes before the next message.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if not self._lock.acquire(timeout=_LOCK_S):
+            self._n_dropped += 1
+            return
+        try:
+            if self._n_unread_bytes() + len(body) > self._max_unread_bytes:
+                self._n_dropped += 1
+                return
+            self._report_dropped()
+            self._connection.send_bytes(body)
+        finally:
+            self._lock.release()
+
+    def _n_unread_bytes(self) -> int:
+        """What the kernel keeps for the caller, its own bookkeeping included."""
+        words = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(words, sys.byteorder)
+
+    def _report_dropped(self) -> None:
+        number, self._n_dropped = self._n_dropped, 0
+        if number:
+            self._connection.send_bytes(pickle.dumps(Dropped(number), pickle.HIGHEST_PROTOCOL))
 
     def receive(self) -> tuple[Message, Memory | None]:
         """Wait for a message, and for its memory.

@@ -23,7 +23,7 @@ from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix, worker_error
 from rlpool.seeding import worker_seed
 from rlpool.workers.failure_policy import FailurePolicy, Recycling
-from rlpool.workers.logs import WorkerLogs
+from rlpool.workers.logs import Levels, PipeHandler, connect
 from rlpool.workers.process_end import end_with_parent
 from rlpool.workers.sharing import Shared
 from rlpool.workers.stacks import answer_questions
@@ -54,12 +54,12 @@ class Place(NamedTuple):
         return worker_seed(self.root, self.n_before + self.worker)
 
 
-WorkerMain = Callable[[Place, Connection, int], None]
-"""``(place, connection, control_fd)``: what a worker process runs."""
+WorkerMain = Callable[[Place, Pipe, int], None]
+"""``(place, pipe, control_fd)``: what a worker process runs."""
 
 
 def run_connected(
-    logs: WorkerLogs,
+    levels: Levels,
     run: WorkerMain,
     place: Place,
     connection: Connection,
@@ -67,9 +67,10 @@ def run_connected(
 ) -> None:
     """The main function of every worker process: ``run``, with its logs and stacks connected."""
     answer_questions()
-    logs.connect()
+    pipe = Pipe(connection)
+    connect(PipeHandler(place.worker, pipe), levels)
     try:
-        run(place, connection, control_fd)
+        run(place, pipe, control_fd)
     finally:
         # The user's threads may keep this process alive: the caller does not wait for them.
         connection.close()

@@ -49,7 +49,17 @@ from rlpool.workers.process_start import (
 )
 from rlpool.workers.stack_dumps import stack_sources
 from rlpool.workers.stacks import ask, described
-from rlpool.workers.wire import CallerPipe, Events, Failed, Message, Poller, Ready, Retiring
+from rlpool.workers.wire import (
+    CallerPipe,
+    Dropped,
+    Events,
+    Failed,
+    Logged,
+    Message,
+    Poller,
+    Ready,
+    Retiring,
+)
 from rlpool.workers.worker_process import Place, WorkerMain
 
 _LOG = logging.getLogger("rlpool")
@@ -135,8 +145,8 @@ class Workers:
 
     Nothing happens in the background: a caller that waits calls ``poll`` or ``wait_until``. Each
     worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
-    caller and worker notice each other's end. The shared record, the log file and the poller cost
-    one each.
+    caller and worker notice each other's end. The shared record and the poller cost one
+    each.
 
     Args:
         runs: The main function of each worker process.
@@ -182,7 +192,7 @@ class Workers:
         self._lives = [Life(worker) for worker in range(n_workers)]
         self._poller = Poller()
         self.control = Control.create(n_workers)
-        self._logs = Logs(n_workers)
+        self._logs = Logs()
         self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
@@ -223,9 +233,8 @@ class Workers:
         self._watch.forget(life.worker)
         place = Place(life.worker, self.n_workers, self._root, self._policy, self._n_before)
         with starting_processes():
-            logs = self._logs.of_worker(life.worker)
             life.pipe, life.process = launch(
-                self._runs[life.worker], place, logs, self.control.fd, start_method
+                self._runs[life.worker], place, self.control.fd, start_method
             )
             self.control.rows[life.worker, Word.PID] = life.pid = life.process.pid or 0
             self._set_state(life, State.STARTING)
@@ -465,8 +474,9 @@ class Workers:
             timeout_s = min(timeout_s, self.patience_s)
         events = self._poller.wait(timeout_s)
         is_woken = self._poller.is_woken_by(events)
-        if is_woken and len(events) == 1 and self.all_up:
-            return True
+        is_quiet = len(events) == is_woken and time.monotonic() < self._look_for_ends_s
+        if is_quiet and self.all_up:
+            return is_woken
         if not self._end.still_active():
             self._rest_at_exit()
             return False
@@ -489,7 +499,7 @@ class Workers:
         """Handle messages and ends of workers, and send what a pipe did not take before."""
         ready = self._poller.workers_of(events)
         now_s = time.monotonic()
-        if not events or now_s > self._look_for_ends_s:
+        if now_s >= self._look_for_ends_s:
             # A process that a dead worker had forked may keep its descriptors open.
             self._look_for_ends_s = now_s + _LOOK_EVERY_S
             for life in self._lives:
@@ -539,6 +549,8 @@ class Workers:
             self.expect_end(life.worker, message.error)
             if not self._has_started:
                 self.fail(message.error)
+        elif isinstance(message, Logged | Dropped):
+            self._logs.add(life.worker, message)
         else:
             self._client.take(life.worker, message)
 
@@ -602,8 +614,15 @@ def given_up(n_before: int) -> str:
 
 def _close(lives: list[Life], logs: Logs, closing: threading.RLock) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
+
+    def read() -> None:
+        for life in lives:
+            for message in life.pipe.rest() if life.pipe else ():
+                if isinstance(message, Logged | Dropped):
+                    logs.add(life.worker, message)
+
     with closing:  # Python may exit while another thread closes them
-        end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
+        end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process], read)
         for life in lives:
             life.pipe = life.process = None
-    logs.finish()  # last: it runs handlers of the user's
+    logs.deliver()  # last: it runs handlers of the user's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,7 @@ def various(directory: Path) -> None:
     log.debug("too fine for the caller")
     log.info("level %d of %s", log.getEffectiveLevel(), "talk")
     log.warning("Grüße 你好 \ud800 🚀\nand a second line")
-    log.info("with extra", extra={"episode": 4, "values": np.arange(3), "odd": {(1, 2): 3}})
+    log.info("with extra", extra={"episode": 4, "values": np.arange(3)})
     try:
         raise KeyError("the goal")
     except KeyError:
@@ -34,21 +33,6 @@ def various(directory: Path) -> None:
     logging.getLogger("talk.silenced").warning("the caller wants no warnings of this one")
     logging.getLogger("elsewhere").info("the caller's root wants warnings only")
     warnings.warn("a warning", stacklevel=1)
-    _configure(directory)
-
-
-def _configure(directory: Path) -> None:
-    """Log as code does that configures logging by itself."""
-    for handler in (logging.StreamHandler(sys.stdout), logging.StreamHandler()):
-        logging.getLogger("talk.own").addHandler(handler)
-    logging.getLogger("talk.own").propagate = False
-    logging.getLogger("talk.own").warning("does not propagate")
-    to_file = logging.FileHandler(directory / "own.log")
-    logging.getLogger("talk.filed").addHandler(to_file)
-    logging.getLogger("talk.filed").warning("also in a file")
-    logging.basicConfig(stream=sys.stdout, level=logging.DEBUG, force=True)
-    logging.getLogger("talk.forced").debug("below the level of the caller")
-    logging.getLogger("talk.forced").warning("after basicConfig")
 
 
 def last_words(directory: Path) -> None:
@@ -67,8 +51,19 @@ def converse(directory: Path) -> None:
             time.sleep(0.002)
 
 
+N_FLOOD = 5000
+
+
+def flood(directory: Path) -> None:
+    """Log far more than a pipe takes; say how often that was done."""
+    n_before = len(list(directory.iterdir()))
+    for number in range(N_FLOOD):
+        logging.getLogger("talk.flood").info("%d", n_before * N_FLOOD + number)
+    (directory / f"flooded {n_before + 1}").touch()
+
+
 DEEDS: dict[str, Callable[[Path], None]] = {
-    deed.__name__: deed for deed in (various, last_words, converse)
+    deed.__name__: deed for deed in (various, last_words, converse, flood)
 }
 
 
