@@ -27,7 +27,7 @@ from rlpool.cluster.shards import (
 from rlpool.cluster.transport import Arrivals
 from rlpool.errors import RlpoolError, UsageError, WorkerDiedError, WorkerError, described
 from rlpool.machine.fingerprint import fingerprint
-from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.observe.stats import Stats
 from rlpool.record.failures import text_of
 from rlpool.record.tape import WindowTapes
