@@ -38,9 +38,9 @@ from rlpool.machine.arguments import (
 )
 from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
+from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.observe.stats import Stats
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from
@@ -106,7 +106,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
         n_seeds = n_workers if self._ONE_SEED_PER_WORKER else 0
-        self._root = root_from(_checked_seeds(seeds, n_seeds))
+        self._root = root_from(checked_batcher_seeds(seeds, n_seeds))
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
         self._n_workers = max(1, n_workers)
@@ -630,7 +630,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         return self._dispatcher
 
 
-def _checked_seeds(seeds: Any, n_workers: int) -> Seeds:
+def checked_batcher_seeds(seeds: Any, n_workers: int = 0) -> Seeds:
     """Seeds as an int, or a list of them that is as long as there are workers, if there are any."""
     if seeds is None:
         return None

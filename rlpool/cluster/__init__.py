@@ -1,5 +1,5 @@
-"""Batchers whose workers are on several machines."""
+"""A batcher whose workers are on several machines."""
 
-from rlpool.cluster.ray_batchers import RayBatcher, RayEpisodeBatcher
+from rlpool.cluster.ray_batcher import RayEpisodeBatcher
 
-__all__ = ["RayBatcher", "RayEpisodeBatcher"]
+__all__ = ["RayEpisodeBatcher"]

@@ -233,6 +233,23 @@ def trajectories_of(
     return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), told)
 
 
+def slice_of(trajectories: TemporalDictTensor) -> Slice:
+    """The inverse of ``trajectories_of``, for complete episodes that nobody has changed."""
+    tensors: Any = trajectories._tensors
+    lengths = trajectories.lengths.numpy()
+    last = np.arange(len(lengths)), lengths - 1
+    rows, finals = {}, {}
+    for key in tensors:
+        derivation, before = tensors.derivation(key), key[1:]
+        if derivation is None:
+            rows[key] = tensors[key].numpy()
+        elif isinstance(derivation, Successor):
+            finals[before] = derivation.finals()
+        elif key == successor_key(before) and before in FLAGS and before != "initial_state":
+            finals[before] = tensors[key].numpy()[last]
+    return Slice(rows, finals, lengths, np.ones_like(lengths))
+
+
 def _version(tensor: Tensor) -> int:
     """Torch's count of changes in place; it has none for inference tensors."""
     return 0 if tensor.is_inference() else int(tensor._version)

@@ -19,11 +19,8 @@ import torch
 from process.watching import assert_all_equal
 
 from rlpool import Batcher, EnvError, EpisodeBatcher, SpecError, TemporalDictTensor, wait
-from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
-from rlpool.workers.failure_policy import FailurePolicy
 
 from support.fragile import RecurrentAgent, create_fragile, failing
-from support.in_process import InProcess
 from support.striking import Strike
 from support.variants import variants
 
@@ -162,32 +159,6 @@ def test_a_state_does_not_change_and_can_be_taken_from_a_batcher_that_has_just_l
         for each in (other, third):
             assert_the_same([each.get() for _ in range(each.n_pending)], expected)
         assert str(state) == str(before)
-
-
-def test_batchers_of_a_cluster_make_them_again_as_those_of_one_machine() -> None:
-    def of_cluster(kind: Any, *sizes: Any, **env_args: Any) -> Any:
-        arguments = *sizes, RecurrentAgent, {}, create_fragile, env_args, 1, 5
-        return kind(lambda: InProcess(2), *arguments, 60.0, FailurePolicy())
-
-    def windows_of_cluster(_: int) -> Any:
-        batcher = of_cluster(ClusterBatcher, 5, None, restarts=False, n_lanes=1)
-        batcher.reset({"gain": [1.0, 1.5]}, {"length": [7, 100]})
-        return batcher
-
-    def episodes_of_cluster(_: int) -> Any:
-        return of_cluster(ClusterEpisodeBatcher, 4, 24)
-
-    for first, second in ((windows_of_cluster, windows), (episodes, episodes_of_cluster)):
-        with (windows if second is windows else episodes)(2) as batcher:
-            expected = list(go_on(batcher, 0))
-        with first(2) as batcher:
-            found = [result for _, result in zip(range(2), go_on(batcher, 0), strict=False)]
-            request(batcher, 4)
-            state = through_a_file(batcher.state_dict())
-        with second(2) as batcher:
-            batcher.load_state_dict(state)
-            found += go_on(batcher, 2)
-        assert_the_same(found, expected)
 
 
 def test_a_request_that_has_failed_and_was_not_taken_fails_again(tmp_path: Any) -> None:

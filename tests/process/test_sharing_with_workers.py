@@ -33,11 +33,8 @@ from rlpool import (
     evaluate,
     make_parallel_env,
 )
-from rlpool.cluster.batchers import ClusterEpisodeBatcher
-from rlpool.workers.failure_policy import FailurePolicy
 
 from support import sharing
-from support.in_process import InProcess
 from support.sharing import TouchingEnv, TouchingPolicy, create_agent, create_env
 from support.variants import variants
 
@@ -422,24 +419,6 @@ def test_a_fork_that_is_made_later_shares_with_workers() -> None:
     fork.start()
     with EpisodeBatcher(4, 2, create_agent, {}, create, {}, 1):
         fork.join()
-
-
-def test_a_cluster_refuses_by_name_what_it_cannot_share() -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    model = nn.Linear(1, 1).share_memory()
-    queue, value, (ours, theirs) = context.Queue(), context.Value("i", 0), context.Pipe()
-    for thing, name in (
-        (queue, r"env_args\['x'\] is a multiprocessing.queues.Queue"),
-        (value, r"env_args\['x'\] is a multiprocessing.sharedctypes.Synchronized"),
-        (theirs, r"env_args\['x'\] is a multiprocessing.connection.Connection"),
-        (model, r"env_args\['x'\].*\['weight'\] is a torch.nn.parameter.Parameter"),
-    ):
-        arguments = 4, 4, create_agent, {}, create_env, {"x": thing}, 1, 5, 60.0
-        with pytest.raises(WorkerStartupError, match=name) as caught:
-            ClusterEpisodeBatcher(lambda: InProcess(1), *arguments, FailurePolicy(), None)
-        assert "ray.util.queue.Queue" in caught.value.fix
-    ours.close()
-    theirs.close()
 
 
 def test_a_pool_keeps_its_workers_while_what_they_share_is_the_same() -> None:

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from rlpool import EpisodeBatcher, SpecError, UsageError
-from rlpool.cluster.batchers import ClusterEpisodeBatcher
 from rlpool.testing import CountingEnv
-from rlpool.workers.failure_policy import FailurePolicy
 
 from support.agents import ConstantAgent
-from support.in_process import InProcess
 from support.variants import variants
 from support.vector_envs import create_lanes
 
@@ -25,20 +22,15 @@ class Following(ConstantAgent):
         self.action = int(info)
 
 
-def create(n_workers: int, over: str = "gym", n_nodes: int = 0) -> EpisodeBatcher:
+def create(n_workers: int, over: str = "gym") -> EpisodeBatcher:
     env_args = {"over": over, "n_lanes": 2, "kind": CountingEnv}
     arguments: Any = (10, 24, Following, {}, create_lanes, env_args, n_workers, 5)
-    if n_nodes:
-        cluster = InProcess(n_nodes)
-        return ClusterEpisodeBatcher(lambda: cluster, *arguments, 60.0, FailurePolicy())
     return EpisodeBatcher(*arguments)
 
 
-def streamed(
-    n_workers: int, n_pending: int, over: str = "gym", n_nodes: int = 0
-) -> list[list[Any]]:
+def streamed(n_workers: int, n_pending: int, over: str = "gym") -> list[list[Any]]:
     found = []
-    with create(n_workers, over, n_nodes) as batcher:
+    with create(n_workers, over) as batcher:
         for number, episodes in enumerate(batcher.stream(n_episodes=4, n_pending=n_pending)):
             info = episodes.info
             actions = episodes["action"][:, 0].tolist()
@@ -55,7 +47,6 @@ def test_the_order_of_calls_decides_which_policy_an_episode_runs_with(n_pending:
     found = streamed(0, n_pending)
     assert found == streamed(2, n_pending)
     assert found == streamed(2, n_pending, over="sync")
-    assert found == streamed(1, n_pending, n_nodes=2)
     for number, (actions, ages, versions, _, in_flight) in enumerate(found):
         version = max(0, number - n_pending + 1)
         assert actions == versions == [version] * 4

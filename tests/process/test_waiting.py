@@ -25,17 +25,13 @@ from rlpool import (
     TemporalDictTensor,
     UsageError,
 )
-from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
 from rlpool.testing import CountingEnv
-from rlpool.workers.failure_policy import FailurePolicy
 
 from support.agents import ConstantAgent
-from support.in_process import InProcess
-from support.variants import variants
 
 pytestmark = [pytest.mark.usefixtures("short_patience"), pytest.mark.timeout(120)]
 
-KINDS = [EpisodeBatcher, Batcher, ClusterEpisodeBatcher, ClusterBatcher]
+KINDS = [EpisodeBatcher, Batcher]
 
 
 class WaitingEnv(CountingEnv):
@@ -64,10 +60,7 @@ def open_batcher(kind: Any, gate: Path, n_workers: int = 1) -> Any:
     arguments = 6, 8, ConstantAgent, {}, create, {"gate": str(gate)}, n_workers, 3
     # The trial step that tells the keys waits as well: let that pass.
     gate.touch()
-    if issubclass(kind, ClusterEpisodeBatcher | ClusterBatcher):
-        batcher = kind(lambda: InProcess(1), *arguments, 60.0, FailurePolicy())
-    else:
-        batcher = kind(*arguments)
+    batcher = kind(*arguments)
     gate.unlink()
     if isinstance(batcher, Batcher):
         batcher.reset()
@@ -78,7 +71,7 @@ def request(batcher: Any) -> None:
     batcher.execute(*() if isinstance(batcher, Batcher) else (2,))
 
 
-@pytest.mark.parametrize("kind", variants([EpisodeBatcher, ClusterBatcher], KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_get_that_takes_too_long_loses_nothing(kind: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with open_batcher(kind, gate) as batcher:
@@ -108,12 +101,8 @@ def test_a_timeout_that_is_none_is_refused_and_loses_nothing(tmp_path: Path) -> 
         assert len(batcher.get(timeout=60)) == 1
 
 
-@pytest.mark.parametrize("kind", variants([Batcher, ClusterEpisodeBatcher], KINDS))
-def test_wait_returns_those_with_a_result(
-    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Nodes are not asked what they do: only their answers end the wait.
-    monkeypatch.setattr("rlpool.cluster.nodes._LOOK_EVERY_S", 60.0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_wait_returns_those_with_a_result(kind: Any, tmp_path: Path) -> None:
     gates = [tmp_path / "a", tmp_path / "b"]
     with open_batcher(kind, gates[0]) as slow, open_batcher(kind, gates[1]) as fast:
         request(slow)
@@ -160,22 +149,18 @@ def test_wait_finds_batchers_without_workers_and_errors(tmp_path: Path) -> None:
         rlpool.wait([batcher])
 
 
-@pytest.mark.parametrize("kind", variants([EpisodeBatcher], [ClusterEpisodeBatcher]))
-def test_a_process_that_waits_sleeps(kind: Any, tmp_path: Path) -> None:
-    with open_batcher(kind, tmp_path / "gate") as batcher:
+def test_a_process_that_waits_sleeps(tmp_path: Path) -> None:
+    with open_batcher(EpisodeBatcher, tmp_path / "gate") as batcher:
         request(batcher)
         before_s = time.process_time()
         assert rlpool.wait([batcher], timeout=0.5) == []
         assert time.process_time() - before_s < 0.25
 
 
-@pytest.mark.parametrize(
-    ("kind", "n_workers"),
-    variants([(EpisodeBatcher, 0), (EpisodeBatcher, 1)], [(ClusterEpisodeBatcher, 1)]),
-)
-def test_selectors_wait_for_a_batcher(kind: Any, n_workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_selectors_wait_for_a_batcher(n_workers: int, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with open_batcher(kind, gate, n_workers) as batcher, selectors.DefaultSelector() as s:
+    with open_batcher(EpisodeBatcher, gate, n_workers) as batcher, selectors.DefaultSelector() as s:
         gate.touch()
         request(batcher)
         s.register(batcher, selectors.EVENT_READ)

@@ -1,6 +1,6 @@
 """Runs examples of docstrings, with what they use without saying so: an agent, environments.
 
-``python -m support.examples RayBatcher`` runs that of a class of ``rlpool.cluster`` on its own.
+``python -m support.examples RayEpisodeBatcher`` runs that of ``rlpool.cluster`` on its own.
 """
 
 from __future__ import annotations
