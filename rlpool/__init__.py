@@ -56,8 +56,7 @@ from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.observe.stats import Stats
 from rlpool.pool.pool import Pool
-from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.crash_replay import Replay, replay_crash
+from rlpool.record.repeat import Replay, replay
 from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
 from rlpool.training.statistics import (
     EndedEpisodes,
@@ -85,7 +84,6 @@ __all__ = [
     "Array",
     "Batcher",
     "Comparison",
-    "CrashCapsule",
     "DeviceAgent",
     "DictTensor",
     "EndedEpisodes",
@@ -140,8 +138,8 @@ __all__ = [
     "n_step_returns",
     "normal_log_probability",
     "preload",
+    "replay",
     "replay_agent",
-    "replay_crash",
     "sample_categorical",
     "sample_normal",
     "sample_tanh_normal",

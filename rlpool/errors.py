@@ -6,10 +6,11 @@
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     │ ├ BatcherClosedError(ValueError)  as of files that are closed
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
+    │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     ├ ResultTimeoutError(TimeoutError)  get() waited as long as its timeout allows
-    └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
-      │                               and .capsule, what replay_crash needs to repeat the episode
+    └ WorkerError(RuntimeError)       has .where (worker, lane, row, episode, step, seed, ...), and
+      │                               .options and .actions, which repeat the failed episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
       ├ EnvError                      the environment raised; __cause__ has the remote traceback
       │ ├ NotRepeatedError             it does not repeat an episode: it is not deterministic
@@ -26,7 +27,6 @@ pickled, so that they pass through users' own process pools.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,19 +37,21 @@ class Where(NamedTuple):
     Attributes:
         worker: Number of the worker process, 0-based.
         lane: Number of the environment within the worker, 0-based.
-        episode: Row of the request that was running, 0-based.
+        row: Row of the request that was running, 0-based; the lane of a ``Batcher``.
+        episode: Number of the episode in the batcher's life, see ``EpisodeBatcher.seek``.
         step: Step of the episode, 0-based; 0 for a failing ``reset``.
         seed: Seed that the episode was reset with.
         env_info: The episode's row of ``env_info`` as Python values.
         node: Name of the machine, where workers run on several.
 
     Example:
-        >>> print(Where(worker=1, episode=3, step=7, seed=42))
-        worker 1, episode 3, step 7, seed 42
+        >>> print(Where(worker=1, row=3, episode=35, step=7, seed=42))
+        worker 1, row 3, episode 35, step 7, seed 42
     """
 
     worker: int | None = None
     lane: int | None = None
+    row: int | None = None
     episode: int | None = None
     step: int | None = None
     seed: int | None = None
@@ -59,18 +61,6 @@ class Where(NamedTuple):
     def __str__(self) -> str:
         fields = {"node": self.node, **self._asdict()}  # the machine first
         return ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
-
-
-class Reason(Enum):
-    """Why the user's code failed, where that is known: advice is looked up by it, not by words.
-
-    Attributes:
-        LACKS_OPTIONS: A ``reset`` misses an option that it was not given.
-        LACKS_AGENT_INFO: The agent misses ``agent_info``, which it was not given.
-    """
-
-    LACKS_OPTIONS = "lacks options"
-    LACKS_AGENT_INFO = "lacks agent_info"
 
 
 class RlpoolError(Exception):
@@ -126,7 +116,19 @@ class BatcherClosedError(UsageError, ValueError):
 
 
 class ResultTimeoutError(RlpoolError, TimeoutError):
-    """The result of a request is not there after the ``timeout`` of ``get``; nothing is lost."""
+    """The result of a request is not there after the ``timeout`` of ``get``; nothing is lost.
+
+    Example:
+        >>> def create_slow_env(seed):
+        ...     return GymEnv([FaultyEnv("hang", at_step=1)], seed)
+        >>> with EpisodeBatcher(8, 4, create_agent, {}, create_slow_env, n_workers=1) as batcher:
+        ...     batcher.execute(1)
+        ...     try:
+        ...         batcher.get(timeout=0.1)
+        ...     except TimeoutError as error:
+        ...         print(error.what)
+        the result is not there after 0.1 s
+    """
 
 
 class SpecError(RlpoolError, ValueError):
@@ -139,6 +141,10 @@ class SpecError(RlpoolError, ValueError):
         ...     print(error.what)
         key 'action' is float32 [3], key 'frame' is float32 [2, 4]
     """
+
+
+class UnknownArgumentError(SpecError, TypeError):
+    """An argument that the function does not have; also a ``TypeError``, as Python raises."""
 
 
 class NotEnoughDataError(RlpoolError, ValueError):
@@ -173,15 +179,27 @@ class WorkerError(RlpoolError, RuntimeError):
         fix: One line that says what to do about it, empty if nothing is known.
         hint: One line that says how to debug it; it takes the place of an empty ``fix``.
         traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
-        capsule: What is needed to repeat the episode that failed.
-        reason: Why it failed, ``None`` if that is not known.
+        options: What the failed episode was reset with.
+        actions: The actions of that episode.
 
     Attributes:
-        capsule: A ``CrashCapsule`` if an environment or an agent failed in an episode: pass it,
-            or the error itself, to ``rlpool.replay_crash``. ``None`` for other failures.
+        options: The ``options`` of the episode's ``reset``, ``None`` if it got none.
+        actions: The actions of the failed episode from its reset on, stacked to ``[step, ...]`` in
+            the form that the environment takes (for ``Dict`` and ``Tuple`` spaces a dict or tuple
+            of arrays), including that of a step that failed. ``None`` for failures outside an
+            episode, and where the first actions are not known any more. See ``rlpool.replay``.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except WorkerError as error:
+        ...     print(type(error).__name__, "in step", error.where.step)
+        EnvError in step 3
     """
 
-    _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "capsule", "reason")
+    _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "options", "actions")
 
     can_be_repeated = False  # whether the worker may be replaced, and the episode run again
 
@@ -193,14 +211,14 @@ class WorkerError(RlpoolError, RuntimeError):
         fix: str = "",
         hint: str = "",
         traceback_text: str = "",
-        capsule: Any = None,
-        reason: Reason | None = None,
+        options: Mapping[str, Any] | None = None,
+        actions: Any = None,
     ) -> None:
         self.where = where or Where()
         self.hint = hint
         self.traceback_text = traceback_text
-        self.capsule = capsule
-        self.reason = reason
+        self.options = options
+        self.actions = actions
         super().__init__(what, where=self.where, fix=fix or hint)
         if traceback_text:
             self.__cause__ = RemoteTraceback(traceback_text)
@@ -239,19 +257,44 @@ class WorkerStartupError(WorkerError):
 
 
 class EnvError(WorkerError):
-    """The environment's ``reset`` or ``step`` raised."""
+    """The environment's ``reset`` or ``step`` raised.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except EnvError as error:
+        ...     print(error.what, "in step", error.where.step)
+        env.step raised KeyError: 'struck' in step 3
+    """
 
     can_be_repeated = True
 
 
 class NotRepeatedError(EnvError):
-    """The environment went another way when an episode was repeated."""
+    """The environment went another way when an episode was repeated.
+
+    Example:
+        >>> issubclass(NotRepeatedError, EnvError)
+        True
+    """
 
     can_be_repeated = False
 
 
 class EnvSpecError(EnvError, SpecError):
-    """The environment returned a value of a wrong shape, dtype or structure."""
+    """The environment returned a value of a wrong shape, dtype or structure.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("wrong_shape", at_step=1)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except EnvSpecError as error:
+        ...     print(error.what)
+        env.step: 'frame' should have shape [1], got [2]
+    """
 
 
 class AgentError(WorkerError):
@@ -294,6 +337,19 @@ class WorkerDiedError(WorkerError):
         history: The failures that used up the restarts, this one last; empty if there were no
             restarts.
         **report: The other arguments of ``WorkerError``.
+
+    Example:
+        >>> def deadly(seed):
+        ...     return GymEnv([FaultyEnv("sigkill", at_step=1)], seed)
+        >>> with EpisodeBatcher(
+        ...     8, 4, create_agent, {}, deadly, n_workers=1, on_worker_failure="raise"
+        ... ) as batcher:
+        ...     batcher.execute(1)
+        ...     try:
+        ...         batcher.get()
+        ...     except WorkerDiedError as error:
+        ...         print(error.signal_name, "in step", error.where.step)
+        SIGKILL in step 1
     """
 
     _arguments = (*WorkerError._arguments, "exitcode", "signal_name", "history")
@@ -314,7 +370,28 @@ class WorkerDiedError(WorkerError):
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """A worker made no progress for longer than ``timeout`` seconds."""
+    """A worker made no progress for longer than ``timeout`` seconds.
+
+    Example:
+        >>> def endless(seed):
+        ...     return GymEnv([FaultyEnv("hang", at_step=1)], seed)
+        >>> with EpisodeBatcher(
+        ...     8,
+        ...     4,
+        ...     create_agent,
+        ...     {},
+        ...     endless,
+        ...     n_workers=1,
+        ...     timeout=1.0,
+        ...     on_worker_failure="raise",
+        ... ) as batcher:
+        ...     batcher.execute(1)
+        ...     try:
+        ...         batcher.get()
+        ...     except WorkerTimeoutError as error:
+        ...         print("hangs in step", error.where.step)
+        hangs in step 1
+    """
 
 
 def compose(what: str, *, where: str = "", fix: str = "") -> str:

@@ -15,9 +15,8 @@ from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
 from rlpool.data.infos import Info, as_infos
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import also_takes, whole_number
+from rlpool.machine.arguments import also_takes, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
@@ -87,8 +86,6 @@ class EpisodeBatcher(BatcherBase):
         start_method: ``"auto"`` forks workers from a template process where that is safe, which
             takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. The
             results are the same, see docs/start_methods.md.
-        crash_dir: A directory, created if it is missing. If an environment or an agent fails,
-            what ``rlpool.replay_crash`` needs is written to a file there; the error names it.
         agent_rows: Call the agent with this many rows every time, whatever the number of lanes: in
             several calls if there are more, with copies in the other rows if there are fewer. Then
             results are bitwise the same for any number of environments per worker as well, see
@@ -144,14 +141,13 @@ class EpisodeBatcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
-        crash_dir: CrashDir = None,
         agent_rows: int | None = None,
         progress: ShowProgress = False,
         **policy: Unpack[BatcherOptions],
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy_of(policy), crash_dir
+        failing = timeout, policy_of(policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @once
@@ -278,6 +274,7 @@ class EpisodeBatcher(BatcherBase):
         """
         return self._next_episode
 
+    @names_arguments
     def seek(self, number: int) -> None:
         """Let the next ``execute`` begin with this episode of the batcher's life.
 
@@ -311,6 +308,7 @@ class EpisodeBatcher(BatcherBase):
             raise UsageError(what, fix="take them with get() first")
         self._next_episode, self._unconfirmed = number, None
 
+    @names_arguments
     def stream(
         self,
         n_episodes: int,
@@ -484,7 +482,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        rest = None, FailurePolicy(), None, agent_rows
+        rest = None, FailurePolicy(), agent_rows
         BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *rest)
 
     @once

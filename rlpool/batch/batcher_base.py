@@ -42,7 +42,6 @@ from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.observe.stats import Stats
-from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
@@ -91,7 +90,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         seeds: Seeds,
         timeout: float | None,
         policy: FailurePolicy,
-        crash_dir: CrashDir = None,
         agent_rows: int | None = None,
     ) -> None:
         refuse_during_import()
@@ -122,7 +120,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             parts = dict(zip(names, given, strict=True))
             how = {"fix": self._HOW_TO_PICKLE, "refusal": self._SHARES_NOTHING}
             functions = pickled(parts, functions, **how)
-        failing = policy, timeout if n_workers else None, crash_dir
+        failing = policy, timeout if n_workers else None
         self._dispatcher = self._started(functions, n_timesteps, n_slots, n_workers, *failing)
         if self._dispatcher.control is not None:
             self._dispatcher.control.name = type(self).__name__
@@ -135,7 +133,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         n_workers: int,
         policy: FailurePolicy,
         timeout_s: float | None,
-        crash_dir: CrashDir,
     ) -> RequestQueue:
         """Start the workers.
 
@@ -147,7 +144,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             n_workers: Number of worker processes.
             policy: What happens when workers fail.
             timeout_s: Seconds without progress after which a worker counts as hanging.
-            crash_dir: Where the capsules of failures are written.
         """
         if n_workers:
             memory = memory_of(policy.start_method)
@@ -162,7 +158,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             policy=policy,
             timeout_s=timeout_s,
             owner_name=self._NAME,
-            crash_dir=crash_dir,
         )
 
     @classmethod
@@ -554,9 +549,22 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     def failures(self) -> tuple[WorkerError, ...]:
         """Why episodes were given up, of the result that ``get`` returned last, in order of rows.
 
-        ``where.episode`` of an error is the row (of a ``Batcher`` the lane), its ``capsule`` goes
-        to ``replay_crash``. ``info["failed"]`` of the result says in which rows an episode was
+        ``where.row`` of an error is the row (of a ``Batcher`` the lane). ``info["failed"]`` of the
+        result says in which rows an episode was
         given up, if ``on_env_error`` is not ``"raise"``.
+
+        Example:
+            >>> def create_broken_env(seed):
+            ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+            >>> batcher = EpisodeBatcher(
+            ...     8, 4, create_agent, {}, create_broken_env, n_workers=0, on_env_error="truncate"
+            ... )
+            >>> batcher.execute(2)
+            >>> trajectories = batcher.get()
+            >>> trajectories.lengths, trajectories.info["failed"]
+            (tensor([4, 4]), tensor([True, True]))
+            >>> print(batcher.failures[1].what, "in step", batcher.failures[1].where.step)
+            env.step raised KeyError: 'struck' in step 3
         """
         return self._open().failures
 

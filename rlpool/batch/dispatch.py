@@ -34,9 +34,8 @@ from rlpool.batch.requests import Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
-from rlpool.observe.control import MAX_REQUESTS
+from rlpool.observe.control import MAX_REQUESTS, Word
 from rlpool.observe.stats import StatsReader
-from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs
@@ -86,7 +85,6 @@ class Dispatcher(RequestQueue):
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         owner_name: What advice calls the class that does the same in the caller's process.
-        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         n_before: Workers on other machines whose numbers come first.
 
     Attributes:
@@ -110,7 +108,6 @@ class Dispatcher(RequestQueue):
         policy: FailurePolicy,
         timeout_s: float | None,
         owner_name: str,
-        crash_dir: CrashDir = None,
         n_before: int = 0,
     ) -> None:
         super().__init__()
@@ -118,7 +115,6 @@ class Dispatcher(RequestQueue):
         self.repeats = n_workers > 0 and policy.may_restart
         self._make_layout = make_layout
         self._owner_pid = os.getpid()
-        self._crash_files = CrashFiles(crash_dir)
         self._policy = policy
         self._repeats_env_errors = policy.truncates or (
             n_workers > 0 and policy.restarts_on_env_errors
@@ -286,7 +282,7 @@ class Dispatcher(RequestQueue):
         probing = self._probing
         if problem is not None and probing in self._queued and probing is not None:
             self._queued.remove(probing)  # unless it was given up
-            probing.error = self._crash_files.with_file(problem)
+            probing.error = problem
         self._advance()
 
     def _make_blocks(self) -> None:
@@ -469,7 +465,7 @@ class Dispatcher(RequestQueue):
         elif isinstance(message, Failed) and message.command is not None:
             if self._repeats_env_errors and message.error.can_be_repeated:
                 self._failing[worker] = message.command
-                self._processes.expect_end(worker, self._crash_files.with_file(message.error))
+                self._processes.expect_end(worker, message.error)
             else:
                 self._note_failure(message.command, message.error)
 
@@ -488,7 +484,7 @@ class Dispatcher(RequestQueue):
     def _note_failure(self, number: int, error: WorkerError) -> None:
         request = self._find(number)
         if request is not None and request.error is None:
-            request.error = self._crash_files.with_file(error)
+            request.error = error
             self._stop(request)
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
@@ -521,11 +517,10 @@ class Dispatcher(RequestQueue):
         n = request.note_failure(worker, where, failure)
         if not self._policy.gives_up(failure, n):
             return None
-        told = self._crash_files.with_file(failure)
         if self._policy.restarts_on_env_errors:
-            request.give_up(where.episode or 0, told)
+            request.give_up(where.row or 0, failure)
         else:
-            self._note_failure(request.number, told)
+            self._note_failure(request.number, failure)
         return n - 1
 
     @property
@@ -544,13 +539,24 @@ class Dispatcher(RequestQueue):
 
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory tells."""
+        place = self._place(worker)
+        return Where(worker) if place is None else place[0].where(worker, place[1])
+
+    def episode_in(self, worker: int) -> dict[str, Any]:
+        """See ``Client``."""
+        place = self._place(worker)
+        if place is None:
+            return {}
+        is_in_use = place[1] == self._control.lane_in_use(worker)
+        is_stepping = is_in_use and self._control.rows[worker, Word.ENV_NS] < 0
+        return place[0].episode_in(worker, place[1], is_stepping=bool(is_stepping))
+
+    def _place(self, worker: int) -> tuple[Request, int] | None:
+        """The request and the lane that a worker ran last, ``None`` if it runs nothing."""
         last = self._control.lane_in_use(worker)
         owed = self._owed_by(worker)
         places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
-        if not places:
-            return Where(worker)
-        request, lane = min(places, key=lambda place: place[1] != last)  # the first if none is
-        return request.where(worker, lane)
+        return min(places, key=lambda place: place[1] != last, default=None)
 
     def _find(self, number: int) -> Request | None:
         return next((request for request in self.running if request.number == number), None)

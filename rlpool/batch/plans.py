@@ -84,6 +84,8 @@ class EpisodePlan(_RequestPlan):
         env_info: Its ``env_info``.
     """
 
+    numbers_episodes = True
+
     def __init__(self, message: Execute, block: Block, infos: Infos | None, site: Site) -> None:
         super().__init__(message.number, block, infos, site)
         root, n_episodes = message.root, message.n_episodes

@@ -20,7 +20,16 @@ from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
 from rlpool.observe.control import Control
-from rlpool.record.tape import Tape, WindowTapes
+from rlpool.record.tape import (
+    Actions,
+    Tape,
+    WindowTapes,
+    actions_of,
+    joined,
+    n_rows,
+    n_steps,
+    slot_actions,
+)
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
 from rlpool.slots.blocks import Block, Layout, StepSpecs, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
@@ -177,7 +186,7 @@ class Request(ABC):
         Returns:
             How often in a row it has failed at this step.
         """
-        row, step = where.episode or 0, _failing_step(where, failure)
+        row, step = where.row or 0, _failing_step(where, failure)
         episode = self._episode_at(where._replace(worker=worker))
         before = self._failed.get(row)
         n = before[2] + 1 if before is not None and before[:2] == (episode, step) else 1
@@ -210,7 +219,7 @@ class Request(ABC):
 
     def _episode_at(self, where: Where) -> Any:
         """What tells an episode from others, see ``Execute.given_up`` and ``Window.given_up``."""
-        return where.episode
+        return where.row
 
     @abstractmethod
     def give_back(self, worker: int) -> bool:
@@ -241,7 +250,37 @@ class Request(ABC):
         row = int(control["running"][worker, lane])
         step = int(layout.steps_in_slot(control, worker)[lane])
         step += int(control["steps_before"][worker, lane])
-        return Where(worker, lane, row, step, self.seed_of(row), options_of(self.infos[1], row))
+        rest = step, self.seed_of(row), options_of(self.infos[1], row)
+        return Where(worker, lane, row, self.number_of(row), *rest)
+
+    def number_of(self, row: int) -> int | None:
+        """The number of a row's episode in the batcher's life, ``None`` for windows."""
+        return None
+
+    def episode_in(self, worker: int, lane: int, *, is_stepping: bool) -> dict[str, Any]:
+        """``options`` and ``actions`` of such a lane's episode, as far as they are known here.
+
+        Args:
+            worker: The worker.
+            lane: The lane.
+            is_stepping: Whether the action of a step is there that was not completed.
+        """
+        block = self.running_block
+        control, layout = block.arrays.control, block.layout
+        if layout.step.resets_together:
+            return {}
+        row, slot = (int(control[key][worker, lane]) for key in ("running", "slot"))
+        n_before = int(control["steps_before"][worker, lane])
+        stop = int(layout.steps_in_slot(control, worker)[lane])
+        stop += is_stepping and stop + n_before > 0  # else it may be the reset
+        before = self._actions_before(worker, lane, n_before) if n_before > 0 else {}
+        here = slot_actions(layout, block.arrays, slot, max(0, -n_before), stop)
+        actions = None if before is None else actions_of(before, here)
+        return {"options": options_of(self.infos[1], row), "actions": actions}
+
+    @abstractmethod
+    def _actions_before(self, worker: int, lane: int, n_before: int) -> Actions | None:
+        """The first actions of an episode, which are not in its slot; ``None`` if unknown."""
 
     @abstractmethod
     def seed_of(self, row: int) -> int | None:
@@ -350,6 +389,18 @@ class EpisodeRequest(Request):
             payload=payload,
         )
 
+    def number_of(self, row: int) -> int:
+        """See ``Request.number_of``."""
+        return self.first + row
+
+    def _actions_before(self, worker: int, lane: int, n_before: int) -> Actions | None:
+        """See ``Request``: those of the chunks that the worker has sent."""
+        row = int(self.running_block.arrays.control["running"][worker, lane])
+        keys = self.running_block.layout.step.action_keys
+        chunks = self._glue.chunks_of(row, keys) if self._glue is not None else []
+        known = joined(chunks)
+        return known if n_rows(known) == n_before else None
+
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
         control = self.running_block.arrays.control
@@ -377,7 +428,7 @@ class EpisodeRequest(Request):
 
     def note_failure(self, worker: int, where: Where, failure: WorkerError) -> int:
         """See ``Request.note_failure``."""
-        row = where.episode or 0
+        row = where.row or 0
         if row not in self.running_block.arrays.control["running"][worker]:
             self.n_repeats[row] += 1  # others are counted when they are given back
         return super().note_failure(worker, where, failure)
@@ -503,6 +554,12 @@ class WindowRequest(Request):
         n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
         return lane_seeds(self.root, self.n_resets, n_restarts, self.first_lane)
 
+    def _actions_before(self, worker: int, lane: int, n_before: int) -> Actions | None:
+        """See ``Request``: those on the lane's tape."""
+        tape = self.tapes.tapes.get(worker * self.n_lanes + lane) if self.tapes else None
+        is_complete = tape is not None and not tape.why_lost and tape.n_steps == n_before
+        return tape.actions if tape is not None and is_complete else None
+
     def _episode_at(self, where: Where) -> Any:
         """The lane, and how often it has restarted."""
         worker, lane = where.worker or 0, where.lane or 0
@@ -610,8 +667,7 @@ class WindowRequest(Request):
 def _failing_step(where: Where, failure: WorkerError) -> int:
     """The step that failed, -1 for the reset: also where it may have been that."""
     step = where.step or 0
-    call = getattr(failure.capsule, "call", "reset")
-    return -1 if not step and call == "reset" else step
+    return -1 if not step and not n_steps(failure.actions) else step
 
 
 def _rows_of(array: NDArray, rows: Sequence[int]) -> torch.Tensor:

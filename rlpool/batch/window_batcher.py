@@ -26,7 +26,6 @@ from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import also_takes
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.record.capsule_files import CrashDir
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
@@ -57,7 +56,6 @@ class Batcher(BatcherBase):
         seeds: As for ``EpisodeBatcher``, but lanes that restart on their own share no seed for
             2**30 steps of all lanes together, resets included.
         timeout: As for ``EpisodeBatcher``.
-        crash_dir: As for ``EpisodeBatcher``.
         agent_rows: As for ``EpisodeBatcher``.
         **policy: As for ``EpisodeBatcher``. The successor of a worker restores every running
             episode by repeating its recorded actions; if that does not lead to the same
@@ -104,12 +102,11 @@ class Batcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
-        crash_dir: CrashDir = None,
         agent_rows: int | None = None,
         **policy: Unpack[BatcherOptions],
     ) -> None:
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy_of(policy), crash_dir
+        failing = timeout, policy_of(policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @property

@@ -239,10 +239,8 @@ class Collector(Server):
     def _take_over(self, env: VecEnv, agent: Agent, agent_rows: int | None) -> None:
         self.env, self.agent, self._agent_rows = env, agent, agent_rows
         env.lane_in_use = self._control.lane
-        place = self._place
-        here = place.worker, self._control, place.seed
         env.report_failures()
-        self._rollout = Rollout(agent, env, *here, agent_rows)
+        self._rollout = Rollout(agent, env, self._place.worker, self._control, agent_rows)
 
     def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""

@@ -28,7 +28,6 @@ from rlpool.evaluation.video import filmed_seeds, filming, kept_films
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.files import checked_target
 from rlpool.machine.imports import import_extra
-from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import checked_seeds, evaluation_root, root_from
 from rlpool.seeding import episode_seeds as episode_seeds_of
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -54,7 +53,7 @@ the number of episodes; and their size does not depend on the number of workers,
 _N_VIDEOS = 3
 
 
-@also_takes(seed="seeds")
+@also_takes(n_threads="n_workers", seed="seeds")
 @takes_policy
 def evaluate(
     agent: Agent,
@@ -74,7 +73,6 @@ def evaluate(
     video: str | Path | None = None,
     video_episodes: int | Sequence[int] = _N_VIDEOS,
     timeout: float | None = DEFAULT_TIMEOUT_S,
-    crash_dir: CrashDir = None,
     **policy: Unpack[BatcherOptions],
 ) -> Evaluation:
     """Run complete episodes with a copy of an agent, without gradients.
@@ -120,7 +118,6 @@ def evaluate(
             not filmed: the log names them.
         video_episodes: How many of the first episodes to film, or the numbers of those to film.
         timeout: As for ``EpisodeBatcher``.
-        crash_dir: As for ``EpisodeBatcher``.
         **policy: As for ``EpisodeBatcher``. An episode whose environment fails for good ends
             there with ``on_env_error="truncate"`` or ``"restart"``, and ``failed`` says so.
 
@@ -160,7 +157,7 @@ def evaluate(
         **described_infos(rows),
     }
     with filming(video, filmed) as (film, folder):
-        failing: Any = {"timeout": timeout, "crash_dir": crash_dir, **policy}
+        failing: Any = {"timeout": timeout, **policy}
         made_of = agent, create_env, env_args, n_workers, root, agent_rows, failing
         with Evaluator(*made_of, film) as runs:
             protocol = protocol_of(agent, runs.environment, **settings)
@@ -299,9 +296,7 @@ class Evaluator(EpisodeBatcher):
             request: Any = self._open().pending[0]
             trajectories = self.get(progress=show or False)
             for failure in self.failures:
-                number = part.start + (failure.where.episode or 0)
-                where = failure.where._replace(episode=number)
-                self.found[number] = failure.reworded(where=where)
+                self.found[part.start + (failure.where.row or 0)] = failure
             if trajectories is not None:
                 yield self._recorded(part, trajectories, request.n_repeats, infos, keys)
 

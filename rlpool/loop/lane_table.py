@@ -15,11 +15,10 @@ from rlpool.errors import NotRepeatedError, Where
 from rlpool.loop.active_plan import ActivePlan, Lane, State, by_number
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import rows_repeating
-from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.repeat import take_over_together
-from rlpool.record.tape import Actions, Tape
+from rlpool.record.tape import MOST_BYTES, REWARD, Actions, Tape, slot_steps
 from rlpool.slots.blocks import Arrays
 from rlpool.slots.writer import SlotWriter
 
@@ -108,7 +107,6 @@ class LaneTable:
         env: The environments.
         calls: The agent's calls.
         plans: Where episodes and slots come from.
-        scene: Is told of slots that episodes leave.
         record: Is told what the lanes do.
         worker: Number of the worker, for error messages.
 
@@ -128,11 +126,10 @@ class LaneTable:
         env: VecEnv,
         calls: AgentCalls,
         plans: ActivePlans,
-        scene: CrashScene,
         record: WorkerRecord,
         worker: int,
     ) -> None:
-        self._env, self._calls, self._plans, self._scene = env, calls, plans, scene
+        self._env, self._calls, self._plans = env, calls, plans
         self._record, self._worker = record, worker
         self._n_lanes = env.n_lanes
         self.running: dict[int, Lane] = {}
@@ -309,7 +306,7 @@ class LaneTable:
                 chunk = lane.episode.number, lane.slot, lane.chunk, is_last
                 chunks.append(chunk)
             if not is_last:
-                self._scene.leave_slots(mine)
+                self._record_slots(mine)
             active.leave_slots(mine, is_last)
             if is_last:
                 numbers: list[int] = []
@@ -320,6 +317,19 @@ class LaneTable:
             else:
                 self.parked = [*self.parked, *mine]
             active.plan.take_chunks(chunks)
+
+    def _record_slots(self, lanes: Sequence[Lane]) -> None:
+        """Put full slots on the tapes of lanes of one plan, before they leave them."""
+        if self._env.seeding != "episode":
+            return  # such episodes cannot be repeated
+        plan = lanes[0].active.plan
+        last_rewards = self._env.current[REWARD][[lane.number for lane in lanes]]
+        slots = [lane.slot for lane in lanes]
+        steps = slot_steps(plan.layout, plan.arrays, slots, last_rewards)
+        for row, lane in enumerate(lanes):
+            if lane.start < plan.layout.n_timesteps:
+                chunk = {key: array[row, lane.start :] for key, array in steps.items()}
+                lane.tape_so_far.add(chunk, MOST_BYTES // self._n_lanes)
 
     def fill(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
@@ -561,7 +571,7 @@ def take_over(active: ActivePlan, env: VecEnv, calls: AgentCalls, where: Where) 
         episode = replace(plan.resumed(number, known.n_restarts), options=known.options)
         tape, n_steps = replace(known, seed=episode.seed), known.n_steps
         lanes.append(Lane(number, episode, active, episode.slot, steps_before=n_steps, tape=tape))
-        here = Where(where.worker, number, episode.number, 0, tape.seed, tape.options)
+        here = Where(where.worker, number, episode.number, None, 0, tape.seed, tape.options)
         if _can_begin(episode, tape, here):
             able[number], wheres[number] = tape, here
         else:

@@ -59,6 +59,7 @@ class Plan(ABC):
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
         cancelled: One element, not zero once nobody waits for the results.
         gives_up: Whether any of its episodes has a step that is known to fail.
+        numbers_episodes: Whether ``running_number`` counts the episodes of the batcher.
     """
 
     number = worker = 0
@@ -69,6 +70,7 @@ class Plan(ABC):
     lacks_slots = False
     cancelled: Sequence[int] = (0,)
     gives_up = False
+    numbers_episodes = False
 
     @property
     def begins_anew(self) -> bool:

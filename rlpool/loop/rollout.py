@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +24,15 @@ from rlpool.agents.agent import Agent
 from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.active_plan import ActivePlan
+from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
-from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.lane_table import ActivePlans, LaneTable, SelfRestartingLanes, marked
 from rlpool.loop.plan import PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import env_error
-from rlpool.record.tape import Tape
+from rlpool.record.failures import THE_AGENT, agent_error, env_error
+from rlpool.record.tape import Tape, actions_of, slot_actions
 from rlpool.slots.blocks import StepSpecs
 
 
@@ -44,7 +44,6 @@ class Rollout:
         env: The environments.
         worker: Number of the worker, for error messages.
         record: Is told what the rollout does; the caller watches it. By default a new one.
-        worker_seed: The ``seed`` that ``env`` was created with, for crash capsules.
         agent_rows: How many rows the agent is called with, one per lane by default.
     """
 
@@ -54,18 +53,16 @@ class Rollout:
         env: VecEnv,
         worker: int = 0,
         record: WorkerRecord | None = None,
-        worker_seed: int | None = None,
         agent_rows: int | None = None,
     ) -> None:
         self._env = env
-        self._scene = CrashScene(env, worker_seed)
         self._worker = worker
         self._record = record if record is not None else WorkerRecord.private()
         self._record.begin_lanes(env.n_lanes)
         self._calls = AgentCalls(agent, env, self._record, agent_rows)
         self._plans = ActivePlans(env, self._calls, self._record)
         kind = LaneTable if env.seeding == "episode" else SelfRestartingLanes
-        context = self._calls, self._plans, self._scene, self._record, worker
+        context = self._calls, self._plans, self._record, worker
         self._lanes = kind(env, *context)
 
     @torch.inference_mode()
@@ -92,9 +89,8 @@ class Rollout:
             steps = probe(env, self._calls, seed, options, resets)
         except LaneError as error:
             lane = error.lane
-            where = Where(self._worker, lane, lane, 0, seed, options[lane])
-            both = infos.arrays, infos.arrays
-            raise self._scene.error(error, where, both) from error.__cause__
+            where = Where(self._worker, lane, lane, None, 0, seed, options[lane])
+            raise _user_error(error, where, options=options[lane]) from error.__cause__
         finally:
             if steps is None:
                 env.forget()
@@ -118,7 +114,6 @@ class Rollout:
                 lanes.begin()
                 if calls.bind():
                     self._plans.forget_writers()
-                    self._scene.bind(self._plans.active, calls.current, calls.driver.state)
                 while not is_at_end:
                     try:
                         self._go_on()
@@ -247,17 +242,35 @@ class Rollout:
         numbers = error.lanes if isinstance(error, AgentFailure) else [error.lane]
         lanes = [running[number] for number in numbers if number in running]
         if not lanes:
-            failure = env_error(error, Where(self._worker, error.lane))
-            return active_plans[0], failure
+            return active_plans[0], env_error(error, Where(self._worker, error.lane))
         active = next(each for each in active_plans if each in [lane.active for lane in lanes])
         first, *others = [lane for lane in lanes if lane.active is active]
-        episode, row = first.episode, active.steps_in_slot(first)
-        rest = episode.number, first.steps, episode.seed, episode.options
-        infos = active.plan.agent_info or {}, self._calls.infos.arrays
-        failure = self._scene.error(
-            error, Where(self._worker, first.number, *rest), infos, first, row
-        )
+        failure = self._failure(error, first)
         if others:
             rows = ", ".join(str(lane.episode.number) for lane in [first, *others])
             failure = failure.reworded(what=f"{failure.what} (in one call for the rows {rows})")
         return active, failure
+
+    def _failure(self, error: LaneError, lane: Lane) -> WorkerError:
+        """The error for a failure of the user's code in a lane's episode."""
+        env, plan, episode = self._env, lane.active.plan, lane.episode
+        used = env.seed_used(lane.number)
+        seed = episode.seed if used is None else used
+        number = episode.running_number if plan.numbers_episodes else None
+        place = lane.number, episode.number, number, lane.steps, seed, episode.options
+        where = Where(self._worker, *place)
+        if env.seeding != "episode":
+            return _user_error(error, where)
+        tape = lane.tape_so_far
+        stop = lane.active.steps_in_slot(lane) + (error.call == "step")
+        here = slot_actions(plan.layout, plan.arrays, lane.slot, lane.start, stop)
+        actions = None if tape.why_lost else actions_of(tape.actions, here)
+        return _user_error(error, where, options=episode.options, actions=actions)
+
+
+def _user_error(error: LaneError, where: Where, **episode: Any) -> WorkerError:
+    """The error for a failure of the environment or the agent; see ``env_error``."""
+    if not isinstance(error, AgentFailure):
+        return env_error(error, where, **episode)
+    who = THE_AGENT if error.call == "agent" else "agent.initial_state"
+    return agent_error(error.__cause__ or error, where, who, **episode)

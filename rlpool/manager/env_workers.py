@@ -28,9 +28,8 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.worker import main
-from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
-from rlpool.record.tape import Tape
+from rlpool.record.tape import Tape, actions_of
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
@@ -58,7 +57,6 @@ class EnvWorkers(LaneStates):
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         policy: When workers that fail are replaced.
-        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
     Attributes:
         root: Root of all seeds.
@@ -77,7 +75,6 @@ class EnvWorkers(LaneStates):
         options: Mapping[str, Any],
         timeout_s: float | None,
         policy: FailurePolicy,
-        crash_dir: CrashDir,
     ) -> None:
         super().__init__(len(env_fns), envs_per_worker)
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
@@ -87,7 +84,6 @@ class EnvWorkers(LaneStates):
         self.closed = False
         self.one_thread = OneThread("check_open")
         self._policy = policy
-        self._crash_files = CrashFiles(crash_dir)
         self.owner_pid = os.getpid()
         # What a successor has to be sent again:
         self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
@@ -302,6 +298,14 @@ class EnvWorkers(LaneStates):
             return Where(worker, lane)
         return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)
 
+    def episode_in(self, worker: int) -> dict[str, Any]:
+        """See ``Client``."""
+        lane = self.where(worker).lane
+        tape = self.tapes.tape(lane) if lane is not None and worker in self.busy() else None
+        if tape is None or tape.why_lost:
+            return {}
+        return {"options": tape.options, "actions": actions_of(tape.actions)}
+
     def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if not isinstance(message, LaneFailed | Reply):
@@ -322,9 +326,7 @@ class EnvWorkers(LaneStates):
             return
         where = self._where(lane, message.call)
         tape = None if message.is_lost else self.tapes.tape(lane)
-        error = lane_failure(
-            message.error, message.call, where, tape, self.n_lanes, self._crash_files
-        )
+        error = lane_failure(message.error, message.call, where, tape)
         if self._policy.restarts_on_env_errors and not message.is_lost:
             self.processes.expect_end(worker, error)  # its successor does it again
         elif request is None:

@@ -15,10 +15,8 @@ from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, EnvSpecError, SpecError, Where, WorkerError
 from rlpool.manager.buffers import FAILED, Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor
-from rlpool.record.capsule_files import CrashFiles
-from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.failures import ENV_HINT, attempted
-from rlpool.record.tape import LaneTapes, Tape
+from rlpool.record.failures import ENV_HINT
+from rlpool.record.tape import LaneTapes, Tape, actions_of
 from rlpool.workers.sharing import ByValue
 
 
@@ -210,33 +208,19 @@ class LaneSpecFailure(LaneFailure, EnvSpecError):
     """An ``EnvSpecError`` of a lane."""
 
 
-def lane_failure(
-    error: EnvError, call: str, where: Where, tape: Tape | None, n_lanes: int, files: CrashFiles
-) -> LaneFailure:
-    """A worker's report about a lane as an exception, with a capsule and its file.
+def lane_failure(error: EnvError, call: str, where: Where, tape: Tape | None) -> LaneFailure:
+    """A worker's report about a lane as an exception, with the episode's options and actions.
 
     Args:
         error: What the worker reports.
         call: What failed.
         where: Where it did.
         tape: The lane's episode, the failing step included; ``None`` if it cannot be repeated.
-        n_lanes: Lanes of all workers.
-        files: Where capsules are written.
     """
-    capsule = None
+    changes: dict[str, Any] = {"where": where, "hint": ENV_HINT}
     if tape is not None and not tape.why_lost:
-        capsule = _capsule(tape, call, where, n_lanes)
+        changes |= {"options": tape.options, "actions": actions_of(tape.actions)}
     kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
-    told = capsule and capsule.told(error.what, error.traceback_text)
-    changes = {"where": where, "hint": ENV_HINT, "capsule": told}
-    failure = files.with_file(kind(**{**error._constructor_arguments(), **changes}))
+    failure = kind(**{**error._constructor_arguments(), **changes})
     failure.lane, failure.call = where.lane or 0, call
     return failure
-
-
-@attempted
-def _capsule(tape: Tape, call: str, where: Where, n_lanes: int) -> CrashCapsule:
-    before, failing = tape.without_last() if call == "step" else (tape, {})
-    return CrashCapsule.of_tape(
-        before, call, where, failing, n_lanes=n_lanes, env_type="ParallelEnvManager"
-    )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlpool.envs.info_keys import InfoKeys, info_specs
+from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import (
     checked_timeout,
+    names_arguments,
     whole_number,
 )
 from rlpool.machine.imports import refuse_during_import
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.process_lanes import ProcessLanes
-from rlpool.record.capsule_files import CrashDir
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     FailurePolicy,
@@ -76,10 +76,6 @@ class ParallelEnvManager(ProcessLanes):
             fewer, slow lanes do not hold up the others; the agent is called more often, each time
             with all rows, and the results are the same. With half of them, one half steps while the
             agent is called for the other. Agents that require a history always wait for all.
-        crash_dir: A directory, made if it is missing: if an environment fails, this process
-            writes what ``rlpool.replay_crash`` needs into a file there, which the message of the
-            error names. A batcher over the environments knows more (``agent_info`` and rewards):
-            pass ``crash_dir`` to the batcher instead.
         **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
             ``max_episodes_per_worker``, ``max_rss_bytes`` and ``start_method`` as for
             ``EpisodeBatcher``. Healthy workers are replaced at a reset of one of their lanes; lanes
@@ -111,6 +107,7 @@ class ParallelEnvManager(ProcessLanes):
                 [1.]]) tensor([0, 1])
     """
 
+    @names_arguments
     @takes_policy
     def __init__(
         self,
@@ -124,7 +121,6 @@ class ParallelEnvManager(ProcessLanes):
         info_keys: InfoKeys = None,
         auto_reset: bool = False,
         min_ready: int | None = None,
-        crash_dir: CrashDir = None,
         **policy: Unpack[PolicyOptions],
     ) -> None:
         refuse_during_import()
@@ -142,9 +138,9 @@ class ParallelEnvManager(ProcessLanes):
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
-            "info_keys": info_specs(info_keys, keep_float64=keep_float64),
+            "info_keys": wanted_infos(info_keys, keep_float64=keep_float64),
         }
-        given = timeout, failure_policy, crash_dir
+        given = timeout, failure_policy
         self._use(EnvWorkers(env_fns, envs_per_worker, self._root, self._options, *given))
 
     @property
@@ -153,6 +149,16 @@ class ParallelEnvManager(ProcessLanes):
 
         Until the lane's next reset or, with ``auto_reset``, until its next step. A batcher over a
         manager decides itself what becomes of failures, by its own ``on_env_error``, and has them.
+
+        Example:
+            >>> def make_broken_env():
+            ...     return FaultyEnv("raise", at_step=1)
+            >>> with ParallelEnvManager([make_broken_env], on_env_error="truncate") as env:
+            ...     _ = env.reset()
+            ...     for _ in range(2):
+            ...         (_, _), (after, _) = env.step(DictTensor({"action": torch.tensor([0])}))
+            ...     print(after["truncated"], env.failures[0].what)
+            tensor([True]) env.step raised KeyError: 'struck'
         """
         return dict(self._workers.failures)
 

@@ -13,7 +13,6 @@ from typing import Any
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import TensorSpec, leaves_of
 from rlpool.data.storage import NDArray
-from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Observed, Options, VecEnv
 from rlpool.errors import EnvError, SpecError
 from rlpool.machine.arguments import whole_number
@@ -161,11 +160,6 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         self._stepper.reset(lanes, seeds, options)
-
-    def in_this_process(self, lane: int) -> tuple[VecEnv, int]:
-        """See ``VecEnv``."""
-        self.close()
-        return GymEnv([self._env_fns[lane]()], **self._options), 0
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
         """Step some lanes, those of all workers at the same time.

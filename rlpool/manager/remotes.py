@@ -23,7 +23,6 @@ from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.lane_states import Request
 from rlpool.manager.messages import Call
 from rlpool.manager.stepper import Stepper
-from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
 from rlpool.workers.process_owner import refuse_forked_copy
@@ -81,9 +80,8 @@ class Remote(_OfManager):
         action_space: Its action space, or ``None``.
 
     Attributes:
-        capsule: For ``rlpool.replay_crash``: the failure of the last ``("error", text)`` that was
-            received; ``None`` if it was not a reset or a step that can be repeated.
-        error: What failed then.
+        error: The failure of the last ``("error", text)`` that was received, for
+            ``rlpool.replay``; ``None`` before one.
     """
 
     def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
@@ -95,7 +93,6 @@ class Remote(_OfManager):
         numbers = itertools.count(-1, -1)
         self._seeds: Iterator[int] = map(partial(LaneSeeds(workers.root, 0).seed, lane), numbers)
         self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
-        self.capsule: CrashCapsule | None = None
         self.error: WorkerError | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
@@ -147,7 +144,6 @@ class Remote(_OfManager):
         reply = self._reply()
         if reply[0] == "error":
             self.error = workers.requests[lane].error
-            self.capsule = None if self.error is None else self.error.capsule
         self._unconfirmed = None
         # Nothing is called from here on, so that no handler runs before the caller has it.
         del workers.requests[lane]

@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic_ns
 
 from rlpool.data.storage import Memory
-from rlpool.envs.vec_env import LaneError, Options
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
 from rlpool.manager.messages import (
@@ -155,8 +155,7 @@ class EnvServer(Server):
         try:
             self._lanes.reset(message.lanes, message.seeds, message.options)
         except LaneError as error:
-            row = message.lanes.index(error.lane)
-            self._report(message.number, error, message.options[row])
+            self._report(message.number, error)
             outcome = FAILED
         self._conclude(message.number, outcome)
 
@@ -196,10 +195,8 @@ class EnvServer(Server):
         self._buffers.finished[self._me] = number
         self._done.signal()
 
-    def _report(
-        self, number: int, error: LaneError, options: Options = None, request: str = ""
-    ) -> None:
-        failure = env_error(error, self._here, options=options)
+    def _report(self, number: int, error: LaneError, request: str = "") -> None:
+        failure = env_error(error, self._here)
         self._send(LaneFailed(number, error.lane, error.call, failure, request=request))
         self._is_over = self._place.policy.restarts_on_env_errors
 
@@ -212,8 +209,7 @@ class EnvServer(Server):
             reply = answer(self._lanes, call, self._here)
         except LaneError as error:
             self._control.steps[0] += 1
-            options = call.data[1] if call.command in ("reset", "describe") else None
-            self._report(0, error, options, call.command)
+            self._report(0, error, call.command)
         else:
             self._control.steps[0] += 1
             self._control.done[0] += 1

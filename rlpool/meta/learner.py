@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import AgentError, EnvError, Reason, SpecError, UsageError, WorkerError
+from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import refuse_other_states, whole_number
@@ -27,16 +27,6 @@ BATCH_ROWS = 16
 MAX_CHUNK = 128
 """Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
 out in pieces."""
-
-_ADVICE: dict[Reason | None, str] = {
-    Reason.LACKS_OPTIONS: "if it needs a task, list them in the learner's train_tasks",
-    Reason.LACKS_AGENT_INFO: "let the agent do without agent_info: rollouts pass none",
-}
-_ADVICE_WITH_TASK = {
-    **_ADVICE,
-    Reason.LACKS_OPTIONS: "let reset() do without other options: rollouts pass none but the task",
-}
-"""What to do about what failed, by the reason."""
 
 _FORMAT = 1  # of states, see Learner.state_dict
 _STATE = ("root", "n_collections", "n_rollouts", "n_env_steps_total", "n_rollouts_total")
@@ -331,11 +321,8 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
 
 
 def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
-    """The error of an environment or agent, with the advice of a learner."""
+    """The error of an environment or agent, with the hint of a learner."""
     is_remote = isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager)
     where = error.where if is_remote else error.where._replace(worker=None)
-    advice = _ADVICE_WITH_TASK if TASK_OPTION in (where.env_info or {}) else _ADVICE
-    fix = advice.get(error.reason, error.own_fix)
     here = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT
-    capsule = error.capsule and replace(error.capsule, where=where)
-    return error.reworded(where=where, fix=fix, hint=error.hint and here, capsule=capsule)
+    return error.reworded(where=where, hint=error.hint and here)

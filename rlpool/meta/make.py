@@ -16,7 +16,6 @@ from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.trials import VariBadWrapper
-from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from, seed_from, worker_seed
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
@@ -85,7 +84,6 @@ def make_parallel_env(
     envs_per_worker: int = 1,
     timeout: float | None = DEFAULT_TIMEOUT_S,
     min_ready: int | None = None,
-    crash_dir: CrashDir = None,
     **kwargs: Any,
 ) -> ParallelEnvManager:
     """Make environments of trials in worker processes.
@@ -101,7 +99,6 @@ def make_parallel_env(
             never.
         min_ready: How many environments a collection waits for at a time, so that a slow one does
             not hold up the others; ``None`` for all of them. Results do not depend on it.
-        crash_dir: Where capsules of failures are written, see ``ParallelEnvManager``.
         **kwargs: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
             ``max_episodes_per_worker`` (trials, here), ``max_rss_bytes`` and ``start_method`` are
             those of ``ParallelEnvManager``; all others are for the environment.
@@ -136,6 +133,5 @@ def make_parallel_env(
         seed=seed,
         timeout=timeout,
         min_ready=min_ready,
-        crash_dir=crash_dir,
         **policy,
     )

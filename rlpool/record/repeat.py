@@ -1,17 +1,29 @@
-"""The only replayer: brings an environment to the point where a tape was recorded."""
+"""The only replayer: brings an environment to the point where a tape was recorded.
+
+``replay`` is its door for users.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlpool.data.storage import NDArray
+from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.single_envs import is_environment, refuse_no_environment
 from rlpool.envs.vec_env import LaneError, VecEnv
-from rlpool.errors import EnvError, NotRepeatedError, Where
+from rlpool.errors import (
+    EnvError,
+    NotRepeatedError,
+    SpecError,
+    UsageError,
+    Where,
+    WorkerError,
+)
 from rlpool.record.failures import env_error
-from rlpool.record.tape import REWARD, Actions, Tape
+from rlpool.record.tape import REWARD, Actions, Tape, action_columns
 
 
 class Divergence(NamedTuple):
@@ -228,3 +240,75 @@ def _is_same(value: Any, recorded: Any) -> bool:
         and np.can_cast(value.dtype, recorded.dtype, "same_kind")
         and value.astype(recorded.dtype).tobytes() == recorded.tobytes()
     )
+
+
+class Replay(NamedTuple):
+    """An episode whose actions were taken again, none of which failed; see ``replay``.
+
+    Attributes:
+        env: The environment, after the last step.
+        observation: What its last ``step`` or ``reset`` returned.
+        n_steps: Steps made.
+        has_ended: Whether the last of them ended the episode.
+    """
+
+    env: Any
+    observation: Any
+    n_steps: int
+    has_ended: bool
+
+
+def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
+    """Reset an environment as in the episode that failed, and take its actions again.
+
+    This repeats a failure of the environment when the policy is not what it was. With the same
+    policy, ``EpisodeBatcher.seek`` repeats the whole episode. If the environment fails again, its
+    own exception is raised in its own frames, where a debugger stops. If the agent failed, the
+    environment then stands at the step where it did.
+
+    Args:
+        env: One Gymnasium environment, or a function without arguments that makes one.
+        error: The error, whose seed, ``options`` and ``actions`` are used.
+
+    Returns:
+        The environment after the last action, if none of them failed.
+
+    Raises:
+        Exception: The environment's own exception.
+        SpecError: If there is no environment or no error of a worker.
+        UsageError: If the error carries no actions.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except EnvError as error:
+        ...     failure = error
+        >>> replay(lambda: FaultyEnv("raise", at_step=3), failure)  # stops at the line that fails
+        Traceback (most recent call last):
+            ...
+        KeyError: 'struck'
+    """
+    if not isinstance(error, WorkerError):
+        raise SpecError(f"error is {error!r:.60}", fix="pass an error that a batcher raised")
+    if error.actions is None or error.where.seed is None:
+        raise UsageError(
+            f"this {type(error).__name__} carries no actions: {error.what}",
+            fix="only failures in an episode do, of environments that are reset one by one",
+        )
+    made = env() if callable(env) and not is_environment(env) else env
+    refuse_no_environment("env is", made, "pass one environment, or a function that makes one")
+    lanes, columns = GymEnv([made], keep_float64=True), action_columns(error.actions)
+    lanes.keeps_results = True
+    reached, failure = Reached(0, False, None), None
+    tape = Tape(error.where.seed, error.options, chunks=[columns] if columns else [])
+    try:
+        for reached in repeat(lanes, 0, tape):
+            if reached.has_ended:
+                break
+    except LaneError as lane_error:
+        failure = lane_error.__cause__ or lane_error
+    if failure is not None:
+        raise failure  # outside of the handler: its context stays what it was
+    return Replay(made, lanes.results[0][0], reached.n_steps, reached.has_ended)

@@ -1,9 +1,10 @@
 """The recording of an episode: how it began, and what was done since.
 
 A *tape* is enough to bring an environment, in any process, to where another one was:
-``rlpool.record.repeat`` resets it with the same seed and options and repeats the same actions. A
-crash capsule is a tape and a failure. After the death of a worker, a lane of a ``Batcher``
-continues from a tape with the agent's state, and a lane of a ``ParallelEnvManager`` from a tape.
+``rlpool.record.repeat`` resets it with the same seed and options and repeats the same actions.
+Errors carry the options and actions of the episode that failed. After the death of a worker, a lane
+of a ``Batcher`` continues from a tape with the agent's state, and a lane of a
+``ParallelEnvManager`` from a tape.
 
 Steps are recorded from different places:
 
@@ -38,8 +39,8 @@ Actions = dict[str, NDArray]
 REWARD = "reward"
 
 MOST_BYTES = 2**26
-"""Limit for all lanes of a worker together, for crash capsules: little beside what a
-worker needs anyway. With 16 lanes and one number per action, it holds 300,000 steps of each."""
+"""Limit for all lanes of a worker together, for errors: little compared to what a worker
+needs anyway. With 16 lanes and one number per action, it holds 300,000 steps of each."""
 
 MOST_BYTES_TO_RESTORE = 2**30
 """Limit for all lanes of all workers together, to restore them after the death of a worker."""
@@ -56,10 +57,8 @@ _FEWEST_ROWS, _MOST_ROWS = 16, 1024
 """Steps of a manager in a block that is divided among its lanes: as many as fit into the bytes."""
 
 
-def slot_rows(
-    layout: Layout, arrays: Arrays, slot: int, start: int, stop: int, last_reward: Any
-) -> Actions:
-    """Actions and rewards of some rows of a slot, in memory of their own.
+def slot_actions(layout: Layout, arrays: Arrays, slot: int, start: int, stop: int) -> Actions:
+    """The actions of some rows of a slot: views of the block.
 
     Args:
         layout: Layout of the block.
@@ -67,10 +66,8 @@ def slot_rows(
         slot: The slot.
         start: The first row.
         stop: The row behind the last.
-        last_reward: The reward of row ``T - 1``'s action; each row has the reward before it.
     """
-    steps = slot_steps(layout, arrays, [slot], np.asarray([last_reward]))
-    return {key: array[0, start:stop] for key, array in steps.items()}
+    return {key: arrays.rows[key][slot, start:stop] for key in layout.step.action_keys}
 
 
 def slot_steps(
@@ -128,7 +125,7 @@ class Tape:
     @property
     def n_steps(self) -> int:
         """Steps since the reset."""
-        return self.first_step + sum(map(_n_rows, self.chunks))
+        return self.first_step + sum(map(n_rows, self.chunks))
 
     @property
     def why_lost(self) -> str:
@@ -147,13 +144,6 @@ class Tape:
         """The actions that are kept, in one array per key."""
         return {key: array for key, array in self.columns.items() if key != REWARD}
 
-    @property
-    def rewards(self) -> NDArray:
-        """The rewards of the same steps; NaN where they are not known."""
-        columns = self.columns
-        rewards: NDArray = columns.get(REWARD, np.full(_n_rows(columns), np.nan, np.float32))
-        return rewards
-
     def add(self, chunk: Actions, most_bytes: int | None = None) -> None:
         """Record some steps.
 
@@ -162,7 +152,7 @@ class Tape:
             most_bytes: Beyond this many bytes the oldest chunks are dropped.
         """
         if self.lost:
-            self.first_step += _n_rows(chunk)
+            self.first_step += n_rows(chunk)
             return
         chunks = self.chunks
         chunks.append(chunk)
@@ -173,7 +163,7 @@ class Tape:
         while most_bytes is not None and self._n_bytes > most_bytes and len(chunks) > 1:
             dropped = chunks.pop(0)
             self._n_bytes -= _n_bytes(dropped)
-            self.first_step += _n_rows(dropped)
+            self.first_step += n_rows(dropped)
 
     def continued(self) -> Tape:
         """A tape to go on with, while this one stays as it is."""
@@ -185,7 +175,7 @@ class Tape:
             return self, {}
         *chunks, last = self.chunks
         action = {key: array[-1:] for key, array in last.items() if key != REWARD}
-        if _n_rows(last) > 1:
+        if n_rows(last) > 1:
             chunks.append({key: array[:-1] for key, array in last.items()})
         return replace(self, chunks=chunks, observation={}, state={}), action
 
@@ -401,7 +391,48 @@ def action_row(
     }
 
 
-def _n_rows(chunk: Mapping[str, NDArray]) -> int:
+def actions_of(*chunks: Mapping[str, NDArray]) -> Any:
+    """The actions of an episode in the form of its space, copied.
+
+    Args:
+        *chunks: Columns ``[k, ...]``; those without any are left out.
+    """
+    return nested_actions(joined([chunk for chunk in chunks if chunk]))
+
+
+def nested_actions(columns: Mapping[str, NDArray], key: str = "action") -> Any:
+    """Columns of actions in the form of the space: an array, or dicts and tuples of arrays."""
+    if key in columns:
+        return columns[key]
+    below = [other.removeprefix(f"{key}/") for other in columns if other.startswith(f"{key}/")]
+    parts = {
+        name: nested_actions(columns, f"{key}/{name}")
+        for name in dict.fromkeys(other.partition("/")[0] for other in below)
+    }
+    return tuple(parts.values()) if all(map(str.isdigit, parts)) else parts
+
+
+def action_columns(actions: Any, key: str = "action") -> Actions:
+    """The inverse of ``nested_actions``; ``None`` has no columns."""
+    if actions is None:
+        return {}
+    if not isinstance(actions, Mapping | tuple):
+        return {key: np.asarray(actions)}
+    parts = actions.items() if isinstance(actions, Mapping) else enumerate(actions)
+    return {
+        column: array
+        for name, part in parts
+        for column, array in action_columns(part, f"{key}/{name}").items()
+    }
+
+
+def n_steps(actions: Any) -> int:
+    """How many steps nested actions have."""
+    return n_rows(action_columns(actions))
+
+
+def n_rows(chunk: Mapping[str, NDArray]) -> int:
+    """How many steps the columns of a chunk have."""
     return len(next(iter(chunk.values()), ()))
 
 
@@ -411,7 +442,7 @@ def _n_bytes(chunk: Mapping[str, NDArray]) -> int:
 
 def _can_be_joined(chunks: Sequence[Mapping[str, NDArray]]) -> bool:
     """Whether chunks are small, of about the same length, and differ in no dtype or shape."""
-    if _n_rows(chunks[0]) > 2 * _n_rows(chunks[-1]):  # that one was joined before
+    if n_rows(chunks[0]) > 2 * n_rows(chunks[-1]):  # that one was joined before
         return False
     if sum(map(_n_bytes, chunks)) > _CHUNK_BYTES:
         return False

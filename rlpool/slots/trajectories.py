@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,14 @@ class Glue:
             for rows, (others, offset, part) in zip(kept, self._parts, strict=True)
         ]
         self.n_steps = sum(int(part.lengths.sum()) for _, _, part in self._parts)
+
+    def chunks_of(self, episode: int, keys: Sequence[str]) -> list[dict[str, NDArray]]:
+        """What is known of some keys of an episode, chunk by chunk."""
+        found: dict[int, dict[str, NDArray]] = {}
+        for episodes, offset, part in self._parts:
+            for row in np.flatnonzero(episodes == episode):
+                found[offset] = {key: part.rows[key][row, : part.lengths[row]] for key in keys}
+        return [found[offset] for offset in sorted(found)]
 
     def join(self, arrays: Arrays, at_home: NDArray) -> Slice:
         """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory.

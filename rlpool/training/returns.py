@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import real_number, whole_number
+from rlpool.machine.arguments import names_arguments, real_number, whole_number
 from rlpool.training.recurrence import (
     Discount,
     Steps,
@@ -34,6 +34,7 @@ from rlpool.training.recurrence import (
 )
 
 
+@names_arguments
 @torch.no_grad()
 def discounted_returns(
     reward: Tensor,
@@ -84,6 +85,7 @@ def discounted_returns(
     return steps.finished(over_all_steps(steps.reward_and_future_at_ends(), steps.factor))
 
 
+@names_arguments
 @torch.no_grad()
 def n_step_returns(
     reward: Tensor,
@@ -133,6 +135,7 @@ def n_step_returns(
     return steps.finished(last.total)
 
 
+@names_arguments
 @torch.no_grad()
 def gae(
     reward: Tensor,
@@ -222,6 +225,7 @@ class VTrace(NamedTuple):
     advantage: Tensor
 
 
+@names_arguments
 @torch.no_grad()
 def vtrace(
     log_ratio: Tensor,

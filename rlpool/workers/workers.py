@@ -139,6 +139,9 @@ class Client(Protocol):
     def where(self, worker: int) -> Any:
         """A ``Where``: what a worker is doing, as far as shared memory shows."""
 
+    def episode_in(self, worker: int) -> dict[str, Any]:
+        """``options`` and ``actions`` of the episode that ``where`` names, as far as known."""
+
 
 class Workers:
     """Worker processes, and the caller's ends of their pipes.
@@ -366,6 +369,7 @@ class Workers:
             exitcode=exitcode,
             signal_name=name,
             where=self._client.where(worker),
+            **self._client.episode_in(worker),
             fix=_OUT_OF_MEMORY if name == "SIGKILL" else "",
             hint=self._debug_hint,
         )
@@ -576,6 +580,7 @@ class Workers:
         error = WorkerTimeoutError(
             f"worker {worker} made no progress for {self._timeout_s:g} s",
             where=self._client.where(worker),
+            **self._client.episode_in(worker),
             fix="look for an endless wait in the environment or the agent, or raise timeout",
             traceback_text=self.stacks_of(worker),
         )

@@ -165,7 +165,7 @@ def assert_tells(error: rlpool.WorkerError, place: str, kind: str, struck: Struc
     assert where.worker in (0, 1)
     if place in STEPS:
         is_call = place.endswith("call")
-        assert (where.lane, where.episode) == (0 if is_call else 1, ROW)
+        assert (where.lane, where.row) == (0 if is_call else 1, ROW)
         assert where.seed is not None
         assert is_call or where.seed == struck.seed
         assert where.env_info is not None
@@ -362,7 +362,7 @@ def test_a_death_leaves_the_other_worker_alone_and_names_lane_and_step(struck: S
         with pytest.raises(rlpool.WorkerDiedError) as caught:
             batcher.get()
         where = caught.value.where
-        assert (where.lane, where.episode, where.step) == (1, ROW, 4)
+        assert (where.lane, where.row, where.step) == (1, ROW, 4)
         (survivor,) = before - {struck.pid}
         assert is_running(survivor)
         assert torch.equal(kept["frame"], frames)

@@ -94,7 +94,7 @@ def assert_truncated(result: Any, failures: Any, whole: Any, step: int, rows: An
             assert float(result["_reward"][row, n]) == 0.0
             assert torch.equal(result["_frame"][row, n], result["frame"][row, n])
             assert not bool(result["_done"][row, :n].any())
-    assert [error.where.episode for error in failures] == list(rows)
+    assert [error.where.row for error in failures] == list(rows)
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def test_an_episode_whose_environment_raises_is_truncated(
     assert_truncated(result, failures, whole, step)
     for error in failures:
         assert isinstance(error, EnvError)
-        assert error.capsule is not None
+        assert len(error.actions) == step + 1
         assert error.where.step == max(step, 0)
 
 
@@ -161,7 +161,7 @@ def test_an_episode_that_kills_its_worker_again_is_an_error_of_its_request(
             batcher.execute(5)
             with pytest.raises(error) as caught:
                 batcher.get()
-            assert caught.value.where.episode == 3
+            assert caught.value.where.row == 3
             assert caught.value.where.step == 1
             assert batcher.get().lengths.min() > 0
 
@@ -198,7 +198,7 @@ def test_lanes_of_windows_go_on_after_an_episode_that_was_given_up(
                     assert torch.equal(got[key][row], whole[key][row]), (row, key)
         n_failed += int(got["_truncated"][1].sum())
         assert got.info["failed"].tolist() == [row == 1 for row in range(len(got.lengths))]
-        assert [error.where.episode for error in failures] == [1]
+        assert [error.where.row for error in failures] == [1]
         assert not bool(got["_terminated"][1].any())
     assert n_failed == 7  # an episode is three steps, and the one that fails
 
@@ -478,7 +478,7 @@ def test_a_batcher_decides_what_becomes_of_failures_in_a_manager(tmp_path: Path)
     for step in (-1, 1):
         found = collected(tmp_path, infos("raise", step), n_threads=0, **truncates)
         assert_truncated(*found, undisturbed(0), step)
-    with pytest.raises(EnvError, match=r"episode 2, step 1"):
+    with pytest.raises(EnvError, match=r"row 2, episode 2, step 1"):
         collected(tmp_path, infos("raise", 1), n_threads=0, create_env=create_managed)
 
 

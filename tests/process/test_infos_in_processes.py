@@ -12,7 +12,7 @@ import pytest
 import torch
 from process.watching import worker_pids
 
-from rlpool import AgentError, Batcher, DictTensor, EnvError, ParallelEnvManager, replay_crash
+from rlpool import AgentError, Batcher, DictTensor, EnvError, ParallelEnvManager, replay
 
 from support.envs import CountingEnv
 from support.needy import (
@@ -54,14 +54,12 @@ def test_wrong_infos_then_right_ones(runs: MakeRuns, kind: str) -> None:
         run = runs(partial(create_needy, observes="undeclared dict"), NeedyAgent, 1)
     else:
         run = runs(partial(create_manager, observes="undeclared"), NeedyAgent, kind=Batcher)
-    with pytest.raises(EnvError, match="TypeError") as caught:
+    with pytest.raises(EnvError, match="TypeError"):
         run(agent_info=agent_info())
-    assert "pass env_info={" in caught.value.fix
     with pytest.raises(EnvError, match="ids are not negative"):
         run(env_info=env_info([5, -1]), agent_info=agent_info())
-    with pytest.raises(AgentError, match="TypeError") as failed:
+    with pytest.raises(AgentError, match="TypeError"):
         run(env_info=env_info())
-    assert "pass agent_info={" in failed.value.fix
     for _ in range(2):
         run.assert_right(env_info=env_info(), agent_info=agent_info())
 
@@ -108,16 +106,16 @@ def test_a_worker_that_dies_while_it_looks_at_the_infos_is_replaced(
     assert os.path.exists(path)
 
 
-def test_by_hand_a_manager_can_be_reset_with_infos_after_it_failed_without(tmp_path: Any) -> None:
+def test_by_hand_a_manager_can_be_reset_with_infos_after_it_failed_without() -> None:
     makers = [Needy(observes="undeclared", needs=needs) for needs in (True, False)]
-    with ParallelEnvManager(makers, seed=0, crash_dir=tmp_path, max_restarts=1) as manager:
+    with ParallelEnvManager(makers, seed=0, max_restarts=1) as manager:
         for _ in range(2):
             with pytest.raises(EnvError, match="TypeError"):
                 manager.reset()
         with pytest.raises(EnvError, match="ids are not negative") as caught:
             manager.reset(env_info([-4, 6]))
         with pytest.raises(AssertionError, match="ids are not negative"):
-            replay_crash(caught.value, makers[0])
+            replay(makers[0], caught.value)
         observation, _ = manager.reset(env_info())
         assert observation["frame"].tolist() == [[0, 5], [0, 6]]
         (observation, _), (_, running) = manager.step(action(1, 2))

@@ -177,11 +177,11 @@ def test_failures_and_deaths_say_where_and_leave_what_is_complete() -> None:
         with pytest.raises(EnvError, match="KeyError: 'goal'") as caught:
             learner.collect_rollouts_parallel(10, parallel_env=env)
         where = caught.value.where
-        assert where.episode is not None
-        assert where.lane == where.worker == where.episode % 2
+        assert where.row is not None
+        assert where.lane == where.worker == where.row % 2
         assert where.env_info == {"task": 6}
         assert "parallel_env=None" in str(caught.value)
-        assert learner.n_rollouts_total == len(storage.episodes) <= where.episode
+        assert learner.n_rollouts_total == len(storage.episodes) <= where.row
         learner.train_tasks = [1, 2]
         n_steps = learner.collect_rollouts_parallel(10, parallel_env=env)
         assert n_steps == sum(len(episode[0]) for episode in storage.episodes[-10:])

@@ -91,7 +91,7 @@ def test_a_failing_environment_raises_env_error_and_the_manager_goes_on(
     with pytest.raises(EnvError) as caught:
         run(faulty, [0, 1, 2], [3, 4, 5], [None, options, None])
     error = caught.value
-    assert error.where == Where(0, 1, None, max(step, 0), 4, options)
+    assert error.where == Where(0, 1, None, None, max(step, 0), 4, options)
     assert isinstance(error, EnvSpecError) == (kind in WRONG)
     assert "env.step" in str(error) or step == -1
     if kind in RAISES:
@@ -119,7 +119,7 @@ def test_two_workers_may_fail_in_one_step(faulty: ParallelEnvManager) -> None:
         # The next error is not the one that was never reported:
         with pytest.raises(EnvError, match="KeyError") as caught:
             run(faulty, [2], [9], [failing("raise", 1)])
-        assert caught.value.where[1:5] == (2, None, 1, 9)
+        assert caught.value.where[1:6] == (2, None, None, 1, 9)
     with pytest.raises(EnvError, match="struck"):
         faulty.reset(faults_at(3, 1, "raise", -1))
     faulty.reset(faults_at(3, 2, "raise", 0))
@@ -186,7 +186,7 @@ def test_a_batcher_over_a_manager_names_the_episode_and_goes_on() -> None:
         with pytest.raises(EnvError, match="struck") as caught:
             batcher.get()
         where = caught.value.where
-        assert (where.worker, where.lane, where.episode, where.step) == (1, 2, 5, 2)
+        assert (where.worker, where.lane, where.row, where.step) == (1, 2, 5, 2)
         batcher.execute(8, env_info=DictTensor({"id": torch.arange(8)}))
         assert batcher.get()["frame"][:, 1].tolist() == [[row, 1] for row in range(8)]
         batcher.execute(8, env_info=faults_at(8, 3, "sigkill", 1))
@@ -216,7 +216,7 @@ def test_a_death_raises_worker_died_error(
             run(manager, [0], [4], [options])
         assert struck.seconds_ago < REPORT_S
         assert (caught.value.exitcode, caught.value.signal_name) == (exitcode, name)
-        assert caught.value.where == Where(0, 0, None, max(step, 0), 4, options)
+        assert caught.value.where == Where(0, 0, None, None, max(step, 0), 4, options)
         for call in (manager.reset, lambda: manager.remotes[0].send(("reset", None))):
             with pytest.raises(WorkerDiedError):
                 call()
@@ -259,7 +259,7 @@ def test_a_hang_raises_worker_timeout_error(struck: Struck, kind: str, way: str)
         with pytest.raises(WorkerTimeoutError, match=r"no progress for 0\.5 s") as caught:
             ways[way]()
         assert struck.seconds_ago < TIMEOUT_S + REPORT_S
-        assert caught.value.where[1:5] == (0, None, 1, 4)
+        assert caught.value.where[1:6] == (0, None, None, 1, 4)
 
 
 @pytest.mark.promise("I4")

@@ -24,10 +24,10 @@ from rlpool import (
     Where,
     WorkerDiedError,
 )
+from rlpool.testing import FaultyEnv
 
 from support.agents import StepCounter
 from support.envs import assert_same_tensors
-from support.faults import FailingEnv
 from support.fragile import (
     ChancyEnv,
     FragileEnv,
@@ -219,7 +219,7 @@ def test_a_death_in_the_first_reset_that_shows_what_observations_are_is_told() -
     with ParallelEnvManager([DeadlyEnv]) as manager:
         with pytest.raises(WorkerDiedError, match="exit code 3") as caught:
             manager.reset_lanes([0], [5], [{"code": 3}])
-        assert caught.value.where == Where(0, 0, None, 0, 5, {"code": 3})
+        assert caught.value.where == Where(0, 0, None, None, 0, 5, {"code": 3})
         kind, text = ask(manager, 0, "reset", {"options": {"code": 4}})
         assert (kind, text.count("fix:")) == ("error", 1)
 
@@ -239,7 +239,7 @@ def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile, 
         with pytest.raises(WorkerDiedError, match="max_restarts") as caught:
             manager.step_some(1, [1], no_actions(manager))
         error = pickle.loads(pickle.dumps(caught.value))
-        assert error.where == Where(1, 1, None, 1, 5, poison)
+        assert error.where == Where(1, 1, None, None, 1, 5, poison)
         assert "after 2 restarts" in str(error)
         expected = WorkerDiedError if kind == "sigkill" else EnvError
         assert [type(failure) for failure in error.history] == [expected] * 3
@@ -305,7 +305,7 @@ def test_a_request_in_the_middle_of_which_a_worker_dies_is_sent_again(
 def test_a_remotes_step_whose_observation_was_written_before_the_failure_is_repeated(
     tmp_path: Path,
 ) -> None:
-    function = partial(FailingEnv, "wrong_reward", at_step=1, once=tmp_path / "struck")
+    function = partial(FaultyEnv, "wrong_reward", at_step=1, once=tmp_path / "struck")
     with ParallelEnvManager([function], seed=1, on_env_error="restart") as manager:
         ask(manager, 0, "reset", {"seed": 7, "options": {}})
         answers = [ask(manager, 0, "step", 0) for _ in range(3)]

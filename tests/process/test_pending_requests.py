@@ -124,4 +124,4 @@ def test_a_death_names_the_episode_that_was_running_in_whichever_request(tmp_pat
         with pytest.raises(WorkerDiedError) as caught:
             batcher.get()
     where = caught.value.where
-    assert (where.episode, where.step, where.env_info) == (1, 2, columns)
+    assert (where.row, where.step, where.env_info) == (1, 2, columns)

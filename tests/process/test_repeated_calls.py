@@ -100,7 +100,7 @@ def outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except EnvError as error:
-        return error.what, error.where.episode, error.where.seed
+        return error.what, error.where.row, error.where.seed
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rlpool import (
     AGENT_ARCHS,
     Batcher,
-    CrashCapsule,
     DictTensor,
-    EnvError,
     EpisodeBatcher,
     GymEnvInf,
     Learner,
@@ -23,10 +20,8 @@ from rlpool import (
     Pool,
     make_env,
     make_parallel_env,
-    replay_crash,
 )
 
-from support.envs import CountingEnv
 from support.meta import MarkovActor, Storage
 from support.old_seeding import (
     OldSeedingEnv,
@@ -162,25 +157,3 @@ def test_trials_and_learners_have_short_seeds() -> None:
             learner.collect_rollouts_parallel(5, True, parallel_env=parallel)
             learner.collect_rollouts_parallel(6, True, parallel_env=parallel)
             check_all_differ([int(seen[0][0]) for seen, *_ in storage.episodes], 11)
-
-
-def test_capsules_with_long_seeds_are_still_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    class Env(CountingEnv):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            assert seed == 2**62 + 5
-            return super().reset(seed=seed)
-
-        def step(self, action: Any) -> Any:
-            raise KeyError("goal")
-
-    capsule = CrashCapsule(
-        call="step",
-        where=EnvError("it", fix="").where._replace(lane=0),
-        error="env.step raised KeyError: 'goal'",
-        seed=2**62 + 5,
-        worker_seed=2**62 + 7,
-        actions={"action": np.zeros(1, np.int64)},
-    )
-    with pytest.raises(KeyError, match="goal"):
-        replay_crash(capsule, Env)
-    assert "seeds were longer" in caplog.text

@@ -45,7 +45,7 @@ def test_a_worker_tells_where_it_is_unless_it_is_stopped_or_gone(struck: Struck)
         wait_until(lambda: " in _strike\n" in batcher.dump_stacks(file=None))
         text = batcher.dump_stacks(file=None)
         head, threads, *stack = text.splitlines()
-        place = f"lane 0, episode 1, step 1, seed {struck.seed}, env_info {{"
+        place = f"lane 0, row 1, episode 1, step 1, seed {struck.seed}, env_info {{"
         assert head.startswith(f"worker 0 (pid {pid}): {place}")
         assert threads.endswith("(most recent call first):")
         functions = [line.rpartition(" in ")[2] for line in stack]
@@ -141,7 +141,7 @@ def test_a_signal_tells_where_caller_and_workers_are(
         script.signal(signal.SIGUSR1)
         wait_until(partial(_has_dumps, script, 2 * n_asked))
     assert script.stderr.count(" in get\n") == 2
-    assert script.stderr.count(f"worker 0 (pid {struck.pid}): lane 0, episode 0, step 1") == 2
+    assert script.stderr.count(f"worker 0 (pid {struck.pid}): lane 0, row 0, ") == 2
     assert script.stderr.count(" in _strike\n") == 2
 
     # While the caller computes, nobody in it can ask the worker.

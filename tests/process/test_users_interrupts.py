@@ -107,10 +107,10 @@ def test_they_tell_lane_and_episode_and_the_batcher_works_on(call: str) -> None:
             batcher.get()
         where = caught.value.where
         if call in ("reset", "step"):
-            assert (where.lane, where.episode, where.step) == (1, 1, int(call == "step"))
+            assert (where.lane, where.row, where.step) == (1, 1, int(call == "step"))
         if call != "update":
             assert where.lane is not None
-            assert where.episode is not None
+            assert where.row is not None
         batcher.update("fine")
         batcher.execute(2, {"id": [0, 0]}, {"id": [0, 0]})
         assert batcher.get().lengths.tolist() == [3, 3]

@@ -20,7 +20,6 @@ from rlpool import (
     EpisodeBatcher,
     VectorGymEnv,
     WorkerDiedError,
-    replay_crash,
 )
 
 from support.faults import faults, strike
@@ -110,16 +109,7 @@ def test_the_lane_that_dies_is_named(tmp_path: Path, over: str) -> None:
     with pytest.raises(kind) as caught:
         collect(1, env_args, {4: ("os_exit", 2)}, on_worker_failure="raise")
     where = caught.value.where
-    assert (where.lane, where.episode, where.step) == (1, 4, 2)
-
-
-def test_a_crash_in_a_worker_is_repeated_here(tmp_path: Path) -> None:
-    env_args = {"over": "async", "marks": str(tmp_path), "times": 9}
-    with pytest.raises(EnvError, match="struck") as caught:
-        collect(2, env_args, {5: ("raise", 3)})
-    assert "in _fail" in caught.value.traceback_text
-    with pytest.raises(KeyError, match="struck"):
-        replay_crash(caught.value, create_lanes, env_args)
+    assert (where.lane, where.row, where.step) == (1, 4, 2)
 
 
 @pytest.mark.promise("I3")
@@ -242,7 +232,7 @@ def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path, n_thr
             batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
         with pytest.raises(EnvError, match="struck") as caught:
             batcher.get()
-        assert caught.value.capsule is None
+        assert caught.value.actions is None
         assert_equal(batcher.get(), share(n_threads)[1])
 
 

@@ -200,7 +200,7 @@ def test_a_budget_that_is_used_up_is_an_error_with_the_failures(
             batcher.execute(1)
     error = caught.value
     assert [type(failure) for failure in error.history] == history
-    assert {failure.where.episode for failure in error.history} == set(hits)
+    assert {failure.where.row for failure in error.history} == set(hits)
     assert error.where.seed is not None
     if history[-1] is rlpool.EnvError:
         assert "struck" in str(error.__cause__)

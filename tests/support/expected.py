@@ -50,7 +50,7 @@ class Expected:
                 get()
             where = caught.value.where
             if not self.breaks:
-                assert (where.episode, where.step) in self.failures.items(), (where, self.failures)
+                assert (where.row, where.step) in self.failures.items(), (where, self.failures)
             return None
         got = get()
         assert_same(got, self.rows, self.info)

@@ -55,10 +55,11 @@ ACTED: dict[str, spaces.Space[Any]] = {
 
 INFOS: dict[str, Any] = {
     "none": None,
-    "declared": {"score": float, "hits": np.int16, "deep/on": bool, "pair": (np.float64, 2)},
-    "named": ["score", "hits", "deep/on"],
+    "declared": {"score": float, "hits": np.int16, "deep": {"on": bool}, "pair": (np.float64, 2)},
+    "learned": ["score", "hits", "deep/on", "pair"],
+    "late": ["score", "hits", "deep/on", "pair"],
 }
-"""``info_keys``."""
+"""``info_keys``; what is learned shows in the first infos, or in those of the first step."""
 
 
 def leaves(space: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -88,14 +89,14 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
     ``fails_at``, a step that raises; any others are part of the checksum.
 
     Args:
-        observes, acts: Keys of ``OBSERVED`` and ``ACTED``.
+        observes, acts, infos: Keys of ``OBSERVED``, ``ACTED`` and ``INFOS``.
         reuses: Whether all observations are in the same memory.
     """
 
     def __init__(
-        self, observes: str = "frame", acts: str = "discrete", reuses: bool = False
+        self, observes: str = "frame", acts: str = "discrete", infos: str = "none", reuses=False
     ) -> None:
-        self.observes, self.reuses = observes, reuses
+        self.observes, self.shows, self.reuses = observes, infos, reuses
         self.observation_space = OBSERVED[observes]
         self.action_space = ACTED[acts]
         self.buffer = np.zeros(6, self.content_dtype())
@@ -152,9 +153,10 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
             "deep": {"on": bool(draws[1] < 0.5)},
             "pair": draws[2:],
         }
+        shows_all = self.t == {"learned": 0, "late": 1}.get(self.shows)
         kept = draws < 0.5
         shown = {k: v for (k, v), is_kept in zip(parts.items(), kept, strict=True) if is_kept}
-        return {"name": "scripted", **shown}
+        return {"name": "scripted", **(parts if shows_all else shown)}
 
 
 # The agent --------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def test_a_later_call_that_breaks_the_contract_is_refused(name: str) -> None:
         with pytest.raises(AgentSpecError) as caught:
             batcher.get()
         assert (caught.value.where.worker, caught.value.where.step) == (0, 2)
-        assert caught.value.where.episode in (0, 1, 2)
+        assert caught.value.where.row in (0, 1, 2)
         what, where, fix = str(caught.value).splitlines()
         if name == "output of another shape":
             assert re.search(r"'value'.*float32\[1\].*float32\[\]", what)

@@ -21,6 +21,7 @@ from rlpool.errors import (
     ResultTimeoutError,
     RlpoolError,
     SpecError,
+    UnknownArgumentError,
     UsageError,
     Where,
     WorkerDiedError,
@@ -29,12 +30,12 @@ from rlpool.errors import (
     WorkerTimeoutError,
 )
 
-WHERE = Where(worker=3, lane=14, episode=27, step=112, seed=1703251, env_info={"task": 5})
+WHERE = Where(worker=3, lane=14, row=7, episode=27, step=112, seed=17, env_info={"task": 5})
 REPORT: dict[str, Any] = {
     "where": WHERE,
     "fix": "look there",
-    "capsule": "a capsule",
-    "reason": errors.Reason.LACKS_OPTIONS,
+    "options": {"task": 5},
+    "actions": (1, 2),
 }
 DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"),)}
 
@@ -43,6 +44,7 @@ BASES: dict[type[RlpoolError], set[type[Exception]]] = {
     BatcherClosedError: {UsageError, ValueError},
     ResultTimeoutError: {TimeoutError},
     SpecError: {ValueError},
+    UnknownArgumentError: {SpecError, TypeError},
     NotEnoughDataError: {ValueError},
     WorkerError: {RuntimeError},
     WorkerStartupError: {WorkerError},
@@ -65,7 +67,7 @@ def test_every_exception_can_be_caught_by_what_it_is_and_by_nothing_else() -> No
 def test_messages_say_what_where_and_fix_as_far_as_they_are_known() -> None:
     assert str(WorkerError("it broke", **REPORT)).splitlines() == [
         "it broke",
-        "  where: worker 3, lane 14, episode 27, step 112, seed 1703251, env_info {'task': 5}",
+        "  where: worker 3, lane 14, row 7, episode 27, step 112, seed 17, env_info {'task': 5}",
         "  fix:   look there",
     ]
     assert str(WorkerError("it broke", where=Where(step=0))) == "it broke\n  where: step 0"

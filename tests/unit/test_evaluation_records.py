@@ -29,9 +29,9 @@ from rlpool import (
     verify,
 )
 from rlpool.__main__ import main
+from rlpool.testing import FaultyEnv
 
 from support.agents import ConstantAgent, StepCounter
-from support.faults import FailingEnv
 
 SEEDS = range(20)
 
@@ -276,14 +276,13 @@ def test_restarts_are_recorded() -> None:
 
 
 def create_deadly(seed: int) -> GymEnv:
-    return GymEnv([FailingEnv("sigkill", at_step=2)], seed)
+    return GymEnv([FaultyEnv("sigkill", at_step=2)], seed)
 
 
-def test_a_death_is_listed_with_seed_and_step_and_without_a_capsule() -> None:
+def test_a_death_is_listed_with_seed_and_step() -> None:
     found = evaluate(StepCounter(), create_deadly, 1, n_workers=1, on_env_error="truncate")
     (failure,) = found.failures
     assert (failure.where.seed, failure.where.step) == (int(found.seeds[0]), 2)
-    assert failure.capsule is None
 
 
 # Arguments ---------------------------------------------------------------------------------------

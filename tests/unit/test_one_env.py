@@ -222,7 +222,7 @@ FOUR = "(action, next_state, reward, done)", "a tuple of 2"
         (actions(0, 0, [0, 1]), ("action", "[2]", "[]")),
         (actions(0, "left"), ("action", "str")),
         (after_reset((*GOOD[:3], None)), ("done", "None")),
-        (after_reset((*GOOD[:2], 1e39, False)), ("reward", "1e+39", "lane 0, episode 0")),
+        (after_reset((*GOOD[:2], 1e39, False)), ("reward", "1e+39", "lane 0, row 0")),
     ],
 )
 def test_what_does_not_fit_is_refused(env: Any, words: tuple[str, ...]) -> None:

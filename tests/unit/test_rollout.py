@@ -155,13 +155,13 @@ def test_an_environments_error_says_where(call: str, n_timesteps: int) -> None:
         seed = batcher.get().info["seed"][3].item()
     step = 4 if call == "step" else 0
     info = {"length": 9, "id": 3}
-    assert caught.value.where == Where(0, 1, 3, step, seed, info)
+    assert caught.value.where == Where(0, 1, 3, 3, step, seed, info)
     assert isinstance(caught.value.__cause__, KeyError)
     assert "raise self.error" in caught.value.traceback_text
     first, where, fix = str(caught.value).splitlines()
     assert first == f"env.{call} raised KeyError: 'goal'"
     assert where == (
-        f"  where: worker 0, lane 1, episode 3, step {step}, seed {seed}, env_info {info}"
+        f"  where: worker 0, lane 1, row 3, episode 3, step {step}, seed {seed}, env_info {info}"
     )
     assert fix.startswith("  fix:   ")
 

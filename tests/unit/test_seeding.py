@@ -54,7 +54,7 @@ def draws(key: int, n_noise: int, n_steps: int) -> torch.Tensor:
 
 
 def test_numbers_are_those_of_every_version() -> None:
-    """Results are reproduced, and capsules replayed, by later versions."""
+    """Results are reproduced by later versions."""
     root = root_from(42)
     assert root == 104182431639425325838241734009776227195
     assert episode_seeds(root, 5, 3) == [1565781270, 498888824, 1577621407]

@@ -285,7 +285,7 @@ def test_a_window_in_which_two_episodes_end_leaves_the_steps_of_the_third() -> N
     rows["action"][:] = -1  # the block is used again
     tape = windows.tapes[0]
     assert (tape.n_restarts, tape.n_steps, tape.state["memory"]) == (2, 2, 9)
-    assert tape.actions["action"].tolist() == tape.rewards.tolist() == [3, 4]
+    assert tape.actions["action"].tolist() == tape.columns["reward"].tolist() == [3, 4]
     windows.record(layout, arrays, [0], [])
     assert not windows.tapes
 
