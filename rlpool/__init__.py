@@ -65,7 +65,6 @@ from rlpool.training.statistics import (
     episode_returns,
 )
 from rlpool.workers.process_start import preload, shutdown
-from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
 __version__ = "0.4.0"
 """The installed version.
@@ -126,7 +125,6 @@ __all__ = [
     "collect_rollouts_parallel",
     "compare",
     "discounted_returns",
-    "dump_stacks_on_signal",
     "episode_lengths",
     "episode_returns",
     "evaluate",

@@ -48,7 +48,6 @@ from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 from rlpool.workers.process_start import memory_of
 from rlpool.workers.sharing import pickled
-from rlpool.workers.stack_dumps import DumpsStacks
 
 _LOG = logging.getLogger("rlpool")
 
@@ -57,7 +56,7 @@ CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
 
 
-class BatcherBase(ProcessOwner, DumpsStacks):
+class BatcherBase(ProcessOwner):
     """The owner of a batcher's workers, who updates and closes them."""
 
     _dispatcher: RequestQueue | None = None
@@ -594,9 +593,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             True
         """
         return replace(self._not_closed().read_stats(), name=type(self).__name__)
-
-    def _stacks(self) -> str:
-        return self._not_closed().stacks()
 
     def close(self) -> None:
         """End the workers, whatever they are doing, within a few seconds. May be repeated.

@@ -146,7 +146,6 @@ class Dispatcher(RequestQueue):
         self.control = self._control = self._processes.control
         self.restarts = self._processes.restarts
         self.deliver_logs = self._processes.deliver_logs
-        self.stacks = self._processes.stacks
         self.read_stats = StatsReader(self._control).read
         self._agreement = Agreement(self._processes)
         try:

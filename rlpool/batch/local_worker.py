@@ -22,7 +22,6 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control, State, Word
 from rlpool.record.tape import Tape
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
-from rlpool.workers.stacks import Stacks, described, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place
 from rlpool.workers.workers import Client, given_up
@@ -197,12 +196,6 @@ class LocalWorker:
     def kill(self, worker: int, failure: WorkerError) -> None:
         """Refuse everything from now on: it has no successor."""
         self.fail(failure)
-
-    def stacks(self) -> str:
-        """What the threads of this process and the processes of environments are doing."""
-        dump = getattr(self._collector.env, "dump_stacks", None)
-        text = own_stacks() + (dump(file=None) if dump else "")
-        return described([Stacks(0, os.getpid(), text)], self._client.where)
 
     def fail(self, error: RlpoolError) -> None:
         """Refuse everything from now on."""

@@ -36,14 +36,12 @@ class RequestQueue(ABC):
         is_closed: Whether ``close`` was called.
         failures: Why episodes were given up, of the result that was handed out last.
         deliver_logs: Hands what was logged elsewhere to the loggers of this process.
-        stacks: Returns what the workers are doing.
         read_stats: Returns it in numbers.
         control: The shared record of the workers, ``None`` if they are on other machines.
         runs_here: Whether requests run in this process, while the caller waits for them.
     """
 
     deliver_logs: Callable[[], None]
-    stacks: Callable[[], str]
     read_stats: Callable[[], Stats]
     runs_here = False
 

@@ -14,10 +14,10 @@ import time
 # The functions that ``signal`` wraps: its conversion to enums costs a microsecond per signal.
 from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 _SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGALRM))
 
@@ -54,18 +54,6 @@ def ignore_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-_Handler = TypeVar("_Handler", bound=Callable[..., Any])
-
-
-def mark_as_harmless(handler: _Handler) -> _Handler:
-    """Mark a signal handler that only reads and never raises, so that no section delays it.
-
-    Delaying it would also remove a C handler in front of it, such as ``faulthandler``'s.
-    """
-    handler._rlpool_is_harmless = True  # type: ignore[attr-defined]
-    return handler
-
-
 class InterruptsHeld:
     """A ``with`` section that delays the handlers of SIGINT, SIGTERM and SIGALRM to its end.
 
@@ -89,7 +77,7 @@ class InterruptsHeld:
             for number in _SIGNALS:
                 handler = _get_handler(number)
                 # Not the default (an int), nor ignored, nor held by an outer section already.
-                if callable(handler) and not _is_harmless(handler):
+                if callable(handler) and not _is_held(handler):
                     self._handlers[number] = handler
                     _set_handler(number, self._hold)
         except BaseException:  # from a handler that was not held yet
@@ -133,7 +121,6 @@ def _raise_all(numbers: Sequence[int]) -> None:
             _raise_all(numbers[1:])
 
 
-def _is_harmless(handler: Any) -> bool:
+def _is_held(handler: Any) -> bool:
     section = getattr(handler, "__self__", None)
-    is_held = isinstance(section, InterruptsHeld) and section._is_active
-    return is_held or hasattr(handler, "_rlpool_is_harmless")
+    return isinstance(section, InterruptsHeld) and section._is_active

@@ -50,8 +50,8 @@ class OneThread:
         raise UsageError(
             f"{mine} was called in thread {names.get(me, me)!r} while thread "
             f"{names.get(last, last)!r} is inside {inside}",
-            fix="hold a threading.Lock around the calls of all threads; only close(), stats() and "
-            "dump_stacks() may be called meanwhile",
+            fix="hold a threading.Lock around the calls of all threads; only close() and "
+            "stats() may be called meanwhile",
         )
 
     def _call_in(self, thread: int) -> str:

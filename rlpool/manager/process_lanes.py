@@ -30,12 +30,11 @@ from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Command, Kind, Stepper
 from rlpool.observe.stats import Stats, StatsReader
 from rlpool.workers.process_owner import ProcessOwner
-from rlpool.workers.stack_dumps import DumpsStacks
 
 _ALL = slice(None)
 
 
-class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
+class ProcessLanes(ProcessOwner, VecEnv):
     """Environments in worker processes, see ``ParallelEnvManager``, which makes them."""
 
     shares_current = True  # with the workers
@@ -324,10 +323,6 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         """
         self._workers.refuse_closed()
         return self._stats_reader.read()
-
-    def _stacks(self) -> str:
-        self._workers.refuse_closed()
-        return self._workers.processes.stacks()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""

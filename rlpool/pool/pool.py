@@ -26,12 +26,11 @@ from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
-from rlpool.workers.stack_dumps import DumpsStacks
 
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
 
 
-class Pool(FilledPool, DumpsStacks):
+class Pool(FilledPool):
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
     It is filled in three ways, which may be mixed as long as transitions have the same keys:
@@ -359,9 +358,6 @@ class Pool(FilledPool, DumpsStacks):
         if self._runner.closed:
             raise UsageError("the pool was closed", fix="make another one, close it later")
         return self._runner
-
-    def _stacks(self) -> str:
-        return self._open_runner().stacks()
 
     def close(self) -> None:
         """End the processes of ``store()``. What is stored stays. May be repeated.

@@ -163,10 +163,6 @@ class EpisodeRunner:
         self._stop()
         self._root, self.n_runs = state["root"], state["n_runs"]
 
-    def stacks(self) -> str:
-        """What the workers are doing; empty before they are started."""
-        return "".join(batcher.dump_stacks(None) for batcher, _ in self._batchers)
-
     def close(self) -> None:
         """End the workers within a few seconds, whatever they are doing. May be repeated."""
         self.closed = True

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import functools
 import gc
 import os
+import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gymnasium.spaces import Discrete, MultiDiscrete
 
-from rlpool.data.storage import Memory
+from rlpool.data.storage import Memory, anonymous_file
 from rlpool.errors import Where, WorkerError, WorkerStartupError
 from rlpool.machine.generators import seed_generators
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
@@ -26,9 +32,21 @@ from rlpool.workers.failure_policy import FailurePolicy, Recycling
 from rlpool.workers.logs import Levels, PipeHandler, connect
 from rlpool.workers.process_end import end_with_parent
 from rlpool.workers.sharing import Shared
-from rlpool.workers.stacks import answer_questions
 from rlpool.workers.template import set_title
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
+
+_STACKS_FILE = "rlpool-stacks"
+"""The name by which the file is found among a worker's descriptors."""
+
+_STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a worker write its stacks. Nothing else uses this number: not the C library, which takes
+the first real-time signals, nor Python, nor CUDA."""
+
+_STACKS_S = 1.0
+"""How long a worker may take to write them."""
+
+_STACKS_PAUSE_S = 0.02
+"""If no more was written after this long, they are complete."""
 
 
 class Place(NamedTuple):
@@ -65,8 +83,8 @@ def run_connected(
     connection: Connection,
     control_fd: int,
 ) -> None:
-    """The main function of every worker process: ``run``, with its logs and stacks connected."""
-    answer_questions()
+    """The main function of every worker process: ``run``, with its logs connected."""
+    _write_stacks_on_signal()
     pipe = Pipe(connection)
     connect(PipeHandler(place.worker, pipe), levels)
     try:
@@ -74,6 +92,32 @@ def run_connected(
     finally:
         # The user's threads may keep this process alive: the caller does not wait for them.
         connection.close()
+
+
+def _write_stacks_on_signal() -> None:
+    """Let ``stacks_of`` see what this process is doing, even if C code never releases the GIL."""
+    fd = anonymous_file(_STACKS_FILE)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    faulthandler.register(_STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+def stacks_of(process: SpawnProcess | None) -> str:
+    """The stacks of a worker's threads; empty if it does not write them within a second."""
+    if process is None or not process.is_alive():
+        return ""
+    try:
+        files = [f"/proc/{process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{process.pid}/fd")]
+        file = next(f for f in files if os.readlink(f).startswith(f"/memfd:{_STACKS_FILE}"))
+        os.kill(process.pid or 0, _STACKS_SIGNAL)
+        size, until_s = 0, time.monotonic() + _STACKS_S
+        while time.monotonic() < until_s:
+            time.sleep(_STACKS_PAUSE_S)
+            before, size = size, os.stat(file).st_size
+            if size and size == before:
+                break
+        return Path(file).read_text(errors="replace")
+    except (OSError, StopIteration):  # it is starting, or gone
+        return ""
 
 
 def settle_in(place: Place, control_fd: int) -> WorkerRecord:

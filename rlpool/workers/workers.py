@@ -47,8 +47,6 @@ from rlpool.workers.process_start import (
     refuse_large_workers,
     starting_processes,
 )
-from rlpool.workers.stack_dumps import stack_sources
-from rlpool.workers.stacks import ask, described
 from rlpool.workers.wire import (
     CallerPipe,
     Dropped,
@@ -60,7 +58,7 @@ from rlpool.workers.wire import (
     Ready,
     Retiring,
 )
-from rlpool.workers.worker_process import Place, WorkerMain
+from rlpool.workers.worker_process import Place, WorkerMain, stacks_of
 
 _LOG = logging.getLogger("rlpool")
 
@@ -403,7 +401,6 @@ class Workers:
                 get ready.
             SpecError: If they are larger than ``max_rss_bytes`` already.
         """
-        stack_sources.add(self)
         self._poller.wake_on(wake_fd)
         for n_started, life in enumerate(self._lives):
             try:
@@ -582,7 +579,7 @@ class Workers:
             where=self._client.where(worker),
             **self._client.episode_in(worker),
             fix="look for an endless wait in the environment or the agent, or raise timeout",
-            traceback_text=self.stacks_of(worker),
+            traceback_text=stacks_of(self._lives[worker].process),
         )
         self.kill(worker, error)
 
@@ -598,16 +595,6 @@ class Workers:
             if not rows[life.worker, Word.STEPS] and life.pipe is not None and life.process:
                 progress[life.worker] = -process_activity(life.process.pid)
         return progress
-
-    def stacks(self) -> str:
-        """What each worker is doing; may be called from a signal handler."""
-        return described(ask(range(self.n_workers), self.processes), self._client.where)
-
-    def stacks_of(self, worker: int) -> str:
-        """What one worker is doing; empty if it cannot answer."""
-        process = self.process(worker)
-        answers = ask([worker], [] if process is None else [process])
-        return "".join(answer.text for answer in answers)
 
 
 def given_up(n_before: int) -> str:

@@ -225,7 +225,7 @@ def use_what_belongs_to_the_parent(pipe: Any, batcher: Any, windows: Any, manage
     remote, worker = manager.remotes[0], manager.workers[0]
     calls: list[Callable[[], Any]] = [
         *(batcher.get, lambda: batcher.execute(3), lambda: batcher.update({})),
-        *(lambda: batcher.progress, lambda: batcher.dump_stacks(None), windows.get, windows.reset),
+        *(lambda: batcher.progress, windows.get, windows.reset),
         *(manager.reset, lambda: manager.step_lanes([1], {}), manager.step_some, remote.recv),
         *(lambda: remote.send(("reset", None)), worker.is_alive),
     ]

@@ -318,6 +318,17 @@ def test_a_batcher_may_be_closed_when_python_has_cleared_multiprocessing(
     assert worker_pids() == before
 
 
+@pytest.mark.parametrize("kind", ["hang", "hold_the_lock"])
+def test_an_error_about_a_hang_has_the_stacks_of_the_worker(kind: str) -> None:
+    with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
+        batcher.execute(3, env_info=faults_at(3, 1, kind, 1))
+        with pytest.raises(WorkerTimeoutError) as caught:
+            batcher.get()
+    stacks = caught.value.traceback_text
+    assert stacks.index(" in _strike\n") < stacks.index(" in step\n")
+    assert stacks in str(caught.value.__cause__)
+
+
 def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more() -> None:
     with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
         batcher.execute(3, env_info=faults_at(3, 1, "hang", 1))

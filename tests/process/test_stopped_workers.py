@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,9 +78,7 @@ def opened_batcher(n_slots: int = 8, n_threads: int = 2) -> Iterator[tuple[Episo
     batcher = EpisodeBatcher(4, n_slots, create_agent, {}, create_env, {}, n_threads, 1)
     batcher.execute(3)
     batcher.get()
-    told = re.search(r"worker 0 \(pid (\d+)\)", batcher.dump_stacks(file=None))
-    assert told is not None
-    yield batcher, int(told[1])
+    yield batcher, batcher.stats().workers[0].pid
     with within(CLOSE_S):
         batcher.close()
 

@@ -96,7 +96,6 @@ def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads:
                 with pytest.raises(UsageError, match=expected):
                     call()
             assert batcher.stats().workers[0].n_episodes == 0
-            assert "lane 0" in batcher.dump_stacks(None)
             assert not batcher.closed
         assert result[0].lengths.tolist() == [1]
         assert batcher.progress == (0, 0)
@@ -237,10 +236,9 @@ class Storing(ActingEnv):
 
 def test_two_threads_that_store_are_refused(gate: Path) -> None:
     with Pool([Storing(gate)], pool_size=8) as pool:
-        with inside(pool, pool.store, gate):
-            with pytest.raises(UsageError, match=r"Pool.store was called .* is inside Pool.store"):
-                pool.store()
-            assert pool.dump_stacks(None) is not None
+        why = r"Pool.store was called .* is inside Pool.store"
+        with inside(pool, pool.store, gate), pytest.raises(UsageError, match=why):
+            pool.store()
         assert len(pool) == 1
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 from rlpool.machine import interrupts
-from rlpool.machine.interrupts import InterruptsHeld, mark_as_harmless
+from rlpool.machine.interrupts import InterruptsHeld
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -71,13 +71,6 @@ def test_a_section_that_is_stuck_may_be_interrupted(
     with suppress(Interrupt), InterruptsHeld():
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("not interrupted")
-
-
-def test_harmless_handlers_are_not_held(handled: list[int]) -> None:
-    signal.signal(signal.SIGALRM, mark_as_harmless(lambda number, frame: handled.append(number)))
-    with InterruptsHeld():
-        signal.raise_signal(signal.SIGALRM)
-        assert handled == [signal.SIGALRM]
 
 
 def test_other_threads_are_left_alone() -> None:
