@@ -21,20 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlpool.data.rows import kind
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments, real_number, whole_number
-from rlpool.training.recurrence import (
-    Discount,
-    Steps,
-    Sum,
-    check_reward,
-    over_all_steps,
-    repeated,
-    then,
-)
+from rlpool.machine.arguments import real_number, whole_number
+
+Discount = float | Tensor
+
+_DTYPES = (torch.float32, torch.float64)
 
 
-@names_arguments
 @torch.no_grad()
 def discounted_returns(
     reward: Tensor,
@@ -82,10 +77,9 @@ def discounted_returns(
     if terminated is None:
         terminated = done
     steps = Steps(reward, done, terminated, next_value, discount, lengths)
-    return steps.finished(over_all_steps(steps.reward_and_future_at_ends(), steps.factor))
+    return steps.finished(summed_backwards(steps.reward_and_future_at_ends(), steps.factor))
 
 
-@names_arguments
 @torch.no_grad()
 def n_step_returns(
     reward: Tensor,
@@ -127,15 +121,15 @@ def n_step_returns(
         tensor([[1.5000, 1.0000, 1.7500, 1.5000]])
     """
     steps = Steps(reward, done, terminated, next_value, discount, lengths)
-    n_before = min(whole_number("n_step", n_step, 1), steps.n_timesteps) - 1
-    last = Sum(1, steps.reward + steps.future, steps.factor[..., :-1])
-    if n_before > 0:
-        one = last._replace(total=steps.reward_and_future_at_ends())
-        last = then(repeated(one, n_before), last)
-    return steps.finished(last.total)
+    result, terms = steps.reward + steps.future, steps.reward_and_future_at_ends()
+    is_end = steps.factor[..., :-1] == 0
+    for _ in range(min(whole_number("n_step", n_step, 1), steps.n_timesteps) - 1):
+        following = (steps.factor[..., :-1] * result[..., 1:]).masked_fill_(is_end, 0)
+        result = terms.clone()
+        result[..., :-1] += following
+    return steps.finished(result)
 
 
-@names_arguments
 @torch.no_grad()
 def gae(
     reward: Tensor,
@@ -198,7 +192,7 @@ def gae(
     steps = Steps(reward, done, terminated, next_value, discount, lengths, value=value)
     difference = steps.reward + steps.future - value
     factor = real_number("lambda_", lambda_, "from 0 to 1") * steps.factor
-    return steps.finished(over_all_steps(difference, factor))
+    return steps.finished(summed_backwards(difference, factor))
 
 
 class VTrace(NamedTuple):
@@ -225,7 +219,6 @@ class VTrace(NamedTuple):
     advantage: Tensor
 
 
-@names_arguments
 @torch.no_grad()
 def vtrace(
     log_ratio: Tensor,
@@ -282,7 +275,7 @@ def vtrace(
     decay = real_number("lambda_", lambda_, "from 0 to 1")
     cut = ratio.clamp(max=real_number("c_clip", c_clip, "above 0")) * decay
     difference = rho * (steps.reward + steps.future - value)
-    correction = steps.finished(over_all_steps(difference, cut * steps.factor))
+    correction = steps.finished(summed_backwards(difference, cut * steps.factor))
     target = value + correction
     # What the next step's target is above its value; at the end of an episode nothing.
     following = torch.zeros_like(correction)
@@ -306,3 +299,112 @@ def _by_agent(value: Any, reward: Tensor, done: Tensor) -> Any:
         value = value.unsqueeze(-1).expand(reward.shape)
     is_like = isinstance(value, Tensor) and value.ndim == reward.ndim
     return value.movedim(-1, -2) if is_like else value
+
+
+# Checks and sums ----------------------------------------------------------------------------------
+
+
+class Steps:
+    """The steps of a window, checked.
+
+    Args:
+        reward: See ``gae``, and so on.
+        **like_reward: Further tensors that have to be like ``reward``.
+
+    Attributes:
+        n_timesteps: T.
+        reward: As given.
+        factor: What the sum from the next step on is multiplied with: the discount, 0 where an
+            episode or a row ends.
+        future: Discounted value of what each step led to, 0 where it is terminated.
+    """
+
+    def __init__(
+        self,
+        reward: Tensor,
+        done: Tensor,
+        terminated: Tensor,
+        next_value: Tensor,
+        discount: Discount,
+        lengths: Tensor | None,
+        **like_reward: Tensor,
+    ) -> None:
+        check_reward(reward)
+        like_reward["next_value"] = next_value
+        if isinstance(discount, Tensor) and discount.ndim:
+            like_reward["discount"] = discount
+        else:
+            discount = real_number("discount", discount, "from 0 to 1")
+        for name, tensor in like_reward.items():
+            _check_like(name, tensor, reward, reward.dtype)
+        _check_like("done", done, reward, torch.bool)
+        _check_like("terminated", terminated, reward, torch.bool)
+        done = done | terminated
+        self.reward, self.n_timesteps = reward, reward.shape[-1]
+        self._is_padding: Tensor | None = None
+        if lengths is not None:
+            self._is_padding, is_last = _ends_of_rows(lengths, reward)
+            done = done | is_last
+        self.factor = torch.zeros_like(reward)
+        self.factor += discount
+        self.factor.masked_fill_(done, 0)
+        self.factor[..., -1:] = 0
+        self.future = (discount * next_value).masked_fill_(terminated, 0)
+
+    def reward_and_future_at_ends(self) -> Tensor:
+        """The rewards, with what follows them where a sum of rewards ends."""
+        return self.reward + self.future.masked_fill(self.factor != 0, 0)
+
+    def finished(self, result: Tensor) -> Tensor:
+        """A result, zero in the padding if it is known where that is."""
+        if self._is_padding is None:
+            return result
+        return result.masked_fill_(self._is_padding, 0)
+
+
+def summed_backwards(terms: Tensor, factor: Tensor) -> Tensor:
+    """``y[t] = terms[t] + factor[t] * y[t + 1]``; a factor of 0 lets nothing through, not even NaN.
+
+    Args:
+        terms: ``[..., T]``.
+        factor: Like ``terms``, 0 in the last step.
+    """
+    total, totals = torch.zeros_like(terms[..., 0]), list[Tensor]()
+    steps = zip(terms.unbind(-1), factor.unbind(-1), (factor == 0).unbind(-1), strict=True)
+    for term, multiplier, is_end in reversed(list(steps)):
+        total = torch.addcmul(term, multiplier, total.masked_fill(is_end, 0))
+        totals.append(total)
+    return torch.stack(totals[::-1], -1)
+
+
+def check_reward(reward: object) -> None:
+    """Refuse rewards that are no float32 or float64 ``[..., T]``."""
+    if not isinstance(reward, Tensor) or reward.dtype not in _DTYPES or not reward.ndim:
+        what = f"reward is {kind(reward)}, not float32 or float64 [..., T]"
+        raise SpecError(what, fix="pass tensors such as window['_reward'], converted by float()")
+
+
+def _check_like(name: str, tensor: Any, reward: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a tensor that has another shape, dtype or device than it should have."""
+    is_like = isinstance(tensor, Tensor) and tensor.shape == reward.shape
+    if not is_like or tensor.dtype != dtype or tensor.device != reward.device:
+        wanted = f"{str(dtype).removeprefix('torch.')} {list(reward.shape)} on {reward.device}"
+        what = f"{name} is {kind(tensor)}, it should be {wanted}"
+        raise SpecError(what, fix="give one element per step, like reward")
+
+
+def _ends_of_rows(lengths: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
+    """Where padding is, and the last steps of rows: bool ``[..., T]``."""
+    is_int = isinstance(lengths, Tensor) and lengths.dtype == torch.int64
+    if not is_int or lengths.shape != reward.shape[:-1]:
+        what = f"lengths is {kind(lengths)}, reward is {kind(reward)}"
+        raise SpecError(what, fix=f"give an int64 {list(reward.shape[:-1])}")
+    n_timesteps = reward.shape[-1]
+    if lengths.device.type == "cpu" and lengths.numel():  # reading others would wait for a device
+        low, high = map(int, lengths.aminmax())
+        if low < 0 or high > n_timesteps:
+            what = f"lengths go from {low} to {high}, rows have {n_timesteps} steps"
+            raise SpecError(what, fix="give how many steps of each row are no padding")
+    step = torch.arange(n_timesteps, device=reward.device)
+    last = lengths.to(reward.device).unsqueeze(-1) - 1
+    return step > last, step == last

@@ -147,41 +147,19 @@ class EpisodeStatistics:
             begins = numbers_of(window, _START)[:, :1].any(1).cpu().numpy()
             for running in (self._sums, self._n_steps):
                 running[lanes] = np.where(begins, 0, running[lanes])
-        if (lengths < done.shape[1]).any():
-            is_step = np.arange(done.shape[1]) < lengths[:, None]
-            done, numbers = done & is_step, np.where(is_step, numbers, 0)
-        if not done.any():
-            self._sums[lanes] += numbers.sum(axis=1, dtype=np.float64)
-            self._n_steps[lanes] += lengths
-            none = torch.empty(0, dtype=torch.int64)
-            return EndedEpisodes(torch.empty(0, dtype=dtype), none, none.clone())
-        sums, n_steps, rows = self._divided(lanes, numbers, done, lengths)
-        returns = torch.from_numpy(sums).to(dtype)
-        return EndedEpisodes(returns, torch.from_numpy(n_steps), torch.from_numpy(rows))
-
-    def _divided(
-        self, lanes: NDArray, numbers: NDArray, done: NDArray, lengths: NDArray
-    ) -> tuple[NDArray, NDArray, NDArray]:
-        """Sums, steps and rows of the episodes that ended; the rest goes on."""
-        n_rows, n_timesteps = done.shape
-        steps, rows = np.nonzero(done.T)
-        # The window, row after row, in parts: one begins with every row and after every end.
-        first_steps = np.arange(n_rows) * n_timesteps
-        ends = rows * n_timesteps + steps
-        begins = np.union1d(first_steps, ends[steps < n_timesteps - 1] + 1)
-        first = np.searchsorted(begins, first_steps)  # of each row's parts
-        last = np.append(first[1:], len(begins)) - 1
-        sums = np.add.reduceat(numbers.reshape(-1), begins, dtype=np.float64)
-        end_of_row = (first_steps + lengths)[begins // n_timesteps]
-        n_steps = np.minimum(np.append(begins[1:], done.size), end_of_row) - begins
-        sums[first] += self._sums[lanes]
-        n_steps[first] += self._n_steps[lanes]
-        ended = np.searchsorted(begins, ends, side="right") - 1
-        is_over = np.zeros(len(begins), bool)
-        is_over[ended] = True
-        self._sums[lanes] = np.where(is_over, 0, sums)[last]
-        self._n_steps[lanes] = np.where(is_over, 0, n_steps)[last]
-        return sums[ended], n_steps[ended], rows
+        is_step = np.arange(done.shape[1]) < lengths[:, None]
+        done, numbers = done & is_step, np.where(is_step, numbers, 0).astype(np.float64)
+        sums, n_steps = self._sums[lanes], self._n_steps[lanes]
+        ended = [(sums[:0], n_steps[:0], n_steps[:0])]
+        for step in range(done.shape[1]):
+            sums, n_steps = sums + numbers[:, step], n_steps + is_step[:, step]
+            (rows,) = done[:, step].nonzero()
+            if len(rows):
+                ended.append((sums[rows], n_steps[rows], rows))
+                sums[rows], n_steps[rows] = 0, 0
+        self._sums[lanes], self._n_steps[lanes] = sums, n_steps
+        returns, counts, rows = map(torch.from_numpy, map(np.concatenate, zip(*ended, strict=True)))
+        return EndedEpisodes(returns.to(dtype), counts, rows)
 
     def _lanes_of(self, window: TemporalDictTensor) -> Any:
         """The lane of each row; there is a place for the sums of each."""

@@ -44,7 +44,7 @@ def random_windows(
 
 @pytest.mark.parametrize("key", ["_reward", "_success"])
 @pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize(("n_lanes", "n_timesteps"), [(1, 1), (3, 8), (40, 5), (2, 100)])
+@pytest.mark.parametrize(("n_lanes", "n_timesteps"), [(1, 1), (40, 5)])
 def test_windows_add_up_to_episodes(n_lanes: int, n_timesteps: int, stops: bool, key: str) -> None:
     statistics, sums, counts = EpisodeStatistics(key), [0.0] * n_lanes, [0] * n_lanes
     for number, window in enumerate(random_windows(6, n_lanes, n_timesteps, stops)):
@@ -110,8 +110,9 @@ def test_reset_forgets_what_was_running() -> None:
     assert statistics.update(ends.slice(1, 2)).lengths.tolist() == [3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("last", [(), (1,)])
+@pytest.mark.parametrize(
+    ("dtype", "last"), [(torch.bfloat16, ()), (torch.float32, (1,)), (torch.float64, ())]
+)
 def test_returns_are_float32_unless_rewards_are_float64(
     dtype: torch.dtype, last: tuple[int, ...]
 ) -> None:
