@@ -48,7 +48,7 @@ from rlpool.evaluation.evaluate import evaluate
 from rlpool.evaluation.figures import Comparison, Estimate, Summary, compare
 from rlpool.evaluation.result import Evaluation
 from rlpool.evaluation.verification import Verification, verify
-from rlpool.machine.worker_limits import worker_count
+from rlpool.machine.limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.meta.learner import Learner, collect_rollouts_parallel

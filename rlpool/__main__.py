@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -10,6 +11,12 @@ from rlpool import demo, doctor
 from rlpool.evaluation import command as evaluation_command
 from rlpool.observe import top
 
+COMMANDS = {
+    "doctor": (doctor.main, "print what this machine offers to workers"),
+    "demo": (demo.main, "learn CartPole in ten seconds, with a curve"),
+    "top": (top.main, "show what the workers of a running program do, by its pid"),
+}
+
 
 def main(arguments: list[str]) -> int:
     """Run a command; returns the exit code.
@@ -17,13 +24,16 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: What follows ``python -m rlpool``.
     """
-    if arguments[:1] == ["top"]:
-        return top.main(arguments[1:])
-    if arguments[:1] == ["demo"]:
-        return demo.main(arguments[1:])
     if arguments[:1] and arguments[0] in evaluation_command.COMMANDS:
         return evaluation_command.main(arguments)
-    return doctor.main(arguments)
+    parser = argparse.ArgumentParser(prog="python -m rlpool")
+    version = f"rlpool {sys.modules['rlpool'].__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text)
+    run, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
+    return run(arguments[1:])
 
 
 def _main() -> int:

@@ -38,9 +38,9 @@ from rlpool.machine.arguments import (
 )
 from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
-from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.observe.stats import Stats
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs

@@ -32,7 +32,7 @@ from rlpool.data.descriptors import Descriptor, Ticket
 from rlpool.data.specs import TensorSpec
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
-from rlpool.machine.limits import check_file_size, human, machine_bytes
+from rlpool.machine.limits import human, machine_bytes
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
@@ -68,7 +68,6 @@ def allocate(
     """
     check_choice("storage", storage, KINDS)
     if storage == "memmap":
-        check_file_size(n_bytes + 2 * PAGE_BYTES, "a memmap")
         try:
             # Path refuses numbers, which open() takes for descriptors.
             where = Path(tempfile.gettempdir() if directory is None else directory)
@@ -134,12 +133,8 @@ class Memory:
 
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
-        """Anonymous shared memory; ``fd`` stays open until ``close_fd``.
-
-        Raises:
-            SpecError: If this process may not make a file of that size.
-        """
-        return cls.over(anonymous_file(name, n_bytes + 2 * PAGE_BYTES), n_bytes, "shared")
+        """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
+        return cls.over(anonymous_file(name), n_bytes, "shared")
 
     @classmethod
     def over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
@@ -253,13 +248,8 @@ def _refused(error: OSError, what: str) -> SpecError:
     return SpecError(f"{told}: {error.strerror} ({name})", fix=fix)
 
 
-def anonymous_file(name: str, n_bytes: int = 0) -> int:
-    """Descriptor of a new, unnamed file in memory.
-
-    Raises:
-        SpecError: If this process may not make a file of ``n_bytes``.
-    """
-    check_file_size(n_bytes)
+def anonymous_file(name: str) -> int:
+    """Descriptor of a new, unnamed file in memory."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 

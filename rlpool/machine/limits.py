@@ -1,4 +1,4 @@
-"""How much memory and how many cores there are, and what does not fit into the memory.
+"""How many cores, processes and descriptors there are and how much memory, and what needs more.
 
 The limits of control groups are those of version 2.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import resource
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 
 _LOG = logging.getLogger("rlpool")
@@ -23,7 +26,30 @@ ROOT = Path("/")
 _LARGEST_KEYS = 8
 """A message names the largest keys; an observation may have hundreds."""
 
-FILE_SIZE_REMEDY = "raise the limit before starting Python: ulimit -f unlimited"
+_MOST_PER_CORE = 2
+"""More workers per core than this are worth a warning: one steps while another one waits."""
+
+_TESTED_PROCESSORS = "x86_64", "AMD64"
+"""Names of x86-64."""
+
+WORKER_BYTES = 100 * 2**20
+"""Least private memory of a process that has imported torch and holds nothing else: of a spawned
+worker, and of the template from which workers are forked."""
+
+FORKED_WORKER_BYTES = 10 * 2**20
+"""Least private memory of a worker that was forked from the template."""
+
+WORKER_DESCRIPTORS = 3
+"""A worker's pipe, and two by which multiprocessing notices its end and ours."""
+
+_SPARE_DESCRIPTORS = 32
+"""What starting a process and sending memory need for a moment, and what the caller may open."""
+
+_WORKER_TASKS = 2
+"""A worker's main thread and the one that watches its parent; libraries may add one per core."""
+
+_SPARE_TASKS = 2
+"""The resource tracker of multiprocessing, and the template."""
 
 Advice = Callable[[int], str]
 """Which arguments to lower so that a number of bytes is enough."""
@@ -38,28 +64,19 @@ def human(n_bytes: int) -> str:
     return f"{size:.0f} {units[0]}" if size >= 1000 else f"{size:.3g} {units[0]}"
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A limit that workers or memory may hit.
-
-    Attributes:
-        name: Who sets it, after "the 8 GiB that".
-        total: The limit.
-        free: How much of it is left; for memory, without swapping.
-        text: Formats an amount.
-    """
+class Bound(NamedTuple):
+    """A limit of memory: who sets it, how much there is, and how much is free without swapping."""
 
     name: str
     total: int
     free: int
-    text: Callable[[int], str] = human
 
     def __str__(self) -> str:
-        return f"{self.text(self.free)} of the {self.text(self.total)} that {self.name} are free"
+        return f"{human(self.free)} of the {human(self.total)} that {self.name} are free"
 
 
-def shared_memory_bounds(root: Path = ROOT) -> list[Bound]:
-    """What limits all processes together: the machine, and the container around this process."""
+def memory_bounds(root: Path = ROOT) -> list[Bound]:
+    """What limits memory: the machine, and the containers around this process."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total = _kilobytes(root / "proc/meminfo", "MemTotal", total)
     available = _kilobytes(root / "proc/meminfo", "MemAvailable", total)
@@ -75,42 +92,6 @@ def shared_memory_bounds(root: Path = ROOT) -> list[Bound]:
         name = f"the control group of this process allows ({group / 'memory.max'})"
         bounds.append(Bound(name, int(limit), max(0, int(limit) - max(0, used))))
     return bounds
-
-
-def address_space_bounds(root: Path = ROOT) -> list[Bound]:
-    """What ``ulimit -v`` leaves to this process; empty without that limit."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return []
-    left = max(0, limit - _kilobytes(root / "proc/self/status", "VmSize", 0))
-    return [Bound("RLIMIT_AS leaves to this process (ulimit -v)", left, left)]
-
-
-def file_size_limit() -> int | None:
-    """The largest file that this process may make, ``None`` for any; shared memory is a file."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def check_file_size(n_bytes: int, what: str = "shared memory") -> None:
-    """Refuse a file, or shared memory, that is larger than this process may make.
-
-    Args:
-        n_bytes: Its size.
-        what: What it is, for the message.
-
-    Raises:
-        SpecError: Naming the limit and the remedy.
-    """
-    limit = file_size_limit()
-    if limit is not None and n_bytes > limit:
-        allowed = f"the limit of files is {human(limit)} (RLIMIT_FSIZE)"
-        raise SpecError(f"{what} of {human(n_bytes)}: {allowed}", fix=FILE_SIZE_REMEDY)
-
-
-def memory_bounds(root: Path = ROOT) -> list[Bound]:
-    """Everything that limits the memory of this process; at least the machine does."""
-    return shared_memory_bounds(root) + address_space_bounds(root)
 
 
 def machine_bytes() -> int:
@@ -141,24 +122,14 @@ def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the
         SpecError: If it is larger than the memory of the machine or the container, naming bytes
             per key, in all, and free.
     """
-    warning = size_warning(bytes_of_key, advice, what)
-    if warning is not None:
-        _LOG.warning("%s: %s if memory runs out", *warning)
-
-
-def size_warning(
-    bytes_of_key: Mapping[str, int], advice: Advice, what: str, root: Path = ROOT
-) -> tuple[str, str] | None:
-    """What ``check_size`` warns of, and what to do about it; ``None`` if the memory is free."""
-    total = sum(bytes_of_key.values())
-    bounds = memory_bounds(root)
+    total, bounds = sum(bytes_of_key.values()), memory_bounds()
     least, smallest = min(bounds, key=lambda b: b.free), min(bounds, key=lambda b: b.total)
-    if total <= least.free:
-        return None
     takes = f"{human(total)} ({_by_key(bytes_of_key)})"
     if total > smallest.total:
         raise SpecError(f"{what} would need {takes}, but only {smallest}", fix=advice(least.free))
-    return f"{what} may take up to {takes}, but only {least}", advice(least.free)
+    if total > least.free:
+        text = "%s may take up to %s, but only %s: %s if memory runs out"
+        _LOG.warning(text, what, takes, least, advice(least.free))
 
 
 def stat_fields(pid: int | str | None) -> list[str]:
@@ -248,3 +219,154 @@ def _by_key(bytes_of_key: Mapping[str, int]) -> str:
     ordered = sorted(bytes_of_key.items(), key=lambda item: -item[1])
     parts = [f"{key} {human(n_bytes)}" for key, n_bytes in ordered[:_LARGEST_KEYS]]
     return ", ".join(parts + ["..."] * (len(ordered) > _LARGEST_KEYS))
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+class Quota(NamedTuple):
+    """A resource of which every worker takes a share.
+
+    Attributes:
+        noun: Its name.
+        free: How much is left.
+        each: How much a worker takes.
+        spare: How much is needed besides, for any number of workers.
+        text: Formats an amount.
+        remedy: How to get more.
+    """
+
+    noun: str
+    free: int
+    each: int
+    spare: int
+    text: Callable[[int], str]
+    remedy: str
+
+    @property
+    def room(self) -> int:
+        """How many workers fit."""
+        return max(0, (self.free - self.spare) // self.each)
+
+
+def worker_count(n_workers: int | str) -> int:
+    """Turn ``n_workers`` into a number of worker processes.
+
+    Args:
+        n_workers: A number from 1, or ``"auto"`` for all cores that this process may use but
+            two, one of which is for the policy; at least 1.
+
+    Raises:
+        SpecError: If it is neither.
+
+    Example:
+        >>> worker_count(3)
+        3
+        >>> worker_count("auto") >= 1
+        True
+    """
+    if n_workers == "auto":
+        return max(1, n_cores() - 2)
+    return whole_number("n_workers", n_workers, 1, fix="or pass 'auto'")
+
+
+def check_workers(
+    n_workers: int, descriptors_each: int, advice: str, memory: tuple[int, int] = (WORKER_BYTES, 0)
+) -> None:
+    """Refuse more worker processes than descriptors, processes or memory allow.
+
+    More than twice the cores are worth a warning: they help only where environments wait for
+    something other than a core. So is a processor on which nothing was tested.
+
+    Args:
+        n_workers: Processes to be started.
+        descriptors_each: Descriptors that each of them costs this process.
+        advice: Which arguments to change, for the message.
+        memory: Least bytes of each of them, and of what they share.
+
+    Raises:
+        SpecError: Naming what is needed, what is left, and the remedy.
+    """
+    refuse_too_many_workers(n_workers, descriptors_each, advice, memory)
+    if n_workers > _MOST_PER_CORE * n_cores():
+        _LOG.warning(
+            "worker processes: %d, cores that this process may use: %d; unless environments "
+            'mostly wait, fewer are faster (worker_count("auto") is %d)',
+            *(n_workers, n_cores(), worker_count("auto")),
+        )
+    _warn_of_processor(platform.machine())
+
+
+@cache  # once per process
+def _warn_of_processor(name: str) -> None:
+    if name not in _TESTED_PROCESSORS:
+        _LOG.warning(
+            "rlpool was tested on x86-64, not on %s, which may show writes to shared memory in "
+            "another order: compare results with those of n_workers=0",
+            name,
+        )
+
+
+def refuse_too_many_workers(
+    n_workers: int, descriptors_each: int, advice: str, memory: tuple[int, int]
+) -> None:
+    """What ``check_workers`` does, without the warnings."""
+    for quota in worker_quotas(descriptors_each, memory):
+        if n_workers > quota.room:
+            needed = quota.text(n_workers * quota.each + quota.spare)
+            of = "of " if quota.noun == "memory" else ""
+            what = f"{n_workers} workers need {needed} {of}{quota.noun}"
+            fits = f" ({quota.room} would fit)" if quota.room else ""
+            raise SpecError(
+                f"{what}, but only {quota.text(quota.free)} are free",
+                fix=f"{advice}{fits}, or {quota.remedy}",
+            )
+
+
+def worker_quotas(
+    descriptors_each: int, memory: tuple[int, int], root: Path = ROOT
+) -> Iterator[Quota]:
+    """What limits the number of workers: memory, descriptors and processes.
+
+    Args:
+        descriptors_each: Descriptors that each of them costs this process.
+        memory: As for ``check_workers``.
+        root: Where ``/proc`` and ``/sys`` are.
+    """
+    least = min(memory_bounds(root), key=lambda bound: bound.free)
+    yield Quota("memory", least.free, *memory, human, "free memory")
+    remedy = "raise the limit before starting Python: ulimit -{}".format
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY:
+        left, spare = limit - n_open_descriptors(), _SPARE_DESCRIPTORS
+        yield Quota("file descriptors", left, descriptors_each, spare, str, remedy("n"))
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit != resource.RLIM_INFINITY and os.getuid() != 0:
+        left, noun = limit - n_tasks(root), "processes and threads"
+        yield Quota(noun, left, _WORKER_TASKS, _SPARE_TASKS, str, remedy("u"))
+
+
+def n_open_descriptors() -> int:
+    """Descriptors that this process has open."""
+    return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
+
+
+def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) -> None:
+    """Refuse a memory limit that workers exceed before they have done anything.
+
+    Args:
+        max_rss_bytes: The limit, ``None`` for none.
+        pids: The workers, which are ready.
+
+    Raises:
+        SpecError: Naming the limit and what they need.
+    """
+    if max_rss_bytes is None:
+        return
+    needed = max(map(resident_bytes, pids), default=0)
+    if needed > max_rss_bytes:
+        raise SpecError(
+            f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done "
+            f"nothing yet has {human(needed)} of resident memory",
+            fix="set max_rss_bytes well above that, which includes the modules it imported",
+        )

@@ -13,9 +13,8 @@ from typing import Any
 from rlpool.data.specs import Declaration, TensorSpec
 from rlpool.data.storage import Memory, carved_bytes
 from rlpool.errors import SpecError, UsageError, Where, WorkerError
-from rlpool.machine.limits import check_size
+from rlpool.machine.limits import check_size, check_workers
 from rlpool.machine.one_thread import OneThread
-from rlpool.machine.worker_limits import check_workers
 from rlpool.manager.buffers import bookkeeping_specs
 from rlpool.manager.lane_states import LaneStates, lane_failure
 from rlpool.manager.messages import (

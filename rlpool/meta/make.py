@@ -13,7 +13,7 @@ from rlpool.envs.legacy import seed_before_task
 from rlpool.envs.single_envs import refuse_no_environment
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import also_takes, whole_number
-from rlpool.machine.worker_limits import worker_count
+from rlpool.machine.limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.seeding import root_from, seed_from, worker_seed

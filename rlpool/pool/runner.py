@@ -31,7 +31,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
 )
 from rlpool.machine.arguments import checked_timeout
-from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, refuse_too_many_workers
+from rlpool.machine.limits import WORKER_DESCRIPTORS, refuse_too_many_workers
 from rlpool.pool.episode_worker import Policy, WorkerFactory
 from rlpool.pool.schema import recognised_frame_stack
 from rlpool.pool.transition import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken

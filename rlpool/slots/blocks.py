@@ -202,7 +202,7 @@ class Layout:
 
         def advice(n_free: int) -> str:
             factor = -(-self.n_bytes // max(1, n_free))
-            return f"{lower}, by a factor of {factor} (python -m rlpool doctor lists all limits)"
+            return f"{lower}, by a factor of {factor}"
 
         what = f"a block of {self.n_slots} slots of {self.n_timesteps} steps"
         check_size(sizes, advice, what)

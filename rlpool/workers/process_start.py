@@ -33,7 +33,7 @@ from typing import Any
 
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.machine.worker_limits import (
+from rlpool.machine.limits import (
     FORKED_WORKER_BYTES,
     WORKER_BYTES,
     refuse_small_limit,

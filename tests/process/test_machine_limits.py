@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import threading
 from collections.abc import Callable
@@ -11,11 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from process.watching import n_descriptors, worker_pids
 
 from rlpool import (
-    Array,
     EpisodeBatcher,
     ParallelEnvManager,
     Pool,
@@ -24,7 +21,6 @@ from rlpool import (
     UsageError,
     WorkerStartupError,
 )
-from rlpool.__main__ import main
 
 from support.acting_envs import ActingEnv
 from support.agents import StepCounter
@@ -69,41 +65,14 @@ def test_descriptors_are_counted_before_any_worker_starts() -> None:
         for make, advice in OWNERS:
             what, fix = refused(SpecError, lambda make=make: make(30))
             wanted = 30 * (4 if "fewer workers" in advice else 3) + 32
-            assert what.startswith(f"30 workers need at least {wanted} file descriptors, but only ")
+            assert what.startswith(f"30 workers need {wanted} file descriptors, but only ")
             assert fix.startswith(advice)
-            assert "ulimit -n " in fix
+            assert "ulimit -n" in fix
         with episode_batcher(2) as batcher:  # as many as would fit
             batcher.execute(8)
             assert batcher.get().lengths.tolist() == [3] * 8
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.parametrize("limit", [2**10, 2**24])
-def test_a_limit_of_files_is_named_wherever_shared_memory_needs_a_larger_one(limit: int) -> None:
-    def collect() -> None:
-        with episode_batcher(1, n_timesteps=2**20) as batcher:
-            batcher.execute(3)
-            batcher.get()
-
-    def update() -> None:
-        with episode_batcher(1) as batcher:
-            batcher.update(torch.zeros(2**23))
-
-    episode_batcher(1).close()  # opens whatever is opened once
-    there_are = n_descriptors(), worker_pids()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        for make in (
-            *(collect, update),
-            *(lambda k=kind: Array(limit, "uint8", storage=k) for kind in ("shared", "memmap")),
-        ):
-            with pytest.raises(SpecError, match=r"\(RLIMIT_FSIZE\)\s+fix: .*ulimit -f unlimited"):
-                make()
-            assert (n_descriptors(), worker_pids()) == there_are
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,17 +153,3 @@ def test_what_cannot_be_pickled_is_named(words: str) -> None:
     what, fix = refused(WorkerStartupError, lambda: UNPICKLABLE[words](Logger()))
     assert what.startswith(f"{words} is a _thread.lock")
     assert fix
-
-
-# The doctor -----------------------------------------------------------------------------------
-
-
-def test_the_doctor_starts_a_worker_and_finds_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json", "--workers", "1"]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    report = json.loads(out)
-    assert report["ok"] is True
-    worker = report["checks"][-1]
-    assert (worker["name"], worker["status"]) == ("worker process", "ok")
-    assert worker["what"].startswith("started, reset an environment and answered after ")

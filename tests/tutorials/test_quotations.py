@@ -78,7 +78,7 @@ def test_the_doctor_says_what_is_quoted(capfd: pytest.CaptureFixture[str]) -> No
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64 + len(os.listdir("/proc/self/fd")), before[1]))
     try:
-        assert main(["doctor", "--workers", "16"]) == 1
+        assert main(["doctor", "--n-workers", "16"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     said = lines_of(capfd.readouterr().out)
