@@ -257,9 +257,9 @@ def worker_seed(root: int, worker: int) -> int:
     return permuted(worker, _seed_keys(root, _WORKERS))
 
 
-def probe_seed(root: int, attempt: int = 0) -> int:
+def probe_seed(root: int) -> int:
     """Seed of the reset that shows which keys observations have; its data are dropped."""
-    return permuted(attempt, _seed_keys(root, _PROBES))
+    return permuted(0, _seed_keys(root, _PROBES))
 
 
 def stream_seed(seed: int, stream: int) -> int:

@@ -29,7 +29,7 @@ from rlpool.data.storage import Memory
 from rlpool.envs.single_envs import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import EnvError, RlpoolError, WorkerError, WorkerStartupError
+from rlpool.errors import RlpoolError, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
@@ -43,9 +43,6 @@ from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Close, Done, Message, Pipe, Ready
 from rlpool.workers.worker_process import Place, Server, called, run
-
-_N_PROBES = 5
-"""Seeds that are tried at the start where environments may fail."""
 
 
 def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
@@ -249,18 +246,11 @@ class Collector(Server):
         first = {key: array[np.arange(n_lanes) % len(array)] for key, array in env_info.items()}
         options = [options_of(first, lane) for lane in range(n_lanes)]
         rows = {key: array[np.arange(n_lanes) % len(array)] for key, array in agent_info.items()}
-        # Where episodes may fail, an environment may do so with the first seed that is tried.
-        n_attempts = _N_PROBES if self._place.policy.restarts_on_env_errors else 1
-        problem: RlpoolError
-        for attempt in range(n_attempts):
-            seed = probe_seed(self._place.root, attempt)
-            try:
-                return Report(n_lanes, self._rollout.probe(seed, options, rows or None))
-            except RlpoolError as error:
-                problem = error
-                if not isinstance(error, EnvError):
-                    break
-        return Report(n_lanes, None, self._advised(problem))
+        seed = probe_seed(self._place.root)
+        try:
+            return Report(n_lanes, self._rollout.probe(seed, options, rows or None))
+        except RlpoolError as error:
+            return Report(n_lanes, None, self._advised(error))
 
     def _update(self, message: Update, memory: Memory | None) -> None:
         if memory is None:

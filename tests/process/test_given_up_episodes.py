@@ -253,12 +253,12 @@ def test_an_episode_whose_reset_fails_behind_a_window_is_truncated_in_the_next(
 
 
 class LateEnv(FragileEnv):
-    """The first resets of a process raise."""
+    """The first reset of a process raises."""
 
     n_failures = 0
 
     def reset(self, **options: Any) -> Any:
-        if LateEnv.n_failures < 2:
+        if LateEnv.n_failures < 1:
             LateEnv.n_failures += 1
             raise OSError("not yet")
         return super().reset(**options)
@@ -274,12 +274,8 @@ def test_a_batcher_starts_although_the_first_reset_fails(on_env_error: str, n_wo
     options: dict[str, Any] = {"n_workers": n_workers, "seed": 5, "on_env_error": on_env_error}
     with EpisodeBatcher(16, 8, RecurrentAgent, {}, create_fragile, env_args, **options) as batcher:
         batcher.execute(4)
-        if on_env_error == "raise":
-            with pytest.raises(EnvError, match="not yet"):
-                batcher.get()
-        else:
-            assert batcher.get().lengths.min() > 0
-            assert batcher.failures == ()
+        assert batcher.get().lengths.min() > 0
+        assert batcher.failures == ()
 
 
 class LicensedEnv(FragileEnv):
