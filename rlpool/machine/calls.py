@@ -1,0 +1,99 @@
+"""Calls of objects that own processes: one at a time, and crash-only.
+
+A signal handler that raises may end a call at any line. Nothing is mended then: the object knows
+that it was interrupted, and begins again with new processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
+from typing import Any, TypeVar
+
+from rlpool.errors import RlpoolError, UsageError
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+class CrashOnly:
+    """An object whose calls, decorated with ``whole``, may be interrupted.
+
+    A call that ends neither by returning nor by an ``RlpoolError`` leaves it interrupted. It is for
+    the object to drop what was in flight, and to call ``forget_interrupt`` once it has begun again.
+    """
+
+    _thread_inside: int | None = None  # the thread that is in a call, or was interrupted in one
+    _was_interrupted = False
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call was interrupted since ``forget_interrupt``."""
+        thread = self._thread_inside
+        if thread is not None and not self._is_inside(thread, sys._getframe(1)):
+            self._was_interrupted, self._thread_inside = True, None
+        return self._was_interrupted
+
+    def forget_interrupt(self) -> None:
+        """Let the object count as whole again."""
+        self._was_interrupted = False
+
+    def _begin_call(self, name: str) -> None:
+        """Begin a call of the current thread.
+
+        Raises:
+            UsageError: If a thread is inside another one.
+        """
+        thread, me = self._thread_inside, threading.get_ident()
+        if thread is not None:
+            if self._is_inside(thread, sys._getframe(2)):
+                call = f"{type(self).__name__}.{name}()"
+                if thread == me:
+                    what = f"{call} was called inside another call of the same object"
+                    raise UsageError(what, fix="call it when that one has returned")
+                raise UsageError(
+                    f"{call} was called in thread {threading.current_thread().name!r} while "
+                    "another thread is inside a call",
+                    fix="hold a threading.Lock around the calls of all threads; only close(), "
+                    "stats() and dump_stacks() may be called meanwhile",
+                )
+            self._was_interrupted = True
+        self._thread_inside = me
+
+    def _is_inside(self, thread: int, frame: FrameType | None) -> bool:
+        """Whether a thread is inside a call; ``frame`` is where to look if it is this thread."""
+        if thread != threading.get_ident():
+            frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_code is _GUARDED and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
+
+
+def whole(call: _Call) -> _Call:
+    """Decorate a method of a ``CrashOnly`` object that must not be interrupted halfway."""
+
+    @wraps(call)
+    def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._begin_call(call.__name__)
+        try:
+            result = call(self, *args, **kwargs)
+            self._thread_inside = None
+            return result
+        except RlpoolError:
+            self._thread_inside = None
+            raise
+        except BaseException as error:
+            # Python itself refuses wrong arguments, before the call begins.
+            began = error.__traceback__ is None or error.__traceback__.tb_next is not None
+            self._was_interrupted = self._was_interrupted or began
+            self._thread_inside = None
+            raise
+
+    return guarded  # type: ignore[return-value]
+
+
+_GUARDED = whole(lambda self: None).__code__
