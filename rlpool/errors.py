@@ -6,7 +6,6 @@
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     │ ├ BatcherClosedError(ValueError)  as of files that are closed
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
-    │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     ├ ResultTimeoutError(TimeoutError)  get() waited as long as its timeout allows
     └ WorkerError(RuntimeError)       has .where (worker, lane, row, episode, step, seed, ...), and
@@ -116,19 +115,7 @@ class BatcherClosedError(UsageError, ValueError):
 
 
 class ResultTimeoutError(RlpoolError, TimeoutError):
-    """The result of a request is not there after the ``timeout`` of ``get``; nothing is lost.
-
-    Example:
-        >>> def create_slow_env(seed):
-        ...     return GymEnv([FaultyEnv("hang", at_step=1)], seed)
-        >>> with EpisodeBatcher(8, 4, create_agent, {}, create_slow_env, n_workers=1) as batcher:
-        ...     batcher.execute(1)
-        ...     try:
-        ...         batcher.get(timeout=0.1)
-        ...     except TimeoutError as error:
-        ...         print(error.what)
-        the result is not there after 0.1 s
-    """
+    """The result of a request is not there after the ``timeout`` of ``get``; nothing is lost."""
 
 
 class SpecError(RlpoolError, ValueError):
@@ -141,10 +128,6 @@ class SpecError(RlpoolError, ValueError):
         ...     print(error.what)
         key 'action' is float32 [3], key 'frame' is float32 [2, 4]
     """
-
-
-class UnknownArgumentError(SpecError, TypeError):
-    """An argument that the function does not have; also a ``TypeError``, as Python raises."""
 
 
 class NotEnoughDataError(RlpoolError, ValueError):
@@ -257,44 +240,19 @@ class WorkerStartupError(WorkerError):
 
 
 class EnvError(WorkerError):
-    """The environment's ``reset`` or ``step`` raised.
-
-    Example:
-        >>> def broken(seed):
-        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
-        >>> try:
-        ...     evaluate(create_agent(), broken, n_episodes=1)
-        ... except EnvError as error:
-        ...     print(error.what, "in step", error.where.step)
-        env.step raised KeyError: 'struck' in step 3
-    """
+    """The environment's ``reset`` or ``step`` raised."""
 
     can_be_repeated = True
 
 
 class NotRepeatedError(EnvError):
-    """The environment went another way when an episode was repeated.
-
-    Example:
-        >>> issubclass(NotRepeatedError, EnvError)
-        True
-    """
+    """The environment went another way when an episode was repeated."""
 
     can_be_repeated = False
 
 
 class EnvSpecError(EnvError, SpecError):
-    """The environment returned a value of a wrong shape, dtype or structure.
-
-    Example:
-        >>> def broken(seed):
-        ...     return GymEnv([FaultyEnv("wrong_shape", at_step=1)], seed)
-        >>> try:
-        ...     evaluate(create_agent(), broken, n_episodes=1)
-        ... except EnvSpecError as error:
-        ...     print(error.what)
-        env.step: 'frame' should have shape [1], got [2]
-    """
+    """The environment returned a value of a wrong shape, dtype or structure."""
 
 
 class AgentError(WorkerError):
@@ -337,19 +295,6 @@ class WorkerDiedError(WorkerError):
         history: The failures that used up the restarts, this one last; empty if there were no
             restarts.
         **report: The other arguments of ``WorkerError``.
-
-    Example:
-        >>> def deadly(seed):
-        ...     return GymEnv([FaultyEnv("sigkill", at_step=1)], seed)
-        >>> with EpisodeBatcher(
-        ...     8, 4, create_agent, {}, deadly, n_workers=1, on_worker_failure="raise"
-        ... ) as batcher:
-        ...     batcher.execute(1)
-        ...     try:
-        ...         batcher.get()
-        ...     except WorkerDiedError as error:
-        ...         print(error.signal_name, "in step", error.where.step)
-        SIGKILL in step 1
     """
 
     _arguments = (*WorkerError._arguments, "exitcode", "signal_name", "history")
@@ -370,28 +315,7 @@ class WorkerDiedError(WorkerError):
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """A worker made no progress for longer than ``timeout`` seconds.
-
-    Example:
-        >>> def endless(seed):
-        ...     return GymEnv([FaultyEnv("hang", at_step=1)], seed)
-        >>> with EpisodeBatcher(
-        ...     8,
-        ...     4,
-        ...     create_agent,
-        ...     {},
-        ...     endless,
-        ...     n_workers=1,
-        ...     timeout=1.0,
-        ...     on_worker_failure="raise",
-        ... ) as batcher:
-        ...     batcher.execute(1)
-        ...     try:
-        ...         batcher.get()
-        ...     except WorkerTimeoutError as error:
-        ...         print("hangs in step", error.where.step)
-        hangs in step 1
-    """
+    """A worker made no progress for longer than ``timeout`` seconds."""
 
 
 def compose(what: str, *, where: str = "", fix: str = "") -> str:

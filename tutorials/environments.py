@@ -139,7 +139,7 @@ def nested_spaces_and_env_info():
 
 
 def keys_of_infos():
-    # HalfCheetah says in every info how fast it runs; the names are enough to learn the dtypes.
+    # HalfCheetah says in every info how fast it runs; names alone mean float32 numbers.
     env = GymEnv([gym.make("HalfCheetah-v5")], seed=0, info_keys=["x_velocity", "reward_ctrl"])
     observation, _ = env.reset()
     assert observation["x_velocity"].item() == 0  # the info of a reset says nothing of it
@@ -149,7 +149,7 @@ def keys_of_infos():
     assert stepped["reward_ctrl"].item() < 0
     env.close()
 
-    # What comes with the last step only has to be declared. A slash leads into a nested info.
+    # Other dtypes are declared, and zero stands for missing ones. A slash leads into nested infos.
     recorded = [
         gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1")) for _ in range(N_ENVS)
     ]

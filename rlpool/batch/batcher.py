@@ -15,7 +15,7 @@ from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
 from rlpool.data.infos import Info, as_infos
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import also_takes, names_arguments, whole_number
+from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -274,7 +274,6 @@ class EpisodeBatcher(BatcherBase):
         """
         return self._next_episode
 
-    @names_arguments
     def seek(self, number: int) -> None:
         """Let the next ``execute`` begin with this episode of the batcher's life.
 
@@ -308,7 +307,6 @@ class EpisodeBatcher(BatcherBase):
             raise UsageError(what, fix="take them with get() first")
         self._next_episode, self._unconfirmed = number, None
 
-    @names_arguments
     def stream(
         self,
         n_episodes: int,

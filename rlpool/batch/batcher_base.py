@@ -551,19 +551,6 @@ class BatcherBase(ProcessOwner):
         ``where.row`` of an error is the row (of a ``Batcher`` the lane). ``info["failed"]`` of the
         result says in which rows an episode was
         given up, if ``on_env_error`` is not ``"raise"``.
-
-        Example:
-            >>> def create_broken_env(seed):
-            ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
-            >>> batcher = EpisodeBatcher(
-            ...     8, 4, create_agent, {}, create_broken_env, n_workers=0, on_env_error="truncate"
-            ... )
-            >>> batcher.execute(2)
-            >>> trajectories = batcher.get()
-            >>> trajectories.lengths, trajectories.info["failed"]
-            (tensor([4, 4]), tensor([True, True]))
-            >>> print(batcher.failures[1].what, "in step", batcher.failures[1].where.step)
-            env.step raised KeyError: 'struck' in step 3
         """
         return self._open().failures
 

@@ -14,19 +14,18 @@ from typing import Any, TypeVar
 from rlpool.batch.requests import Policy
 from rlpool.data.infos import Infos
 from rlpool.errors import RlpoolError
-from rlpool.machine.arguments import names_arguments
 
 _NONE = Policy()
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def once(call: _Call) -> _Call:
-    """Decorate a method of a batcher, in place of ``names_arguments``, which this includes.
+    """Decorate a method of a batcher.
 
     The oldest request stays where it is until its outcome is handed out here. What else the method
     has done is ``_unconfirmed`` until then.
     """
-    checked = names_arguments(call)
+    checked = call
 
     @wraps(call)
     def outermost(self: Any, /, *args: Any, **kwargs: Any) -> Any:

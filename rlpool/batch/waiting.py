@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from rlpool.batch.batcher_base import BatcherBase
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import checked_wait, names_arguments
+from rlpool.machine.arguments import checked_wait
 
 BatcherT = TypeVar("BatcherT", bound=BatcherBase)
 
 
-@names_arguments
 def wait(batchers: Iterable[BatcherT], timeout: float | None = None) -> list[BatcherT]:
     """Wait until at least one of several batchers has a result.
 

@@ -7,7 +7,6 @@ from typing import Any
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.vector_gym_env import VectorGymEnv
-from rlpool.machine.arguments import names_arguments
 
 
 class EnvPoolEnv(VectorGymEnv):
@@ -40,7 +39,6 @@ class EnvPoolEnv(VectorGymEnv):
         torch.Size([8])
     """
 
-    @names_arguments
     def __init__(
         self,
         pool: Any,

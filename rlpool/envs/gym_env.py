@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.wrappers import TimeLimit
 
 from rlpool.data.specs import (
     Leaf,
@@ -22,14 +20,13 @@ from rlpool.data.specs import (
 )
 from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Results, wrong_count
-from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
+from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import checked_environments
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import whole_number
 
-_NO_LIMIT = 2**62  # steps
 _SPACES = ("observation_space", "action_space")
 
 
@@ -48,10 +45,8 @@ class GymEnv(VecEnv):
             ``info_keys`` declares ``np.float64``; all other dtypes are kept.
         info_keys: Keys of ``info`` that become keys of a step, with their dtypes:
             ``{"success": bool, "action_mask": (np.int8, 4), "episode/r": float}``. A value is a
-            dtype, ``(dtype, shape)``, a space, a dict of these, or ``None``, as in a list of names,
-            to learn it from the first reset, which makes a step with a random action and resets
-            again if the first infos do not show it. The value of a step is zero if its info has no
-            such key.
+            dtype or ``(dtype, shape)``; ``["success", "cost"]`` means float32 numbers. A slash
+            leads into nested dicts. The value of a step is zero if its info has no such key.
 
     Attributes:
         observation_space: The environments' space of observations, ``None`` if they have none.
@@ -72,7 +67,6 @@ class GymEnv(VecEnv):
                 [0.]]), tensor([0, 1]))
     """
 
-    @names_arguments
     def __init__(
         self,
         envs: Sequence[Any],
@@ -91,22 +85,15 @@ class GymEnv(VecEnv):
             envs = [TimeLimit(env, limit) for env in envs]
         self._envs = envs
         self._keep_float64 = keep_float64
-        self._wanted_infos = wanted_infos(info_keys, keep_float64=keep_float64)
-        self._info_specs = {k: spec for k, spec in self._wanted_infos.items() if spec is not None}
-        self._learns_infos = len(self._info_specs) < len(self._wanted_infos)
+        self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
-        self._wrapped_lanes = set(range(len(envs)))  # whose checkers are still in place
         self._open_lanes = set(range(len(envs)))
-        self._elapsed = np.zeros(len(envs), np.int64)  # steps of each lane's episode
-        self._limits = np.full(len(envs), _NO_LIMIT)  # time limits that are applied here
-        self._until_limit = _NO_LIMIT  # lower bound of the steps until a lane's limit
         self.keeps_results = False
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
         self._may_differ = _may_differ(envs[0])
-        has_structure = self.observation_space is not None and not self._may_differ
-        self.is_declared = has_structure and not self._learns_infos
+        self.is_declared = self.observation_space is not None and not self._may_differ
         if self.is_declared:
             self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
@@ -179,12 +166,6 @@ class GymEnv(VecEnv):
                     self._adapt(lane)
                     result = result, {}
                 results.append(result)
-                self._elapsed[lane] = 0
-                self._until_limit = min(self._until_limit, int(self._limits[lane]))
-            if self._wrapped_lanes:
-                self._unwrap(lanes)
-            if self._columns is None and self._learns_infos:
-                self._learn_infos(lanes[0], seeds[0], options[0], results)
             observations, infos = zip(*results, strict=True)
             if self._columns is None:
                 self._learn(lanes, observations)
@@ -214,74 +195,12 @@ class GymEnv(VecEnv):
             self._fail("step", _explained(results) or error)
         if self.keeps_results:
             self.results = results
-        if len(lanes) == self.n_lanes:
-            self._elapsed += 1
-        else:
-            self._elapsed[list(lanes)] += 1
-        self._until_limit -= 1
-        if self._until_limit <= 0:
-            truncated = self._with_limits(lanes, truncated)
         return rewards, terminated, truncated
 
     def _adapt(self, lane: int) -> None:
         """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""
         env = self._envs[lane] = modernised(self._envs[lane], returns_pair=False)
         self._steps[lane], self._resets[lane] = env.step, env.reset
-
-    def _unwrap(self, lanes: Sequence[int]) -> None:
-        """Bypass the wrappers of ``gymnasium.make`` once its checkers have passed.
-
-        ``PassiveEnvChecker`` checks the first reset and step, ``OrderEnforcing`` the first reset;
-        then both only pass calls on. The limit of an outermost ``TimeLimit`` is applied here.
-        Three wrappers take a fifth of a CartPole step.
-        """
-        for lane in self._wrapped_lanes.intersection(lanes):
-            env = self._envs[lane]
-            checkers = (layer for layer in _layers(env) if type(layer) is PassiveEnvChecker)
-            if not all(checker.checked_step for checker in checkers):
-                continue
-            self._wrapped_lanes.remove(lane)
-            self._envs[lane] = env = _without_checkers(env)
-            if type(env) is TimeLimit:
-                self._limits[lane] = env._max_episode_steps
-                self._until_limit = 1
-                env = env.env
-            self._steps[lane], self._resets[lane] = env.step, env.reset
-
-    def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> tuple[Any, ...]:
-        """The ``truncated`` flags of a step, True also for lanes that reached their time limit."""
-        left = self._limits - self._elapsed
-        self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
-        return tuple(
-            bool(left[lane] <= 0) or was_truncated
-            for lane, was_truncated in zip(lanes, truncated, strict=True)
-        )
-
-    def _learn_infos(self, lane: int, seed: int, option: Options, results: list[Any]) -> None:
-        """Learn the specs of infos from what resets have returned, and if need be from a step.
-
-        Args:
-            lane: The first lane that was reset.
-            seed: Its seed.
-            option: Its options.
-            results: What the resets returned; that of the first lane is replaced if it stepped.
-        """
-        learner = InfoLearner(self._wanted_infos, keep_float64=self._keep_float64)
-        learner.look_at(info for _, info in results)
-        why_no_step = ""
-        if not learner.has_all and self.action_space is None:
-            why_no_step = "without an action space, no step was tried"
-        elif not learner.has_all:
-            self.lane_in_use[0] = lane
-            action = some_action(self.action_space, results[0][1])
-            try:
-                result = self._steps[lane](action)
-            except Exception as error:
-                why_no_step = f"a step with the action {action!r:.40} raised {error!r:.80}"
-            else:
-                learner.look_at(result[4:5] if type(result) is tuple else ())
-            results[0] = self._resets[lane](seed=seed, options=option)
-        self._info_specs = learner.specs(why_no_step)
 
     def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Declare the structure of the first observations, and write them.
@@ -337,31 +256,16 @@ def _native(space: Any, name: str) -> Structure | None:
     return None if space is None else structure_of_space(space, keep_float64=True, name=name)
 
 
-def _layers(env: Any) -> Iterator[Any]:
-    """The wrappers around an environment, outermost first."""
-    while isinstance(env, gymnasium.Wrapper):
-        yield env
-        env = env.env
-
-
 def _may_differ(env: Any) -> bool:
     """Whether a wrapper changes observations but declares no space.
 
     Its ``observation_space`` is then the wrapped environment's, which may be wrong.
     """
-    without_space = takewhile(lambda layer: layer._observation_space is None, _layers(env))
-    return any(isinstance(layer, gymnasium.ObservationWrapper) for layer in without_space)
-
-
-def _without_checkers(env: Any) -> Any:
-    """The environment with the checkers taken out of its chain of wrappers."""
-    if not isinstance(env, gymnasium.Wrapper):
-        return env
-    inner = _without_checkers(env.env)
-    if type(env) in (PassiveEnvChecker, OrderEnforcing):
-        return inner
-    env.env = inner
-    return env
+    while isinstance(env, gymnasium.Wrapper) and env._observation_space is None:
+        if isinstance(env, gymnasium.ObservationWrapper):
+            return True
+        env = env.env
+    return False
 
 
 def _explained(results: Sequence[Any]) -> SpecError | None:
@@ -370,16 +274,6 @@ def _explained(results: Sequence[Any]) -> SpecError | None:
         if not isinstance(result, tuple) or len(result) != 5:
             return wrong_count("step", "five", result)
     return None
-
-
-def some_action(space: Any, info: Any = None) -> Any:
-    """An action, always the same, that is not masked by an ``action_mask`` in the info."""
-    space = copy.deepcopy(space)
-    space.seed(0)
-    mask = value_of(info, "action_mask") if isinstance(info, Mapping) else None
-    if mask is None or type(space) is not gymnasium.spaces.Discrete:
-        return space.sample()
-    return space.sample(mask=np.asarray(mask, np.int8))
 
 
 def action_decoder(structure: Structure) -> Callable[[Mapping[str, NDArray]], list[Any]]:

@@ -80,12 +80,13 @@ class VecEnv(ABC):
             ``declare_actions``.
         flags: bool ``[4, n_lanes]``. Its rows are ``terminated``, ``truncated``, ``done`` and
             ``initial_state`` of ``current``, as views.
-        is_declared: Whether spaces declare the observations, and dtypes all keys of infos that are
-            asked for; else the first reset shows them.
+        is_declared: Whether spaces declare the observations; else the first reset shows them.
         steps_all_lanes: Whether every step steps all lanes. A lane that is left out goes on unseen,
             and needs a reset before it can be stepped again.
         seeding: What can be seeded, see ``VectorGymEnv``.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
+        requires_info_keys: Whether a key of ``info_keys`` that no info of a first whole episode has
+            is an error; else there is one warning.
         shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
@@ -105,6 +106,7 @@ class VecEnv(ABC):
     seeding: Seeding = "episode"
     min_ready: int | None = None
     shares_current = False
+    requires_info_keys = False
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
@@ -369,8 +371,11 @@ class VecEnv(ABC):
             is_terminated[lane], is_truncated[lane] = terminated[row], truncated[row]
             is_done[lane] = True
             ended.append(lane)
-        if ended and self._infos is not None:
-            self._infos.note_end()
+        if ended and self._infos is not None and self._infos.unseen:
+            try:
+                self._infos.check_seen(ended[0], is_required=self.requires_info_keys)
+            except BadValue as error:
+                self._fail("step", error)
         return ended
 
     def _refuse_unfit(self, key: str, values: NDArray, lanes: Sequence[int]) -> None:

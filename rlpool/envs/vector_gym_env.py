@@ -15,7 +15,7 @@ from rlpool.envs.gymnasium_vector import adapt, autoreset_mode
 from rlpool.envs.idle_lanes import IdleLanes
 from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.vec_env import Options
-from rlpool.envs.vector_infos import refuse_wrong_statistics, statistics_keys
+from rlpool.envs.vector_infos import refuse_wrong_statistics
 from rlpool.envs.vector_lanes import VectorLanes
 from rlpool.envs.vector_results import (
     as_bools,
@@ -25,7 +25,7 @@ from rlpool.envs.vector_results import (
 )
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import check_choice, names_arguments, whole_number
+from rlpool.machine.arguments import check_choice, whole_number
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 
 _ALL = slice(None)
@@ -80,9 +80,9 @@ class VectorGymEnv(VectorLanes):
             on until they restart by themselves, unseen: there a limit of the vector environment
             costs less.
         keep_float64: Store float64 values as float64, see ``GymEnv``.
-        info_keys: Keys of the infos that become keys of a step, see ``GymEnv``. What has to be
-            learned is looked for here, by a reset and a step. Where lanes restart within a step,
-            the values after an episode's last step are those of ``final_info``, if there is one.
+        info_keys: Keys of the infos that become keys of a step, see ``GymEnv``. Where lanes restart
+            within a step, the values after an episode's last step are those of ``final_info``, if
+            there is one.
 
     Attributes:
         vector_env: The vector environment.
@@ -94,7 +94,7 @@ class VectorGymEnv(VectorLanes):
     Raises:
         SpecError: For anything but a vector environment, for spaces without a fixed shape, for an
             ``AsyncVectorEnv`` that forgets what was reset, if the seeding cannot be found out, and
-            for ``info_keys`` that ``GymEnv`` refuses or the vector environment does not give.
+            for ``info_keys`` that ``GymEnv`` refuses.
 
     Example:
         >>> env = VectorGymEnv(gymnasium.make_vec("CartPole-v1", num_envs=3))
@@ -102,7 +102,6 @@ class VectorGymEnv(VectorLanes):
         (3, 'request')
     """
 
-    @names_arguments
     def __init__(
         self,
         vector_env: VectorEnv[Any, Any, Any],
@@ -200,11 +199,7 @@ class VectorGymEnv(VectorLanes):
             )
         self._elapsed[rows] = 0
         if not self._is_written:
-            is_same = self._mode is AutoresetMode.SAME_STEP
-            of_others = (
-                statistics_keys(self.vector_env) if is_same and self._infos is not None else ()
-            )
-            self._write(lanes, self._shown, self._shown_infos, of_others)
+            self._write(lanes, self._shown, self._shown_infos)
         self._in_episode[rows] = True
 
     def _reset_all(self, seed: int, number: int, options: Options) -> None:

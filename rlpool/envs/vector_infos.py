@@ -2,64 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
 
-from rlpool.data.specs import TensorSpec
 from rlpool.envs.columns import as_array
-from rlpool.envs.envpool_lanes import EnvPoolLanes
-from rlpool.envs.gym_env import some_action
-from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
-from rlpool.errors import SpecError, described
+from rlpool.errors import SpecError
 from rlpool.seeding import Seeding
 
 _OBJECTS = np.dtype(object)
 _PLAIN = {float: np.dtype(float), int: np.dtype(int), bool: np.dtype(bool)}
-
-
-def info_specs_of(
-    env: VectorEnv[Any, Any, Any], info_keys: InfoKeys, *, keep_float64: bool
-) -> dict[str, TensorSpec]:
-    """Specs of the infos' keys that are asked for.
-
-    What is not declared is looked for by a reset, and by a step if the reset does not show it;
-    afterwards all lanes need a reset.
-
-    Args:
-        env: The vector environment, wrapped or not.
-        info_keys: See ``GymEnv``.
-        keep_float64: Store float64 as it is, otherwise as float32.
-
-    Raises:
-        SpecError: For a key that was not shown; it names those that were.
-    """
-    wanted = wanted_infos(info_keys, keep_float64=keep_float64)
-    if wanted:
-        keep_infos_apart(env)
-    learner = InfoLearner(wanted, keep_float64=keep_float64)
-    why_no_step = ""
-    if not learner.has_all:
-        try:
-            infos = env.reset(seed=0)[1]
-            learner.look_at_batch(infos)
-            if isinstance(env.unwrapped, EnvPoolLanes):
-                why_no_step = "EnvPool's infos always have the same keys"
-            elif not learner.has_all:
-                learner.look_at_batch(env.step(_unmasked_action(env, infos))[4])
-        except SpecError:
-            raise
-        except Exception as error:
-            raise SpecError(
-                f"the infos of {env} are unknown, since reset(seed=0) or the step after it raised "
-                f"{described(error)}",
-                fix="declare the dtypes of info_keys, such as "
-                f"info_keys={{{learner.unknown[0]!r}: np.float32}}",
-            ) from error
-    return learner.specs(why_no_step)
 
 
 def keep_infos_apart(env: VectorEnv[Any, Any, Any]) -> None:
@@ -89,15 +43,6 @@ def keep_infos_apart(env: VectorEnv[Any, Any, Any]) -> None:
         return together
 
     base._add_info = add_info
-
-
-def _unmasked_action(env: VectorEnv[Any, Any, Any], infos: Any) -> Any:
-    """Actions for all lanes, none of them masked by an ``action_mask`` in the infos."""
-    action, space = some_action(env.action_space), env.single_action_space
-    mask = batch_of(infos, "action_mask")[0] if isinstance(infos, Mapping) else None
-    if mask is None or type(space) is not Discrete:
-        return action
-    return (np.asarray(mask).argmax(axis=1) + space.start).astype(action.dtype)
 
 
 def statistics_keys(env: VectorEnv[Any, Any, Any]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,9 +12,9 @@ from rlpool.data.specs import leaves_of, nester, structure_of_space
 from rlpool.data.storage import NDArray
 from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gymnasium_vector import failed_process, kill
-from rlpool.envs.info_keys import InfoKeys
+from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.vec_env import VecEnv
-from rlpool.envs.vector_infos import info_specs_of, statistics_keys
+from rlpool.envs.vector_infos import keep_infos_apart
 from rlpool.envs.vector_results import final_observations
 from rlpool.errors import SpecError, UsageError
 
@@ -54,7 +54,9 @@ class VectorLanes(VecEnv):
         observed = structure_of_space(
             self.observation_space, keep_float64=keep_float64, name="single_observation_space"
         )
-        self._info_specs = info_specs_of(vector_env, info_keys, keep_float64=keep_float64)
+        self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
+        if info_keys:
+            keep_infos_apart(vector_env)
         self._observations = self._declare_structure(observed)
         stored, native = (
             structure_of_space(self.action_space, keep_float64=wide, name="single_action_space")
@@ -88,13 +90,11 @@ class VectorLanes(VecEnv):
     def _act_idle(self, parts: Sequence[NDArray], idle: NDArray | None) -> None:
         """Change the actions of lanes without an episode, where these repeat one."""
 
-    def _write(
-        self, lanes: Sequence[int], observation: Any, infos: Any, left_out: Collection[str] = ()
-    ) -> None:
+    def _write(self, lanes: Sequence[int], observation: Any, infos: Any) -> None:
         """Write what a call has returned about lanes."""
         self._observations.write_batch(lanes, observation)
         if self._infos is not None:
-            self._infos.write_batch(lanes, infos, left_out)
+            self._infos.write_batch(lanes, infos)
 
     def _write_final(self, ended: Sequence[int], infos: Any) -> None:
         """Write the last observations and infos of lanes that have restarted within the step."""
@@ -106,7 +106,7 @@ class VectorLanes(VecEnv):
         else:
             self._observations.write_batch(ended, final)
         if self._infos is not None:
-            self._infos.write_final(ended, infos, statistics_keys(self.vector_env))
+            self._infos.write_final(ended, infos)
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
         failed, error = failed_process(self._base, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from rlpool.data.storage import NDArray
 from rlpool.envs.atari_lanes import resets_atari_lanes
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
-from rlpool.envs.gym_env import some_action
 from rlpool.envs.gymnasium_vector import autoreset_mode
 from rlpool.errors import SpecError, described
 from rlpool.seeding import SEEDINGS, Seeding
@@ -95,3 +95,10 @@ def _same(first: Rows, second: Rows, start: int, stop: int) -> bool:
     """Whether lanes ``start`` to ``stop`` have the same bits."""
     pairs = zip(first, second, strict=True)
     return all(one[start:stop].tobytes() == two[start:stop].tobytes() for one, two in pairs)
+
+
+def some_action(space: Any) -> Any:
+    """An action, always the same."""
+    space = copy.deepcopy(space)
+    space.seed(0)
+    return space.sample()

@@ -17,7 +17,7 @@ from rlpool.envs.columns import as_array
 from rlpool.errors import SpecError
 from rlpool.evaluation.figures import N_RESAMPLES, Estimate, interval, returns_of, scipy_stats
 from rlpool.evaluation.result import Evaluation
-from rlpool.machine.arguments import names_arguments, real_number, whole_number
+from rlpool.machine.arguments import real_number, whole_number
 
 _FORMS = "pass {task: [evaluation, ...]}, the list of one task's runs, or a matrix [runs, tasks]"
 
@@ -60,7 +60,6 @@ class Aggregate(NamedTuple):
         )
 
 
-@names_arguments
 def aggregate(
     scores: Any,
     *,

@@ -53,7 +53,7 @@ the number of episodes; and their size does not depend on the number of workers,
 _N_VIDEOS = 3
 
 
-@also_takes(n_threads="n_workers", seed="seeds")
+@also_takes(seed="seeds")
 @takes_policy
 def evaluate(
     agent: Agent,

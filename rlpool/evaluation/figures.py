@@ -17,7 +17,7 @@ import numpy as np
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
-from rlpool.machine.arguments import names_arguments, real_number
+from rlpool.machine.arguments import real_number
 from rlpool.machine.imports import import_extra
 
 if TYPE_CHECKING:
@@ -196,7 +196,6 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
     return returns[counts], counts
 
 
-@names_arguments
 def compare(
     first: Evaluation, second: Evaluation, *, failures: str | float | None = None
 ) -> Comparison:

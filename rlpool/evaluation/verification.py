@@ -15,7 +15,7 @@ from rlpool.evaluation.evaluate import Evaluator
 from rlpool.evaluation.figures import refuse_no_evaluation
 from rlpool.evaluation.protocol import digest_of, environment_differences, refuse_unseeded
 from rlpool.evaluation.result import Entry, Evaluation
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import whole_number
 from rlpool.machine.fingerprint import differences, fingerprint
 from rlpool.seeding import evaluation_root
 
@@ -49,7 +49,6 @@ class Verification(NamedTuple):
         return "\n".join(lines)
 
 
-@names_arguments
 def verify(
     evaluation: Evaluation,
     agent: Agent,

@@ -35,7 +35,7 @@ from rlpool.data.specs import (
 )
 from rlpool.envs.columns import BadValue, checked_results, wrong_count
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.info_keys import InfoKeys, wanted_infos
+from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.single_envs import is_of_agents, refuse_same
 from rlpool.errors import SpecError
 from rlpool.integrations.pettingzoo_groups import (
@@ -49,7 +49,7 @@ from rlpool.integrations.pettingzoo_groups import (
     in_parallel,
     state_space,
 )
-from rlpool.machine.arguments import check_choice, names_arguments
+from rlpool.machine.arguments import check_choice
 
 __all__ = ["JointEnv", "PettingZooEnv", "PettingZooEnvInf"]
 
@@ -298,7 +298,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         """What a ``GymEnv`` has to be asked for, to get some keys of all agents' infos."""
         specs: dict[str, Any] = {}
         self._wanted: list[tuple[AgentGroup, str, str]] = []
-        for name, spec in wanted_infos(info_keys, keep_float64=True).items():
+        for name, spec in info_specs(info_keys, keep_float64=True).items():
             head = name.partition("/")[0]
             if head in self._agents:  # of one agent
                 specs[name] = spec
@@ -308,8 +308,8 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
                     continue
                 inner = name.partition("/")[2] if head == group.name else name
                 self._wanted.append((group, group.key(inner), inner))
-                shape = (len(group.agents), *spec.shape) if spec is not None else ()
-                specs[group.key(inner)] = None if spec is None else TensorSpec(shape, spec.dtype)
+                shape = len(group.agents), *spec.shape
+                specs[group.key(inner)] = TensorSpec(shape, spec.dtype)
         return specs
 
 
@@ -357,7 +357,6 @@ class PettingZooEnv(GymEnv):
                 [True, True, True]]))
     """
 
-    @names_arguments
     def __init__(
         self,
         envs: Sequence[Any],

@@ -1,8 +1,7 @@
-"""Checks of arguments: unknown names, numbers, choices, and which keywords functions take."""
+"""Checks of arguments: second names, numbers, choices, and which keywords functions take."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -13,31 +12,10 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
-from rlpool.errors import SpecError, UnknownArgumentError
+from rlpool.errors import SpecError
 
 ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
-
-_SYNONYMS = (
-    "n_workers n_threads num_threads num_workers workers n_processes num_processes processes",
-    "seeds seed random_seed root_seed rng_seed",
-    "n_timesteps n_steps num_steps num_timesteps timesteps steps rollout_length",
-    "n_slots num_slots slots",
-    "n_pending pending num_pending",
-    "n_episodes num_episodes episodes batch_size",
-    "create_env env_fn env_fns make_env env_creator env_factory env envs environments",
-    "create_agent agent_fn make_agent agent_creator agent_factory agent policy",
-    "env_args env_kwargs env_config",
-    "agent_args agent_kwargs agent_config",
-    "env_info env_infos options",
-    "agent_info agent_infos",
-    "pool_size capacity max_size buffer_size size",
-    "blocking block wait",
-    "timeout timeout_s",
-)
-"""Names of the same argument, in rlpool and elsewhere."""
-
-_NUMBER_OF_ENVS = "n_envs num_envs n_environments num_environments n_lanes num_lanes"
 
 _LIMITS = {
     "above 0": (math.ulp(0.0), math.inf),
@@ -46,9 +24,6 @@ _LIMITS = {
     "that is finite": (-sys.float_info.max, sys.float_info.max),
 }
 """The smallest and the largest number that an argument may be."""
-
-_CLOSE = 0.8
-"""Similarity, from 0 to 1, above which a name counts as a misspelling of another."""
 
 
 def refuse_other_states(state: Any, of: str, keys: Iterable[str], version: int) -> None:
@@ -162,85 +137,31 @@ def _python_number(value: Any) -> Any:
 def also_takes(
     **meant: str,
 ) -> Callable[[Callable[ParametersT, ResultT]], Callable[ParametersT, ResultT]]:
-    """Decorate a function so that the error about an unknown keyword names the right one.
-
-    A function with ``**keywords`` refuses only synonyms of its arguments.
+    """Decorate a function that takes some of its arguments by a second name, too.
 
     Args:
-        **meant: Second names of arguments that it takes as well; by each the name of the argument,
-            which is the one in the signature. As ``seed`` stands for ``seeds``, it has to be one
-            int.
+        **meant: The name of the argument in the signature, by its second name.
 
     Raises:
-        UnknownArgumentError: By the function, if it has no such argument, or is given one by both
-            names.
+        SpecError: By the function, if it is given an argument by both names.
     """
 
     def decorated(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
-        parameters = inspect.signature(function).parameters
-        positions, names = list(parameters), [name for name in parameters if name != "self"]
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        positions = list(inspect.signature(function).parameters)
 
         @functools.wraps(function)
-        def checked(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
-            for name in [n for n in kwargs if n in meant or n not in parameters]:
-                if target := meant.get(name):
-                    value = kwargs.pop(name)
-                    if target in kwargs or target in positions[: len(args)]:
-                        what = f"both {target} and {name} are given, two names of the same argument"
-                        raise UnknownArgumentError(what, fix=f"pass {target} alone")
-                    if name == "seed" and value is not None:
-                        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-                        fix = "give several as seeds" if is_list else "give an int from 0 on"
-                        value = whole_number(name, value, 0, fix=fix)
-                    kwargs[target] = value
-                elif (synonym := _synonym(name, names)) or not takes_any:
-                    what = f"{function.__qualname__.removesuffix('.__init__')}() takes no {name!r}"
-                    raise UnknownArgumentError(what, fix=synonym or _guess(name, names))
+        def renamed(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
+            for name in meant.keys() & kwargs.keys():
+                target = meant[name]
+                if target in kwargs or target in positions[: len(args)]:
+                    what = f"both {target} and {name} are given, two names of the same argument"
+                    raise SpecError(what, fix=f"pass {target} alone")
+                kwargs[target] = kwargs.pop(name)
             return function(*args, **kwargs)
 
-        return checked
+        return renamed
 
     return decorated
-
-
-names_arguments = also_takes()
-"""Decorate a function that takes no second names, see ``also_takes``."""
-
-
-def _synonym(name: str, names: Sequence[str]) -> str:
-    """The fix for a synonym of an argument, ``""`` for other names."""
-    for synonyms in map(str.split, _SYNONYMS):
-        if name in synonyms:
-            return next((f"pass {other}" for other in synonyms if other in names), "")
-    return ""
-
-
-def _guess(name: str, names: Sequence[str]) -> str:
-    """The fix for an unknown name."""
-    if name in _NUMBER_OF_ENVS.split() and "create_env" in names:
-        return "let create_env return that many: GymEnv([make() for _ in range(n)], seed)"
-    close = difflib.get_close_matches(name, names, 1, _CLOSE)
-    return f"pass {close[0]}" if close else f"it takes {', '.join(names)}"
-
-
-def removed_names(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module that had public names which are gone.
-
-    Args:
-        module: Name of the module.
-        instead: What to use, by the name that is gone.
-    """
-
-    def missing(name: str) -> Any:
-        if name not in instead:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        what = f"{module}.{name} was removed in version 0.3: {instead[name]}"
-        # An import statement would drop the text of an AttributeError.
-        importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-        raise ImportError(what) if importing else AttributeError(what)
-
-    return missing
 
 
 def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = True) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlpool.envs.info_keys import InfoKeys, wanted_infos
+from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import (
     checked_timeout,
-    names_arguments,
     whole_number,
 )
 from rlpool.machine.imports import refuse_during_import
@@ -107,7 +106,6 @@ class ParallelEnvManager(ProcessLanes):
                 [1.]]) tensor([0, 1])
     """
 
-    @names_arguments
     @takes_policy
     def __init__(
         self,
@@ -138,7 +136,7 @@ class ParallelEnvManager(ProcessLanes):
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
-            "info_keys": wanted_infos(info_keys, keep_float64=keep_float64),
+            "info_keys": info_specs(info_keys, keep_float64=keep_float64),
         }
         given = timeout, failure_policy
         self._use(EnvWorkers(env_fns, envs_per_worker, self._root, self._options, *given))
@@ -149,16 +147,6 @@ class ParallelEnvManager(ProcessLanes):
 
         Until the lane's next reset or, with ``auto_reset``, until its next step. A batcher over a
         manager decides itself what becomes of failures, by its own ``on_env_error``, and has them.
-
-        Example:
-            >>> def make_broken_env():
-            ...     return FaultyEnv("raise", at_step=1)
-            >>> with ParallelEnvManager([make_broken_env], on_env_error="truncate") as env:
-            ...     _ = env.reset()
-            ...     for _ in range(2):
-            ...         (_, _), (after, _) = env.step(DictTensor({"action": torch.tensor([0])}))
-            ...     print(after["truncated"], env.failures[0].what)
-            tensor([True]) env.step raised KeyError: 'struck'
         """
         return dict(self._workers.failures)
 

@@ -71,7 +71,7 @@ class Pool(FilledPool):
             and a slash. Samples have them among their keys, sequences in their ``info``, where
             ``replay_agent`` takes ``agent_info`` from. For ``store()`` they are keys of the
             environments' ``info``, whose values before and after each step are kept, ``"cost"``
-            and ``"_cost"``; one that only later steps have is declared, ``{"cost": np.float32}``.
+            and ``"_cost"``: float32 numbers, or as declared, ``{"cost": np.float64}``.
         storage: ``"local"``, ``"shared"`` (for readers in other processes) or ``"memmap"`` (a file
             without a name, for pools beyond memory).
         directory: Directory of the file of ``"memmap"``, by default that of temporary files.

@@ -19,7 +19,7 @@ from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import DEFAULT_OBSERVATION_KEY
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.info_keys import InfoKeys, wanted_infos
+from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.envs.single_envs import refuse_no_environment
 from rlpool.errors import (
@@ -60,7 +60,9 @@ def infos_of_steps(names: Iterable[str], info_keys: Any) -> dict[str, Any]:
     """Keys of the infos of steps among those that a pool keeps, with what declares each."""
     declared = info_keys if isinstance(info_keys, Mapping) else {}
     of_rows = ("agent_info", "env_info")
-    return {name: declared.get(name) for name in names if name.split("/")[0] not in of_rows}
+    return {
+        name: declared.get(name, np.float32) for name in names if name.split("/")[0] not in of_rows
+    }
 
 
 class EpisodeRunner:
@@ -110,7 +112,7 @@ class EpisodeRunner:
         if policy is not None and not callable(policy):
             raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
         self.closed = False
-        self._info_keys = wanted_infos(info_keys, keep_float64=True)
+        self._info_keys = info_specs(info_keys, keep_float64=True)
         self._envs, self._n_processes, self._policy = envs, processes, policy
         self._timeout, self._start_method = checked_timeout(timeout), start_method
         self._root, self.n_runs = root_from(seed), 0

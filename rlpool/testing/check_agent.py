@@ -1,22 +1,13 @@
 """``check_agent``: whether an agent does what rlpool relies on.
 
 It runs in an ``EpisodeBatcher``, which refuses in its own words what does not fit, and is called
-again with what it got there. Beside ``picklable`` the checks are
-
-- ``returns``: ``(state, output, new_state)`` with one row per lane and an action of the action
-  space's kind, and the same keys, shapes and dtypes in every call;
-- ``action_fits``: actions are in the action space; outside the bounds of a ``Box`` is a warning;
-- ``rows_are_independent``: the same row at the same place has the same results, bit by bit,
-  whatever the other rows are;
-- ``deterministic``: the same arguments, noise included, give the same bits, whatever was called in
-  between and whatever the state of the global random generators;
-- ``inputs_unchanged``: state, observations, ``agent_info`` and history are left as they are.
+again with what it got there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -31,10 +22,8 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import AgentSpecError
-from rlpool.machine.arguments import names_arguments
 from rlpool.seeding import worker_seed
-from rlpool.testing.check_env import EnvChecks, outside
-from rlpool.testing.checks import CannotCheck, Checks, Findings, Report
+from rlpool.testing.check_env import Checks, EnvChecks, Problems, outside
 
 _N_LANES = (1, 2, 5)
 """In how many lanes to run it, unless a ``VecEnv`` says."""
@@ -110,7 +99,7 @@ class AgentChecks(Checks):
         """The calls with the most lanes."""
         return self.calls(max(_N_LANES))
 
-    def returns(self) -> Findings:
+    def returns(self) -> Problems:
         """It returns three values, with the same keys, shapes and dtypes in every call."""
         first, *others = (self.calls(n)[0][-1] for n in _N_LANES)
         for other in others:
@@ -118,11 +107,11 @@ class AgentChecks(Checks):
             fix = "return the same for any number of rows: squeeze(1), not squeeze()"
             yield from self.differing("rows of batches of different sizes", one, two, fix)
 
-    def action_fits(self) -> Findings:
+    def action_fits(self) -> Problems:
         """Actions are in the action space."""
         space: Any = getattr(self.envs.lanes(), "action_space", None)
-        if getattr(space, "dtype", None) is None:
-            raise CannotCheck("the action space is not known, or nested")
+        if getattr(space, "dtype", None) is None:  # it is not known, or nested
+            return
         try:
             self.trace  # noqa: B018  (runs the agent)
         finally:  # the environment may have refused an action
@@ -130,7 +119,7 @@ class AgentChecks(Checks):
                 for action in result["output/action"].numpy().astype(space.dtype):
                     yield from outside(space, "an action", action)
 
-    def rows_are_independent(self) -> Findings:
+    def rows_are_independent(self) -> Problems:
         """A row's results depend on that row alone."""
         agent = self.make()
         for inputs, _, result in self.trace:
@@ -142,7 +131,7 @@ class AgentChecks(Checks):
                 fix = "use no statistics over the batch (call eval()), and no indices of rows"
                 yield from self.differing(f"row {row} beside others, and alone", one, other, fix)
 
-    def deterministic(self) -> Findings:
+    def deterministic(self) -> Problems:
         """The same arguments give the same bits, whatever was called in between."""
         agent, first, last = self.make(), self.trace[0][0], self.trace[-1][0]
         fix = "draw from observation['noise'], call eval(), keep all but parameters in the state"
@@ -151,7 +140,7 @@ class AgentChecks(Checks):
             for each in again:
                 yield from self.differing("called twice, others in between", result, each, fix)
 
-    def inputs_unchanged(self) -> Findings:
+    def inputs_unchanged(self) -> Problems:
         """What it is called with stays as it was."""
         fix = "write into copies: x = x + 1, not x += 1 or x.add_(1)"
         for inputs, after, _ in self.trace:
@@ -183,7 +172,6 @@ def _call(agent: Agent, inputs: Sequence[Any], rows: Any = slice(None)) -> Tenso
     return {key: tensor[rows] for key, tensor in returned.items()}
 
 
-@names_arguments
 def check_agent(
     agent: Any,
     env: Any,
@@ -193,14 +181,22 @@ def check_agent(
     agent_info: Info = None,
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
-    skip: Collection[str] = (),
-    strict: bool = True,
-) -> Report:
+) -> None:
     """Check an agent against the contract of ``rlpool.Agent``, and report all problems at once.
 
+    Reported are, the first of each kind:
+
+    - an exception, or a result that is not ``(state, output, new_state)`` with one row per lane
+      and the same keys, shapes and dtypes in every call;
+    - an action outside the action space (outside the bounds of a ``Box`` is a warning);
+    - results of a row that depend on other rows, bit by bit;
+    - different bits from the same arguments, noise included, after other calls or with another
+      state of the global random generators;
+    - state, observations, ``agent_info`` or history that were changed in place.
+
     It runs in this process, as in a worker: under ``torch.inference_mode``. An instance that is
-    given is copied. The process's global random generators are left as they were. Findings
-    carry the names of their checks, which ``help(rlpool.testing.AgentContract)`` lists.
+    given is copied. The process's global random generators are left as they were. What is only
+    doubtful is a ``UserWarning``.
 
     Args:
         agent: What ``create_agent`` of a batcher is, or an agent.
@@ -210,68 +206,24 @@ def check_agent(
         agent_info: As for ``execute``, with any number of rows, which are used in turns.
         options: ``options`` of every reset, like a row of ``env_info``.
         seed: Root of all seeds.
-        skip: Names of checks to leave out.
-        strict: Whether to raise if there are errors. What is only doubtful is given as a
-            ``UserWarning``, and is in the report.
-
-    Returns:
-        The report: ``findings``, each with ``check``, ``severity``, ``what`` and ``fix``; it is
-        true if none is an error, and ``print(report)`` shows everything.
 
     Raises:
-        AgentSpecError: If ``strict`` and there are errors, with all of them.
+        AgentSpecError: With all errors.
         SpecError: For arguments that make no sense.
 
     Example:
-        >>> check_agent(create_agent, CountingEnv).ok
-        True
+        >>> check_agent(create_agent, CountingEnv)
     """
     checks = AgentChecks(agent, agent_args, seed, isinstance(agent, Agent))
     checks.envs = EnvChecks(env, env_args, seed, options, _N_STEPS)
     checks.envs.made = checks.made  # closed together
     checks.agent_info = info_rows("agent_info", agent_info, None)
-    return checks.run(skip, strict=strict)
-
-
-@AgentChecks.contract(check_agent)
-class AgentContract:
-    """Inherit it, implement ``make_agent`` and ``make_env``, and the whole contract is run.
-
-    ::
-
-        class TestMyAgent(AgentContract):  # for unittest: (AgentContract, unittest.TestCase)
-            def make_agent(self):
-                return MyAgent()
-
-            def make_env(self):
-                return MyEnv()
-
-    There is one test per check of ``check_agent``, such as ``test_deterministic``; a failing one
-    says what is wrong and what to do. A check that does not apply is skipped, and warnings are
-    given as warnings. To leave out a check, write ``test_deterministic = None`` in the subclass.
-
-    Attributes:
-        seed: Root of all seeds.
-        agent_info: As for ``execute``, rows are used in turn.
-        options: ``options`` of every reset.
-
-    Example:
-        >>> class TestCoin(AgentContract):
-        ...     def make_agent(self):
-        ...         return create_agent()
-        ...
-        ...     def make_env(self):
-        ...         return CountingEnv()
-        >>> TestCoin().test_deterministic()
-    """
-
-    def make_agent(self) -> Any:
-        """Make a new agent."""
-        raise NotImplementedError("define make_agent(self) in the test class")
-
-    def make_env(self) -> Any:
-        """Make what gives observations: anything that ``check_agent`` takes."""
-        raise NotImplementedError("define make_env(self) in the test class")
-
-    def _checked(self, **settings: Any) -> Report:
-        return check_agent(self.make_agent, self.make_env(), **settings)
+    checks.run(
+        [
+            checks.returns,
+            checks.action_fits,
+            checks.rows_are_independent,
+            checks.deterministic,
+            checks.inputs_unchanged,
+        ]
+    )

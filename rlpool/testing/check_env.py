@@ -1,25 +1,18 @@
 """``check_env``: whether an environment does what rlpool relies on.
 
-It runs in the lanes of a ``VecEnv``, as in a batcher, and what rlpool refuses is told in the words
-of its errors. Beside ``picklable`` the checks are
-
-- ``runs``: episodes run without an exception and without a value that rlpool refuses, such as an
-  observation of another shape or dtype, a reward that is no number or a flag that is no bool;
-- ``observations_fit``: observations are in the space; outside the bounds of a ``Box`` is a warning;
-- ``values_are_finite``: no NaN in observations and rewards; infinite ones are a warning;
-- ``repeats``: the same seed and the same actions give the same bits, whatever ran in between,
-  and whatever the state of the global random generators;
-- ``fresh_instance_repeats``: so does another instance, made with another ``seed`` of
-  ``create_env``, as after a crash, in each of its lanes, beside any other episodes. Lanes that are
-  reset together are not compared, and what nothing seeds is not looked at.
+It runs in the lanes of a ``VecEnv``, as in a batcher. ``Checks`` holds what ``check_agent`` needs,
+too: a check is a generator method, and the first problem that it yields is reported.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -33,16 +26,115 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import is_environment, refuse_no_environment
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import EnvSpecError, Where
-from rlpool.machine.arguments import names_arguments, takes_keyword, whole_number
+from rlpool.errors import (
+    EnvSpecError,
+    RlpoolError,
+    SpecError,
+    Where,
+    compose,
+    described,
+)
+from rlpool.machine.arguments import takes_keyword, whole_number
 from rlpool.machine.generators import seeded_generators
-from rlpool.record.failures import env_error
+from rlpool.record.failures import env_error, what_and_fix
 from rlpool.record.tape import action_row
-from rlpool.seeding import episode_seeds, worker_seed
-from rlpool.testing.checks import CannotCheck, Checks, Findings, Report
+from rlpool.seeding import episode_seeds, root_from, worker_seed
 
 _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds
+_SEEDED = ("episode", "request")  # where bits are promised
 _RNG = "let reset(seed=...) restore all state, draw from self.np_random alone, and share nothing"
+
+Problems = Iterator[tuple[bool, str, str]]
+"""What a check yields: whether it is an error or only doubtful, what is wrong, and the fix."""
+
+
+class Checks:
+    """What is checked, and how its checks are run.
+
+    Args:
+        source: A function that makes it, or an instance, of which copies are made.
+        arguments: Arguments of the function.
+        seed: Root of all seeds.
+        is_instance: Whether ``source`` is an instance.
+
+    Attributes:
+        maker: The function, without the arguments of a ``partial``.
+        name: What errors call it.
+        made: What ``make`` has made, and ``close`` closes.
+    """
+
+    takes_seed = False  # whether the function is called with ``seed=``
+    refusal: type[RlpoolError]  # raised for errors
+
+    def __init__(self, source: Any, arguments: Any, seed: int, is_instance: bool) -> None:
+        fits = not arguments if is_instance else isinstance(arguments, Mapping | None)
+        if not fits or not (is_instance or callable(source)):
+            what = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
+            raise SpecError(what, fix="pass a function, with a dict of arguments, or what it makes")
+        self.is_instance, self.maker = is_instance, getattr(source, "func", source)
+        self.name: str = getattr(self.maker, "__qualname__", type(source).__name__)
+        self.source = partial(copy.deepcopy, source) if is_instance else source
+        self.arguments, self.root = dict(arguments or {}), root_from(seed)
+        self.made: list[Any] = []
+
+    def run(self, checks: Sequence[Callable[[], Problems]]) -> None:
+        """Run all checks, whatever the first ones find.
+
+        Raises:
+            RlpoolError: If there are errors, with the first one of each check.
+        """
+        errors, doubts, failures = list[str](), list[str](), list[str]()
+        for check in checks:
+            try:
+                found = closing(check())
+                with warnings.catch_warnings(), seeded_generators(0), found as problems:
+                    warnings.simplefilter("ignore")
+                    for is_error, what, fix in islice(problems, 1):
+                        text = compose(f"{check.__name__}: {what}", fix=fix)
+                        (errors if is_error else doubts).append(text)
+            except (Exception, SystemExit) as reason:
+                is_own = isinstance(reason, RlpoolError)
+                what = str(reason) if is_own else f"{self.name} raised {described(reason)}"
+                failures.append(f"{check.__name__}: {what}")
+            self.close()
+        errors += failures[:1]  # the others have most likely the same reason
+        if errors:
+            raise self.refusal("\n".join([f"{self.name}: {len(errors)} errors", *errors, *doubts]))
+        for doubt in doubts:
+            warnings.warn(f"{self.name}: {doubt}", UserWarning, stacklevel=3)
+
+    def make(self, number: int = 0) -> Any:
+        """Call the function as worker ``number`` would; what it returns is closed by ``close``."""
+        seed = worker_seed(self.root, number)
+        with seeded_generators(seed):
+            own = {"seed": seed} if self.takes_seed else {}
+            try:
+                self.made.append(self.source(**{**own, **self.arguments}))
+            except (Exception, SystemExit) as reason:
+                what, fix = what_and_fix(self.name, reason)
+                raise SpecError(what, fix=fix) from reason
+        return self.made[-1]
+
+    def close(self) -> None:
+        """Close what was made."""
+        while self.made:
+            with suppress(Exception, SystemExit):
+                self.made.pop().close()
+
+    @staticmethod
+    def differing(how: str, one: Mapping[str, Any], other: Mapping[str, Any], fix: str) -> Problems:
+        """What is not bitwise the same in arrays or tensors by name, which came about as said."""
+        for key in sorted(one.keys() | other.keys()):
+            values = one.get(key), other.get(key)
+            if bits(values[0]) != bits(values[1]):
+                first, second = (" ".join(repr(value).split())[:60] for value in values)
+                yield True, f"{how}: {key!r} is {first} and {second}", fix
+
+
+def bits(value: Any) -> Any:
+    """What is equal for arrays and tensors with the same dtype, shape and bits."""
+    array = np.asarray(value)
+    return array.dtype.str, array.shape, array.tobytes()
 
 
 class Step(NamedTuple):
@@ -129,7 +221,9 @@ class EnvChecks(Checks):
         """The action of each step of all episodes, ``[1, ...]`` per key."""
         space = copy.deepcopy(getattr(vec, "action_space", None))
         if space is None:
-            raise CannotCheck("the environment has no action_space: let it have one")
+            raise SpecError(
+                "it has no action_space", fix="let it have one: actions are drawn from it"
+            )
         space.seed(self.seeds[0])
         structure = structure_of_space(space, keep_float64=True, name="action")
         specs = {key: leaf.spec for key, leaf in leaves_of({"action": structure}, "").items()}
@@ -143,40 +237,41 @@ class EnvChecks(Checks):
             self.space = getattr(vec, "observation_space", None)
             return [step for seed in self.seeds for step in self.episodes(vec, [seed])[0]]
 
-    def runs(self) -> Findings:
+    def runs(self) -> Problems:
         """Episodes run without an exception, and return what Gymnasium says."""
         for place, _, returned in self.steps:
             if returned and not isinstance(returned[-1], dict):
-                yield "warning", f"{place}: info is not a dict", "return a dict, {} for nothing"
+                yield False, f"{place}: info is not a dict", "return a dict, {} for nothing"
 
-    def observations_fit(self) -> Findings:
+    def observations_fit(self) -> Problems:
         """Every observation is in the space."""
         for place, _, returned in self.steps:
-            if self.space is None or returned is None:
-                raise CannotCheck("there are no observation_space and single environments")
-            yield from outside(self.space, f"{place}: the observation", returned[0])
+            if self.space is not None and returned is not None:
+                yield from outside(self.space, f"{place}: the observation", returned[0])
 
-    def values_are_finite(self) -> Findings:
+    def values_are_finite(self) -> Problems:
         """No NaN in observations and rewards, no infinite ones."""
         for place, row, _ in self.steps:
             for key, array in row.items():
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
-                    severity = "error" if np.isnan(array).any() else "warning"
+                    is_error = bool(np.isnan(array).any())
                     fix = "find the division or logarithm that it comes from: one spoils a network"
-                    yield severity, f"{place}: the {key} is {array!s:.60}", fix
+                    yield is_error, f"{place}: the {key} is {array!s:.60}", fix
 
-    def repeats(self) -> Findings:
+    def repeats(self) -> Problems:
         """The same seed and actions give the same bits, whatever ran in between."""
         vec = self.lanes()
-        _refuse_unseeded(vec)
+        if vec.seeding not in _SEEDED:
+            return
         one, _, again = (self.episodes(vec, [self.seeds[n]])[0] for n in (0, 1, 0))
         yield from self._differing(one, again, "the same actions twice")
 
-    def fresh_instance_repeats(self) -> Findings:
+    def fresh_instance_repeats(self) -> Problems:
         """So does another instance, as after a crash, in each of its lanes, beside others."""
         with seeded_generators(1):
             vec = self.lanes(1, n_lanes=2)
-            _refuse_unseeded(vec)
+            if vec.seeding not in _SEEDED:
+                return
             n_lanes = vec.n_lanes if vec.seeding == "episode" else 1
             seeds = episode_seeds(self.root, 0, n_lanes)
             together = self.episodes(vec, seeds)
@@ -185,26 +280,20 @@ class EnvChecks(Checks):
             how = f"alone, and in lane {lane} of another instance"
             yield from self._differing(self.episodes(vec, [seed])[0], together[lane], how)
 
-    def _differing(self, first: Sequence[Step], second: Sequence[Step], how: str) -> Findings:
+    def _differing(self, first: Sequence[Step], second: Sequence[Step], how: str) -> Problems:
         """Where two episodes differ."""
         for one, other in zip(first, second, strict=False):
             yield from self.differing(f"{one.place}, {how}", one.row, other.row, _RNG)
 
 
-def outside(space: Any, what: str, value: Any) -> Findings:
-    """Whether a value is not in a space; if only in bounds of numbers, that is a warning."""
+def outside(space: Any, what: str, value: Any) -> Problems:
+    """Whether a value is outside a space; a warning where it may only exceed bounds."""
     if not space.contains(value):
         fix = "return what the space declares, or declare what is returned"
-        severity = "error" if isinstance(space, _CHOICES) else "warning"
-        yield severity, f"{what} is {value!r:.99}, not in {space}", fix
+        is_error = isinstance(space, _CHOICES)
+        yield is_error, f"{what} is {value!r:.99}, not in {space}", fix
 
 
-def _refuse_unseeded(vec: VecEnv) -> None:
-    if vec.seeding not in ("episode", "request"):
-        raise CannotCheck(f"nothing is promised: its seeding is {vec.seeding!r}")
-
-
-@names_arguments
 def check_env(
     env: Any,
     env_args: Mapping[str, Any] | None = None,
@@ -212,15 +301,22 @@ def check_env(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     n_steps: int = 100,
-    skip: Collection[str] = (),
-    strict: bool = True,
-) -> Report:
+) -> None:
     """Check an environment for what rlpool needs, and report all problems at once.
+
+    Reported are, the first of each kind:
+
+    - an exception, or a value that rlpool refuses, such as an observation of another shape or
+      dtype, a reward that is not a number or a flag that is not a bool;
+    - an observation outside its space (outside the bounds of a ``Box`` is a warning), NaN in
+      observations and rewards (infinite ones are a warning);
+    - different bits from the same seed and the same actions, in the same instance after other
+      episodes, or in another one, in another lane, as after a crash. Lanes that are reset together
+      are compared as far as they can be seeded.
 
     It runs in this process, on instances of its own: an instance that is given is copied. The
     process's global random generators are left as they were. Nothing interrupts an environment
-    that hangs: set a time limit for the test. Findings carry the names of their checks, which
-    ``help(rlpool.testing.EnvContract)`` lists.
+    that hangs: set a time limit for the test. What is only doubtful is a ``UserWarning``.
 
     Args:
         env: What ``create_env`` of a batcher is, a function that makes a single environment, an
@@ -230,55 +326,22 @@ def check_env(
         options: ``options`` of every reset, like a row of ``env_info``.
         seed: Root of all seeds.
         n_steps: How many steps of an episode to look at.
-        skip: Names of checks to leave out.
-        strict: Whether to raise if there are errors. What is only doubtful is given as a
-            ``UserWarning``, and is in the report.
-
-    Returns:
-        The report: ``findings``, each with ``check``, ``severity``, ``what`` and ``fix``; it is
-        true if none is an error, and ``print(report)`` shows everything.
 
     Raises:
-        EnvSpecError: If ``strict`` and there are errors, with all of them.
+        EnvSpecError: With all errors.
         SpecError: For arguments that make no sense.
 
     Example:
         >>> from rlpool.testing import CountingEnv
-        >>> check_env(CountingEnv).ok
-        True
+        >>> check_env(CountingEnv)
     """
-    return EnvChecks(env, env_args, seed, options, n_steps).run(skip, strict=strict)
-
-
-@EnvChecks.contract(check_env)
-class EnvContract:
-    """Inherit it, implement ``make_env``, and pytest or unittest runs the whole contract.
-
-    ::
-
-        class TestMyEnv(EnvContract):  # for unittest: (EnvContract, unittest.TestCase)
-            def make_env(self):
-                return MyEnv()
-
-    There is one test per check of ``check_env``, such as ``test_repeats``; a failing one says what
-    is wrong and what to do. A check that does not apply is skipped, and warnings are given as
-    warnings. To leave out a check, write ``test_values_are_finite = None`` in the subclass.
-
-    Attributes:
-        seed: Root of all seeds.
-        n_steps: How many steps of an episode to look at.
-        options: ``options`` of every reset.
-
-    Example:
-        >>> class TestCounting(EnvContract):
-        ...     def make_env(self):
-        ...         return CountingEnv()
-        >>> TestCounting().test_repeats()
-    """
-
-    def make_env(self) -> Any:
-        """Make a new environment, or a ``VecEnv`` of several; may take ``seed``."""
-        raise NotImplementedError("define make_env(self) in the test class")
-
-    def _checked(self, **settings: Any) -> Report:
-        return check_env(self.make_env, **settings)
+    checks = EnvChecks(env, env_args, seed, options, n_steps)
+    checks.run(
+        [
+            checks.runs,
+            checks.observations_fit,
+            checks.values_are_finite,
+            checks.repeats,
+            checks.fresh_instance_repeats,
+        ]
+    )

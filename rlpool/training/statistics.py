@@ -15,7 +15,6 @@ from rlpool.data.specs import refuse_missing
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments
 
 _REWARD = "_reward"
 _DONE = "_done"
@@ -23,7 +22,6 @@ _START = "initial_state"
 _STATE = "sums", "lengths"
 
 
-@names_arguments
 def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Tensor:
     """Sum of the rewards of each row.
 
@@ -49,7 +47,6 @@ def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Ten
     return values.double().masked_fill(is_padding, 0).sum(1).to(_dtype_of(values))
 
 
-@names_arguments
 def episode_lengths(trajectories: TemporalDictTensor) -> Tensor:
     """Number of steps of each row of complete episodes: a copy of ``lengths``, int64 ``[B]``.
 
@@ -103,7 +100,6 @@ class EpisodeStatistics:
         tensor([4, 4, 4, 4])
     """
 
-    @names_arguments
     def __init__(self, key: str = _REWARD) -> None:
         self._key = key
         self.reset()
@@ -117,7 +113,6 @@ class EpisodeStatistics:
         self._sums: NDArray = np.zeros(0, np.float64)
         self._n_steps: NDArray = np.zeros(0, np.int64)
 
-    @names_arguments
     def update(self, window: TemporalDictTensor) -> EndedEpisodes:
         """Add the next window.
 
@@ -184,7 +179,6 @@ class EpisodeStatistics:
         parts = torch.tensor(self._sums), torch.tensor(self._n_steps)
         return dict(zip(_STATE, parts, strict=True))
 
-    @names_arguments
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what ``state_dict`` returned.
 

@@ -159,7 +159,7 @@ def test_evaluation_gives_the_returns_of_evaluate_policy() -> None:
     model.learning_starts = 20
     model.learn(60)
     agent = from_sb3(model, deterministic=True)
-    returns = evaluate(agent, create_env, 4, env_args=kinds, n_threads=1).returns
+    returns = evaluate(agent, create_env, 4, env_args=kinds, n_workers=1).returns
     wanted, _ = evaluate_policy(
         model, drifts(1, **kinds), 4, deterministic=True, return_episode_rewards=True
     )

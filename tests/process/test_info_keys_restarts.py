@@ -10,9 +10,9 @@ import torch
 from process.watching import assert_equal
 
 from rlpool import Batcher, ParallelEnvManager
-from rlpool.testing import FaultyEnv
 
 from support.agents import BinaryAgent
+from support.faults import FailingEnv
 from support.telling import CountedInfos, create_counted
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
 
 def create_counted_manager(seed: int, once: str, kind: str) -> ParallelEnvManager:
     def make() -> Any:
-        return CountedInfos(FaultyEnv(kind, at_step=4, once=once, length=9))
+        return CountedInfos(FailingEnv(kind, at_step=4, once=once, length=9))
 
     return ParallelEnvManager([make] * 2, seed=seed, auto_reset=True, info_keys={"t": int})
 

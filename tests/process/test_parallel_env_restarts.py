@@ -24,10 +24,10 @@ from rlpool import (
     Where,
     WorkerDiedError,
 )
-from rlpool.testing import FaultyEnv
 
 from support.agents import StepCounter
 from support.envs import assert_same_tensors
+from support.faults import FailingEnv
 from support.fragile import (
     ChancyEnv,
     FragileEnv,
@@ -305,7 +305,7 @@ def test_a_request_in_the_middle_of_which_a_worker_dies_is_sent_again(
 def test_a_remotes_step_whose_observation_was_written_before_the_failure_is_repeated(
     tmp_path: Path,
 ) -> None:
-    function = partial(FaultyEnv, "wrong_reward", at_step=1, once=tmp_path / "struck")
+    function = partial(FailingEnv, "wrong_reward", at_step=1, once=tmp_path / "struck")
     with ParallelEnvManager([function], seed=1, on_env_error="restart") as manager:
         ask(manager, 0, "reset", {"seed": 7, "options": {}})
         answers = [ask(manager, 0, "step", 0) for _ in range(3)]

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool.testing import strike
+from support.faults import strike
 
 
 class ActingEnv:
@@ -203,7 +203,7 @@ class FailingEnv(ActingEnv):
     """Fails in one of its episodes.
 
     Args:
-        kind: One of ``rlpool.testing.KINDS``, or ``"go_on"``: the episode has no end.
+        kind: One of ``support.faults.KINDS``, or ``"go_on"``: the episode has no end.
         step: The step that fails, 0 for ``reset``.
         episode: The episode, counted from 1.
     """

@@ -14,6 +14,7 @@ are noted in the file ``struck_at``; with ``once``, nothing strikes where that f
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import signal
@@ -29,8 +30,10 @@ import torch
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
 from rlpool.data.infos import info_rows
-from rlpool.testing import strike as strike_now
-from rlpool.testing.faults import EXIT_CODE as EXIT_CODE  # what "os_exit" exits with
+from rlpool.testing import CountingEnv
+
+EXIT_CODE = 17
+"""What ``os_exit`` exits with."""
 
 
 class UnpicklableError(Exception):
@@ -62,7 +65,16 @@ WRONG = ("wrong_shape", "wrong_dtype")
 WRONG_REWARDS = {"wrong_reward": np.zeros(2), "huge_reward": 1e39}  # float32 holds less than 1e39
 WRONG_FLAGS = {"wrong_flag": np.array([True, False]), "nan_flag": float("nan")}
 WRONG_STEPS = (*WRONG_REWARDS, *WRONG_FLAGS)
-FAILURES = ("none", "raise_and_die", "raise_second", "fork_and_sigkill", *RAISES, *DEATHS, *HANGS)
+FAILURES = (
+    "none",
+    "raise_and_die",
+    "raise_second",
+    "fork_and_sigkill",
+    "stop",
+    *RAISES,
+    *DEATHS,
+    *HANGS,
+)
 KINDS = (*FAILURES, *WRONG, *WRONG_STEPS)
 
 ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
@@ -70,9 +82,6 @@ ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "se
 
 _FOREVER_S = 1000.0
 _SOON_S = 0.1
-
-# Kinds that the public kit has under another name.
-_PUBLIC = {"os_exit": "exit", "hold_the_lock": "hang_gil", "fork_and_sigkill": "sigkill"}
 
 
 def code(kind: str) -> int:
@@ -115,8 +124,24 @@ def strike(
     if kind in _ODD_ERRORS:
         raise _ODD_ERRORS[kind]("struck")
     if kind not in (*WRONG, *WRONG_STEPS):
-        strike_now(_PUBLIC.get(kind, kind))
+        _fail(kind)
     return kind
+
+
+def _fail(kind: str) -> None:
+    if kind in ("raise", "sys_exit"):
+        raise KeyError("struck") if kind == "raise" else SystemExit("struck")
+    if kind == "os_exit":
+        os._exit(EXIT_CODE)
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind in ("sigkill", "fork_and_sigkill", "stop"):
+        os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+    # SIGKILL may arrive late, and SIGSTOP may end: this process still does not continue.
+    while kind in ("hang", "stop", "sigkill", "fork_and_sigkill"):
+        time.sleep(_FOREVER_S)
+    while kind == "hold_the_lock":
+        sum(range(10**13))  # one call in C: no other thread of this process runs until it returns
 
 
 class FaultyEnv(gymnasium.Env[Any, Any]):
@@ -181,6 +206,44 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
     def _observation(self, kind: str) -> Any:
         wrong = {"wrong_shape": np.zeros(5, np.float32), "wrong_dtype": np.zeros(2, np.complex64)}
         return wrong.get(kind, np.array([self._options.get("id", 0), self._step], np.float32))
+
+
+class FailingEnv(CountingEnv):
+    """Counts like a ``CountingEnv`` and fails in a step.
+
+    Args:
+        kind: One of ``KINDS``.
+        at_step: Which step of an episode, -1 for ``reset``.
+        once: A file. Only the environment that creates it fails, once in all processes.
+        length: Steps of an episode.
+    """
+
+    def __init__(
+        self, kind: str = "none", at_step: int = 0, once: str | None = None, length: int = 10
+    ) -> None:
+        super().__init__(length)
+        self._kind, self._at_step, self._once = kind, at_step, once
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self._strike(-1)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        kind = self._strike(self.t)
+        observation, reward, terminated, truncated, info = super().step(action)
+        wrong = {"wrong_shape": np.zeros(2, np.float32), "wrong_dtype": np.zeros(1, np.int64)}
+        reward, terminated = WRONG_REWARDS.get(kind, reward), WRONG_FLAGS.get(kind, terminated)
+        return wrong.get(kind, observation), reward, terminated, truncated, info
+
+    def _strike(self, step: int) -> str:
+        if step != self._at_step or self._kind == "none":
+            return "none"
+        if self._once is not None:
+            try:  # of all processes only one creates it
+                Path(self._once).touch(exist_ok=False)
+            except FileExistsError:
+                return "none"
+        return strike(self._kind)
 
 
 class FaultyAgent(Agent):

@@ -67,7 +67,7 @@ class Setting:
         return ScriptedAgent(self.acts, self.observes, self.n_noise, *state)
 
     def env_fn(self) -> Any:
-        return partial(ScriptedEnv, self.observes, self.acts, self.infos, self.reuses)
+        return partial(ScriptedEnv, self.observes, self.acts, self.reuses)
 
     def shown(self) -> Shown:
         """One environment by hand."""
@@ -75,11 +75,11 @@ class Setting:
             return Shown(OneLane(), {}, self.keep_float64, self.limit)
         real = np.float64 if self.keep_float64 else np.float32
         specs: dict[str, Any] = {}
-        if self.infos != "none":
-            specs = {"score": (real, ()), "hits": (np.int64, ()), "deep/on": (np.bool_, ())}
-            specs["pair"] = real, (2,)
+        if self.infos == "named":
+            specs = dict.fromkeys(INFOS["named"], (np.float32, ()))
         if self.infos == "declared":
-            specs |= {"hits": (np.int16, ()), "pair": (np.float64, (2,))}
+            specs = {"score": (real, ()), "hits": (np.int16, ()), "deep/on": (np.bool_, ())}
+            specs["pair"] = np.float64, (2,)
         return Shown(self.env_fn()(), specs, self.keep_float64, self.limit)
 
     def lanes(self, seed: int = 0) -> Any:

@@ -55,11 +55,10 @@ ACTED: dict[str, spaces.Space[Any]] = {
 
 INFOS: dict[str, Any] = {
     "none": None,
-    "declared": {"score": float, "hits": np.int16, "deep": {"on": bool}, "pair": (np.float64, 2)},
-    "learned": ["score", "hits", "deep/on", "pair"],
-    "late": ["score", "hits", "deep/on", "pair"],
+    "declared": {"score": float, "hits": np.int16, "deep/on": bool, "pair": (np.float64, 2)},
+    "named": ["score", "hits", "deep/on"],
 }
-"""``info_keys``; what is learned shows in the first infos, or in those of the first step."""
+"""``info_keys``."""
 
 
 def leaves(space: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -89,14 +88,14 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
     ``fails_at``, a step that raises; any others are part of the checksum.
 
     Args:
-        observes, acts, infos: Keys of ``OBSERVED``, ``ACTED`` and ``INFOS``.
+        observes, acts: Keys of ``OBSERVED`` and ``ACTED``.
         reuses: Whether all observations are in the same memory.
     """
 
     def __init__(
-        self, observes: str = "frame", acts: str = "discrete", infos: str = "none", reuses=False
+        self, observes: str = "frame", acts: str = "discrete", reuses: bool = False
     ) -> None:
-        self.observes, self.shows, self.reuses = observes, infos, reuses
+        self.observes, self.reuses = observes, reuses
         self.observation_space = OBSERVED[observes]
         self.action_space = ACTED[acts]
         self.buffer = np.zeros(6, self.content_dtype())
@@ -153,10 +152,9 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
             "deep": {"on": bool(draws[1] < 0.5)},
             "pair": draws[2:],
         }
-        shows_all = self.t == {"learned": 0, "late": 1}.get(self.shows)
         kept = draws < 0.5
         shown = {k: v for (k, v), is_kept in zip(parts.items(), kept, strict=True) if is_kept}
-        return {"name": "scripted", **(parts if shows_all else shown)}
+        return {"name": "scripted", **shown}
 
 
 # The agent --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 from rlpool import (
     Agent,
@@ -20,16 +20,18 @@ from rlpool import (
     VecEnv,
     VectorGymEnv,
 )
-from rlpool.testing import FaultyEnv
+
+from support.faults import FailingEnv
+from support.vector_envs import OwnVectorEnv
 
 KEYS = {
     "success": bool,  # only in the last info, as a float
     "pair": (np.float32, 2),  # the same, a tuple
-    "cost": None,  # a float, not in that of a reset
-    "task": None,  # only in that of a reset
-    "action_mask": None,
-    "part": None,  # a dict
-    "flat/t": None,  # a key with a slash
+    "cost": float,  # not in that of a reset
+    "task": int,  # only in that of a reset
+    "action_mask": (np.int8, 3),
+    "part/d": np.float32,  # in a dict
+    "flat/t": int,  # a key with a slash
 }
 
 
@@ -103,7 +105,7 @@ class CountedInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def create_counted(seed: int, once: str, kind: str) -> GymEnv:
     """Lanes of which one fails once, in its step 4."""
-    envs = [CountedInfos(FaultyEnv(kind, at_step=4, once=once, length=9)) for _ in range(2)]
+    envs = [CountedInfos(FailingEnv(kind, at_step=4, once=once, length=9)) for _ in range(2)]
     return GymEnvInf(envs, seed, info_keys={"t": int})
 
 
@@ -114,22 +116,20 @@ def create_telling(
 
     Args:
         seed: See ``GymEnv``.
-        kind: ``"gym"``, ``"manager"``, ``"sync"``, ``"async"``, or the name of an autoreset mode of
-            a ``SyncVectorEnv`` whose lanes are reset together.
+        kind: ``"gym"``, ``"manager"``, or the name of an autoreset mode of a vector environment:
+            with ``"DISABLED"`` lanes are reset one by one, else together.
         restarts: Whether lanes restart in windows.
         refuses: See ``TellingEnv``.
         extra: See ``TellingEnv``.
     """
     make = partial(TellingEnv, refuses, extra)
-    keys = {**dict.fromkeys(extra, None), **KEYS}
+    keys = KEYS
     if kind == "gym":
         return (GymEnvInf if restarts else GymEnv)([make() for _ in range(4)], seed, info_keys=keys)
     if kind == "manager":
         return ParallelEnvManager(
             [make] * 4, envs_per_worker=2, seed=seed, info_keys=keys, auto_reset=restarts
         )
-    if kind in ("sync", "async"):
-        vector: Any = (SyncVectorEnv if kind == "sync" else AsyncVectorEnv)([make] * 4)
-        return VectorGymEnv(vector, seed, info_keys=keys, auto_reset=restarts)
-    vector = SyncVectorEnv([make] * 4, autoreset_mode=AutoresetMode[kind])
-    return VectorGymEnv(vector, seed, seeding="request", info_keys=keys, auto_reset=restarts)
+    vector = OwnVectorEnv([make] * 4, AutoresetMode[kind])
+    seeding: Any = "episode" if kind == "DISABLED" else "request"
+    return VectorGymEnv(vector, seed, seeding=seeding, info_keys=keys, auto_reset=restarts)

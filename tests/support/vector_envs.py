@@ -123,6 +123,32 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
         self._seen[lane] = self._t[lane], self._rngs[lane].random(), self._total[lane]
 
 
+class OwnVectorEnv(VectorEnv[Any, Any, Any]):
+    """A vector environment of a user's own; inside, it steps single ones.
+
+    Args:
+        env_fns: Make the single environments.
+        mode: When lanes restart by themselves.
+    """
+
+    def __init__(self, env_fns: Sequence[Any], mode: AutoresetMode | str = "NextStep") -> None:
+        self.inner = SyncVectorEnv(env_fns, autoreset_mode=mode)
+        self.num_envs, self.metadata = self.inner.num_envs, self.inner.metadata
+        self.single_observation_space = self.inner.single_observation_space
+        self.single_action_space = self.inner.single_action_space
+        self.observation_space = self.inner.observation_space
+        self.action_space = self.inner.action_space
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.inner.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        return self.inner.step(actions)
+
+    def close_extras(self, **arguments: Any) -> None:
+        self.inner.close(**arguments)
+
+
 class Noted(VectorWrapper):  # type: ignore[type-arg]
     """Notes the arguments of resets in ``resets`` and the number of steps in ``n_steps``."""
 

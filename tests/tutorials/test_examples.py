@@ -28,7 +28,7 @@ MODULES = {
     rlpool.testing: rlpool.testing.__all__,
     rlpool.patterns: ["write_to_piped_array"],
 }
-CONSTANTS = {"__version__": "rlpool", "KINDS": "rlpool.testing.faults"}
+CONSTANTS = {"__version__": "rlpool"}
 """Name to the module that assigns it, and describes it in the string below."""
 
 MAIN_CLASSES = Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
@@ -60,7 +60,9 @@ def documented() -> Iterator[tuple[str, str]]:
             value = getattr(module, name)
             is_constant = name in CONSTANTS
             text = docstring_of_constant(CONSTANTS[name], name) if is_constant else value.__doc__
-            yield f"{module.__name__}.{name}", text or ""
+            is_error = inspect.isclass(value) and issubclass(value, Exception)
+            if not is_error or ">>>" in text:
+                yield f"{module.__name__}.{name}", text or ""
     seen = set()
     for kind in MAIN_CLASSES:
         for name, value in methods_of(kind):

@@ -115,9 +115,7 @@ def test_lanes_of_windows_restart() -> None:
 
 
 def test_continuous_actions_and_check_env() -> None:
-    report = check_env(lambda seed: EnvPoolEnv(make("Pendulum-v1", seed=seed)))
-    assert report.ok
-    assert {"repeats", "fresh_instance_repeats"} <= set(report.not_checked)
+    check_env(lambda seed: EnvPoolEnv(make("Pendulum-v1", seed=seed)))
 
 
 @pytest.mark.parametrize(

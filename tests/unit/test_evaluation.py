@@ -60,7 +60,7 @@ def test_results_are_the_same_for_any_number_of_workers() -> None:
     policy = Policy()
     info = {"is_greedy": torch.arange(21) % 2 == 0}
     results = [
-        evaluate(policy, create_cartpole, 21, n_threads=n, seeds=3, agent_info=info)
+        evaluate(policy, create_cartpole, 21, n_workers=n, seeds=3, agent_info=info)
         for n in (0, 1, 3)
     ]
     first = results[0]
@@ -78,7 +78,7 @@ def test_results_are_the_same_for_any_number_of_workers() -> None:
 @pytest.mark.parametrize("seed", [0, 3])
 def test_no_episode_is_one_that_a_batcher_with_the_same_seed_has_run(seed: int) -> None:
     evaluation = evaluate(Policy(), create_cartpole, 40, seeds=seed)
-    arguments: Any = {"create_env": create_cartpole, "n_threads": 0, "seeds": seed}
+    arguments: Any = {"create_env": create_cartpole, "n_workers": 0, "seeds": seed}
     with EpisodeBatcher(500, 80, Policy, **arguments) as batcher:
         batcher.execute(80)
         training = batcher.get()
@@ -120,7 +120,7 @@ class Holder(Agent):
 @pytest.mark.parametrize("n_threads", [0, 1])
 def test_modules_are_in_evaluation_mode_wherever_an_agent_holds_them(n_threads: int) -> None:
     holder = Holder()
-    assert evaluate(holder, create_cartpole, 3, n_threads=n_threads).returns.min() > 0
+    assert evaluate(holder, create_cartpole, 3, n_workers=n_threads).returns.min() > 0
     assert holder.inner.layers[1].training
     assert holder.parts[0].training
 

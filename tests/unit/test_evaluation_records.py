@@ -29,9 +29,9 @@ from rlpool import (
     verify,
 )
 from rlpool.__main__ import main
-from rlpool.testing import FaultyEnv
 
 from support.agents import ConstantAgent, StepCounter
+from support.faults import FailingEnv
 
 SEEDS = range(20)
 
@@ -276,7 +276,7 @@ def test_restarts_are_recorded() -> None:
 
 
 def create_deadly(seed: int) -> GymEnv:
-    return GymEnv([FaultyEnv("sigkill", at_step=2)], seed)
+    return GymEnv([FailingEnv("sigkill", at_step=2)], seed)
 
 
 def test_a_death_is_listed_with_seed_and_step() -> None:

@@ -107,7 +107,7 @@ def test_windows_environments_and_checks_take_dicts_too() -> None:
         [{"goal": [1.0, 2.0], "is_easy": True}],
         [{"goal": [3.0, 4.0], "is_easy": True}],
     ]
-    assert check_agent(InfoEcho, CountingEnv, agent_info={"id": 1}, strict=False).ok
+    check_agent(InfoEcho, CountingEnv, agent_info={"id": 1})
 
 
 @pytest.mark.parametrize("convert", [torch.as_tensor, np.asarray, list])

@@ -131,10 +131,10 @@ def test_masks_and_other_infos_get_an_axis_of_agents() -> None:
     assert episodes["small_0/age"][0, :6].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_infos_can_be_learned() -> None:
-    episodes = collected(LIVES, SIZES, masks="info", info_keys=["action_mask"])
-    assert episodes["action_mask"].shape[2:] == (4, 4)
-    assert episodes["action_mask"].dtype == torch.int8
+def test_names_alone_mean_a_number_of_each_agent() -> None:
+    episodes = collected(LIVES, SIZES, masks="info", info_keys=["age"])
+    assert episodes["age"].shape[2:] == (4,)
+    assert episodes["age"].dtype == torch.float32
 
 
 def test_infos_of_one_group() -> None:

@@ -169,32 +169,6 @@ def test_all_is_exactly_what_the_package_imports_and_has_docstrings() -> None:
             assert exported.__module__.startswith("rlpool."), f"rlpool.{name} is not rlpool's"
 
 
-GONE = {
-    "WorkerSuggestion": r"time n_workers 0, 1 and 2 with stats\(\) as docs/choosing.md does",
-    "suggest_workers": r"time n_workers 0, 1 and 2 with stats\(\) as docs/choosing.md does",
-    "trace": r"use stats\(\) or `python -m rlpool top`, and py-spy for a timeline",
-}
-"""Names that were public once, and what to use, as a regular expression."""
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_a_name_that_is_gone_says_what_to_use(name: str) -> None:
-    message = f"^rlpool.{name} was removed in version 0.3: {GONE[name]}"
-    with pytest.raises(AttributeError, match=message):
-        getattr(rlpool, name)
-    with pytest.raises(ImportError, match=message):
-        exec(f"from rlpool import {name}")
-    assert not hasattr(rlpool, name)
-    assert name not in rlpool.__all__
-
-
-def test_a_name_that_never_was_is_missing_as_in_any_module() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'rlpool' has no attribute 'Btcher'$"):
-        rlpool.Btcher  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'Btcher' from 'rlpool'"):
-        exec("from rlpool import Btcher")
-
-
 def test_version_is_the_same_everywhere() -> None:
     changelog = re.search(r"^## \[(\d[^\]]*)\]", _text("CHANGELOG.md"), flags=re.MULTILINE)
     citation = re.search(r"^version: (\S+)$", _text("CITATION.cff"), flags=re.MULTILINE)

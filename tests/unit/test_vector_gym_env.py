@@ -32,7 +32,7 @@ from rlpool import (
     WorkerStartupError,
 )
 from rlpool.envs.vec_env import LaneError
-from rlpool.testing.checks import bits
+from rlpool.testing.check_env import bits
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter
 from support.envs import CountingEnv, EchoEnv, FailingEnv, SpaceEnv
