@@ -171,15 +171,6 @@ class WorkerError(RlpoolError, RuntimeError):
             the form that the environment takes (for ``Dict`` and ``Tuple`` spaces a dict or tuple
             of arrays), including that of a step that failed. ``None`` for failures outside an
             episode, and where the first actions are not known any more. See ``rlpool.replay``.
-
-    Example:
-        >>> def broken(seed):
-        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
-        >>> try:
-        ...     evaluate(create_agent(), broken, n_episodes=1)
-        ... except WorkerError as error:
-        ...     print(type(error).__name__, "in step", error.where.step)
-        EnvError in step 3
     """
 
     _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "options", "actions")

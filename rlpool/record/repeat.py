@@ -279,16 +279,19 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
         UsageError: If the error carries no actions.
 
     Example:
+        >>> class Broken(CountingEnv):
+        ...     def step(self, action):
+        ...         return {}["missing"]
         >>> def broken(seed):
-        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        ...     return GymEnv([Broken()], seed)
         >>> try:
         ...     evaluate(create_agent(), broken, n_episodes=1)
         ... except EnvError as error:
         ...     failure = error
-        >>> replay(lambda: FaultyEnv("raise", at_step=3), failure)  # stops at the line that fails
+        >>> replay(Broken, failure)  # stops at the line that fails
         Traceback (most recent call last):
             ...
-        KeyError: 'struck'
+        KeyError: 'missing'
     """
     if not isinstance(error, WorkerError):
         raise SpecError(f"error is {error!r:.60}", fix="pass an error that a batcher raised")
