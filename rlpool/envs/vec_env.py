@@ -437,10 +437,9 @@ class VecEnv(ABC):
         """
         rows = info_rows("env_info", env_info, self.n_lanes)
         self._env_options = [options_of(rows, lane) for lane in range(self.n_lanes)]
-        n_before = self._n_restarts_before + max(self._restarts)
-        # In one statement: a reset interrupted by a signal handler may be repeated.
-        self._n_restarts_before, self._restarts = n_before, [0] * self.n_lanes
-        self._lane_seeds = LaneSeeds(self._root, self._n_resets, n_before)
+        self._n_restarts_before += max(self._restarts)
+        self._restarts = [0] * self.n_lanes
+        self._lane_seeds = LaneSeeds(self._root, self._n_resets, self._n_restarts_before)
         self._n_resets += 1
         self._running, self._restarting = [], []
         self.begin_anew()
@@ -467,32 +466,19 @@ class VecEnv(ABC):
                 neither true nor false, or a finite reward that overflows float32. ``where`` has
                 the lane and the step of the episode.
         """
-        result, self._running = self._made_step(policy_output)
-        return result
-
-    def _made_step(self, policy_output: DictTensor) -> tuple[tuple[Observed, Observed], list[int]]:
-        """What ``step`` returns, and the environments that run from then on."""
         if not self._running:
             raise UsageError("step() with no running environment", fix="call reset() first")
-        stepped, ended, restarts = self._stepped(self._actions_of(policy_output))
-        if self.auto_reset:
-            self._restarts = restarts
-            running = self._restart_those_ready(ended)
-        else:
-            running = [lane for lane in self._running if lane not in ended]
-        return (stepped, self._observation(running)), running
-
-    def _stepped(self, actions: dict[str, NDArray]) -> tuple[Observed, list[int], list[int]]:
-        """Step the running environments.
-
-        Returns:
-            Their observation, the lanes whose episode ended, and each lane's number of restarts
-            once these have restarted.
-        """
+        actions = self._actions_of(policy_output)
         ended = self._call(self.step_lanes, self._running, actions)
         self._n_steps[self._running] += 1
-        restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
-        return self._observation(self._running), ended, restarts
+        stepped = self._observation(self._running)
+        if self.auto_reset:
+            for lane in ended:
+                self._restarts[lane] += 1
+            self._running = self._restart_those_ready(ended)
+        else:
+            self._running = [lane for lane in self._running if lane not in ended]
+        return stepped, self._observation(self._running)
 
     def _restart_those_ready(self, ended: Sequence[int]) -> list[int]:
         """Restart lanes that ended, now or as soon as they can be; returns those that run."""

@@ -23,6 +23,8 @@ class CrashOnly:
 
     A call that ends neither by returning nor by an ``RlpoolError`` leaves it interrupted. It is for
     the object to drop what was in flight, and to call ``forget_interrupt`` once it has begun again.
+
+    Calls of an object whose attribute ``_calls`` is another one count as calls of that one.
     """
 
     _thread_inside: int | None = None  # the thread that is in a call, or was interrupted in one
@@ -40,7 +42,7 @@ class CrashOnly:
         """Let the object count as whole again."""
         self._was_interrupted = False
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, caller: Any, name: str) -> None:
         """Begin a call of the current thread.
 
         Raises:
@@ -49,7 +51,7 @@ class CrashOnly:
         thread, me = self._thread_inside, threading.get_ident()
         if thread is not None:
             if self._is_inside(thread, sys._getframe(2)):
-                call = f"{type(self).__name__}.{name}()"
+                call = f"{type(caller).__name__}.{name}()"
                 if thread == me:
                     what = f"{call} was called inside another call of the same object"
                     raise UsageError(what, fix="call it when that one has returned")
@@ -67,30 +69,34 @@ class CrashOnly:
         if thread != threading.get_ident():
             frame = sys._current_frames().get(thread)
         while frame is not None:
-            if frame.f_code is _GUARDED and frame.f_locals.get("self") is self:
+            if frame.f_code is _GUARDED and frame.f_locals.get("owner") is self:
                 return True
             frame = frame.f_back
         return False
 
 
 def whole(call: _Call) -> _Call:
-    """Decorate a method of a ``CrashOnly`` object that must not be interrupted halfway."""
+    """Decorate a method of a ``CrashOnly`` object, or of one that belongs to it.
+
+    Where it is interrupted halfway, the object knows.
+    """
 
     @wraps(call)
     def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._begin_call(call.__name__)
+        owner = self.__dict__.get("_calls", self)
+        owner._begin_call(self, call.__name__)
         try:
             result = call(self, *args, **kwargs)
-            self._thread_inside = None
+            owner._thread_inside = None
             return result
         except RlpoolError:
-            self._thread_inside = None
+            owner._thread_inside = None
             raise
         except BaseException as error:
             # Python itself refuses wrong arguments, before the call begins.
             began = error.__traceback__ is None or error.__traceback__.tb_next is not None
-            self._was_interrupted = self._was_interrupted or began
-            self._thread_inside = None
+            owner._was_interrupted = owner._was_interrupted or began
+            owner._thread_inside = None
             raise
 
     return guarded  # type: ignore[return-value]

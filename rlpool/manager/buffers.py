@@ -12,17 +12,15 @@ own lanes, the caller sees all of them::
     asleep                            who has to be woken: every worker, then the caller
 
 There are no locks: a worker touches its rows between a command and its end, the caller otherwise.
-Observations or actions that no space declares are mapped later, in memory of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from rlpool.data.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec, is_action
+from rlpool.data.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec
 from rlpool.data.storage import Memory, NDArray, carve
 from rlpool.envs.columns import fitted_rows
 from rlpool.errors import SpecError
@@ -109,16 +107,13 @@ class Buffers:
         self.action: dict[str, NDArray] = {}
 
     def map(self, specs: Mapping[str, TensorSpec], memory: Memory) -> None:
-        """Use the arrays in a memory; observations and actions replace those mapped before."""
+        """Use the arrays in a memory."""
         arrays = {key: array[0] for key, array in carve(memory.root(), specs, 1).items()}
         for group in ("observation", "ahead", "action"):
             prefix = f"{group}/"
             keys = [key for key in arrays if key.startswith(prefix)]
             found = {key.removeprefix(prefix): arrays[key][self._lanes] for key in keys}
-            if found:
-                setattr(self, group, found)
-        if "flags" not in arrays:
-            return
+            setattr(self, group, found)
         self.flags = arrays["flags"][:, self._lanes]
         for name in _PER_LANE:
             setattr(self, name, arrays[name][self._lanes])
@@ -153,38 +148,7 @@ def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None
         raise
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
         wanted = {key: list(array.shape) for key, array in targets[0].items()}
-        raise _refused(wanted, error) from error
-
-
-def specs_of(actions: Actions) -> dict[str, TensorSpec]:
-    """Specs of actions that no space declares.
-
-    Raises:
-        SpecError: If they are not arrays.
-    """
-    try:
-        return {
-            key: TensorSpec(array.shape[1:], array.dtype)
-            for key, array in actions.items()
-            if is_action(key)
-        }
-    except (AttributeError, TypeError) as error:
-        raise _refused("[n_lanes, ...]", error) from error
-
-
-def are_equal(some: Actions, others: Actions, lanes: Sequence[int]) -> bool:
-    """Whether the rows of some lanes are the same, in the dtypes of the first."""
-    try:
-        return all(
-            array[lanes].tobytes() == others[key][lanes].astype(array.dtype).tobytes()
-            for key, array in some.items()
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return False
-
-
-def _refused(wanted: Any, error: Exception) -> SpecError:
-    return SpecError(
-        f"actions should be arrays of the shapes {wanted}: {error}",
-        fix="pass one row per lane, also for lanes that do not step",
-    )
+        raise SpecError(
+            f"actions should be arrays of the shapes {wanted}: {error}",
+            fix="pass one row per lane, also for lanes that do not step",
+        ) from error

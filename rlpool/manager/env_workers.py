@@ -1,34 +1,50 @@
-"""The worker processes of a ``ParallelEnvManager``: what they are sent, and what they answer."""
+"""The worker processes of a ``ParallelEnvManager``, and what the caller knows of their lanes.
+
+A lane runs an episode, which is on its tape, and does one thing at a time: a step or a reset, as
+part of a numbered command to its worker, or a request of its remote.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
 from time import monotonic
 from typing import Any
 
-from rlpool.data.specs import Declaration, TensorSpec
+from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory, carved_bytes
-from rlpool.errors import SpecError, UsageError, Where, WorkerError
+from rlpool.envs.vec_env import LaneError
+from rlpool.errors import (
+    EnvError,
+    EnvSpecError,
+    SpecError,
+    UsageError,
+    Where,
+    WorkerError,
+)
+from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
-from rlpool.machine.one_thread import OneThread
-from rlpool.manager.buffers import bookkeeping_specs
-from rlpool.manager.lane_states import LaneStates, lane_failure
+from rlpool.manager.buffers import FAILED, Buffers, bookkeeping_specs
 from rlpool.manager.messages import (
+    Announce,
     Begin,
+    Call,
     LaneFailed,
     MapArrays,
+    Predecessor,
     Reply,
     Report,
     Reset,
     Setup,
 )
 from rlpool.manager.worker import main
+from rlpool.observe.stats import StatsReader
 from rlpool.record.failures import ENV_HINT
-from rlpool.record.tape import Tape, actions_of
+from rlpool.record.tape import LaneTapes, Tape, actions_of
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
@@ -45,8 +61,44 @@ _WAITS_PER_LOOK = 100
 """After how many short waits a caller looks for the deaths of all workers."""
 
 
-class EnvWorkers(LaneStates):
+@dataclass
+class Request:
+    """A request to one environment, until the user has received its reply.
+
+    Attributes:
+        call: The request.
+        reply: The reply, pickled, once it is there.
+        error: What failed, if anything did.
+    """
+
+    call: Call
+    reply: bytes | None = None
+    error: WorkerError | None = None
+
+
+@dataclass
+class LaneTrouble:
+    """Failures of one episode at one step.
+
+    Attributes:
+        tape: The episode.
+        step: The step, -1 for the reset.
+        n_failures: How often in a row it failed there.
+        error: The last failure.
+        truncates: Whether the episode ends there instead of being run again.
+    """
+
+    tape: Tape
+    step: int
+    n_failures: int
+    error: WorkerError
+    truncates: bool = False
+
+
+class EnvWorkers(CrashOnly):
     """Worker processes with environments.
+
+    Calls of a manager and of its remotes count as calls of their workers.
 
     Args:
         env_fns: Functions that make one environment each.
@@ -58,12 +110,26 @@ class EnvWorkers(LaneStates):
         policy: When workers that fail are replaced.
 
     Attributes:
+        n_lanes: How many there are.
+        n_workers: Number of workers.
+        lanes_of: For each worker its lanes.
+        worker_of: For each lane its worker.
         root: Root of all seeds.
         reports: What the workers reported when they were ready.
+        processes: The processes.
+        stats_reader: Reads what they are doing.
         wakes: What each worker waits for, in addition to its pipe.
         closed: Whether all are closed.
-        one_thread: Refuses calls of two threads at once.
         owner_pid: The process that started them.
+        tapes: The episode of each lane.
+        buffers: The shared memory.
+        issued: For each worker the number of its last command.
+        commanded: For each worker the lanes of its last command.
+        requests: Requests to single lanes whose replies the user has not received.
+        closed_lanes: Lanes that were closed one by one.
+        announced: For each worker the episodes that will come.
+        troubles: Lane to what failed in it.
+        reports_failures: Whether no episode is truncated here, see ``VecEnv.report_failures``.
     """
 
     def __init__(
@@ -75,59 +141,78 @@ class EnvWorkers(LaneStates):
         timeout_s: float | None,
         policy: FailurePolicy,
     ) -> None:
-        super().__init__(len(env_fns), envs_per_worker)
+        self.n_lanes = len(env_fns)
+        starts = range(0, self.n_lanes, envs_per_worker)
+        self.lanes_of = [range(s, min(s + envs_per_worker, self.n_lanes)) for s in starts]
+        self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
+        self.n_workers = len(self.lanes_of)
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
         check_workers(self.n_workers, _DESCRIPTORS_EACH, advice, memory_of(policy.start_method))
         self.root = root
         self.reports: dict[int, Report] = {}
         self.closed = False
-        self.one_thread = OneThread("check_open")
-        self._policy = policy
         self.owner_pid = os.getpid()
-        # What a successor has to be sent again:
-        self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
-        self._resets: dict[int, Reset] = {}  # the last of each worker
+        self.buffers = Buffers()
+        self.issued = [0] * self.n_workers
+        self.reports_failures = False
+        self._forget_lanes()
+        self._policy = policy
+        self._timeout_s = timeout_s
         self._options = options
+        self._mapped: tuple[MapArrays, Memory] | None = None
         self._functions = [_pickled(env_fns, lanes) for lanes in self.lanes_of]
         self._n_waits = 0
         self._done = Wake()
         self.wakes = [Wake() for _ in self.lanes_of]
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _forget_lanes(self) -> None:
+        self.tapes = LaneTapes(self.n_lanes)
+        self.commanded: list[Sequence[int]] = [()] * self.n_workers
+        self.requests: dict[int, Request] = {}
+        self.closed_lanes: set[int] = set()
+        self.announced: dict[int, Announce] = {}
+        self.troubles: dict[int, LaneTrouble] = {}
+        self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
+        self._resets: dict[int, Reset] = {}  # the last of each worker
+
+    def _start(self) -> None:
+        """Start all workers and wait until they are ready."""
         runs = [
             partial(main, functions.shared, wake, self._done)
             for functions, wake in zip(self._functions, self.wakes, strict=True)
         ]
-        self.processes = Workers(runs, root, policy, timeout_s, self, ENV_HINT)
+        self.processes = Workers(runs, self.root, self._policy, self._timeout_s, self, ENV_HINT)
+        self.stats_reader = StatsReader(self.processes.control)
         try:
+            self.processes.control.name = "ParallelEnvManager"
             self.processes.start(self._done.fd)
-            if not policy.may_restart:
-                self._forget_functions()
         except BaseException:
             self.processes.abort()
-            self.close()
             raise
+
+    def begin_again(self) -> None:
+        """Begin with new workers, whatever an interrupted call has left."""
+        self.processes.abort()
+        self.processes.close()
+        self._forget_lanes()
+        self.tapes.bind(self.buffers.action)
+        self.buffers.is_ahead[:] = -1
+        for worker in range(self.n_workers):
+            self.issued[worker] = self.buffers.step[worker] = self.buffers.finished[worker] = 0
+            self.buffers.writing[worker] = 0
+        self._start()
+        self.forget_interrupt()
 
     # Commands -----------------------------------------------------------------------------------
 
-    def begin(self, known: Mapping[str, TensorSpec], declaration: Declaration | None) -> None:
+    def begin(self, known: Mapping[str, TensorSpec]) -> None:
         """Map the bookkeeping and what else is known, and let the workers carry out commands."""
         specs = {**bookkeeping_specs(self.n_lanes, self.n_workers), **known}
-        self.map("all", specs, declaration)
-        self.buffers.is_ahead[:] = -1
-        for cell, wake in enumerate((*self.wakes, self._done)):
-            wake.share(self.buffers.asleep[cell : cell + 1])
-        for worker in range(self.n_workers):
-            self.processes.send(worker, Begin())
-
-    def map(
-        self, what: str, specs: Mapping[str, TensorSpec], declaration: Declaration | None = None
-    ) -> None:
-        """Make shared arrays and let all workers use them.
-
-        Args:
-            what: What they are, for arrays that replace others.
-            specs: Their specs.
-            declaration: What observations and infos consist of, if only a reset shows it.
-        """
         sizes = carved_bytes(specs, 1)
         n_bytes = sum(sizes.values())
         check_size(
@@ -137,16 +222,14 @@ class EnvWorkers(LaneStates):
         )
         memory = Memory.shared(n_bytes, "rlpool-buffers")
         self.buffers.map(specs, memory)
+        self.buffers.is_ahead[:] = -1
         self.tapes.bind(self.buffers.action)
-        message = MapArrays(specs, declaration)
+        for cell, wake in enumerate((*self.wakes, self._done)):
+            wake.share(self.buffers.asleep[cell : cell + 1])
+        self._mapped = MapArrays(specs), memory
         for worker in range(self.n_workers):
-            self.processes.send(worker, message, memory)
-        if not self._policy.may_restart:
-            memory.close_fd()
-            return
-        if what in self._mapped:
-            self._mapped[what][1].close_fd()
-        self._mapped[what] = message, memory
+            self.processes.send(worker, *self._mapped)
+            self.processes.send(worker, Begin())
 
     def reset(self, worker: int, message: Reset) -> None:
         """Let a worker reset lanes."""
@@ -154,6 +237,59 @@ class EnvWorkers(LaneStates):
         self._resets[worker] = message
         self.issued[worker] = message.number
         self.commanded[worker] = [self.lanes_of[worker][lane] for lane in message.lanes]
+
+    # What lanes are doing -----------------------------------------------------------------------
+
+    def is_unanswered(self, lane: int) -> bool:
+        """Whether a lane's request has no reply yet."""
+        return lane in self.requests and self.requests[lane].reply is None
+
+    def _is_busy(self, worker: int) -> bool:
+        """Whether a worker has not finished its last command."""
+        issued = self.issued[worker]  # 0 before the buffers are mapped
+        return bool(issued) and issued != self.buffers.finished[worker]
+
+    def busy(self) -> Collection[int]:
+        """Workers that have something to do."""
+        busy = {self.worker_of[lane] for lane in filter(self.is_unanswered, self.requests)}
+        return busy.union(filter(self._is_busy, range(self.n_workers)))
+
+    def _call_of(self, lane: int) -> str:
+        """What a lane is doing: ``"reset"``, ``"step"``, or neither."""
+        if self.is_unanswered(lane):
+            return self.requests[lane].call.command
+        worker = self.worker_of[lane]
+        if not self._is_busy(worker) or lane not in self.commanded[worker]:
+            return ""
+        return "step" if self.buffers.step[worker] == self.issued[worker] else "reset"
+
+    def where(self, worker: int) -> Where:
+        """What a worker is doing, as far as shared memory shows."""
+        own = self.lanes_of[worker]
+        lane = own.start + min(self.processes.control.lane_in_use(worker), len(own) - 1)
+        if worker not in self.reports:
+            return Where(worker, lane)
+        return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)
+
+    def episode_in(self, worker: int) -> dict[str, Any]:
+        """See ``Client``."""
+        lane = self.where(worker).lane
+        tape = self.tapes.tape(lane) if lane is not None and worker in self.busy() else None
+        if tape is None or tape.why_lost:
+            return {}
+        return {"options": tape.options, "actions": actions_of(tape.actions)}
+
+    def _where(self, lane: int, call: str) -> Where:
+        """Where a lane is; if ``call`` is a step, it is not finished or has failed."""
+        tape, worker, seed = self.tapes.peek(lane), self.worker_of[lane], self.buffers.seed[lane]
+        if tape is None:
+            return Where(worker, lane, step=0, seed=int(seed))
+        step = self.tapes.n_steps(lane) - (call == "step")
+        if call == "reset":
+            seed = tape.seed
+        elif seed != tape.seed:  # that of an episode begun ahead of time
+            step = 0
+        return Where(worker, lane, step=step, seed=int(seed), env_info=tape.options or None)
 
     # Waiting ------------------------------------------------------------------------------------
 
@@ -238,15 +374,13 @@ class EnvWorkers(LaneStates):
         if (first.declaration, first.action) != (report.declaration, report.action):
             what = "and its environments have other spaces now"
             self.processes.fail(SpecError(f"worker {worker} was replaced, {what}"))
-        if not self._mapped:
+        if self._mapped is None:
             return
         send, own = self.processes.send, self.lanes_of[worker]
-        for message, memory in self._mapped.values():
-            send(worker, message, memory)
+        send(worker, *self._mapped)
         if worker in self.announced:
             send(worker, self.announced[worker])
-        predecessor = self._predecessor(worker)
-        packed = pack(predecessor, Memory.shared)
+        packed = pack(self._predecessor(worker), Memory.shared)
         is_busy, step = self._is_busy(worker), self.buffers.step[worker]
         is_step = is_busy and step == self.issued[worker]
         send(worker, Begin(step - 1 if is_step else step, packed.payload), packed.memory)
@@ -256,98 +390,130 @@ class EnvWorkers(LaneStates):
         for lane in filter(self.is_unanswered, own):
             send(worker, self.requests[lane].call)
 
-    def blames(self, worker: int, failure: WorkerError) -> int | None:
-        """See ``Client.blames``: where the call failed before, the lane is truncated instead."""
-        lane = failure.where.lane
-        if lane is None or (place := self._called(lane)) is None:
-            return None
-        n = self._count_failure(lane, place)
-        if not self._policy.gives_up(failure, n):
-            return None
-        fails_before = self._given_up.get(lane) == place  # while its tape is repeated
-        is_given_up = self._policy.restarts_on_env_errors and not self.reports_failures
-        if is_given_up and not fails_before and not self.is_unanswered(lane):
-            self._given_up[lane], self.failures[lane] = place, failure
-        else:
-            self._end_call(worker, lane, failure)
-        return n - 1
-
-    @property
-    def n_suspected(self) -> int:
-        """See ``Client``."""
-        if self._policy.max_episode_restarts is None:
-            return 0
-        failing = [lane for lane, (place, _) in self._failed.items() if place == self._called(lane)]
-        return sum(
-            self._failed[n][1] for n in failing if self._given_up.get(n) != self._failed[n][0]
-        )
-
-    def _called(self, lane: int) -> tuple[Tape, int] | None:
-        """The episode of a lane and the step that it takes, -1 for its reset; ``None`` if none."""
-        tape, call = self.tapes.peek(lane), self._call_of(lane)
-        if tape is None or not call:
-            return None
-        return tape, self.tapes.n_steps(lane) - 1 if call == "step" else -1
-
-    def where(self, worker: int) -> Where:
-        """What a worker is doing, as far as shared memory shows."""
+    def _predecessor(self, worker: int) -> Predecessor:
+        """Where a worker's lanes are, for the successor of its process."""
         own = self.lanes_of[worker]
-        lane = own.start + min(self.processes.control.lane_in_use(worker), len(own) - 1)
-        if worker not in self.reports:
-            return Where(worker, lane)
-        return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)
+        tapes = {}
+        for lane in own:
+            tape, call = self.tapes.tape(lane), self._call_of(lane)
+            if tape is not None and call != "reset" and lane not in self.closed_lanes:
+                tapes[lane - own.start] = tape.without_last()[0] if call == "step" else tape
+        closed = [lane - own.start for lane in self.closed_lanes.intersection(own)]
+        unanswered = filter(self.is_unanswered, own)
+        stepping = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
+        given_up = {
+            lane - own.start: (self.troubles[lane].tape.seed, self.troubles[lane].step)
+            for lane in own
+            if self._fails_next(lane)
+        }
+        return Predecessor(tapes, closed, stepping, given_up)
 
-    def episode_in(self, worker: int) -> dict[str, Any]:
-        """See ``Client``."""
-        lane = self.where(worker).lane
-        tape = self.tapes.tape(lane) if lane is not None and worker in self.busy() else None
-        if tape is None or tape.why_lost:
-            return {}
-        return {"options": tape.options, "actions": actions_of(tape.actions)}
+    def _fails_next(self, lane: int) -> bool:
+        """Whether what a lane does next, or again, is where its episode is truncated."""
+        trouble = self.troubles.get(lane)
+        if trouble is None or not trouble.truncates or trouble.tape is not self.tapes.peek(lane):
+            return False
+        n_steps = self.tapes.n_steps(lane) - (self._call_of(lane) == "step")
+        return n_steps == max(trouble.step, 0)
+
+    def lost(self, worker: int, failure: WorkerError | None) -> None:
+        """Forget the episodes that a worker has begun ahead of time: its successor has not."""
+        for lane in self.lanes_of[worker] if self.issued[worker] else ():
+            if self.buffers.is_ahead[lane] >= 0:
+                self.buffers.is_ahead[lane] = -1
+                self.tapes.forget(lane)
+
+    def forget_troubles(self, lanes: Sequence[int]) -> None:
+        """Forget what failed in episodes of lanes that are in others now."""
+        for lane in self.troubles.keys() & lanes:
+            if self.troubles[lane].tape is not self.tapes.peek(lane):
+                del self.troubles[lane]
 
     def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
-        if not isinstance(message, LaneFailed | Reply):
-            return
-        lane = self.lanes_of[worker][message.lane]
         if isinstance(message, LaneFailed):
-            self._take_failure(worker, lane, message)
-        elif (request := self._request(lane, message.command)) is not None:
+            self._take_failure(worker, self.lanes_of[worker][message.lane], message)
+        elif isinstance(message, Reply):
+            request = self.requests[self.lanes_of[worker][message.lane]]
             request.reply, request.error = message.reply, message.error
-            if message.command == "set_attr" and message.error is None:
-                name, value = request.call.data
-                self.attributes[lane][name] = value
-                self.tapes.lose(lane, f"the attribute {name!r} was set in the middle of it")
+
+    # What fails ---------------------------------------------------------------------------------
 
     def _take_failure(self, worker: int, lane: int, message: LaneFailed) -> None:
-        request = self._request(lane, message.request)
-        if message.request and request is None:
-            return
         where = self._where(lane, message.call)
         tape = None if message.is_lost else self.tapes.tape(lane)
         error = lane_failure(message.error, message.call, where, tape)
         if self._policy.restarts_on_env_errors and not message.is_lost:
             self.processes.expect_end(worker, error)  # its successor does it again
-        elif request is None:
+        elif message.number:
             self._failures[worker] = message.number, error
         else:
-            self._refuse_request(lane, request, error)
+            self._refuse_request(lane, error)
+
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """See ``Client.blames``: where the call failed before, the lane is truncated instead."""
+        lane = failure.where.lane
+        call = "" if lane is None else self._call_of(lane)
+        tape = self.tapes.peek(lane) if lane is not None and call else None
+        if lane is None or tape is None:
+            return None
+        step = self.tapes.n_steps(lane) - 1 if call == "step" else -1
+        trouble = self.troubles.get(lane)
+        if trouble is None or trouble.tape is not tape or trouble.step != step:
+            trouble = self.troubles[lane] = LaneTrouble(tape, step, 0, failure)
+        trouble.n_failures += 1
+        if not self._policy.gives_up(failure, trouble.n_failures):
+            return None
+        may_truncate = self._policy.restarts_on_env_errors and not self.reports_failures
+        # An episode that is to be truncated and fails again did so while its tape was repeated.
+        if may_truncate and not trouble.truncates and not self.is_unanswered(lane):
+            trouble.truncates, trouble.error = True, failure
+        else:
+            self._end_call(worker, lane, failure)
+        return trouble.n_failures - 1
+
+    @property
+    def n_suspected(self) -> int:
+        """See ``Client``."""
+        return 0
+
+    def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
+        """Let what a worker was doing have failed, instead of its successor doing it again."""
+        if self.is_unanswered(lane):
+            self._refuse_request(lane, failure)
+        if self._is_busy(worker):
+            for commanded in self.commanded[worker]:
+                self.tapes.forget(commanded)
+            self._failures[worker] = self.issued[worker], failure
+            self.buffers.outcome[worker] = FAILED
+            self.buffers.finished[worker] = self.issued[worker]
+
+    def _refuse_request(self, lane: int, error: WorkerError) -> None:
+        """Let a failure be the reply: the environment's traceback, or how its worker failed."""
+        text = str(error)
+        if isinstance(error, EnvError):
+            text = f"{error.traceback_text}\n  fix:   {error.fix}"
+        request = self.requests[lane]
+        request.reply, request.error = pickle.dumps(("error", text)), error
+        self.tapes.lose(lane, "there, an earlier request of its remote failed")
 
     # Life and end -------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Refuse to go on after ``close``, after a death, in a forked copy or in two threads.
+        """Refuse to go on after ``close``, a death, an interruption, or in a forked copy.
 
         Raises:
-            UsageError: If closed, the workers are those of another process, or another thread is
-                inside a call.
+            UsageError: If closed, a call was interrupted, or the workers are those of another
+                process.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
         if self.closed or os.getpid() != self.owner_pid:
             self.refuse_closed()
-        if get_ident() != self.one_thread.thread:
-            self.one_thread.hand_over()
-        self.processes.poll(0.0)  # and with it what workers have logged
+        if self._was_interrupted:
+            raise UsageError(
+                "the last call was interrupted: what the environments did then is lost",
+                fix="call reset() of the manager, which begins with new workers, or close it",
+            )
         self.processes.refuse_if_dead()
 
     def refuse_closed(self) -> None:
@@ -362,17 +528,53 @@ class EnvWorkers(LaneStates):
         self.closed = True
         if os.getpid() == self.owner_pid:  # else the workers are those of another process
             self.processes.fail(UsageError("the environments were closed meanwhile"))
+            if self.is_interrupted:
+                self.processes.abort()
             self.processes.close()
-        self._forget_functions()
-        for _, memory in self._mapped.values():
-            memory.close_fd()
+        for functions in self._functions:
+            functions.shared.close()
+        if self._mapped is not None:
+            self._mapped[1].close_fd()
         for wake in (self._done, *self.wakes):
             wake.close()
 
-    def _forget_functions(self) -> None:
-        """Keep nothing of what workers are started with."""
-        for functions in self._functions:
-            functions.shared.close()
+
+class LaneFailure(EnvError, LaneError):
+    """An ``EnvError`` of a lane, as callers of the lane contract expect it.
+
+    Attributes:
+        lane: The lane.
+        call: ``"reset"`` or ``"step"``.
+    """
+
+    lane: int
+    call: str
+
+    def __reduce__(self) -> Any:
+        kind = EnvSpecError if isinstance(self, EnvSpecError) else EnvError
+        return kind(**self._constructor_arguments()).__reduce__()
+
+
+class LaneSpecFailure(LaneFailure, EnvSpecError):
+    """An ``EnvSpecError`` of a lane."""
+
+
+def lane_failure(error: EnvError, call: str, where: Where, tape: Tape | None) -> LaneFailure:
+    """A worker's report about a lane as an exception, with the episode's options and actions.
+
+    Args:
+        error: What the worker reports.
+        call: What failed.
+        where: Where it did.
+        tape: The lane's episode, the failing step included; ``None`` if it cannot be repeated.
+    """
+    changes: dict[str, Any] = {"where": where, "hint": ENV_HINT}
+    if tape is not None and not tape.why_lost:
+        changes |= {"options": tape.options, "actions": actions_of(tape.actions)}
+    kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
+    failure = kind(**{**error._constructor_arguments(), **changes})
+    failure.lane, failure.call = where.lane or 0, call
+    return failure
 
 
 def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> Parcel:

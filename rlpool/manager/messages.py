@@ -44,18 +44,16 @@ class MapArrays:
 
     Attributes:
         specs: Their specs, with all lanes, in order.
-        declaration: What observations and infos consist of, if only a reset shows it.
     """
 
     specs: Mapping[str, TensorSpec]
-    declaration: Declaration | None
 
     shares_memory: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Begin:
-    """All arrays are mapped: carry out commands from now on.
+    """Carry out commands from now on.
 
     Attributes:
         n_seen: Number of the last step that was carried out.
@@ -74,14 +72,12 @@ class Predecessor:
         tapes: The episode of each lane, without a step that is not finished.
         closed: Lanes that were closed.
         not_compared: Lanes whose observation may be that of a remote's step without a reply.
-        attributes: For each lane the attributes that were set.
         given_up: Lane to seed and step of an episode that is truncated where it would go on.
     """
 
     tapes: Mapping[int, Tape]
     closed: Sequence[int]
     not_compared: Sequence[int]
-    attributes: Mapping[int, Mapping[str, Any]]
     given_up: Mapping[int, tuple[int, int]]
 
 
@@ -126,8 +122,8 @@ class Call:
 
     Attributes:
         lane: The lane.
-        command: What a ``Remote`` was asked for, or ``"describe"``.
-        data: What belongs to it, each part of the user's a ``ByValue``.
+        command: What a ``Remote`` was asked for.
+        data: Seed and options of a reset, or the name of an attribute.
     """
 
     lane: int
@@ -143,19 +139,16 @@ class Report:
     """What a worker knows of its environments.
 
     Attributes:
-        declaration: What observations and infos consist of, ``None`` if that is not declared and no
-            reset without options could show it.
-        is_declared: Whether it is.
-        action: How an action falls into keys, ``None`` without an action space.
-        native_action: The actions' keys with the dtypes that the environments take, or ``None``.
+        declaration: What observations and infos consist of.
+        action: How an action falls into keys.
+        native_action: The actions' keys with the dtypes that the environments take.
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
         tasks: ``(n_tasks, horizon_bamdp, all_tasks)``, see ``ParallelEnvManager``.
     """
 
-    declaration: Declaration | None
-    is_declared: bool
-    action: Structure | None
-    native_action: Mapping[str, TensorSpec] | None
+    declaration: Declaration
+    action: Structure
+    native_action: Mapping[str, TensorSpec]
     spaces: bytes
     tasks: tuple[int | None, int | None, list[Any] | None]
 
@@ -170,7 +163,6 @@ class LaneFailed:
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
         is_lost: Whether the lane could not be restored, so that a restart would not help.
-        request: What the remote had asked for.
     """
 
     number: int
@@ -178,7 +170,6 @@ class LaneFailed:
     call: str
     error: EnvError
     is_lost: bool = False
-    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,12 +178,10 @@ class Reply:
 
     Attributes:
         lane: The lane.
-        command: The request.
         reply: The tuple that the remote receives, pickled by cloudpickle.
         error: What was raised, if anything; the lane can go on.
     """
 
     lane: int
-    command: str
     reply: bytes
     error: EnvError | None = None

@@ -1,31 +1,45 @@
-"""Environments in worker processes, the policy in the caller's process."""
+"""Environments in worker processes, the policy in the caller's process.
+
+A step of all lanes is a number written for each worker and one back, all else lies in shared
+memory, too.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import TensorSpec, leaves_of
+from rlpool.data.storage import NDArray
 from rlpool.envs.info_keys import InfoKeys, info_specs
+from rlpool.envs.vec_env import Observed, Options, VecEnv
 from rlpool.errors import SpecError, WorkerError
-from rlpool.machine.arguments import (
-    checked_timeout,
-    whole_number,
-)
+from rlpool.machine.arguments import checked_timeout, whole_number
+from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
+from rlpool.manager.buffers import action_specs, hand_over, observation_specs
 from rlpool.manager.env_workers import EnvWorkers
-from rlpool.manager.process_lanes import ProcessLanes
+from rlpool.manager.remotes import Remote, WorkerHandle
+from rlpool.manager.stepper import Stepper
+from rlpool.observe.stats import Stats
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     FailurePolicy,
     PolicyOptions,
     takes_policy,
 )
+from rlpool.workers.process_owner import ProcessOwner
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_ALL = slice(None)
+_SPACES = ("observation_space", "action_space")
 
-class ParallelEnvManager(ProcessLanes):
+
+class ParallelEnvManager(ProcessOwner, VecEnv):
     """Gymnasium environments in worker processes that all step at the same time.
 
     It is a ``VecEnv``: pass it to a batcher with ``n_workers=0``, whose agent then runs in this
@@ -44,15 +58,14 @@ class ParallelEnvManager(ProcessLanes):
     A task is an option of a reset: ``{"task": task}`` reaches an environment whose ``reset`` takes
     ``task`` there, any other as ``options["task"]``.
 
-    Environments without an observation space are reset once when they are made, to see what an
-    observation looks like; if they cannot be reset without options, the first reset with options
-    shows it.
+    Environments declare both of their spaces: what they take and return has to be known before
+    they run.
 
     If a batcher knows the next episodes of a lane, its environment may be reset for the next one
     as soon as an episode ends, which saves a round trip.
 
-    If a signal handler raises inside a call, the call may be repeated with the same arguments;
-    what it had begun is not done twice. Any other call first finishes what was begun.
+    If a signal handler raises inside a call, the workers are ended. Then ``reset`` begins with new
+    ones, and any other call but ``close`` is refused.
 
     A worker that dies or hangs is replaced. Its environments are reset with the same seeds and
     options and stepped with the same actions, which are kept until the next reset. If these
@@ -84,16 +97,16 @@ class ParallelEnvManager(ProcessLanes):
         num_envs: Number of environments, the same as ``n_lanes``.
         remotes: One ``Remote`` per environment.
         workers: One handle per worker process.
-        observation_space: The environments', ``None`` if they declare none.
-        action_space: Likewise.
+        observation_space: The environments'.
+        action_space: The environments'.
         n_tasks: The environments' attribute of that name, ``None`` if they have none.
-        horizon_bamdp: Likewise.
+        horizon_bamdp: The same of that attribute.
         all_tasks: The tasks that the environments know, ``None`` if they have none.
 
     Raises:
         SpecError: For arguments of the wrong kind, more workers than descriptors or memory
             allow, or environments that differ.
-        WorkerStartupError: If an environment cannot be made.
+        WorkerStartupError: If an environment cannot be made, or does not declare its spaces.
         WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
 
@@ -105,6 +118,8 @@ class ParallelEnvManager(ProcessLanes):
         tensor([[1.],
                 [1.]]) tensor([0, 1])
     """
+
+    shares_current = True  # with the workers
 
     @takes_policy
     def __init__(
@@ -132,23 +147,253 @@ class ParallelEnvManager(ProcessLanes):
         super().__init__(len(env_fns), seed)
         self.auto_reset = auto_reset
         self.min_ready = min_ready
-        self._env_fns = env_fns
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
             "info_keys": info_specs(info_keys, keep_float64=keep_float64),
         }
-        given = timeout, failure_policy
-        self._use(EnvWorkers(env_fns, envs_per_worker, self._root, self._options, *given))
+        workers = EnvWorkers(
+            env_fns, envs_per_worker, self._root, self._options, timeout, failure_policy
+        )
+        self._workers = self._calls = workers
+        try:
+            self._agree()
+        except BaseException:
+            workers.close()
+            raise
+        self._stepper = Stepper(workers)
+        self._copied: dict[str, NDArray] = {}  # last actions that are kept elsewhere
+        self.num_envs = self.n_lanes
+        self.workers = [WorkerHandle(workers, w) for w in range(workers.n_workers)]
+        self.remotes = [
+            Remote(workers, self._stepper, lane, self.action_space) for lane in range(self.n_lanes)
+        ]
+
+    def _agree(self) -> None:
+        """Adopt what the workers report, which must agree, and map the buffers.
+
+        Raises:
+            SpecError: If they do not agree.
+        """
+        workers = self._workers
+        first = workers.reports[0]
+        for worker in range(workers.n_workers):
+            report = workers.reports[worker]
+            for name, ours, others in (
+                ("action_space", first.action, report.action),
+                (
+                    "observation_space",
+                    first.declaration.observation,
+                    report.declaration.observation,
+                ),
+            ):
+                if ours != others:
+                    spaces = (
+                        dict(zip(_SPACES, pickle.loads(r.spaces), strict=True))[name]
+                        for r in (report, first)
+                    )
+                    theirs, mine = spaces
+                    raise SpecError(
+                        f"{name} of environment {workers.lanes_of[worker][0]} is {theirs}, "
+                        f"that of environment 0 is {mine}",
+                        fix="put only environments with equal spaces into one manager",
+                    )
+        self.observation_space, self.action_space = pickle.loads(first.spaces)
+        self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
+        self._action_leaves = leaves_of({"action": first.action}, "")
+        leaves = self.declare(first.declaration).leaves
+        actions = action_specs(first.native_action, self.n_lanes)
+        workers.begin(observation_specs(leaves, self.n_lanes) | actions)
+        buffers = self._buffers = workers.buffers
+        self.place(buffers.observation, buffers.reward, buffers.flags)
 
     @property
     def failures(self) -> Mapping[int, WorkerError]:
         """Lane to why its episode was given up; see ``on_env_error``.
 
-        Until the lane's next reset or, with ``auto_reset``, until its next step. A batcher over a
-        manager decides itself what becomes of failures, by its own ``on_env_error``, and has them.
+        Until the first step of the lane's next episode. A batcher over a manager decides itself
+        what becomes of failures, by its own ``on_env_error``, and has them.
         """
-        return dict(self._workers.failures)
+        troubles = self._workers.troubles.items()
+        return {lane: trouble.error for lane, trouble in troubles if trouble.truncates}
+
+    # The lane contract ---------------------------------------------------------------------
+
+    def report_failures(self) -> None:
+        """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
+        self._workers.reports_failures = True
+
+    @whole
+    def announce_episodes(
+        self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
+    ) -> None:
+        """Announce the next episodes, so that the workers can begin them ahead of time."""
+        self._workers.check_open()
+        self._stepper.announce(seeds, env_info, first)
+
+    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
+        handed = self._buffers.action
+        arrays = super()._action_arrays(specs)
+        for key, array in handed.items():
+            if key in specs and array.dtype == specs[key].dtype:
+                array[...] = 0  # of steps made by hand before
+                arrays[key] = array  # the last action is where it was handed over
+        self._copied = {k: a for k, a in arrays.items() if a is not handed.get(k)}
+        return arrays
+
+    @whole
+    def reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        """Start an episode on some lanes, see ``VecEnv.reset_lanes``."""
+        self._workers.check_open()
+        self._stepper.refuse_bad_lanes(lanes)
+        self._stepper.settle(lanes)
+        workers = self._stepper.reset(lanes, seeds, options)
+        self.begin_lanes(lanes)
+        if workers:  # else all lanes had begun ahead of time
+            self._stepper.finish(workers)
+
+    def _reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        raise NotImplementedError  # reset_lanes does all of it
+
+    @whole
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
+        """Step some lanes, those of all workers at the same time.
+
+        Args:
+            lanes: Ascending lane numbers.
+            actions: Action key to array ``[n_lanes, ...]``; only the rows of ``lanes`` are read.
+
+        Returns:
+            The lanes whose episode ended with this step.
+
+        Raises:
+            EnvError: If an environment raises or returns what does not fit; it is also a
+                ``LaneError``. The lanes of that worker that took part need a reset, without which
+                they are refused; all others have made their step.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            UsageError: If the manager is closed.
+        """
+        self._workers.check_open()
+        if type(lanes) is not list:
+            lanes = list(lanes)
+        workers = self._begin(lanes, actions)
+        done: list[int] = []
+        if self._stepper.finish(workers):
+            done = self.current["done"].nonzero()[0].tolist()
+            if len(lanes) < self.n_lanes:
+                done = sorted(set(done).intersection(lanes))
+        return done
+
+    @whole
+    def step_some(
+        self,
+        min_ready: int = 1,
+        lanes: Sequence[int] = (),
+        actions: Mapping[str, NDArray] | None = None,
+    ) -> list[int]:
+        """Let some lanes step, and return whichever lanes are ready.
+
+        Slow lanes do not hold up the others: a later call returns them::
+
+            ready = list(range(manager.num_envs))
+            while True:
+                actions = policy(manager.current, ready)  # rows of stepping lanes are undefined
+                ready = manager.step_some(4, ready, actions)
+
+        With several environments per worker, the lanes of a worker that step are ready together,
+        and a step of others of its lanes begins when they are.
+
+        Args:
+            min_ready: How many of the stepping lanes to wait for, or all of them if they are fewer.
+                0 does not wait.
+            lanes: Ascending numbers of lanes to step, none of which is stepping.
+            actions: Their actions as for ``step_lanes``.
+
+        Returns:
+            Lanes that have made their step, ascending; ``current["done"]`` says whose episode
+            ended. No lane is returned twice for one step.
+
+        Raises:
+            EnvError: As for ``step_lanes``. The next call returns lanes of other workers.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            UsageError: If one of the lanes is stepping, or the manager is closed.
+        """
+        self._workers.check_open()
+        whole_number("min_ready", min_ready, 0)
+        if lanes:
+            lanes = list(lanes)
+            self._stepper.let_go(self._begin(lanes, actions or {}))
+        elif not min_ready:
+            self._stepper.look()
+        return self._stepper.take_ready(min_ready)
+
+    def _begin(self, lanes: list[int], actions: Mapping[str, NDArray]) -> list[int]:
+        """Let lanes that may step do so, with actions that are put where their workers look.
+
+        Returns:
+            Their workers.
+        """
+        workers = self._stepper.workers_of(lanes)
+        if self._workers.troubles:
+            self._workers.forget_troubles(lanes)
+        hand_over(actions, lanes, self._buffers.action, self._copied)
+        if self._some_lane_is_initial:
+            all_step = len(lanes) == self.n_lanes
+            self._initial_state[_ALL if all_step else lanes] = False
+            self._some_lane_is_initial = not all_step
+        self._stepper.issue(lanes, workers)
+        return workers
+
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Any:
+        raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
+
+    # Life and end --------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called, or every environment was closed by its remote."""
+        return self._workers.closed
+
+    @whole
+    def reset(self, *arguments: Any, **named: Any) -> Any:
+        """Reset all environments, see ``VecEnv.reset``; begins with new workers if need be."""
+        self._workers.refuse_closed()
+        if self._workers.is_interrupted:
+            self._stepper.begin_again()
+        self._workers.check_open()
+        return super().reset(*arguments, **named)
+
+    @whole
+    def step(self, policy_output: DictTensor) -> tuple[Observed, Observed]:
+        """Step the running environments, see ``VecEnv.step``."""
+        self._workers.check_open()
+        return super().step(policy_output)
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        # Inside a call of this manager, of which it is a part.
+        return method.__wrapped__(self, *arguments)
+
+    def stats(self) -> Stats:
+        """What the workers are doing, see ``Batcher.stats``; without episodes, lanes and waiting.
+
+        Only time in steps counts as that of the environments; all the rest is not told apart.
+
+        Raises:
+            UsageError: If the manager is closed.
+        """
+        self._workers.refuse_closed()
+        return self._workers.stats_reader.read()
+
+    def close(self) -> None:
+        """Close all environments and end the workers, within a few seconds. May be repeated."""
+        self._workers.close()
+
+    def _has_processes(self) -> bool:
+        return "_workers" in self.__dict__
 
 
 def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:

@@ -3,12 +3,7 @@
 Each worker has one command at a time, a step or a reset of some of its lanes. It is busy while the
 number of its last command differs from the number of the last one it has finished. A step is
 issued by writing into the buffers, and waking the worker if it sleeps; a reset travels through its
-pipe. Either way the worker reports the end with a number in the buffers, so that a wait that was
-interrupted can be resumed.
-
-Commands are issued while signal handlers are delayed, so that they are issued and recorded as a
-whole, or not at all. The last one is kept until the user has its outcome: a call that was
-interrupted may be repeated, and gives the outcome of the same command.
+pipe. Either way the worker reports the end with a number in the buffers.
 """
 
 from __future__ import annotations
@@ -17,35 +12,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Announce, Reset
 from rlpool.workers.sharing import ByValue
-
-Kind = Literal["reset", "step", "some"]
-
-
-@dataclass(slots=True)
-class Command:
-    """A step or reset whose outcome the user does not have yet.
-
-    Attributes:
-        kind: A reset, a step that is waited for, or one of ``step_some``.
-        lanes: The lanes.
-        workers: Their workers.
-    """
-
-    kind: Kind
-    lanes: Sequence[int]
-    workers: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,21 +47,20 @@ class Stepper:
 
     Args:
         workers: The workers, their buffers mapped.
-
-    Attributes:
-        command: The last one, until the user has its outcome. Whoever returns that sets it to
-            ``None``; after an interruption it is still here.
-        pending: Steps of ``step_some`` whose lanes the user does not have yet.
     """
 
     def __init__(self, workers: EnvWorkers) -> None:
         self._workers = workers
         self._buffers = workers.buffers
         self._issued, self._finished = workers.issued, workers.buffers.finished
-        self.command: Command | None = None
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
-        self.pending: list[Pending] = []
+        self._pending: list[Pending] = []  # steps of ``step_some`` that the user does not have yet
+
+    def begin_again(self) -> None:
+        """Begin with new workers, whatever an interrupted call has left."""
+        self._workers.begin_again()
+        self._last_lanes, self._pending = None, []
 
     def announce(
         self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
@@ -93,14 +69,13 @@ class Stepper:
         workers, n_lanes = self._workers, self._workers.n_lanes
         self.settle(range(n_lanes))
         words = np.asarray(seeds, np.int64)
-        with InterruptsHeld():
-            self._buffers.is_ahead[:] = -1
-            for worker, own in enumerate(workers.lanes_of):
-                parts = [slice((lane - first) % n_lanes, None, n_lanes) for lane in own]
-                infos = [{k: array[part] for k, array in env_info.items()} for part in parts]
-                message = Announce([words[part] for part in parts], infos)
-                workers.announced[worker] = message
-                workers.processes.send(worker, message)
+        self._buffers.is_ahead[:] = -1
+        for worker, own in enumerate(workers.lanes_of):
+            parts = [slice((lane - first) % n_lanes, None, n_lanes) for lane in own]
+            infos = [{k: array[part] for k, array in env_info.items()} for part in parts]
+            message = Announce([words[part] for part in parts], infos)
+            workers.announced[worker] = message
+            workers.processes.send(worker, message)
 
     # Commands ---------------------------------------------------------------------------------
 
@@ -119,26 +94,27 @@ class Stepper:
             self._last_lanes = lanes[:]
         return self._last_workers
 
-    def issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Command:
+    def issue(self, lanes: list[int], workers: list[int]) -> None:
         """Let the lanes of ``workers_of`` step with the actions in the buffers."""
         issued, step, wakes = self._issued, self._buffers.step, self._workers.wakes
-        with InterruptsHeld():
-            self._workers.tapes.record_step(lanes)
-            for worker in workers:
-                issued[worker] += 1
-                step[worker] = issued[worker]
-                wakes[worker].signal()
-            if kind == "some":
-                self.divide_anew()
-                lanes_of = self._workers.commanded
-                self.pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
-            self.command = command = Command(kind, lanes, workers)
-        return command
+        self._workers.tapes.record_step(lanes)
+        for worker in workers:
+            issued[worker] += 1
+            step[worker] = issued[worker]
+            wakes[worker].signal()
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
-        """Let lanes whose workers have settled begin episodes: the reset is the ``command`` then.
+    def let_go(self, workers: list[int]) -> None:
+        """Leave steps that were issued to ``take_ready``, instead of waiting for them."""
+        self.divide_anew()
+        lanes_of = self._workers.commanded
+        self._pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
 
-        Those that have begun the same episode ahead of time are not reset again.
+    def reset(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> list[int]:
+        """Let lanes begin episodes, and return the workers to wait for.
+
+        Lanes that have begun the same episode ahead of time are not reset again.
         """
         workers, buffers = self._workers, self._buffers
         rows: dict[int, list[int]] = {}
@@ -165,34 +141,15 @@ class Stepper:
             workers.reset(worker, message)
         for lane, seed, option in zip(lanes, seeds, options, strict=True):
             workers.tapes.record_reset(lane, seed, option)
-        self.command = Command("reset", lanes, list(rows))
+        return list(rows)
 
-    def finish_command(self) -> None:
-        """Wait for the last command, unless it is one of ``step_some``.
-
-        Raises:
-            LaneFailure: If an environment failed.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-        """
-        command = self.command
-        # None of its workers has anything to do if all lanes of a reset had begun ahead of time.
-        if command is not None and command.workers and command.kind != "some":
-            self.finish(command.workers)
-        self.command = None
-
-    def drop_command(self) -> None:
-        """Wait for a command that was interrupted, and forget its outcome."""
-        with suppress(EnvError):
-            self.finish_command()
-
-    def settle(self, lanes: Sequence[int]) -> None:
-        """Wait for commands on lanes that the user has given up, and forget their outcome."""
-        if self.command is not None:
-            self.drop_command()
+    def settle(self, lanes: Collection[int]) -> None:
+        """Wait for steps of lanes that the user has given up, and forget their outcome."""
+        self._workers.processes.poll(0.0)  # what workers have logged is there, too
         self._let_finish({self._workers.worker_of[lane] for lane in lanes})
-        for pending in self.pending:
+        for pending in self._pending:
             pending.lanes = [lane for lane in pending.lanes if lane not in lanes]
-        self.pending = [pending for pending in self.pending if pending.lanes]
+        self._pending = [pending for pending in self._pending if pending.lanes]
 
     def _let_finish(self, workers: Collection[int]) -> None:
         """Wait for what workers are doing: ``step_some`` tells how it ended."""
@@ -219,10 +176,8 @@ class Stepper:
                 some_ended = True
         if failed:
             failures = [self._workers.failure(worker) for worker in failed]
-            with InterruptsHeld():
-                for worker in failed:
-                    self._note_failure(worker)
-            self.command = None
+            for worker in failed:
+                self._note_failure(worker)
             raise failures[0]
         return some_ended
 
@@ -242,7 +197,7 @@ class Stepper:
         self.refuse_stepping(lanes)
         found = sorted({workers.worker_of[lane] for lane in lanes})
         self._let_finish(found)
-        self.refuse_unknown(lanes)
+        self._refuse_unknown(lanes)
         asked = np.zeros(workers.n_lanes, bool)
         asked[list(lanes)] = True
         for worker in found:
@@ -277,12 +232,7 @@ class Stepper:
                 fix=f"call remotes[{min(waiting)}].recv() first",
             )
 
-    def refuse_unknown(self, lanes: Sequence[int]) -> None:
-        """Refuse lanes that need a reset before they can step.
-
-        Raises:
-            UsageError: If one does.
-        """
+    def _refuse_unknown(self, lanes: Sequence[int]) -> None:
         for lane in lanes:
             if self._workers.tapes.peek(lane) is None:
                 raise UsageError(
@@ -293,7 +243,7 @@ class Stepper:
 
     def refuse_stepping(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that ``step_some`` let step and has yet to return."""
-        stepping = {lane for pending in self.pending for lane in pending.lanes}
+        stepping = {lane for pending in self._pending for lane in pending.lanes}
         for lane in lanes:
             if lane in stepping:
                 raise UsageError(
@@ -309,24 +259,21 @@ class Stepper:
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        if self.pending:
+        if self._pending:
             self._workers.look()
 
-    def take_ready(self, min_ready: int) -> tuple[list[int], list[Pending]]:
-        """Wait until that many lanes have stepped, or all.
-
-        Returns:
-            The lanes that are ready, ascending, and what is ``pending`` once the user has them.
+    def take_ready(self, min_ready: int) -> list[int]:
+        """Wait until that many lanes have stepped, or all; returns those that have, ascending.
 
         Raises:
             LaneFailure: If an environment failed; lanes of other workers are returned by the next
                 call.
         """
-        wanted = min(min_ready, sum(len(pending.lanes) for pending in self.pending))
+        wanted = min(min_ready, sum(len(pending.lanes) for pending in self._pending))
 
         def done() -> list[Pending]:
             self._collect()
-            return [pending for pending in self.pending if pending.is_done]
+            return [pending for pending in self._pending if pending.is_done]
 
         def are_enough() -> bool:
             n_ready = sum(math.inf if each.failure else len(each.lanes) for each in done())
@@ -336,20 +283,18 @@ class Stepper:
         ready = done()
         for pending in ready:
             if pending.failure is not None:
-                self.pending.remove(pending)
+                self._pending.remove(pending)
                 raise pending.failure
-        left = [pending for pending in self.pending if not pending.is_done]
-        return sorted(lane for pending in ready for lane in pending.lanes), left
+        self._pending = [pending for pending in self._pending if not pending.is_done]
+        return sorted(lane for pending in ready for lane in pending.lanes)
 
     def _collect(self) -> None:
         """Note which pending steps are done, and how."""
-        for pending in self.pending:
+        for pending in self._pending:
             worker = pending.worker
             if pending.is_done or self._finished[worker] != self._issued[worker]:
                 continue
             if self._buffers.outcome[worker] == FAILED:
                 pending.failure = self._workers.failure(worker)
-            with InterruptsHeld():
-                if pending.failure is not None:
-                    self._note_failure(worker)
-                pending.is_done = True
+                self._note_failure(worker)
+            pending.is_done = True

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import select
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic_ns
+from typing import Any
 
+import cloudpickle
+import numpy as np
+
+from rlpool.data.specs import Declaration, TensorSpec, structure_of_space
 from rlpool.data.storage import Memory
-from rlpool.envs.vec_env import LaneError
-from rlpool.errors import EnvError
+from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.single_envs import all_tasks, how_to_make_one, is_environment, is_of_agents
+from rlpool.envs.vec_env import LaneError, Options
+from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError, described
+from rlpool.machine.generators import seed_generators
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
 from rlpool.manager.messages import (
     Announce,
@@ -16,22 +27,34 @@ from rlpool.manager.messages import (
     Call,
     LaneFailed,
     MapArrays,
+    Predecessor,
+    Reply,
     Report,
     Reset,
     Setup,
 )
-from rlpool.manager.startup import made_environments, report_of
-from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, WorkerLanes, answer
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import env_error
+from rlpool.record.failures import env_error, text_of
+from rlpool.record.repeat import take_over
+from rlpool.seeding import root_from
+from rlpool.workers.failure_policy import Recycling
 from rlpool.workers.payload import unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Message, Pipe
-from rlpool.workers.worker_process import Place, Server, run
+from rlpool.workers.worker_process import Place, Server, called, run
 
 _LONGEST_SLEEP_S = 3600.0
 """Of a worker that waits; nothing happens at the end of it."""
+
+_NOT_RESTORED = (
+    "the environment could not be brought back to where it was when its process ended or was "
+    "replaced: {}"
+)
+_NOT_RESTORED_FIX = (
+    "reset the lane; an environment can only be continued in another process if its seed, options "
+    "and actions determine what it does"
+)
 
 
 def main(shared: Shared, wake: Wake, done: Wake, place: Place, pipe: Pipe, control_fd: int) -> None:
@@ -47,6 +70,351 @@ def main(shared: Shared, wake: Wake, done: Wake, place: Place, pipe: Pipe, contr
     """
     make_server = partial(EnvServer, place, pipe, wake=wake, done=done)
     run(make_server, shared, place, control_fd)
+
+
+# What it holds -----------------------------------------------------------------------------------
+
+
+def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymEnv:
+    """Make a worker's environments.
+
+    Args:
+        setup: What to make.
+        place: Which worker makes them.
+        control: Its part of the shared record.
+
+    Raises:
+        WorkerStartupError: If that failed, or they declare no spaces.
+    """
+    seed = place.seed
+    where = Where(worker=place.worker)
+    functions = called(where, "loading env_fns", pickle.loads, setup.functions)
+    seed_generators(seed)
+    envs = []
+    for number, create in enumerate(functions):
+        lane = setup.first_lane + number
+        control.lane[0] = number
+        env = called(where._replace(lane=lane), f"env_fns[{lane}]", create)
+        if not is_environment(env):
+            raise WorkerStartupError(
+                f"env_fns[{lane}] returned {type(env).__name__}, not an environment",
+                where=where._replace(lane=lane),
+                fix=how_to_make_one(env)
+                if is_of_agents(env)
+                else "let it return one Gymnasium environment",
+            )
+        envs.append(env)
+    try:
+        batch = GymEnv(envs, root_from(seed), **setup.options)
+        _declare(batch, setup)
+    except SpecError as error:
+        raise WorkerStartupError(
+            error.what, where=where, fix=error.fix, traceback_text=text_of(error)
+        ) from error
+    batch.lane_in_use = control.lane
+    return batch
+
+
+def _declare(env: GymEnv, setup: Setup) -> None:
+    """Let observations and infos be what the environments declare, before the first reset."""
+    for name in ("observation_space", "action_space"):
+        if getattr(env, name) is None:
+            raise SpecError(
+                f"env_fns[{setup.first_lane}] returned an environment without {name}",
+                fix=f"give it an attribute {name}: a ParallelEnvManager has to know what its "
+                "environments take and return before they run",
+            )
+    if env.declaration is None:
+        keep_float64 = setup.options["keep_float64"]
+        space = structure_of_space(
+            env.observation_space, keep_float64=keep_float64, name="observation_space"
+        )
+        number = TensorSpec((), np.dtype(np.float32))
+        infos = {k: spec or number for k, spec in setup.options["info_keys"].items()}
+        env.declare(Declaration(space, infos))
+
+
+def report_of(env: GymEnv, worker: int) -> Report:
+    """What a worker reports about the environments that it has made.
+
+    Raises:
+        WorkerStartupError: If their spaces cannot be pickled.
+    """
+    spaces = called(
+        Where(worker=worker),
+        "pickling the spaces",
+        cloudpickle.dumps,
+        (env.observation_space, env.action_space),
+    )
+    # _declare() has seen to it that these are there.
+    declaration: Any = env.declaration
+    action: Any = env.action_structure
+    return Report(declaration, action, env.native_action_specs() or {}, spaces, tasks_of(env))
+
+
+def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
+    """``(n_tasks, horizon_bamdp, all_tasks)`` of environments, ``None`` for what they lack."""
+
+    def attribute(name: str) -> Any:
+        try:
+            return env.attribute(0, name)
+        except Exception:
+            return None  # environments without tasks
+
+    counts = [attribute(name) for name in ("n_tasks", "horizon_bamdp")]
+    n_tasks, horizon = (int(n) if isinstance(n, int | np.integer) else None for n in counts)
+    return n_tasks, horizon, all_tasks(attribute)
+
+
+class WorkerLanes:
+    """Resets, steps and restores a worker's environments. Lanes count within the worker.
+
+    Args:
+        env: The environments.
+        buffers: Where results are written.
+        worker: The worker's number.
+        control: Its part of the shared record.
+        recycling: Counts the episodes.
+
+    Attributes:
+        env: The environments.
+        buffers: The shared arrays of these lanes.
+        control: As given.
+        open: Lanes that were not closed.
+        not_restored: Lanes that could not be restored, and why.
+    """
+
+    def __init__(
+        self,
+        env: GymEnv,
+        buffers: Buffers,
+        worker: int,
+        control: WorkerRecord,
+        recycling: Recycling,
+    ) -> None:
+        self.env = env
+        self.buffers = buffers
+        self.control = control
+        self.open = set(range(env.n_lanes))
+        self._announced: Announce | None = None
+        self._next: dict[int, int] = {}  # lane: index of its next announced episode
+        self.not_restored: dict[int, str] = {}
+        self._worker = worker
+        self._recycling = recycling
+        self._all = list(range(env.n_lanes))
+        self._given_up: dict[int, tuple[int, int]] = {}  # see Predecessor
+
+    def use_buffers(self) -> None:
+        """Write the environments' results into the buffers, and note when observations follow."""
+        env, buffers, me = self.env, self.buffers, self._worker
+        env.place(buffers.observation, buffers.reward, buffers.flags)
+        columns: Any = env.columns
+        write, step, writing = columns.write, buffers.step, buffers.writing
+
+        def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
+            writing[me] = step[me]  # a worker that dies from here on leaves mixed values
+            write(lanes, observations)
+
+        columns.write = noted_write
+
+    def restore(self, predecessor: Predecessor, n_seen: int) -> None:
+        """Take the place of another worker; a step that it did not finish comes next.
+
+        Args:
+            predecessor: Where its lanes were.
+            n_seen: Number of the last step that was carried out.
+        """
+        buffers, me = self.buffers, self._worker
+        self._given_up.update(predecessor.given_up)
+        for lane in predecessor.closed:
+            self.close_lane(lane)
+        number = buffers.step[me]
+        not_compared = {*predecessor.not_compared}
+        if number != n_seen and buffers.writing[me] == number:
+            not_compared.update(self.asked())  # their observations may be partly written
+        for lane, tape in predecessor.tapes.items():
+            self._find_next(lane, tape.seed)
+            if not tape.n_steps and self._given_up.get(lane) == (tape.seed, -1):
+                self.env.begin_lanes([lane])  # its reset fails again
+                continue
+            if lane not in not_compared:
+                tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
+            try:
+                take_over(self.env, lane, tape, Where(), self.control.steps, may_end=True)
+            except EnvError as error:
+                self.not_restored[lane] = error.what
+
+    def why_not_restored(self, lanes: Iterable[int]) -> tuple[int, str] | None:
+        """The first of some lanes that could not be restored and what to say of it, if any."""
+        lane = min(self.not_restored.keys() & set(lanes), default=None)
+        return None if lane is None else (lane, _NOT_RESTORED.format(self.not_restored[lane]))
+
+    def asked(self) -> list[int]:
+        """Lanes that the caller wants to step."""
+        if self.buffers.partial[self._worker]:
+            lanes: list[int] = np.flatnonzero(self.buffers.asked).tolist()
+            return lanes
+        return self._all
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of a block as the environments'."""
+        self.control.env_ns[0] -= monotonic_ns()
+        try:
+            yield
+        finally:
+            self.control.end_calls()
+
+    def _note_begin(self, lane: int, seed: int) -> None:
+        """Record that a lane is reset, whatever was wrong with it."""
+        self.not_restored.pop(lane, None)
+        self._recycling.n_begun += 1
+        self.buffers.seed[lane] = seed
+        self.buffers.is_ahead[lane] = -1
+        self._find_next(lane, seed)
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
+        """Reset lanes, but those whose reset is known to fail: they are truncated in their step.
+
+        Raises:
+            LaneError: If an environment fails.
+        """
+        able: list[int] = []  # positions
+        for number, (lane, seed) in enumerate(zip(lanes, seeds, strict=True)):
+            self._note_begin(lane, seed)
+            if self._given_up.get(lane) == (seed, -1):
+                self.env.begin_lanes([lane])
+            else:
+                self._given_up.pop(lane, None)
+                able.append(number)
+        if able:
+            with self.timed():
+                self.env.reset_lanes(
+                    [lanes[n] for n in able], [seeds[n] for n in able], [options[n] for n in able]
+                )
+
+    def step(self, lanes: list[int]) -> list[int]:
+        """Step lanes with the actions in the buffers; returns those whose episode ended.
+
+        Lanes that are given up are truncated instead.
+
+        Raises:
+            LaneError: If an environment fails.
+        """
+        env, actions = self.env, self.buffers.action
+        if not self._given_up:
+            return env.step_lanes(lanes, actions)
+        given_up = [lane for lane in lanes if self._given_up.pop(lane, None) is not None]
+        others = [lane for lane in lanes if lane not in given_up]
+        ended = env.step_lanes(others, actions) if others else []
+        env.truncate_lanes(given_up, actions)
+        return sorted([*ended, *given_up])
+
+    def announce(self, message: Announce) -> None:
+        """Know which episodes will come."""
+        self._announced, self._next = message, {}
+
+    def _find_next(self, lane: int, seed: int) -> None:
+        """Look which episode comes behind that with this seed, if that was announced."""
+        self._next.pop(lane, None)
+        if self._announced is not None:
+            found = np.flatnonzero(self._announced.seeds[lane] == seed)
+            if found.size:
+                self._next[lane] = int(found[0]) + 1
+
+    def begin_ahead(self, lane: int) -> None:
+        """Reset a lane for its next announced episode, leaving its last values in place."""
+        if self._recycling.is_due():
+            return  # a successor will run it
+        number, announced = self._next.get(lane), self._announced
+        if announced is None or number is None or number >= len(announced.seeds[lane]):
+            return
+        self._next[lane] = number + 1
+        self._recycling.n_begun += 1
+        seed, options = announced.episode(lane, number)
+        buffers, env = self.buffers, self.env
+        buffers.seed[lane] = seed
+        last = {key: np.array(array[lane]) for key, array in buffers.observation.items()}
+        try:
+            with self.timed():
+                env._reset_lanes([lane], [seed], [options])
+        except LaneError:
+            return  # the reset will be issued, fail again, and be reported
+        finally:
+            for key, array in buffers.observation.items():
+                buffers.ahead[key][lane] = array[lane]
+                array[lane] = last[key]
+        buffers.is_ahead[lane] = number
+
+    def close_lane(self, lane: int) -> None:
+        """Close one environment, whatever it says to it: nobody would be told."""
+        self.open.discard(lane)
+        try:
+            self.env.close_lane(lane)
+        except BaseException:
+            return
+
+    def close(self) -> None:
+        """Close all environments that are open."""
+        for lane in sorted(self.open):
+            self.close_lane(lane)
+
+    # Requests of remotes --------------------------------------------------------------------------
+
+    def answer(self, call: Call, here: Where) -> Reply:
+        """Carry out a request to one environment.
+
+        Args:
+            call: The request.
+            here: Which worker this is.
+
+        Raises:
+            LaneError: If the environment fails in a reset or a step.
+        """
+        lane, command = call.lane, call.command
+        try:
+            if command != "reset" and (lost := self.why_not_restored([lane])):
+                raise EnvError(lost[1], fix=_NOT_RESTORED_FIX)
+            if command == "get_attr":
+                reply = "attr", self.env.attribute(lane, call.data)
+            elif command == "step":
+                reply = "transition", self._transition(lane)
+            else:
+                seed, options = call.data
+                self._note_begin(lane, seed)
+                reset = partial(self.env.reset_lanes, [lane], [seed], [options])
+                reply = "obs", self._result(reset)[0]
+            return Reply(lane, cloudpickle.dumps(reply))
+        except LaneError:
+            raise
+        except BaseException as error:
+            text = text_of(error)
+            failure = EnvError(described(error), where=here, traceback_text=text)
+            return Reply(lane, pickle.dumps(("error", text)), failure)
+
+    def _transition(self, lane: int) -> Any:
+        """Step one environment with the action in the buffers; returns what its remote receives."""
+        env = self.env
+        step = partial(env.step_lanes, [lane], self.buffers.action)
+        observation, reward, _, _, info = self._result(step)
+        self.control.n_steps[0] += 1
+        if env.current["truncated"][lane] and not env.current["terminated"][lane]:
+            info = {**info, "TimeLimit.truncated": True}
+        return observation, reward, bool(env.current["done"][lane]), info
+
+    def _result(self, call: Callable[[], Any]) -> Any:
+        """What an environment itself returns to a call."""
+        env = self.env
+        env.keeps_results = True
+        try:
+            with self.timed():
+                call()
+            return env.results[0]
+        finally:
+            env.keeps_results, env.results = False, []
+
+
+# What it does ------------------------------------------------------------------------------------
 
 
 class EnvServer(Server):
@@ -130,12 +498,11 @@ class EnvServer(Server):
 
     def _retires(self, message: Message) -> bool:
         """Whether a successor should begin the episodes of a message; then this worker retires."""
-        is_call = isinstance(message, Call) and message.command == "reset"
-        if not is_call and not isinstance(message, Reset):
-            return False
-        lanes = [message.lane] if is_call else message.lanes
-        # A successor could not repeat an episode in which an attribute was set.
-        if not self._recycling.is_due(len(lanes)) or not self._lanes.changed.issubset(lanes):
+        if isinstance(message, Reset):
+            n_resets = len(message.lanes)
+        else:
+            n_resets = int(isinstance(message, Call) and message.command == "reset")
+        if not n_resets or not self._recycling.is_due(n_resets):
             return False
         self.retire()
         return True
@@ -145,10 +512,6 @@ class EnvServer(Server):
         asleep = self._buffers.asleep
         self._wake.share(asleep[self._me : self._me + 1])
         self._done.share(asleep[-1:])
-        if message.declaration is not None:
-            self._lanes.env.declare(message.declaration)
-            if self._has_begun:
-                self._lanes.use_buffers()
 
     def _reset(self, message: Reset) -> None:
         outcome = NONE_ENDED
@@ -166,7 +529,7 @@ class EnvServer(Server):
         why_lost = known.not_restored and known.why_not_restored(lanes)
         if why_lost:
             lane, what = why_lost
-            failure = EnvError(what, where=self._here, fix=NOT_RESTORED_FIX)
+            failure = EnvError(what, where=self._here, fix=_NOT_RESTORED_FIX)
             self._send(LaneFailed(number, lane, "step", failure, is_lost=True))
             self._conclude(number, FAILED)
             return
@@ -195,9 +558,9 @@ class EnvServer(Server):
         self._buffers.finished[self._me] = number
         self._done.signal()
 
-    def _report(self, number: int, error: LaneError, request: str = "") -> None:
+    def _report(self, number: int, error: LaneError) -> None:
         failure = env_error(error, self._here)
-        self._send(LaneFailed(number, error.lane, error.call, failure, request=request))
+        self._send(LaneFailed(number, error.lane, error.call, failure))
         self._is_over = self._place.policy.restarts_on_env_errors
 
     def _answer(self, call: Call) -> None:
@@ -206,10 +569,10 @@ class EnvServer(Server):
             self._lanes.close_lane(call.lane)
             return
         try:
-            reply = answer(self._lanes, call, self._here)
+            reply = self._lanes.answer(call, self._here)
         except LaneError as error:
             self._control.steps[0] += 1
-            self._report(0, error, call.command)
+            self._report(0, error)
         else:
             self._control.steps[0] += 1
             self._control.done[0] += 1

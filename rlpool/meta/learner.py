@@ -14,7 +14,7 @@ from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import refuse_other_states, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.manager.startup import tasks_of
+from rlpool.manager.worker import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
 from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, store_into
 from rlpool.record.failures import LOCAL_HINT

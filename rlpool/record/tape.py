@@ -14,7 +14,7 @@ who records                  what is recorded                 how
 ``Rollout``, in a worker     a slot that an episode leaves    ``Tape.add``, once per slot
 ``Batcher``, in the caller   a window of all running lanes    ``WindowTapes.record``, per window
 ``ParallelEnvManager``, in   a row of the shared buffer of    ``LaneTapes.record_step``, per step of
-the caller                   actions                          any lanes; ``record_action`` for one
+the caller                   actions                          any lanes
 ===========================  ===============================  =====================================
 """
 
@@ -188,8 +188,6 @@ class LaneTapes:
     for a lane that was not reset. A step is recorded before it is issued, so
     that one that is still running is on the tape: see ``Tape.without_last``.
 
-    Hold signal handlers back (``InterruptsHeld``) while its methods run.
-
     Args:
         n_lanes: Number of lanes.
         most_bytes: Limit for all tapes together. Episodes that are longer cannot be repeated.
@@ -225,17 +223,6 @@ class LaneTapes:
             block[row] = source
         stepped[row, slice(None) if len(lanes) == stepped.shape[1] else lanes] = True
         self._row = row + 1
-
-    def record_action(self, lane: int, action: Actions) -> None:
-        """Record a step of one lane whose action is not in the buffers, such as a remote's.
-
-        Args:
-            lane: The lane.
-            action: ``[1, ...]`` per key, see ``action_row``.
-        """
-        tape = self.tape(lane)
-        if tape is not None:
-            tape.add(action, self._most_bytes)
 
     def record_reset(self, lane: int, seed: int, options: Options) -> None:
         """Begin a new tape for a lane."""

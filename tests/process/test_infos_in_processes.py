@@ -16,7 +16,6 @@ from rlpool import AgentError, Batcher, DictTensor, EnvError, ParallelEnvManager
 
 from support.envs import CountingEnv
 from support.needy import (
-    GrowingEnv,
     Needy,
     NeedyAgent,
     NeedyEnv,
@@ -53,7 +52,7 @@ def test_wrong_infos_then_right_ones(runs: MakeRuns, kind: str) -> None:
     if kind == "worker":
         run = runs(partial(create_needy, observes="undeclared dict"), NeedyAgent, 1)
     else:
-        run = runs(partial(create_manager, observes="undeclared"), NeedyAgent, kind=Batcher)
+        run = runs(create_manager, NeedyAgent, kind=Batcher)
     with pytest.raises(EnvError, match="TypeError"):
         run(agent_info=agent_info())
     with pytest.raises(EnvError, match="ids are not negative"):
@@ -64,23 +63,16 @@ def test_wrong_infos_then_right_ones(runs: MakeRuns, kind: str) -> None:
         run.assert_right(env_info=env_info(), agent_info=agent_info())
 
 
-@pytest.mark.parametrize(
-    ("create", "n_threads"),
-    [
-        (partial(create_partly_needy, observes="undeclared"), 2),  # workers agree on what is seen
-        (partial(create_manager, kind=GrowingEnv), 0),  # shows what there is with infos
-    ],
-)
-def test_what_the_first_request_shows_counts(runs: MakeRuns, create: Any, n_threads: int) -> None:
-    run = runs(create, NeedyAgent, n_threads)
+def test_what_the_first_request_shows_counts(runs: MakeRuns) -> None:
+    run = runs(partial(create_partly_needy, observes="undeclared"), NeedyAgent, 2)
     run.assert_right(env_info=env_info(), agent_info=agent_info())
 
 
 class DyingEnv(NeedyEnv):
     """Its process dies in the first reset that has options."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__("undeclared")
+    def __init__(self, path: str, is_undeclared: bool) -> None:
+        super().__init__("undeclared" if is_undeclared else "box")
         self.path = path
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -96,8 +88,10 @@ def test_a_worker_that_dies_while_it_looks_at_the_infos_is_replaced(
     runs: MakeRuns, tmp_path: Any, create: Any
 ) -> None:
     path = str(tmp_path / "died")
-    run = runs(partial(create, kind=DyingEnv, path=path), n_threads=int(create is create_needy))
-    if create is create_needy:
+    is_undeclared = create is create_needy
+    create = partial(create, kind=DyingEnv, path=path, is_undeclared=is_undeclared)
+    run = runs(create, n_threads=int(is_undeclared))
+    if is_undeclared:
         with pytest.raises(EnvError):
             run()
         (pid,) = worker_pids()
@@ -107,7 +101,7 @@ def test_a_worker_that_dies_while_it_looks_at_the_infos_is_replaced(
 
 
 def test_by_hand_a_manager_can_be_reset_with_infos_after_it_failed_without() -> None:
-    makers = [Needy(observes="undeclared", needs=needs) for needs in (True, False)]
+    makers = [Needy(needs=needs) for needs in (True, False)]
     with ParallelEnvManager(makers, seed=0, max_restarts=1) as manager:
         for _ in range(2):
             with pytest.raises(EnvError, match="TypeError"):
@@ -129,7 +123,7 @@ def test_by_hand_a_manager_can_be_reset_with_infos_after_it_failed_without() -> 
 
 
 def test_a_remote_is_reset_with_options_after_it_failed_without() -> None:
-    with ParallelEnvManager([Needy(observes="undeclared")] * 2, seed=0) as manager:
+    with ParallelEnvManager([Needy()] * 2, seed=0) as manager:
         remote = manager.remotes[1]
         remote.send(("reset", None))
         kind, text = remote.recv()

@@ -21,6 +21,7 @@ from rlpool import (
     ParallelEnvManager,
     SpecError,
     UsageError,
+    WorkerStartupError,
 )
 
 from support.agents import GruAgent, HistoryAgent, StepCounter, Vandal
@@ -85,6 +86,13 @@ def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
     return manager.remotes[lane].recv()[1]
 
 
+class DeclaredAncestorEnv(AncestorCountingEnv):
+    """Written for the old gym, with spaces."""
+
+    observation_space = CountingEnv.observation_space
+    action_space = CountingEnv.action_space
+
+
 # The rollout loop runs over it ----------------------------------------------------------------
 
 
@@ -119,13 +127,13 @@ def windows(create_agent: Any, create_env: Any, env_args: dict[str, Any]) -> Any
     ("collect", "create_agent", "lanes", "processes", "infos"),
     [
         (episodes, create_gru, CARTPOLES, {"envs_per_worker": 3}, ()),  # workers of 3 and 1
-        (episodes, StepCounter, {"make_env": AncestorCountingEnv, "n_lanes": 2}, {}, ()),
+        (episodes, StepCounter, {"make_env": DeclaredAncestorEnv, "n_lanes": 2}, {}, ()),
         (episodes, HistoryAgent, {"make_env": CountingEnv, "n_lanes": 2}, {"min_ready": 1}, ()),
         # Among the keys: the seed of each reset, and how many resets there were.
         (episodes, StepCounter, {"make_env": EchoEnv, "n_lanes": 3}, {"envs_per_worker": 2}, INFOS),
         (windows, create_gru, CARTPOLES, {"envs_per_worker": 3, "min_ready": 1}, ()),
     ],
-    ids=["recurrent", "no spaces", "history", "infos", "windows"],
+    ids=["recurrent", "ancestor", "history", "infos", "windows"],
 )
 def test_a_batcher_collects_the_same_bits_as_in_this_process(
     collect: Any, create_agent: Any, lanes: dict[str, Any], processes: dict[str, Any], infos: Any
@@ -473,21 +481,19 @@ def test_a_closed_remote_is_refused_and_the_others_go_on(manager_of: OpenManager
     assert not any(worker.is_alive() for worker in manager.workers)
 
 
-class TakesAnything:
-    """An environment without spaces that tells what it was given."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.zeros(2, np.float32), 0.0, False, False, {"action": repr(action)}
+class NoActionSpaceEnv(CountingEnv):
+    action_space = None
 
 
-def test_a_remote_hands_any_object_to_an_environment_without_an_action_space() -> None:
-    with ParallelEnvManager([TakesAnything]) as manager:
-        remote = manager.remotes[0]
-        remote.send(("reset", None))
-        remote.recv()
-        for action, given in ((None, "array(None, dtype=object)"), (3, "3"), ("left", "'left'")):
-            remote.send(("step", action))
-            assert remote.recv()[1][3]["action"] == given
+class NoObservationSpaceEnv(CountingEnv):
+    observation_space = None
+
+
+@pytest.mark.parametrize(
+    ("make_env", "space"),
+    [(NoActionSpaceEnv, "action_space"), (NoObservationSpaceEnv, "observation_space")],
+)
+def test_environments_have_to_declare_their_spaces(make_env: Any, space: str) -> None:
+    with pytest.raises(WorkerStartupError, match=f"without {space}") as caught:
+        ParallelEnvManager([make_env])
+    assert f"attribute {space}" in caught.value.fix

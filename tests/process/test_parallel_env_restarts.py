@@ -31,7 +31,6 @@ from support.faults import FailingEnv
 from support.fragile import (
     ChancyEnv,
     FragileEnv,
-    UndeclaredEnv,
     assert_same_rows,
     dies_once_it_is_made,
     failing,
@@ -178,13 +177,6 @@ def test_polling_without_waiting_notices_a_death(fragile: MakeFragile) -> None:
         assert manager.current["frame"][0, 0] == 1
 
 
-def test_environments_without_an_action_space_are_continued_as_well(tmp_path: Path) -> None:
-    options = {0: failing("sigkill", 2)}
-    serial = played(GymEnv([UndeclaredEnv() for _ in range(2)], 1), options)
-    with open_manager(partial(UndeclaredEnv, str(tmp_path)), 2) as manager:
-        assert_same_rows(played(manager, options), serial)
-
-
 def test_environments_that_are_not_reproducible_are_not_continued() -> None:
     with open_manager(ChancyEnv, 3, envs_per_worker=2) as manager:
         manager.reset_lanes([0, 1, 2], [5, 6, 7], [{"length": 99}] * 3)
@@ -203,25 +195,6 @@ def test_environments_that_are_not_reproducible_are_not_continued() -> None:
         manager.step_lanes([0, 1], no_actions(manager))
         with pytest.raises(EnvError, match="not deterministic given its seed"):
             manager.step_lanes([2], no_actions(manager))  # it died while it had nothing to do
-
-
-class DeadlyEnv:
-    """Shows nothing without options, and dies with some."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        os._exit(options["code"])
-
-    def step(self, action: Any) -> Any:
-        raise NotImplementedError
-
-
-def test_a_death_in_the_first_reset_that_shows_what_observations_are_is_told() -> None:
-    with ParallelEnvManager([DeadlyEnv]) as manager:
-        with pytest.raises(WorkerDiedError, match="exit code 3") as caught:
-            manager.reset_lanes([0], [5], [{"code": 3}])
-        assert caught.value.where == Where(0, 0, None, None, 0, 5, {"code": 3})
-        kind, text = ask(manager, 0, "reset", {"options": {"code": 4}})
-        assert (kind, text.count("fix:")) == ("error", 1)
 
 
 # The budget -----------------------------------------------------------------------------------

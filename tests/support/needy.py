@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium import spaces
 
@@ -100,20 +99,6 @@ class NeedyAgent(StepCounter):
     def __call__(self, state, observation, agent_info=None, history=None):
         agent_info["gain"]
         return super().__call__(state, observation, agent_info, history)
-
-
-class GrowingEnv(NeedyEnv):
-    """Without options it runs, and shows something else than with them."""
-
-    def __init__(self) -> None:
-        super().__init__("undeclared", acts=False, needs=False)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        self.is_narrow = options is None
-        return super().reset(seed=seed, options=options)
-
-    def observation(self) -> Any:
-        return np.zeros(5, np.int64) if self.is_narrow else super().observation()
 
 
 def create_needy(seed: int, n_envs: int = 2, kind: Any = NeedyEnv, **arguments: Any) -> GymEnv:
