@@ -93,7 +93,6 @@ class VectorLanes:
         self.policy = seeded_policy(workload.make_policy)
         self._noise = torch.zeros(workload.n_lanes, self.policy.n_noise)
         self._observation = self.env.reset()[0]
-        # EnvPool's actions are int32.
         self._dtype = self.env.action_space.dtype
 
     def run(self, seconds: float) -> tuple[int, float]:

@@ -88,12 +88,21 @@ def spread(found: Mapping[str, Any]) -> str:
     return f"{found['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
+def row(*cells: str) -> str:
+    """A row of a table."""
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
+def head(*cells: str) -> str:
+    """The first two rows of a table."""
+    return f"{row(*cells)}\n{'|---' * len(cells)}|"
+
+
 def returns(folder: Path) -> Iterator[str]:
     """What tutorials learn, beside what is published."""
     if not any(results_of(task, folder) for task in TASKS):
         return
-    yield "| script | environment | steps | published | rlpool | seeds |"
-    yield "|---|---|---|---|---|---|"
+    yield head("script", "environment", "steps", "published", "rlpool", "seeds")
     for task in TASKS:
         results, theirs = results_of(task, folder), results_of(task, folder, cleanrl_path)
         reference = task.reference
@@ -103,52 +112,45 @@ def returns(folder: Path) -> Iterator[str]:
         if task.n_greedy:
             reference += ", greedy"
         seeds = ", ".join(f"{result['result']:.1f}" for result in results)
-        row = (
-            f"| [{task.script}.py](../tutorials/{task.script}.py) | {task.env_id} "
-            f"| {task.n_steps:,} | {reference} | {mean_and_spread(results)} | {seeds} |"
-        )
-        yield re.sub(r"(?<=[ |])-(?=\d)", "−", row)
+        script = f"[{task.script}.py](../tutorials/{task.script}.py)"
+        found = mean_and_spread(results)
+        cells = row(script, task.env_id, f"{task.n_steps:,}", reference, found, seeds)
+        yield re.sub(r"(?<=[ |])-(?=\d)", "−", cells)
 
 
 def trials(folder: Path) -> Iterator[str]:
     """What a memory is worth, for the same seeds one agent after the other."""
     runs = lines_of(folder, "meta_rl")
-    if not runs:
-        return
-    yield "| agent | seeds | first episode of a trial | second episode |"
-    yield "|---|---|---|---|"
-    for agent in dict.fromkeys(run["agent"] for run in runs):
+    for number, agent in enumerate(dict.fromkeys(run["agent"] for run in runs)):
+        if not number:
+            yield head("agent", "seeds", "first episode of a trial", "second episode")
         own = sorted((run for run in runs if run["agent"] == agent), key=lambda run: run["seed"])
         seeds = ", ".join(str(run["seed"]) for run in own)
         episodes = zip(*(run["returns"] for run in own), strict=True)
         cells = [f"{fmean(e):.1f} ({', '.join(f'{one:.1f}' for one in e)})" for e in episodes]
-        yield f"| `{agent}` | {seeds} | {' | '.join(cells)} |"
+        yield row(f"`{agent}`", seeds, *cells)
 
 
 def figures(folder: Path) -> Iterator[str]:
     """Batchers, as a share of the bare loop's speed."""
-    lines = lines_of(folder, "throughput")
-    if not lines:
-        return
-    yield "| workload | environments | median, share of the bare loop's speed | quartiles |"
-    yield "|---|---|---|---|"
-    for line in lines:
+    for number, line in enumerate(lines_of(folder, "throughput")):
+        if not number:
+            share = "median, share of the bare loop's speed"
+            yield head("workload", "environments", share, "quartiles")
         name, median = line["workload"], line.get("ratio", line.get("efficiency"))
         low, high = line["quartiles"]
-        yield f"| {name} | {WORKLOADS[name]} | {median:.2f} | {low:.2f} to {high:.2f} |"
+        yield row(name, WORKLOADS[name], f"{median:.2f}", f"{low:.2f} to {high:.2f}")
 
 
 def requests(folder: Path) -> Iterator[str]:
     """Small requests, without and with an update before each."""
     ratios = {line["requests"]: line["ratio"] for line in lines_of(folder, "requests")}
-    if not ratios:
-        return
-    yield "| | without updates | with an `update` before each |"
-    yield "|---|---|---|"
+    if ratios:
+        yield head("", "without updates", "with an `update` before each")
     for name, ratio in ratios.items():
         if not name.endswith(", updates"):
-            told = name.replace("8000", "8,000").replace(" x ", " × ")
-            yield f"| {told} | {ratio:.2f} | {ratios[f'{name}, updates']:.2f} |"
+            title = name.replace("8000", "8,000").replace(" x ", " × ")
+            yield row(title, f"{ratio:.2f}", f"{ratios[f'{name}, updates']:.2f}")
 
 
 def lanes(folder: Path) -> Iterator[str]:
@@ -156,12 +158,10 @@ def lanes(folder: Path) -> Iterator[str]:
     for number, line in enumerate(lines_of(folder, "choosing")):
         rates = line["steps_per_s"]
         if not number:
-            names = [name.replace("x", "×") for name in rates]
-            yield f"| | {' | '.join(names)} |"
-            yield "|---" * (1 + len(names)) + "|"
+            yield head("", *(name.replace("x", "×") for name in rates))
         best = max(rates.values())
         cells = [f"**{rate:,}**" if rate == best else f"{rate:,}" for rate in rates.values()]
-        yield f"| {KINDS[line['kind']]} | {' | '.join(cells)} |"
+        yield row(KINDS[line["kind"]], *cells)
 
 
 def rows(folder: Path) -> Iterator[str]:
@@ -170,35 +170,28 @@ def rows(folder: Path) -> Iterator[str]:
     for line in lines_of(folder, "agent_rows"):
         name, times = line["agent"], line["times"]
         if not before:
-            yield f"| agent | lanes | {' | '.join(f'{n} rows' for n in times)} |"
-            yield "|---" * (2 + len(times)) + "|"
-        cells = " | ".join(f"{one:.2f}" for one in times.values())
-        yield f"| {AGENTS[name] + ' ' if name != before else ''}| {line['lanes']} | {cells} |"
+            yield head("agent", "lanes", *(f"{n} rows" for n in times))
+        title = AGENTS[name] if name != before else ""
+        yield row(title, str(line["lanes"]), *(f"{one:.2f}" for one in times.values()))
         before = name
 
 
 def agents(folder: Path) -> Iterator[str]:
     """Joint steps of many agents."""
-    lines = lines_of(folder, "many_agents")
-    if not lines:
-        return
-    yield "| | joint steps per second | of the bare loop |"
-    yield "|---|---|---|"
-    for line in lines:
+    for number, line in enumerate(lines_of(folder, "many_agents")):
+        if not number:
+            yield head("", "joint steps per second", "of the bare loop")
         ratio = spread(line["ratio"]) if "ratio" in line else "1"
-        rate = line["steps_per_s"]["median"]
-        yield f"| {CONTENDERS[line['many_agents']]} | {rate:,.0f} | {ratio} |"
+        rate = f"{line['steps_per_s']['median']:,.0f}"
+        yield row(CONTENDERS[line["many_agents"]], rate, ratio)
 
 
 def speed(folder: Path) -> Iterator[str]:
     """Whole training loops: rlpool's script and its variants beside those of others."""
-    lines = lines_of(folder, "learning_speed")
-    if not lines:
-        return
     others = ("CleanRL", "Stable-Baselines3")
-    yield f"| | rlpool | {' | '.join(others)} | {' | '.join(f'rlpool / {who}' for who in others)} |"
-    yield "|---" * 6 + "|"
-    for line in lines:
+    for number, line in enumerate(lines_of(folder, "learning_speed")):
+        if not number:
+            yield head("", "rlpool", *others, *(f"rlpool / {who}" for who in others))
         rates = line["rates"]
         for who in [who for who in rates if who not in others]:
             name = PROGRAMS[line["workload"]]
@@ -212,7 +205,7 @@ def speed(folder: Path) -> Iterator[str]:
             for other in others:
                 by = [a / b for a, b in zip(rates[who], rates.get(other, ()), strict=False)]
                 cells.append(f"{median(by):.2f} ({min(by):.2f} to {max(by):.2f})" if by else "")
-            yield "|" + "".join(f" {cell} |" if cell else " |" for cell in (name, *cells))
+            yield row(name, *cells)
 
 
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
@@ -224,12 +217,8 @@ def with_tables(text: str, folder: Path = FOLDER) -> str:
     """A document with the tables that the raw results of a folder give."""
 
     def made(table: re.Match[str]) -> str:
-        rows = list(TABLES[table[1]](folder))
-        return (
-            "\n".join([f"<!-- {table[1]} -->", *rows, f"<!-- /{table[1]} -->"])
-            if rows
-            else table[0]
-        )
+        lines = [f"<!-- {table[1]} -->", *TABLES[table[1]](folder), f"<!-- /{table[1]} -->"]
+        return "\n".join(lines) if len(lines) > 2 else table[0]
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", made, text, flags=re.DOTALL)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from workloads import (
     SEED,
-    VECTOR_WORKLOADS,
+    V1,
     WORKLOADS,
     PolicyAgent,
     create_lanes,
@@ -139,7 +139,7 @@ def calls_with_infos() -> Counter[str]:
 
 def calls_of(name: str) -> Counter[str]:
     """Calls of a workload of other benchmarks, in one process."""
-    workload = VECTOR_WORKLOADS[name][0] if name in VECTOR_WORKLOADS else WORKLOADS[name]
+    workload = V1[0] if name == "V1" else WORKLOADS[name]
     n_episodes = {"W1": 400, "W2": 8, "V1": 256}[name]
     return calls_of_episodes(make_batcher(workload, n_episodes, n_threads=0), n_episodes)
 

@@ -1,14 +1,13 @@
 """How fast episodes arrive, compared with the bare loop (see ``bare_loop.py``).
 
-    python benchmarks/throughput.py [--workloads W1 W2 W3 W4 V1 V2 requests]
-                                    [--windows 10] [--seconds 3] [--peers]
+    python benchmarks/throughput.py [--workloads W1 W2 W3 W4 V1 requests]
+                                    [--windows 10] [--seconds 3]
 
 - W1: CartPole-v1, network 4-64-64-2, 2 workers of 16 environments
 - W2: HalfCheetah-v5, network 17-256-256-6, 2 workers of 8 environments
 - W3: uint8 frames of 84 × 84 × 4, trivial step, random policy, 2 workers of 8 environments
 - W4: stragglers, 256 episodes of 10 to 200 steps that sleep 1 ms, 8 workers of 1 environment
 - V1: Gymnasium's ``CartPoleVectorEnv``, network of W1, 2 workers of one with 64 or 256 lanes
-- V2: EnvPool's CartPole-v1, if it is installed; 2 workers of one with 64 lanes
 
 W1 to W3: the bare loop and the batcher take turns, window by window, the one being blocked while
 the other runs. Nothing is queued when a window begins and nothing runs when it has ended. A
@@ -21,13 +20,12 @@ loop: what it deviates from 1 is noise.
 W4: ``efficiency`` is the sleep of all steps, divided by 8 times the time from ``execute`` to
 ``get``.
 
-V1 and V2: the bare loop of W1 takes turns with the bare loop over the vector environment and with
+V1: the bare loop of W1 takes turns with the bare loop over the vector environment and with
 two batchers. ``windows`` is a ``Batcher`` whose lanes restart, with windows of 512 steps: no lane
 runs empty. ``episodes`` is an ``EpisodeBatcher`` with requests of 128 episodes per lane; there
 lanes run empty at the end of a request, since each has its episodes beforehand. ``ratio`` compares
 with W1's bare loop, that of Python environments, and ``of_bare`` with the bare loop over the vector
-environment. Steps in which lanes restart are nowhere counted. ``--peers`` adds other libraries, see
-``vector_peers.py``.
+environment. Steps in which lanes restart are nowhere counted.
 
 ``requests``: W1 again, as training loops ask for it: small requests, of which one or two are
 pending, and windows of 128 steps of 8 lanes that restart; each without and with an ``update``
@@ -48,14 +46,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from bare_loop import BareLoop
-from vector_peers import installed
 from workloads import (
-    VECTOR_WORKLOADS,
+    V1,
     WORKLOADS,
     Window,
     Workload,
@@ -80,7 +76,7 @@ REQUESTS = ((32, 1), (32, 2), (128, 2), (512, 1), (512, 2), (8000, 1))
 N_WINDOW_STEPS, N_WINDOW_LANES = 128, 8
 
 N_VECTOR_STEPS = 512
-"""Steps of a window of V1 and V2."""
+"""Steps of a window of V1."""
 
 
 def batcher_window(batcher: EpisodeBatcher, n_episodes: int, seconds: float) -> float:
@@ -215,8 +211,6 @@ def vector_envs(workloads: Sequence[Workload], args: argparse.Namespace) -> None
                 "windows": partial(pending_window, windows, windows.execute, 1, None),
                 "episodes": partial(batcher_window, episodes, n_episodes),
             }
-            if args.peers and workload.name == "V1":
-                turns |= {name: enter(peer(workload)) for name, peer in installed().items()}
             _, others = in_turns(python_loop.window, turns, args.windows, args.seconds)
         bare = others["bare"][1]
         rows = {
@@ -228,7 +222,7 @@ def vector_envs(workloads: Sequence[Workload], args: argparse.Namespace) -> None
             for name, (rates, ratios) in others.items()
         }
         size = {"n_workers": workload.n_workers, "n_lanes": workload.n_lanes}
-        show({"workload": workload.name, **size, **rows}, "envpool", "torchrl", "stable-baselines3")
+        show({"workload": workload.name, **size, **rows})
 
 
 def stragglers(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
@@ -268,28 +262,23 @@ def measured_sleep_s(n: int = 500) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    names = [*WORKLOADS, *VECTOR_WORKLOADS, "requests"]
+    names = [*WORKLOADS, "V1", "requests"]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--windows", type=int, default=10, help="windows of the batcher; W4: requests"
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a window")
     parser.add_argument("--n-episodes", type=int, help="episodes per request, for sensitivity")
-    parser.add_argument("--peers", action="store_true", help="V1: other libraries as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.workloads:
-        if name in VECTOR_WORKLOADS:
-            if name == "V2" and find_spec("envpool") is None:
-                note("V2 is skipped: EnvPool is not installed")
-            else:
-                vector_envs(VECTOR_WORKLOADS[name], args)
-            continue
-        if name == "requests":
+        if name == "V1":
+            vector_envs(V1, args)
+        elif name == "requests":
             small_requests(WORKLOADS["W1"], args)
-            continue
-        measure = stragglers if name == "W4" else compare
-        show(measure(WORKLOADS[name], args), *(["mujoco"] if name == "W2" else []))
+        else:
+            measure = stragglers if name == "W4" else compare
+            show(measure(WORKLOADS[name], args), *(["mujoco"] if name == "W2" else []))
 
 
 if __name__ == "__main__":

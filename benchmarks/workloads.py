@@ -77,30 +77,6 @@ class FramesEnv(gymnasium.Env[Any, Any]):
         return frame, 1.0, n_steps == self._episode_steps, False, {}
 
 
-class SlowFramesEnv(FramesEnv):
-    """Image frames, and steps that take a while.
-
-    Args:
-        episode_steps: Length of every episode.
-        computes: Whether a step uses the core meanwhile.
-    """
-
-    STEP_S = 3e-4
-    """About what four frames of an emulator take."""
-
-    def __init__(self, episode_steps: int, computes: bool) -> None:
-        super().__init__(episode_steps)
-        self._computes = computes
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        end = time.perf_counter() + self.STEP_S
-        if not self._computes:
-            time.sleep(self.STEP_S)
-        while time.perf_counter() < end:
-            pass
-        return super().step(action)
-
-
 class StragglerEnv(gymnasium.Env[Any, Any]):
     """Steps that take a while, in episodes of very different lengths.
 
@@ -151,15 +127,6 @@ def make_cartpole_vector(n_lanes: int, seed: int | None = None) -> Any:
     return gymnasium.make_vec("CartPole-v1", n_lanes, "vector_entry_point")
 
 
-def make_envpool(n_lanes: int, seed: int | None = None) -> Any:
-    import envpool
-
-    # A thread of its own: as many processes as cores step at the same time.
-    return envpool.make(
-        "CartPole-v1", env_type="gymnasium", num_envs=n_lanes, num_threads=1, seed=seed or SEED
-    )
-
-
 # Policies ---------------------------------------------------------------------------------------
 
 
@@ -192,25 +159,6 @@ class HalfCheetahPolicy(torch.nn.Module):
 
     def forward(self, frame: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
         action, log_probability = sample_tanh_normal(self.layers(frame), self.log_std, noise)
-        return {"action": action, "log_probability": log_probability}
-
-
-class NaturePolicy(torch.nn.Module):
-    """Categorical, over frames, with the network of Mnih et al. (2015)."""
-
-    n_noise = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn = torch.nn
-        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)]
-        linear = [nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, FramesEnv.N_ACTIONS)]
-        layers = [layer for each in convolutions for layer in (each, nn.ReLU())]
-        self.layers = nn.Sequential(*layers, nn.Flatten(), *linear)
-
-    def forward(self, frame: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.layers(frame.permute(0, 3, 1, 2).float() / 255)
-        action, log_probability = sample_categorical(logits, noise)
         return {"action": action, "log_probability": log_probability}
 
 
@@ -285,13 +233,12 @@ WORKLOADS = {
 FRAMES = Workload("frames", partial(FramesEnv, 200), make_frames_policy, 2, 8, 32, 200)
 """Long episodes of frames, for what results cost the caller."""
 
-VECTOR_WORKLOADS = {
-    name: [
-        Workload(name, make_cartpole, CartPolePolicy, 2, n_lanes, 256 * n_lanes, 500, make)
-        for n_lanes in sizes
-    ]
-    for name, make, sizes in (("V1", make_cartpole_vector, (64, 256)), ("V2", make_envpool, (64,)))
-}
+V1 = [
+    Workload(
+        "V1", make_cartpole, CartPolePolicy, 2, n_lanes, 256 * n_lanes, 500, make_cartpole_vector
+    )
+    for n_lanes in (64, 256)
+]
 """128 episodes per lane and request: even so, some lanes are through long before the last one."""
 
 
