@@ -246,11 +246,12 @@ def main():
     storage, arch = Trials(), AGENT_ARCHS.Memory
     options = {"seed": arguments.seed, "batch_rows": 32}
     learner = Learner(agent, storage, train_env, range(n_train), arch, **options)
-    parts = {"agent": agent, "optimizer": optimizer, "learner": learner}
+    parts = {"agent": agent, "optimizer": optimizer}
     progress = {"n_iters": 0, "steps": [], "returns": []}  # of each episode of the trials
     writer = None
     if arguments.resume:
         progress = running.load_checkpoint(arguments.checkpoint, parts)
+        learner.n_env_steps_total = progress["steps"][-1] if progress["steps"] else 0
     if arguments.track:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -260,6 +261,8 @@ def main():
         while progress["n_iters"] < arguments.num_iters and not ctrl_c.is_pressed:
             share = progress["n_iters"] / arguments.num_iters
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - 0.8 * share)
+            # Tasks and noise follow from the iteration: a resumed run continues with the same ones.
+            learner.seed = [arguments.seed, progress["n_iters"]]
             n_steps = learner.collect_rollouts_parallel(
                 arguments.num_rollouts_per_iter, parallel_env=parallel_env
             )

@@ -7,14 +7,12 @@ shifted in time and sent to other processes.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree
 
 from rlpool.data.allocation import Allocation, layout_of
 from rlpool.data.array_view import Values, View, as_numpy
@@ -345,20 +343,6 @@ class Array:
         values: Values = self._read(lambda values: convert(values, dtype))
         return values
 
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.to_tensor().__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.to_tensor().__dlpack_device__()
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Lets functions of torch accept arrays as tensors."""
-        args, kwargs = _pytree.tree_map_only(cls, cls.to_tensor, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
     def __eq__(self, other: object) -> Any:
         return self._read(lambda values: values == plain(other))
 
@@ -367,20 +351,8 @@ class Array:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __contains__(self, value: object) -> bool:
-        return bool(self._read(lambda values: value in values))
-
     def __bool__(self) -> bool:
         return bool(self._read(bool))
-
-    def __int__(self) -> int:
-        return int(self._read(int))
-
-    def __float__(self) -> float:
-        return float(self._read(float))
-
-    def __index__(self) -> int:
-        return int(self._read(operator.index))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         values = self._allocation.values  # first: a closed array says so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
-from rlpool.machine.arguments import refuse_other_states, whole_number
+from rlpool.machine.arguments import whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.worker import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
@@ -28,18 +28,14 @@ MAX_CHUNK = 128
 """Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
 out in pieces."""
 
-_FORMAT = 1  # of states, see Learner.state_dict
-_STATE = ("root", "n_collections", "n_rollouts", "n_env_steps_total", "n_rollouts_total")
 _Drawn = tuple[int, list[Episode], Words]
 
 
 def collect_rollouts_parallel(
     learner: Any,
-    num_rollouts: int | None = None,
+    num_rollouts: int,
     random_actions: bool = False,
     parallel_env: VecEnv | None = None,
-    *,
-    rollouts_per_task: int | None = None,
 ) -> int:
     """Run rollouts, each on a task of ``train_tasks``, and store them.
 
@@ -60,13 +56,10 @@ def collect_rollouts_parallel(
         learner: A ``Learner``, or any object with ``agent``, ``policy_storage``, ``train_env``,
             ``train_tasks`` and ``agent_arch`` (and ``seed`` and ``batch_rows``, if they matter).
             A class of such objects can take this function as its method.
-        num_rollouts: How many rollouts, at least 0, each on a task that is drawn. May be left out
-            with ``rollouts_per_task``.
+        num_rollouts: How many rollouts, at least 0, each on a task that is drawn.
         random_actions: Draw actions from the action space, without the agent.
         parallel_env: Environments side by side, such as a ``ParallelEnvManager``. ``None``: one
             rollout after another in ``learner.train_env``, in this process.
-        rollouts_per_task: Instead of drawing, go through all tasks in order, with so many
-            consecutive rollouts of each, at least 1.
 
     Returns:
         The steps of the environments. They are added to ``learner.n_env_steps_total``, and the
@@ -94,7 +87,7 @@ def collect_rollouts_parallel(
     store = store_into(_part(learner, "policy_storage"), arch)
     lanes = _lanes(learner, parallel_env)
     tasks = _tasks(learner, lanes)
-    n_rollouts = _number_of_rollouts(num_rollouts, rollouts_per_task, tasks)
+    n_rollouts = whole_number("num_rollouts", num_rollouts, 0)
     agent = _agent(learner, lanes, arch, random_actions)
     # Random actions depend on no other row: no more rows are needed than there are lanes.
     n_rows = lanes.n_lanes if random_actions else max(lanes.n_lanes, n_rows)
@@ -108,7 +101,7 @@ def collect_rollouts_parallel(
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
     try:
-        drawn = _draw_episodes(learner, n_rollouts, rollouts_per_task, tasks, lanes.n_lanes)
+        drawn = _draw_episodes(learner, n_rollouts, tasks, lanes.n_lanes)
         _run(drawn, Rollout(agent, lanes, agent_rows=n_rows), lanes, deliver)
     except (EnvError, AgentError) as error:
         raise _placed(error, lanes) from error.__cause__
@@ -129,7 +122,7 @@ class Learner:
             also gets the rollout's task, ``None`` if none was given to the environment.
         train_env: One environment, or several as a ``VecEnv``, for collection without
             ``parallel_env``.
-        train_tasks: The tasks to draw from or go through, numbers or not; ``None`` for all that the
+        train_tasks: The tasks to draw from, numbers or not; ``None`` for all that the
             environment knows.
         agent_arch: One of ``AGENT_ARCHS``, or its value.
         seed: Determines tasks, seeds of environments, noise of agents and random actions;
@@ -159,54 +152,12 @@ class Learner:
     train_tasks: Sequence[Any] | None = None
     agent_arch: AGENT_ARCHS | str = AGENT_ARCHS.Markov
     _: KW_ONLY
-    seed: int | None = None
+    seed: int | Sequence[int] | None = None
     batch_rows: int = BATCH_ROWS
     n_env_steps_total: int = field(default=0, init=False)
     n_rollouts_total: int = field(default=0, init=False)
 
     collect_rollouts_parallel = collect_rollouts_parallel
-
-    def state_dict(self) -> dict[str, Any]:
-        """What determines tasks, seeds and noise of the next rollouts, and the totals.
-
-        The agent and the storage are the caller's to save. ``torch.load(weights_only=True)``
-        accepts it.
-        """
-        values = *_drawn(self), self.n_env_steps_total, self.n_rollouts_total
-        return {"format": _FORMAT, **dict(zip(_STATE, values, strict=True))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as the learner that returned this state would have.
-
-        Args:
-            state: The learner's, which had the same tasks.
-
-        Raises:
-            SpecError: If it is no such state, of another format, or lacks a key.
-        """
-        refuse_other_states(state, "learner", _STATE, _FORMAT)
-        *drawn, self.n_env_steps_total, self.n_rollouts_total = (state[key] for key in _STATE)
-        self._rlpool_drawn = (self.seed, *drawn)
-
-
-def _number_of_rollouts(n_rollouts: Any, per_task: Any, tasks: Sequence[Any] | None) -> int:
-    """How many rollouts were asked for, in all."""
-    if per_task is None:
-        return whole_number("num_rollouts", n_rollouts, 0)
-    whole_number("rollouts_per_task", per_task, 1)
-    if tasks is None:
-        raise SpecError(
-            f"rollouts_per_task is {per_task}, but it is not known which tasks there are",
-            fix="list them in the learner's train_tasks",
-        )
-    n_all: int = per_task * len(tasks)
-    if n_rollouts not in (None, n_all):
-        raise SpecError(
-            f"num_rollouts is {n_rollouts!r}, but {per_task} rollouts of each of {len(tasks)} "
-            f"tasks are {n_all}",
-            fix="leave out num_rollouts",
-        )
-    return n_all
 
 
 def _run(drawn: _Drawn, rollout: Rollout, lanes: VecEnv, deliver: Deliver) -> None:
@@ -226,7 +177,7 @@ def _run(drawn: _Drawn, rollout: Rollout, lanes: VecEnv, deliver: Deliver) -> No
 
 
 def _draw_episodes(
-    learner: Any, n_rollouts: int, per_task: int | None, tasks: Sequence[Any] | None, n_lanes: int
+    learner: Any, n_rollouts: int, tasks: Sequence[Any] | None, n_lanes: int
 ) -> _Drawn:
     """Root, episodes and the keys of their noise; the learner remembers how many were drawn."""
     root, collection, n_before = _drawn(learner)
@@ -235,8 +186,6 @@ def _draw_episodes(
     options: list[Options] = [None] * n_rollouts
     if tasks is not None:
         draws = task_draws(root, collection, n_rollouts, len(tasks))
-        if per_task is not None:
-            draws = [i // per_task for i in range(n_rollouts)]
         options = [{TASK_OPTION: tasks[draw]} for draw in draws]
     seeds = episode_seeds(root, n_before, n_rollouts)
     episodes = [
@@ -247,7 +196,7 @@ def _draw_episodes(
 
 
 def _drawn(learner: Any) -> tuple[int, int, int]:
-    """Root, and how many collections and rollouts were drawn from it. A new seed changes the root.
+    """Root, and how many collections and rollouts were drawn from it: none yet if the seed is new.
 
     Drawn once if there is no seed, and kept with the learner.
     """
@@ -256,7 +205,7 @@ def _drawn(learner: Any) -> tuple[int, int, int]:
         learner, "_rlpool_drawn", (object(), 0, 0, 0)
     )
     if drawn_for != seed:
-        root = root_from(seed)
+        root, n_collections, n_rollouts = root_from(seed), 0, 0
         learner._rlpool_drawn = (seed, root, n_collections, n_rollouts)
     return root, n_collections, n_rollouts
 

@@ -325,16 +325,12 @@ class Trials:
             # Others each time: nothing depends on them.
             n, lanes = self.rng.randint(0, 5), self.lanes()
             tasks = self.trial().get_all_task_idx() if self.tasks is None else self.tasks
-            per_task = self.rng.choice([None, 2]) if tasks else None
-            n = per_task * len(tasks) if per_task else n
-            self.notes.append((n, type(lanes).__name__, lanes.n_lanes, lanes.min_ready, per_task))
-            learner.collect_rollouts_parallel(
-                None if per_task else n, parallel_env=lanes, rollouts_per_task=per_task
-            )
+            self.notes.append((n, type(lanes).__name__, lanes.n_lanes, lanes.min_ready))
+            learner.collect_rollouts_parallel(n, parallel_env=lanes)
             draws = [None] * n
             if tasks is not None:
                 drawn = task_draws(root_from(self.seed), collection, n, len(tasks))
-                draws = [tasks[i // per_task if per_task else drawn[i]] for i in range(n)]
+                draws = [tasks[draw] for draw in drawn]
             self.expect(expected, n_before, draws)
             n_before += n
         assert (learner.n_rollouts_total, learner.n_env_steps_total) == (n_before, self.n_steps)

@@ -133,7 +133,7 @@ def test_everything_means_what_is_visible_and_never_the_padding() -> None:
     for everything in (slice(None), ..., (), (slice(None), ...)):
         assert values(array[everything]) == [0, 1, 2, 3]
         assert values(array[1:3][everything]) == [1, 2]
-    assert [int(row) for row in reversed(array)] == [3, 2, 1, 0]
+    assert [int(row.to_ndarray()) for row in reversed(array)] == [3, 2, 1, 0]
     assert (3 in array, -1 in array, len(array)) == (True, False, 4)
 
 
@@ -152,8 +152,7 @@ def test_single_elements_are_arrays() -> None:
         for ask in (len, iter, lambda a: a.last):
             with pytest.raises(TypeError, match="element"):
                 ask(element)
-    assert (bool(array[1]), bool(array[0]), float(array[3])) == (True, False, 3.0)
-    assert [10, 20, 30][array[1]] == 20
+    assert (bool(array[1]), bool(array[0])) == (True, False)
     with pytest.raises(ValueError, match="ambiguous"):
         bool(array)
 
@@ -296,7 +295,7 @@ def test_reading_gives_views_or_after_index_arrays_copies() -> None:
     array[1:].to_tensor()[1, 0] = 3
     array[2, 1].to_ndarray()[...] = 4
     array[::2].to_tensor()[0, 1] = 5
-    for tensor in (array.to_tensor(), torch.as_tensor(array), torch.from_dlpack(array)):
+    for tensor in (array.to_tensor(), torch.as_tensor(np.asarray(array))):
         assert tensor.data_ptr() == array.to_ndarray().ctypes.data
     for plain in (np.asarray(array), np.array(array, copy=False)):
         assert np.shares_memory(plain, array.to_ndarray())
@@ -308,7 +307,7 @@ def test_reading_gives_views_or_after_index_arrays_copies() -> None:
     assert values(array) == [[1, 5], [0, 0], [3, 4]]
 
 
-def test_functions_of_numpy_and_torch_take_arrays() -> None:
+def test_functions_of_numpy_take_arrays() -> None:
     array: Any = counted(4)
     assert np.array(array, np.float32).tolist() == [0, 1, 2, 3]
     assert np.asarray(array, np.float32).dtype == np.float32
@@ -316,12 +315,6 @@ def test_functions_of_numpy_and_torch_take_arrays() -> None:
         with pytest.raises(ValueError, match="copy"):
             part.__array__(dtype, copy=False)
     assert np.concatenate([array, array[1:3]]).tolist() == [0, 1, 2, 3, 1, 2]
-    tensor = torch.zeros(2, 4, dtype=torch.int64)
-    tensor[0] = array
-    tensor[1, 2] = array[1]
-    assert tensor.tolist() == [[0, 1, 2, 3], [0, 0, 1, 0]]
-    assert torch.stack([array[0], array[2]]).tolist() == [0, 2]
-    assert tensor[1].copy_(array).tolist() == [0, 1, 2, 3]
     for found, expected in [
         (array == [0, 5, 2, 3], [True, False, True, True]),
         (array != torch.tensor([0, 5, 2, 3]), [False, True, False, False]),
@@ -361,7 +354,7 @@ def test_the_window_moves_in_every_pickle_of_the_array_and_in_no_copy() -> None:
     again, sent_view = pickle.loads(pickle.dumps((array, view)))
     again.rotate()
     assert values(array) == values(again) == [2, 3]
-    assert values(view) == values(sent_view) == values(copied) == [*map(int, rows)] == [0, 1]
+    assert values(view) == values(sent_view) == values(copied) == [*map(values, rows)] == [0, 1]
     copied.rotate()
     copied[0] = 7
     assert values(copy.deepcopy(copied)) == [7, 3]  # with its window

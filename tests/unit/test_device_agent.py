@@ -1,4 +1,4 @@
-"""An agent on another device gives what it gives here, with one transfer each way."""
+"""An agent on another device gives what it gives here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rlpool import Agent, DeviceAgent, DictTensor, EpisodeBatcher, SpecError
-from rlpool.agents.device_agent import _Transfer
 
 from support.agents import (
     FIRST_STATE,
@@ -27,7 +26,6 @@ from support.envs import create_counting
 
 N = 6
 INFO = DictTensor({"id": torch.arange(N), "length": torch.arange(N) % 4 + 2})
-CPU = torch.device("cpu")
 
 
 def collected(agent: Agent, n_threads: int = 0) -> dict[str, torch.Tensor]:
@@ -67,21 +65,6 @@ def test_episodes_are_the_same_through_the_transfers(make_agent: Any) -> None:
         assert_same(collected(wrapped), expected)
 
 
-def test_a_step_is_one_transfer_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = moving(GruAgent())
-    state = DictTensor({"hidden": torch.ones(2, 4)})
-    seen = DictTensor({"frame": torch.ones(2, 2), "noise": torch.zeros(2, 1)})
-    n_moved: list[int] = []
-    moved = _Transfer.moved
-    monkeypatch.setattr(_Transfer, "moved", lambda *a: n_moved.append(len(a) - 1) or moved(*a))
-    with torch.inference_mode():
-        kept, _, first = agent(state, seen)
-        _, _, second = agent(state, seen)
-    assert n_moved == [3, 2] * 2  # batches; the state that was given does not come back
-    assert kept is state
-    assert first["hidden"].data_ptr() == second["hidden"].data_ptr()
-
-
 def test_gradients_flow_outside_of_inference_mode() -> None:
     seen = DictTensor({"frame": torch.ones(2, 2), "noise": torch.zeros(2, 1)})
     _, output, _ = moving(GruAgent())(None, seen)
@@ -93,7 +76,7 @@ def test_gradients_flow_outside_of_inference_mode() -> None:
 )
 def test_copies_act_like_the_original(copied: Callable[[Any], Any]) -> None:
     wrapped = moving(GruAgent())
-    expected = collected(wrapped)  # there are buffers now
+    expected = collected(wrapped)
     other = copied(wrapped)
     assert (other.agent is wrapped.agent) == (copied is copy.copy)
     assert_same(collected(other), expected)
@@ -149,7 +132,5 @@ def test_episodes_on_a_gpu_are_those_on_the_cpu() -> None:
     agent.head.cuda()
     wrapped = DeviceAgent(agent, "cuda")
     got, expected = collected(wrapped), collected(GruAgent())
-    assert wrapped._there._here.is_pinned()
-    assert wrapped._back._there.is_pinned()
     for key, tensor in expected.items():
         assert torch.allclose(got[key].double(), tensor.double(), atol=1e-5), key

@@ -291,22 +291,6 @@ def test_without_tasks_the_task_of_a_row_is_none() -> None:
     assert storage.tasks == [None, None]
 
 
-@pytest.mark.parametrize("tasks", [None, [4, 0, 6]])
-def test_every_task_is_gone_through_so_many_times(tasks: Any) -> None:
-    one, other = (learner_of(MarkovActor(), BOTH, tasks=tasks) for _ in range(2))
-    for learner, env in ((one, None), (other, lanes(4))):
-        learner.policy_storage = Told()
-        learner.collect_rollouts_parallel(rollouts_per_task=3, parallel_env=env)
-        learner.collect_rollouts_parallel(len(tasks or range(7)), rollouts_per_task=1)
-    expected = [0, 1, 2, 3, 4, 5, 6] if tasks is None else tasks
-    gone = [task for task in expected for _ in range(3)] + expected
-    assert one.policy_storage.tasks == gone
-    assert [int(row[0][0, 1]) for row in one.policy_storage.episodes] == gone
-    assert one.policy_storage.as_bytes() == other.policy_storage.as_bytes()
-    # Seeds go on: no two rollouts are the same.
-    assert len({row[0] for row in one.policy_storage.as_bytes()}) == len(gone)
-
-
 class NeedsTask(CountingEnv):
     """Cannot be reset without a task, not even to see what it shows."""
 
@@ -595,14 +579,6 @@ TWO_PARTS = SpaceEnv(BOX, spaces.Dict({"move": BOX, "jump": spaces.Discrete(2)})
     [
         ({}, {"num_rollouts": -1}, SpecError, "num_rollouts should be an int of at least 0, got"),
         ({}, {"num_rollouts": None}, SpecError, "num_rollouts should be an int of at least 0, got"),
-        ({}, {"rollouts_per_task": 0}, SpecError, "rollouts_per_task should be an int of at least"),
-        ({}, {"rollouts_per_task": 3}, SpecError, "num_rollouts is 1, but 3 .* 7 tasks are 21"),
-        (
-            {"train_env": CountingEnv(2)},
-            {"rollouts_per_task": 3},
-            SpecError,
-            "not known which tasks there are\n  fix:   list them in the learner's train_tasks",
-        ),
         ({"agent": NoInitialInfo()}, {}, UsageError, r"there is no get_initial_info\(\)"),
         ({"agent_arch": "lstm"}, {}, SpecError, r"agent_arch is 'lstm'\n  fix:   use one of AGENT"),
         ({"agent": object()}, {}, SpecError, r"the agent is a object without act\(\)"),
@@ -636,17 +612,3 @@ def test_a_plain_learner_without_an_attribute_is_told_which(name: str) -> None:
         SpecError, match=f"SimpleNamespace without {name}\n  fix:   set its attribute"
     ):
         collect_rollouts_parallel(mine, 1)
-
-
-def test_a_state_of_another_format_or_that_lacks_a_key_is_refused() -> None:
-    learner = Learner(MarkovActor(2), Storage(), None, None, BOTH, seed=5)
-    state = learner.state_dict()
-    for key in state:
-        with pytest.raises(SpecError, match=rf"lacks {key}\n"):
-            learner.load_state_dict({k: v for k, v in state.items() if k != key})
-    with pytest.raises(SpecError, match="has format 2, here it is 1"):
-        learner.load_state_dict({**state, "format": 2})
-    with pytest.raises(SpecError, match="no state of a learner"):
-        learner.load_state_dict(None)  # type: ignore[arg-type]
-    learner.load_state_dict({**state, "n_rollouts": 7})
-    assert learner.state_dict() == {**state, "n_rollouts": 7}
