@@ -125,6 +125,7 @@ def test_after_an_interrupt_a_reset_begins_with_new_workers(name: str) -> None:
                 with suppress(UsageError):
                     manager.remotes[1].recv()
             assert list(states(manager)) == expected, f"line {number}"
+        gc.collect()
         assert n_descriptors() == n_fds
     assert n_interrupted > len(points) // 2
 

@@ -91,12 +91,6 @@ class FragileEnv(gymnasium.Env[Any, Any]):
                 return
 
 
-class UndeclaredEnv(FragileEnv):
-    """A ``FragileEnv`` without an action space."""
-
-    action_space = None
-
-
 class ChancyEnv(FragileEnv):
     """Its observations are not reproducible."""
 
