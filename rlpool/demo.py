@@ -1,4 +1,4 @@
-"""``python -m rlpool demo``: in ten seconds CartPole is learnt, with a curve in the terminal.
+"""``python -m rlpool demo``: learn CartPole in ten seconds, with a curve in the terminal.
 
 It is a program like those that users write: an agent, a batcher with workers, a loop of update,
 execute and get. The algorithm is proximal policy optimisation (PPO), as in tutorials/ppo.py.
@@ -10,11 +10,9 @@ References:
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -94,22 +92,13 @@ def learn(agent: ActorCritic, optimizer: torch.optim.Optimizer, window: Temporal
             optimizer.step()
 
 
-def run(seconds: float, show: Callable[[str, list[float]], None]) -> tuple[int, list[float]]:
-    """Collect and learn for some seconds.
-
-    Args:
-        seconds: How long.
-        show: Gets a line about now, and the average return after every window.
-
-    Returns:
-        How many steps were made, and the averages.
-    """
+def run(seconds: float) -> list[float]:
+    """Collect and learn for some seconds, with a line per second; returns the average returns."""
     torch.manual_seed(1)
     agent, episodes = ActorCritic(), EpisodeStatistics()
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3)
-    returns: list[float] = []
-    curve: list[float] = []
-    n_workers, n_steps = n_workers_here(), 0
+    returns, curve = list[float](), list[float]()
+    n_workers = min(2, n_cores())
     with Batcher(
         n_timesteps=N_STEPS,
         create_agent=ActorCritic,
@@ -118,27 +107,25 @@ def run(seconds: float, show: Callable[[str, list[float]], None]) -> tuple[int, 
         n_workers=n_workers,
         seeds=1,
     ) as batcher:
-        began_s = time.monotonic()
         batcher.reset()
-        while (now_s := time.monotonic() - began_s) < seconds:
+        began_s = shown_s = time.monotonic()
+        while (now_s := time.monotonic()) - began_s < seconds:
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()
             learn(agent, optimizer, window)
-            n_steps += N_ENVS * N_STEPS
             returns += episodes.update(window).returns.tolist()
             if returns:
                 curve.append(fmean(returns[-30:]))
-                show(f"{now_s:4.1f} s  {n_steps:7,} steps  return {curve[-1]:5.1f}", curve)
-    return n_steps, curve
+                if now_s - shown_s >= 1.0:
+                    shown_s = now_s
+                    bar = "#" * round(30 * curve[-1] / FULL)
+                    sys.stdout.write(f"{now_s - began_s:4.1f} s  return {curve[-1]:5.1f}  {bar}\n")
+                    sys.stdout.flush()
+    return curve
 
 
-def n_workers_here() -> int:
-    """Worker processes: two, or one where there is one core."""
-    return min(2, n_cores())
-
-
-def drawn(curve: Sequence[float], width: int) -> str:
+def drawn(curve: Sequence[float], width: int = 64) -> str:
     """A curve from 0 to the best return as lines of text."""
     points = [curve[n * len(curve) // width] for n in range(width)] if len(curve) > width else curve
     heights = [round(point / FULL * N_ROWS * 8) for point in points]
@@ -159,54 +146,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlpool demo", description=text)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long (default: 10)")
     options = parser.parse_args(arguments)
-    if not options.seconds > 0:
-        parser.exit(2, f"--seconds is {options.seconds}; give a number above 0\n")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers need the other cores
     try:
-        with ExitStack() as stack:
-            n_steps, curve = run(options.seconds, _display(stack))
+        curve = run(options.seconds)
     except KeyboardInterrupt:
         return 130
     finally:
         torch.set_num_threads(threads)
     average = f"from {curve[0]:.0f} to {curve[-1]:.0f}" if curve else "unknown: no episode ended"
     sys.stdout.write(
-        f"Average return {average}, in {n_steps:,} steps.\n"
-        f"What ran: {N_ENVS} CartPole-v1 environments in {n_workers_here()} worker processes, in "
-        f"windows of {N_STEPS} steps;\nthis process learnt from them by PPO: {__file__}\n"
+        f"{drawn(curve)}\n"
+        f"Average return {average}, of {N_ENVS} CartPole-v1 environments in worker processes.\n"
+        f"This process learned from them by PPO: {__file__}\n"
         "Next: docs/tour.md goes through a first program of your own.\n"
     )
     return 0
-
-
-def _display(stack: ExitStack) -> Callable[[str, list[float]], None]:
-    """What shows the curve: live with rich in a terminal, else a line per second."""
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError:
-        return _plain()
-    if not sys.stdout.isatty():
-        return _plain()
-    live = stack.enter_context(Live(auto_refresh=False))
-    width = max(10, min(72, shutil.get_terminal_size().columns - 8))
-
-    def show(line: str, curve: list[float]) -> None:
-        live.update(Text(f"{line}\n{drawn(curve, width)}"), refresh=True)
-
-    return show
-
-
-def _plain() -> Callable[[str, list[float]], None]:
-    last_s = 0.0
-
-    def show(line: str, curve: list[float]) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s >= 1.0:
-            last_s = now_s
-            sys.stdout.write(f"{line}  {'#' * round(30 * curve[-1] / FULL)}\n")
-            sys.stdout.flush()
-
-    return show

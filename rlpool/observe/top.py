@@ -7,17 +7,13 @@ the program, which neither waits nor notices.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import shutil
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +27,7 @@ EVERY_S = 0.5
 """Twice a second: what people can follow."""
 
 _SHOWN_LANES = 64
-"""Lanes of a worker that are shown; JSON has all."""
+"""Lanes of a worker that are shown."""
 
 _OTHERS = "python -m rlpool top lists the programs that there are"
 """What to do about a process that is not there."""
@@ -45,27 +41,14 @@ _COLUMNS: dict[str, Callable[[WorkerStats], str]] = {
     "agent": lambda worker: f"{worker.agent_share:.0%}",
     "waiting": lambda worker: f"{worker.waiting_share:.0%}",
     "RSS": lambda worker: human(worker.rss_bytes),
-    "private": lambda worker: human(worker.private_bytes),
     "restarts": lambda worker: str(worker.restarts),
     "episodes": lambda worker: f"{worker.n_episodes:,}",
     "steps": lambda worker: f"{worker.n_steps:,}",
 }
 """What a table shows of a worker, by the heading of the column."""
 
-_TEXT_COLUMNS = ("worker", "pid", "state")
-"""Columns that hold text; the others hold numbers."""
-
-_BY_IMPORTANCE = (
-    *("pid", "steps/s", "state", "env", "agent", "worker"),
-    *("waiting", "RSS", "episodes", "restarts", "steps", "private"),
-)
-"""Columns in the order in which narrow terminals have room for them: six fit into 40 characters."""
-
-_UNLIMITED = 10_000
-"""Characters of a line where nothing says how many there are."""
-
-_EVERY_PLAIN_S = 2.0
-"""Between two tables where there is no terminal, and every one of them stays."""
+_CLEAR = "\x1b[H\x1b[J"
+"""Moves a terminal's cursor to the top, and clears what is below."""
 
 
 class Program:
@@ -192,35 +175,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlpool top", description=text)
     parser.add_argument("pid", type=int, nargs="?", help="its process (default: list those there)")
     parser.add_argument("--once", action="store_true", help="print it once, half a second's worth")
-    parser.add_argument("--json", action="store_true", help="print JSON, with --once")
     options = parser.parse_args(arguments)
-    if options.json and options.pid is not None and not options.once:
-        parser.error("--json goes with --once")
     try:
         if options.pid is None:
-            _list(options.json)
-        elif options.once:
-            _show_once(Program(options.pid), options.json)
+            lines = [f"{pid:>8}  {_command(pid)}" for pid in programs()]
+            sys.stdout.write("\n".join(["     pid  command", *lines]) + "\n")
         else:
-            _show_live(Program(options.pid))
+            _show(Program(options.pid), options.once)
     except RlpoolError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except KeyboardInterrupt:
-        return 0
+        pass
     return 0
-
-
-def _list(as_json: bool) -> None:
-    """Print the programs of this user."""
-    found = [{"pid": pid, "command": _command(pid)} for pid in programs()]
-    if as_json:
-        sys.stdout.write(json.dumps({"programs": found}, indent=2) + "\n")
-    elif not found:
-        sys.stdout.write("no running program of this user has a batcher or a ParallelEnvManager\n")
-    else:
-        lines = [f"{program['pid']:>8}  {program['command']}" for program in found]
-        sys.stdout.write("\n".join(["     pid  command", *lines]) + "\n")
 
 
 def _command(pid: int) -> str:
@@ -229,90 +196,45 @@ def _command(pid: int) -> str:
     return ""
 
 
-def _show_once(program: Program, as_json: bool) -> None:
-    """Print rates of half a second, since those of a whole life say little about now.
+def _show(program: Program, once: bool) -> None:
+    """Show a table per batcher, once or until the program ends.
 
     Raises:
-        UsageError: If there is nothing left to show after it.
+        UsageError: If there is nothing to show any more, or the program may not be looked at.
     """
-    time.sleep(EVERY_S)
-    all_stats = program.read()
-    if not all_stats:  # closed meanwhile
-        raise program.shows_nothing()
-    if as_json:
-        report = {"pid": program.pid, "batchers": [asdict(stats) for stats in all_stats]}
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
-        return
-    sys.stdout.write(_text(all_stats, _width()))
-
-
-def _show_live(program: Program) -> None:
-    """Show a table per batcher until the program ends, or Ctrl-C; without a terminal, plain lines.
-
-    Raises:
-        UsageError: If there is a terminal and rich is not installed, or the program may no longer
-            be looked at.
-    """
-    if not sys.stdout.isatty():
-        for all_stats in _looks(program, _EVERY_PLAIN_S):
-            sys.stdout.write(_text(all_stats, _width()))
-            sys.stdout.flush()
-    else:
-        try:
-            from rich.live import Live
-            from rich.text import Text
-        except ImportError:
-            what = "the display needs the package rich, which is not installed"
-            fix = 'pip install "rlpool[top]", or print it once: python -m rlpool top PID --once'
-            raise UsageError(what, fix=fix) from None
-        with Live(auto_refresh=False, screen=True) as display:
-            for all_stats in _looks(program, EVERY_S):
-                display.update(Text(_text(all_stats, display.console.width)), refresh=True)
-    sys.stdout.write(f"process {program.pid} has ended\n")
-
-
-def _looks(program: Program, every_s: float) -> Iterator[list[Stats]]:
-    """What a program's workers do, again and again until it ends."""
     while True:
-        time.sleep(every_s)
+        time.sleep(EVERY_S)  # rates of half a second, since those of a whole life say little
         try:
             all_stats = program.read()
         except UsageError:
-            if not has_ended(program.pid):
+            if once or not has_ended(program.pid):
                 raise
+            sys.stdout.write(f"process {program.pid} has ended\n")
             return
-        yield all_stats
+        if once and not all_stats:  # closed meanwhile
+            raise program.shows_nothing()
+        is_live = sys.stdout.isatty() and not once
+        sys.stdout.write((_CLEAR if is_live else "") + _text(all_stats))
+        sys.stdout.flush()
+        if once:
+            return
 
 
-def _width() -> int:
-    """Characters of a line, as the terminal or the variable COLUMNS says."""
-    return shutil.get_terminal_size((_UNLIMITED, 0)).columns
-
-
-def _text(all_stats: Sequence[Stats], width: int) -> str:
-    """A table per batcher, with the columns for which a line has room, and its lanes."""
-    wrap = partial(textwrap.wrap, width=width, subsequent_indent="  ")
+def _text(all_stats: Sequence[Stats]) -> str:
+    """A table per batcher, and its lanes; a terminal's lines are cut where it ends."""
     lines: list[str] = []
     for stats in all_stats:
-        lines += wrap(_title(stats))
-        rows = [{name: name for name in _COLUMNS}]
-        rows += [{n: show(worker) for n, show in _COLUMNS.items()} for worker in stats.workers]
-        widths = {name: max(len(row[name]) for row in rows) for name in _COLUMNS}
-        shown: set[str] = set()
-        for name in _BY_IMPORTANCE:
-            if sum(widths[each] + 2 for each in {*shown, name}) - 2 > width:
-                break
-            shown.add(name)
+        lines.append(_title(stats))
+        rows = [list(_COLUMNS)]
+        rows += [[show(worker) for show in _COLUMNS.values()] for worker in stats.workers]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
-            aligned = [
-                f"{row[name]:{'<' if name in _TEXT_COLUMNS else '>'}{widths[name]}}"
-                for name in _COLUMNS
-                if name in shown
-            ]
-            lines.append("  ".join(aligned).rstrip())
-        for worker in stats.workers:
-            lines += wrap(f"worker {worker.worker}: {_lanes(worker.lanes)}") if worker.lanes else []
-    return "\n".join([*lines, ""])
+            cells = (f"{cell:>{n}}" for cell, n in zip(row, widths, strict=True))
+            lines.append("  ".join(cells))
+        with_lanes = [worker for worker in stats.workers if worker.lanes]
+        lines += [f"worker {worker.worker}: {_lanes(worker.lanes)}" for worker in with_lanes]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return "".join(f"{line[:width]}\n" for line in lines)
 
 
 def _title(stats: Stats) -> str:
