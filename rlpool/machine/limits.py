@@ -158,12 +158,6 @@ def resident_bytes(pid: int | str | None = "self") -> int:
     return _kilobytes(file, "RssAnon", 0) + _kilobytes(file, "RssFile", 0)
 
 
-def private_bytes(pid: int) -> int:
-    """Memory of a process that no other has, such as its template; 0 if it is unknown."""
-    file = Path(f"/proc/{pid}/smaps_rollup")
-    return _kilobytes(file, "Private_Clean", 0) + _kilobytes(file, "Private_Dirty", 0)
-
-
 def has_ended(pid: int) -> bool:
     """Whether a process is no more, or waits for its parent to notice its end."""
     fields = stat_fields(pid)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rlpool.data.storage import NDArray
-from rlpool.machine.limits import has_ended, private_bytes, resident_bytes
+from rlpool.machine.limits import has_ended, resident_bytes
 from rlpool.observe.control import (
     MAX_REQUESTS,
     MAX_SHOWN_LANES,
@@ -19,9 +18,6 @@ from rlpool.observe.control import (
 )
 
 _COUNTS = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS, Word.N_STEPS)
-
-_MEMORY_EVERY_NS = 2_000_000_000
-"""The kernel walks all pages of a process to count them, and holds it up if it maps memory."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,7 @@ class WorkerStats:
         env_share: Share of the time in steps and resets of the environments, 0 to 1.
         agent_share: Share of the time in calls of the agent.
         waiting_share: Share of the time in which it had nothing to do. The rest is rlpool's own.
-        rss_bytes: Resident memory, without shared blocks, at most two seconds ago.
-        private_bytes: Memory that only this process has.
+        rss_bytes: Resident memory, without shared blocks.
         lanes: Its lanes; none if it has more than 1,024, and none of a ``ParallelEnvManager``.
     """
 
@@ -82,7 +77,6 @@ class WorkerStats:
     agent_share: float
     waiting_share: float
     rss_bytes: int
-    private_bytes: int
     lanes: tuple[LaneStats, ...]
 
 
@@ -113,9 +107,7 @@ class Stats:
         n_episodes: Episodes that ended.
         restarts: How often a worker was replaced.
         requests: The requests that the workers run, the oldest first, without those that failed.
-        workers: What each worker does; on several machines node after node, each numbered from 0.
-        nodes: By the name of each node of a cluster, what its workers do; empty on one machine.
-            The requests of a node are the groups of episodes that it runs.
+        workers: What each worker does.
 
     Example:
         >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -134,28 +126,6 @@ class Stats:
     restarts: int
     requests: tuple[RequestStats, ...]
     workers: tuple[WorkerStats, ...]
-    nodes: Mapping[str, Stats] = field(default_factory=dict)
-
-
-def stats_of(
-    name: str,
-    pid: int,
-    requests: Sequence[RequestStats],
-    workers: Sequence[WorkerStats],
-    nodes: Mapping[str, Stats] | None = None,
-) -> Stats:
-    """The ``Stats`` of an owner of workers, who may be on several machines."""
-    return Stats(
-        name=name,
-        pid=pid,
-        steps_per_s=sum(worker.steps_per_s for worker in workers),
-        n_steps=sum(worker.n_steps for worker in workers),
-        n_episodes=sum(worker.n_episodes for worker in workers),
-        restarts=sum(worker.restarts for worker in workers),
-        requests=tuple(requests),
-        workers=tuple(workers),
-        nodes=nodes or {},
-    )
 
 
 class StatsReader:
@@ -169,14 +139,20 @@ class StatsReader:
         self._control = control
         # By worker: since when its process ran, when that was read, and its _COUNTS.
         self._last: dict[int, tuple[int, int, NDArray]] = {}
-        self._memory: dict[int, tuple[int, int, int]] = {}  # by process: when, and its sizes
 
     def read(self) -> Stats:
         """What the workers do now; rates and shares since the last call."""
         control = self._control
-        workers = [self._worker(worker) for worker in range(control.n_workers)]
-        return stats_of(
-            control.name, int(control.header[Head.OWNER_PID]), self._requests(), workers
+        workers = tuple(self._worker(worker) for worker in range(control.n_workers))
+        return Stats(
+            name=control.name,
+            pid=int(control.header[Head.OWNER_PID]),
+            steps_per_s=sum(worker.steps_per_s for worker in workers),
+            n_steps=sum(worker.n_steps for worker in workers),
+            n_episodes=sum(worker.n_episodes for worker in workers),
+            restarts=sum(worker.restarts for worker in workers),
+            requests=self._requests(),
+            workers=workers,
         )
 
     def _requests(self) -> tuple[RequestStats, ...]:
@@ -201,7 +177,6 @@ class StatsReader:
             at_ns, before[:-1] = since_ns, 0
         *spent, n_steps = ((counts - before) / max(now_ns - at_ns, 1)).tolist()
         agent_share, env_share, waiting_share = (round(min(max(s, 0.0), 1.0), 4) for s in spent)
-        rss, private = self._sizes(pid, now_ns)
         return WorkerStats(
             worker=worker,
             pid=pid,
@@ -213,18 +188,9 @@ class StatsReader:
             env_share=env_share,
             agent_share=agent_share,
             waiting_share=waiting_share,
-            rss_bytes=rss,
-            private_bytes=private,
+            rss_bytes=resident_bytes(pid),
             lanes=lanes,
         )
-
-    def _sizes(self, pid: int, now_ns: int) -> tuple[int, int]:
-        """Resident and private memory of a process, as it was a moment ago."""
-        at_ns, rss, private = self._memory.get(pid, (-_MEMORY_EVERY_NS, 0, 0))
-        if now_ns - at_ns >= _MEMORY_EVERY_NS:
-            rss, private = resident_bytes(pid), private_bytes(pid)
-            self._memory[pid] = now_ns, rss, private
-        return rss, private
 
     def _lanes(self, worker: int, row: NDArray) -> tuple[LaneStats, ...]:
         n_lanes, n_calls = int(row[Word.N_LANES]), int(row[Word.STEPS])

@@ -64,7 +64,7 @@ def test_a_finished_request_is_counted_and_its_lanes_are_idle() -> None:
         assert (stats.n_steps, stats.n_episodes, stats.restarts) == (35, 7, 0)
         (worker,) = stats.workers
         assert (worker.pid, worker.state, worker.restarts) == (os.getpid(), "alive", 0)
-        assert worker.rss_bytes > worker.private_bytes // 2 > 0
+        assert worker.rss_bytes > 0
         assert lanes_of(stats) == [("idle", None, None, None)] * 2
         assert stats.steps_per_s > 0
 
