@@ -63,9 +63,6 @@ class BatcherBase(ProcessOwner):
     _unconfirmed: tuple[Any, Infos] | None = None  # see ``once``
     _progress: ShowProgress = False
 
-    _SHARES_NOTHING = ""
-    """Why the workers cannot share anything with this process, if they cannot."""
-
     _HOW_TO_PICKLE = (
         "create it inside create_env or create_agent, which run in the worker, or leave it out in "
         "the __getstate__ of what holds it"
@@ -117,7 +114,7 @@ class BatcherBase(ProcessOwner):
         if n_workers:
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, given, strict=True))
-            how = {"fix": self._HOW_TO_PICKLE, "refusal": self._SHARES_NOTHING}
+            how = {"fix": self._HOW_TO_PICKLE}
             functions = pickled(parts, functions, **how)
         failing = policy, timeout if n_workers else None
         self._dispatcher = self._started(functions, n_timesteps, n_slots, n_workers, *failing)
