@@ -23,7 +23,6 @@ from rlpool.batch.window_batcher import Batcher
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.envpool_env import EnvPoolEnv
 from rlpool.envs.gym_env import GymEnv, GymEnvInf
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv
@@ -87,7 +86,6 @@ __all__ = [
     "DictTensor",
     "EndedEpisodes",
     "EnvError",
-    "EnvPoolEnv",
     "EnvSpecError",
     "EpisodeBatcher",
     "EpisodeStatistics",

@@ -36,8 +36,8 @@ from rlpool.machine.arguments import whole_number
 
 Words = np.ndarray[Any, np.dtype[Any]]
 
-Seeding = Literal["episode", "request", "stream"]
-"""What can be seeded, from most to least; ``VectorGymEnv`` explains them."""
+Seeding = Literal["episode", "request"]
+"""What can be seeded: each lane, or all lanes of a request; ``VectorGymEnv`` explains them."""
 
 SEEDINGS: tuple[Seeding, ...] = get_args(Seeding)
 

@@ -16,9 +16,12 @@ References:
 
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode
 from torch import nn
 
 from rlpool import (
@@ -80,6 +83,18 @@ class ActorCritic(nn.Module, Agent):
     update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
+class SeededLanes(gymnasium.vector.VectorWrapper):
+    """Lanes of ale-py, which are reset one by one, each with a seed of its own."""
+
+    # A lane that is reset does not restart by itself.
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.DISABLED}
+
+    def reset(self, *, seed=None, options=None):
+        if isinstance(seed, list):  # one for each lane: ale-py wants those of lanes that are reset
+            seed = np.array(seed)[(options or {}).get("reset_mask", ...)]
+        return self.env.reset(seed=seed, options=options)
+
+
 def create_env(seed, env_id, n_workers, auto_reset=True):
     # Frames are skipped, shrunk and stacked in C++. Rewards are clipped by the learner, so that
     # returns are those of the game.
@@ -87,7 +102,8 @@ def create_env(seed, env_id, n_workers, auto_reset=True):
     from ale_py.vector_env import AtariVectorEnv  # here, since --help does without it
 
     env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
-    return VectorGymEnv(env, seed, auto_reset=auto_reset, info_keys={"lives": np.int32})
+    keys = {"lives": np.int32}
+    return VectorGymEnv(SeededLanes(env), seed, auto_reset=auto_reset, info_keys=keys)
 
 
 def learn(agent, optimizer, window):

@@ -165,8 +165,8 @@ def check_rows(step: StepSpecs | None, env_info: Mapping[str, NDArray]) -> None:
             raise SpecError(
                 f"env_info[{key!r}] has different rows, and one reset serves all lanes "
                 f"(seeding is {step.seeding!r})",
-                fix="give all rows the same value, or use a vector environment whose lanes "
-                "can be reset one by one, such as SyncVectorEnv",
+                fix="give all rows the same value, or use environments that can be reset alone "
+                "(GymEnv)",
             )
 
 

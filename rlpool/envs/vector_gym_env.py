@@ -2,72 +2,57 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import pickle
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from torch.utils import _pytree as pytree
 
+from rlpool.data.specs import leaves_of, nester, structure_of_space
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Results, wrong_count
-from rlpool.envs.gymnasium_vector import adapt, autoreset_mode
-from rlpool.envs.idle_lanes import IdleLanes
-from rlpool.envs.info_keys import InfoKeys
-from rlpool.envs.vec_env import Options
-from rlpool.envs.vector_infos import refuse_wrong_statistics
-from rlpool.envs.vector_lanes import VectorLanes
-from rlpool.envs.vector_results import (
-    as_bools,
-    checked_pair,
-    per_lane,
-    with_equal_options,
-)
-from rlpool.envs.vector_seeding import detected_seeding
-from rlpool.errors import SpecError, UsageError
+from rlpool.envs.columns import Results, as_array, wrong_count
+from rlpool.envs.info_keys import InfoKeys, info_specs
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.errors import SpecError, UsageError, described
 from rlpool.machine.arguments import check_choice, whole_number
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 
+_LOG = logging.getLogger("rlpool")
 _ALL = slice(None)
-_RESULTS = "reward", "terminated", "truncated"
+_N_STEPS = 8  # looked at after each reset to find out the seeding, where lanes restart on their own
+_SAME_STEP, _DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 
 
-class VectorGymEnv(VectorLanes):
+class VectorGymEnv(VecEnv):
     """A ``gymnasium.vector.VectorEnv``: one lane per sub-environment, one call per batch step.
 
     Keys, dtypes, time limits, ``env_info`` and errors are those of ``GymEnv``. What differs is
     how far episodes can be repeated, which depends on how the vector environment is reset:
 
     - ``"episode"``: single lanes, each with a seed of its own, by ``reset(seed=[...],
-      options={"reset_mask": ...})``: Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv``,
-      ale-py's ``AtariVectorEnv`` with ``AutoresetMode.NEXT_STEP``, and others with
-      ``AutoresetMode.DISABLED``. Everything that rlpool promises for a ``GymEnv`` holds. Lanes with
-      different options are reset one after another, by one call for each.
+      options={"reset_mask": ...})`` with ``AutoresetMode.DISABLED``. Everything that rlpool
+      promises for a ``GymEnv`` holds. Lanes with different options are reset one after another, by
+      one call for each.
     - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``. Every request
       begins with one reset of all lanes, seeded; later episodes begin by the environment's own
       auto-reset. The same requests give the same bits for the same number of workers and lanes,
       whatever ran before. If a worker dies, its part of the request is repeated, with the same
-      bits.
-    - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing. Only a whole run gives the same
-      bits again, from the construction on; a batcher logs a warning that says so. After a worker's
-      death a new instance runs its part of the request again. ``info["reproducible"]``, the same
-      for all rows of a result, is False if a worker was replaced before the result was complete, or
-      some request failed or was given up.
+      bits. All rows of ``env_info`` have to be equal; ``info["seed"]`` is the seed of the reset.
+      Windows cannot go on after a worker's death: call ``reset``.
 
-    With ``"request"`` and ``"stream"`` all rows of ``env_info`` have to be equal, since one reset
-    serves all lanes; ``info["seed"]`` is its seed. Errors carry no actions, and windows cannot go
-    on after a worker's death: call ``reset``.
+    If ``reset(seed=...)`` does not repeat anything, no data can be repeated: one warning says so.
 
-    A vector environment steps all lanes at once. Lanes without an episode are in no result; nor are
-    the steps in which lanes restart (``AutoresetMode.NEXT_STEP``). Those of a ``SyncVectorEnv`` or
-    ``AsyncVectorEnv`` rest meanwhile, others step as well: where single lanes are reset, they
-    repeat what an episode has done before, else they take the actions of another lane.
+    A vector environment steps all lanes at once. A lane without an episode takes the action of the
+    first lane that has one; what it does is in no result, nor are the steps in which lanes restart
+    (``AutoresetMode.NEXT_STEP``). If a step or reset raises, the error names the first lane that
+    was to step.
 
-    Options of a reset are a dict, an empty one without ``env_info``. If a step or reset raises,
-    the error names the sub-environment of a ``SyncVectorEnv`` or ``AsyncVectorEnv`` that failed,
-    for others the first lane that was to step. An ``AsyncVectorEnv`` cannot be used afterwards:
-    Gymnasium has ended the process. Let the batcher replace the worker, by
-    ``on_env_error="restart"``.
+    ``SyncVectorEnv`` and ``AsyncVectorEnv`` are refused: a ``GymEnv`` of their environments does
+    the same in several processes. Options of a reset are a dict, an empty one without ``env_info``.
 
     Args:
         vector_env: The vector environment, wrapped or not. This object closes it.
@@ -86,21 +71,22 @@ class VectorGymEnv(VectorLanes):
 
     Attributes:
         vector_env: The vector environment.
-        seeding: ``"episode"``, ``"request"`` or ``"stream"``.
-        at_rest: bool ``[n_lanes]``: the lanes that the step being made leaves as they are.
+        seeding: ``"episode"`` or ``"request"``.
         observation_space: The space of one lane's observations.
         action_space: The space of one lane's actions.
 
     Raises:
-        SpecError: For anything but a vector environment, for spaces without a fixed shape, for an
-            ``AsyncVectorEnv`` that forgets what was reset, if the seeding cannot be found out, and
-            for ``info_keys`` that ``GymEnv`` refuses.
+        SpecError: For anything but a vector environment that computes its lanes together, for
+            spaces without a fixed shape, if the seeding cannot be found out, and for ``info_keys``
+            that ``GymEnv`` refuses.
 
     Example:
         >>> env = VectorGymEnv(gymnasium.make_vec("CartPole-v1", num_envs=3))
         >>> env.n_lanes, env.seeding
         (3, 'request')
     """
+
+    steps_all_lanes = True
 
     def __init__(
         self,
@@ -118,26 +104,48 @@ class VectorGymEnv(VectorLanes):
         self._limit = max_episode_steps
         if max_episode_steps is not None:
             self._limit = whole_number("max_episode_steps", max_episode_steps, 1)
-        super().__init__(vector_env, seed, keep_float64=keep_float64, info_keys=info_keys)
-        self.auto_reset, n_lanes, vector_env = auto_reset, self.n_lanes, self.vector_env
-        self.seeding: Seeding = seeding or detected_seeding(vector_env)
-        refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
-        self.at_rest = self._none_rests = np.zeros(n_lanes, bool)
-        self._idle = IdleLanes(n_lanes, can_rest=adapt(vector_env, self))
-        self._repeats = self.seeding == "episode" and not self._idle.can_rest
-        self._mode = autoreset_mode(vector_env)
-        self._was_reset = False  # all lanes, at least once, by this object
+        _check_is_vector_env(vector_env)
+        super().__init__(vector_env.num_envs, seed)
+        self.vector_env: Any = vector_env
+        self.auto_reset, n_lanes = auto_reset, self.n_lanes
+        self.observation_space = vector_env.single_observation_space
+        self.action_space = vector_env.single_action_space
+        self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
+        observed = structure_of_space(
+            self.observation_space, keep_float64=keep_float64, name="single_observation_space"
+        )
+        self._observations = self._declare_structure(observed)
+        stored, native = (
+            structure_of_space(self.action_space, keep_float64=wide, name="single_action_space")
+            for wide in (keep_float64, True)
+        )
+        self._action_leaves = leaves_of({"action": stored}, "")
+        self._native_actions = leaves_of({"action": native}, "")
+        self._action_dtypes = {key: leaf.spec.dtype for key, leaf in self._native_actions.items()}
+        self._nest_action = nester(native)
+        self._mode = _autoreset_mode(vector_env)
+        self.seeding: Seeding = seeding or _detected_seeding(vector_env)
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
         self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
-        # Only where lanes cannot be reset one by one:
+        self._begun: tuple[int, int, Options] = (
+            0,
+            0,
+            None,
+        )  # of the last reset
+        # Only where lanes can be reset one by one:
+        self._was_reset = False  # all lanes, at least once, by this object
+        # Only where they cannot:
         self._is_anew = True  # whether the next reset is one of all lanes
-        self._begun: tuple[int, int, Options] = 0, 0, None  # seed, number and options of the last
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
         self._shown: Any = None  # the last observation of all lanes
         self._shown_infos: Any = {}  # the infos beside it
         self._is_written = False  # whether that of every lane is in its column
         self._last_batch: Any = None
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        self.vector_env.close()
 
     # Resets --------------------------------------------------------------------------------
 
@@ -146,16 +154,16 @@ class VectorGymEnv(VectorLanes):
     ) -> None:
         self.lane_in_use[0] = lanes[0]
         try:
-            if self.seeding != "episode":
+            if self.seeding == "request":
                 self._begin(lanes, seeds, options)
                 return
             # Until they are reset: if that fails, nobody knows in which state they are.
             self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
-            for rows in with_equal_options(options):
+            for rows in _with_equal_options(options):
                 some = [lanes[row] for row in rows]
                 begun = some, [seeds[row] for row in rows], options[rows[0]]
                 self._write(some, *self._reset_some(*begun))
-                self._idle.note_reset(*begun)
+                self._begun = seeds[rows[0]], 0, options[rows[0]]
         except BaseException as error:
             self._fail("reset", error)
         self._in_episode[list(lanes)] = True
@@ -184,7 +192,7 @@ class VectorGymEnv(VectorLanes):
     ) -> None:
         """Begin episodes in lanes that are at the start of one."""
         if self._is_anew:
-            if len(with_equal_options(options)) > 1:
+            if len(_with_equal_options(options)) > 1:
                 raise SpecError(
                     "the lanes have different options, and one reset serves all of them "
                     f"(seeding is {self.seeding!r})",
@@ -204,7 +212,7 @@ class VectorGymEnv(VectorLanes):
 
     def _reset_all(self, seed: int, number: int, options: Options) -> None:
         """Reset all lanes, for the ``number``-th time with this seed."""
-        if self._mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+        if self._mode not in (AutoresetMode.NEXT_STEP, _SAME_STEP):
             raise SpecError(
                 f"the lanes of {self.vector_env} cannot be reset one by one, and do not restart "
                 f'by themselves (metadata["autoreset_mode"] is {self._mode})',
@@ -214,7 +222,7 @@ class VectorGymEnv(VectorLanes):
         self._is_anew = True  # until that is done
         used = stream_seed(seed, number) if number else seed
         result = self.vector_env.reset(seed=used, options=dict(options or {}))
-        self._shown, self._shown_infos = checked_pair(result)
+        self._shown, self._shown_infos = _checked_pair(result)
         self._is_written = False
         self._begun = seed, number, options
         self._in_episode[:] = self._has_ended[:] = self._is_anew = False
@@ -232,25 +240,19 @@ class VectorGymEnv(VectorLanes):
             # New in each call: Gymnasium takes the mask out of the dict.
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
-        result = self.vector_env.reset(seed=every, options=given)
-        shown = checked_pair(result)
+        shown = _checked_pair(self.vector_env.reset(seed=every, options=given))
         self._was_reset = True
         self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
         return shown
 
-    def _keep_idle(self, rows: NDArray) -> None:
-        """Let lanes without an episode rest, where that is possible, or begin the one to repeat."""
-        idle = np.ones(self.n_lanes, bool)
+    def _reset_idle(self, rows: NDArray) -> None:
+        """Reset lanes without an episode that refuse another step, as the last one was reset."""
+        idle = self._has_ended.copy()
         idle[rows] = False
-        if self._idle.can_rest:
-            self.at_rest = idle
-        begin = self._idle.to_reset(idle, self._has_ended, self._elapsed)
-        if begin:
-            self._reset_some(begin, *self._idle.episode(len(begin)))
-
-    def _act_idle(self, parts: Sequence[NDArray], idle: NDArray | None) -> None:
-        self._idle.act(parts, idle, self._elapsed)
+        if lanes := np.flatnonzero(idle).tolist():
+            seed, _, options = self._begun
+            self._reset_some(lanes, [seed] * len(lanes), options)
 
     # Steps ---------------------------------------------------------------------------------
 
@@ -263,7 +265,7 @@ class VectorGymEnv(VectorLanes):
             if self.seeding == "episode":
                 self._refuse_left_out(lanes, in_episode)
                 if not all_step:
-                    self._keep_idle(rows)
+                    self._reset_idle(rows)
             elif not np.count_nonzero(self._in_episode) and not np.count_nonzero(self._has_ended):
                 # All were truncated here, and none of them would restart soon by itself.
                 seed, number, options = self._begun
@@ -275,8 +277,6 @@ class VectorGymEnv(VectorLanes):
             rewards, terminated, truncated = self._step_all(lanes, self._last_batch)
         except BaseException as error:
             self._fail("step", error)
-        finally:
-            self.at_rest = self._none_rests
         if self._limit is not None:
             truncated = np.where(self._elapsed >= self._limit, True, truncated)
         if not all_step:
@@ -286,11 +286,18 @@ class VectorGymEnv(VectorLanes):
                 np.where(in_episode, values, values.dtype.type(0))
                 for values in (rewards, terminated, truncated)
             )
-        over = as_bools(terminated) | as_bools(truncated)
-        self._in_episode[rows] = in_episode & ~over
-        if self._repeats:
-            self._idle.note_step(lanes, self._elapsed, over)
+        self._in_episode[rows] = in_episode & ~(_as_bools(terminated) | _as_bools(truncated))
         return rewards, terminated, truncated
+
+    def _batch(self, rows: Any, actions: Mapping[str, NDArray]) -> Any:
+        """The actions of all lanes, as the vector environment takes them: copies."""
+        parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
+        if not isinstance(rows, slice):
+            idle = np.ones(self.n_lanes, bool)
+            idle[rows] = False
+            for array in parts:
+                array[idle] = array[rows[0]]  # their own row may hold anything
+        return self._nest_action(parts)
 
     def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[NDArray, NDArray, NDArray]:
         """Step the vector environment; write the observations of some lanes."""
@@ -302,18 +309,46 @@ class VectorGymEnv(VectorLanes):
             raise wrong_count("step", "five", result)
         self._shown, *results, self._shown_infos = result
         self._is_written = False
-        each = map(per_lane, _RESULTS, results, repeat(self.n_lanes))
+        names, n_lanes = ("reward", "terminated", "truncated"), self.n_lanes
+        each = (_per_lane(*pair, n_lanes) for pair in zip(names, results, strict=True))
         rewards, terminated, truncated = each
-        ended = as_bools(terminated) | as_bools(truncated)
+        ended = _as_bools(terminated) | _as_bools(truncated)
         if lanes:
             self._write(lanes, self._shown, self._shown_infos)
-        if self._mode is AutoresetMode.SAME_STEP:
+        if self._mode is _SAME_STEP:
             self._write_final([lane for lane in lanes if ended[lane]], self._shown_infos)
             self._at_start, self._has_ended[:] = ended, False
         else:
             self._at_start, self._has_ended = restarting, ended
             self._is_written = len(lanes) == self.n_lanes
         return rewards, terminated, truncated
+
+    def _write(self, lanes: Sequence[int], observation: Any, infos: Any) -> None:
+        """Write what a call has returned about lanes."""
+        self._observations.write_batch(lanes, observation)
+        if self._infos is not None:
+            self._infos.write_batch(lanes, infos)
+
+    def _write_final(self, ended: Sequence[int], infos: Any) -> None:
+        """Write the last observations and infos of lanes that have restarted within the step."""
+        if not ended:
+            return
+        is_batch = isinstance(infos, Mapping)
+        final = infos.get("final_obs") if is_batch else [info.get("final_obs") for info in infos]
+        is_array = isinstance(final, np.ndarray)
+        is_list = isinstance(final, list) or (is_array and final.dtype.kind == "O")
+        if final is None or (is_list and any(final[lane] is None for lane in ended)):
+            raise SpecError(
+                "a lane restarted in the step that ended its episode, and the infos have no "
+                "'final_obs'",
+                fix="use AutoresetMode.NEXT_STEP or AutoresetMode.DISABLED",
+            )
+        if is_list:
+            self._observations.write(ended, [final[lane] for lane in ended])
+        else:
+            self._observations.write_batch(ended, final)
+        if self._infos is not None:
+            self._infos.write_final(ended, infos)
 
     def _refuse_left_out(self, lanes: Sequence[int], in_episode: NDArray) -> None:
         """Lanes that a step left out have gone on: their episodes must not be continued."""
@@ -341,3 +376,140 @@ def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
     except BaseException:
         made.close()
         raise
+
+
+def _check_is_vector_env(value: Any) -> None:
+    """Raise unless a value is a vector environment that computes its lanes together."""
+    if not isinstance(value, VectorEnv):
+        raise SpecError(
+            f"VectorGymEnv got {value!r:.60}, not a gymnasium.vector.VectorEnv",
+            fix="pass what gymnasium.make_vec returns; single environments go into a GymEnv",
+        )
+    if isinstance(value.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        kind = type(value.unwrapped).__name__
+        raise SpecError(
+            f"VectorGymEnv got a {kind}, which steps single environments",
+            fix="give its environments to GymEnv: GymEnv([make() for _ in range(n)], seed); "
+            "n_workers runs them in several processes",
+        )
+
+
+def _autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
+    """When lanes of a vector environment restart by themselves, ``None`` if it does not say."""
+    try:
+        return AutoresetMode(env.metadata.get("autoreset_mode"))
+    except ValueError:
+        return None
+
+
+def _with_equal_options(options: Sequence[Options]) -> list[list[int]]:
+    """The positions of equal options, together."""
+    if len(options) == 1 or not any(options):
+        return [list(range(len(options)))] if options else []
+    groups: dict[bytes, list[int]] = {}
+    for row, option in enumerate(options):
+        # Bytes tell 1 from True, and compare arrays as well.
+        groups.setdefault(pickle.dumps(option), []).append(row)
+    return list(groups.values())
+
+
+def _checked_pair(result: Any) -> tuple[Any, Any]:
+    """The observation and the infos that ``reset`` returned."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise wrong_count("reset", "two", result)
+    return result
+
+
+def _as_bools(flags: NDArray) -> NDArray:
+    """Flags as bools, copied only if they are not."""
+    return flags if flags.dtype == np.bool_ else flags.astype(bool)
+
+
+def _per_lane(name: str, values: Any, n_lanes: int) -> NDArray:
+    """Rewards or flags as an array ``[n_lanes]``.
+
+    Raises:
+        SpecError: If there is not one for each lane.
+    """
+    array = as_array(values)
+    if array.shape != (n_lanes,):
+        raise SpecError(
+            f"{name!r} should have shape [{n_lanes}], got {list(array.shape)}",
+            fix="return one value per lane",
+        )
+    return array
+
+
+# How episodes can be seeded ---------------------------------------------------------------------
+
+
+def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
+    """Find out what can be seeded, by resets and steps; afterwards all lanes need a reset.
+
+    Raises:
+        SpecError: If it cannot be reset with a seed and without options, so that nothing shows.
+    """
+    try:
+        if _autoreset_mode(env) is _DISABLED and _lanes_repeat(env):
+            return "episode"
+    except Exception as error:
+        _LOG.debug("single lanes cannot be reset: %s", described(error))
+    try:
+        repeats = _all_repeat(env)
+    except Exception as error:
+        raise SpecError(
+            f"{env} cannot be reset with reset(seed=0): {described(error)}",
+            fix=f"say how it can be seeded: VectorGymEnv(..., seeding=...), one of {SEEDINGS}",
+        ) from error
+    if not repeats:
+        _LOG.warning(
+            "%s cannot be seeded: reset(seed=0) is followed by other steps each time, so that the "
+            "same seeds do not give the same data",
+            env,
+            extra={"once": "seeding"},  # not from every worker
+        )
+    return "request"
+
+
+def _lanes_repeat(env: Any) -> bool:
+    """Whether the reset of one lane leaves the others alone, and repeats that lane's episode."""
+    n_lanes, action = env.num_envs, _some_action(env)
+    seeds = list(range(n_lanes))
+    started = _parts(env.reset(seed=seeds)[0])
+    stepped = _parts(env.step(action)[:4])
+    others = _parts(env.reset(seed=[seed + n_lanes for seed in seeds])[0])
+    mask = np.arange(n_lanes) == 0
+    restarted = _parts(env.reset(seed=seeds, options={"reset_mask": mask})[0])
+    repeated = restarted + _parts(env.step(action)[:4])
+    is_alone = _same(restarted, others, 1, n_lanes)
+    return is_alone and _same(repeated, started + stepped, 0, 1)
+
+
+def _all_repeat(env: VectorEnv[Any, Any, Any]) -> bool:
+    """Whether the same seed for all lanes gives the same steps again."""
+    n_steps = 1 if _autoreset_mode(env) is _DISABLED else _N_STEPS
+    runs = []
+    for _ in range(2):
+        run = _parts(env.reset(seed=0)[0])
+        for _ in range(n_steps):
+            run += _parts(env.step(_some_action(env))[:4])
+        runs.append(run)
+    return _same(*runs, 0, env.num_envs)
+
+
+def _some_action(env: VectorEnv[Any, Any, Any]) -> Any:
+    """Actions for all lanes, always the same."""
+    space = copy.deepcopy(env.action_space)
+    space.seed(0)
+    return space.sample()
+
+
+def _parts(value: Any) -> list[NDArray]:
+    """Copies of all arrays ``[n_lanes, ...]`` in a nested value."""
+    return [np.array(as_array(leaf)) for leaf in pytree.tree_leaves(value)]
+
+
+def _same(first: list[NDArray], second: list[NDArray], start: int, stop: int) -> bool:
+    """Whether lanes ``start`` to ``stop`` have the same bits."""
+    pairs = zip(first, second, strict=True)
+    return all(one[start:stop].tobytes() == two[start:stop].tobytes() for one, two in pairs)

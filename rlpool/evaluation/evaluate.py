@@ -81,7 +81,7 @@ def evaluate(
     modules that are attributes of agents, also in lists and dicts; not of those inside other
     objects), and may change what it likes. The same seeds give the same bits for any ``n_workers``
     and any number of environments that ``create_env`` makes, if their ``seeding`` is not
-    ``"request"`` or ``"stream"`` (see ``VectorGymEnv``) and ``agent_rows`` is a number.
+    ``"request"`` (see ``VectorGymEnv``) and ``agent_rows`` is a number.
 
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see

@@ -41,7 +41,6 @@ from rlpool.record.tape import action_row
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 
 _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds
-_SEEDED = ("episode", "request")  # where bits are promised
 _RNG = "let reset(seed=...) restore all state, draw from self.np_random alone, and share nothing"
 
 Problems = Iterator[tuple[bool, str, str]]
@@ -261,8 +260,6 @@ class EnvChecks(Checks):
     def repeats(self) -> Problems:
         """The same seed and actions give the same bits, whatever ran in between."""
         vec = self.lanes()
-        if vec.seeding not in _SEEDED:
-            return
         one, _, again = (self.episodes(vec, [self.seeds[n]])[0] for n in (0, 1, 0))
         yield from self._differing(one, again, "the same actions twice")
 
@@ -270,8 +267,6 @@ class EnvChecks(Checks):
         """So does another instance, as after a crash, in each of its lanes, beside others."""
         with seeded_generators(1):
             vec = self.lanes(1, n_lanes=2)
-            if vec.seeding not in _SEEDED:
-                return
             n_lanes = vec.n_lanes if vec.seeding == "episode" else 1
             seeds = episode_seeds(self.root, 0, n_lanes)
             together = self.episodes(vec, seeds)

@@ -46,7 +46,7 @@ def streamed(n_workers: int, n_pending: int, over: str = "gym") -> list[list[Any
 def test_the_order_of_calls_decides_which_policy_an_episode_runs_with(n_pending: int) -> None:
     found = streamed(0, n_pending)
     assert found == streamed(2, n_pending)
-    assert found == streamed(2, n_pending, over="sync")
+    assert found == streamed(2, n_pending, over="own")
     for number, (actions, ages, versions, _, in_flight) in enumerate(found):
         version = max(0, number - n_pending + 1)
         assert actions == versions == [version] * 4
@@ -67,7 +67,7 @@ def test_infos_may_depend_on_the_number_of_the_request() -> None:
     assert lengths == [[1, 1], [2, 2], [3, 3]]
 
 
-@pytest.mark.parametrize("places", [[0, "sync"], [2, "gym"], [1, "gym", 2]])
+@pytest.mark.parametrize("places", [[0, "own"], [2, "gym"], [1, "gym", 2]])
 def test_a_batcher_can_be_used_after_a_stream_was_left(places: Any) -> None:
     with create(*places) as batcher:
         with pytest.raises(ZeroDivisionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector import AutoresetMode
 from process.watching import assert_all_equal, assert_equal
 
 from rlpool import (
-    DictTensor,
     EnvError,
-    EnvSpecError,
     EpisodeBatcher,
     VectorGymEnv,
     WorkerDiedError,
@@ -25,7 +22,7 @@ from rlpool import (
 from support.faults import faults, strike
 from support.fragile import RecurrentAgent
 from support.variants import variants
-from support.vector_envs import ArrayEnv, ResultEnv, create_lanes, windows
+from support.vector_envs import ArrayEnv, create_lanes, windows
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -58,37 +55,28 @@ serial = cache(lambda: collect(0, {"over": "gym"}))
 
 
 @pytest.mark.parametrize(
-    ("n_threads", "over", "mode", "start_method"),
+    ("n_threads", "over", "start_method"),
     variants(
-        [(2, "async", "NextStep", "auto")],
-        [
-            (2, "sync", "NextStep", "auto"),
-            (1, "raw", "SameStep", "spawn"),
-            (3, "async", "SameStep", "spawn"),
-            (2, "array", "Disabled", "auto"),
-        ],
+        [(2, "own", "auto")], [(1, "raw", "spawn"), (3, "own", "spawn"), (2, "array", "auto")]
     ),
 )
 def test_any_number_of_workers_gives_the_bits_of_a_gym_env(
-    n_threads: int, over: str, mode: str, start_method: str
+    n_threads: int, over: str, start_method: str
 ) -> None:
-    env_args = {"over": over, "mode": mode}
+    env_args = {"over": over}
     assert_all_equal(collect(n_threads, env_args, start_method=start_method), serial())
 
 
 def test_episodes_that_wait_for_slots_stop_the_others_and_keep_their_bits() -> None:
-    assert_all_equal(collect(2, {"over": "sync"}, n_timesteps=4, n_slots=7), serial())
+    assert_all_equal(collect(2, {"over": "own"}, n_timesteps=4, n_slots=7), serial())
 
 
 @pytest.mark.promise("I3")
 @pytest.mark.parametrize(
     ("over", "row", "step", "kind"),
     variants(
-        [("sync", 4, 2, "sigkill"), ("async", 7, 3, "raise")],
-        [
-            *(("sync", 5, -1, "os_exit"), ("raw", 12, 1, "segfault"), ("async", 9, -1, "hang")),
-            ("async", 7, 3, "sigkill"),
-        ],
+        [("own", 4, 2, "sigkill"), ("own", 7, 3, "raise")],
+        [("own", 5, -1, "os_exit"), ("raw", 12, 1, "segfault"), ("own", 9, -1, "hang")],
     ),
 )
 def test_episodes_of_a_dead_worker_are_run_again_with_the_same_bits(
@@ -102,27 +90,13 @@ def test_episodes_of_a_dead_worker_are_run_again_with_the_same_bits(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("over", variants(["async"], ["sync"]))
-def test_the_lane_that_dies_is_named(tmp_path: Path, over: str) -> None:
-    env_args = {"over": over, "marks": str(tmp_path), "times": 9}
-    kind = WorkerDiedError if over == "sync" else EnvError
-    with pytest.raises(kind) as caught:
-        collect(1, env_args, {4: ("os_exit", 2)}, on_worker_failure="raise")
-    where = caught.value.where
-    assert (where.lane, where.row, where.step) == (1, 4, 2)
-
-
 @pytest.mark.promise("I3")
-@pytest.mark.parametrize(
-    ("over", "restarts"), variants([("sync", True)], [("async", True), ("sync", False)])
-)
-def test_windows_have_the_bits_of_a_gym_env_after_deaths(
-    tmp_path: Path, over: str, restarts: bool
-) -> None:
-    hits = {1: ("sigkill", 18), 4: ("sigkill", 10)} if over == "sync" else {}
+@pytest.mark.parametrize("restarts", variants([True], [False]))
+def test_windows_have_the_bits_of_a_gym_env_after_deaths(tmp_path: Path, restarts: bool) -> None:
+    hits = {1: ("sigkill", 18), 4: ("sigkill", 10)}
     options = {"n_threads": 2, "env_info": faults(6, hits, length=[30, 20, 11, 9, 25, 30])}
     run = partial(windows, create_lanes, [4], **options, restarts=restarts)
-    assert_all_equal(run(over=over, marks=str(tmp_path)), run(over="gym", marks=None))
+    assert_all_equal(run(over="own", marks=str(tmp_path)), run(over="gym", marks=None))
     assert len(list(tmp_path.iterdir())) == len(hits)
 
 
@@ -153,31 +127,23 @@ class Struck(ArrayEnv):
 
 
 def create_struck(
-    seed: int, seeds: str, mark: str = "/dev/null", kind: str = "none", n_left: int = 0
+    seed: int, mark: str = "/dev/null", kind: str = "none", n_left: int = 0
 ) -> VectorGymEnv:
-    seeding: Any = "request" if seeds == "all" else "stream"
-    return VectorGymEnv(Struck(mark, kind, n_left, seeds=seeds), seed, seeding=seeding)
-
-
-TOGETHER, ALONE = ((31, 20), (7,)), ((31,), (20,), (7,))
-"""Episodes of requests: two of three are made at the same time, or each after the one before."""
+    return VectorGymEnv(Struck(mark, kind, n_left, seeds="all"), seed, seeding="request")
 
 
 def share(
     n_threads: int,
-    seeds: str = "all",
     n_slots: int = 60,
-    groups: Sequence[Sequence[int]] = TOGETHER,
     **options: Any,
 ) -> list[Any]:
-    """Results of requests, those of a group made at the same time."""
+    """Results of three requests, two of which are made at the same time."""
     struck = {key: options.pop(key) for key in ("mark", "kind", "n_left") if key in options}
-    env_args = {"seeds": seeds, **struck}
     with EpisodeBatcher(
-        4, n_slots, RecurrentAgent, {}, create_struck, env_args, n_threads, 5, **options
+        4, n_slots, RecurrentAgent, {}, create_struck, struck, n_threads, 5, **options
     ) as batcher:
         results = []
-        for requests in groups:
+        for requests in ((31, 20), (7,)):
             for n_episodes in requests:
                 batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
             results += [batcher.get() for _ in requests]
@@ -224,7 +190,7 @@ def test_a_worker_that_is_replaced_for_its_age_runs_its_share_before() -> None:
 
 @pytest.mark.parametrize("n_threads", variants([2], [0]))
 def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path, n_threads: int) -> None:
-    env_args = {"seeds": "all", "mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12}
+    env_args = {"mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12}
     with EpisodeBatcher(
         4, 60, RecurrentAgent, {}, create_struck, env_args, n_threads, 5
     ) as batcher:
@@ -236,60 +202,11 @@ def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path, n_thr
         assert_equal(batcher.get(), share(n_threads)[1])
 
 
-@pytest.mark.promise("I3")
-def test_results_of_a_stream_say_that_a_worker_was_replaced_and_one_warning_explains_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    undisturbed = share(2, "nothing", groups=ALONE)
-    assert all(result.info["reproducible"].all() for result in undisturbed)
-    caplog.clear()
-    struck = {"mark": str(tmp_path / "mark"), "kind": "sigkill", "n_left": 44}
-    results = share(2, "nothing", groups=ALONE, **struck)
-    assert_equal(results[0], undisturbed[0])  # it was over
-    for result in results[1:]:
-        assert not result.info["reproducible"].any()
-        assert result["_done"][torch.arange(len(result.lengths)), result.lengths - 1].all()
-    assert caplog.text.count("cannot be seeded") == 1
-
-
-def test_results_of_a_stream_say_that_a_request_failed_before(tmp_path: Path) -> None:
-    env_args = {"seeds": "nothing", "mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12}
-    with EpisodeBatcher(
-        4, 60, RecurrentAgent, {}, create_struck, env_args, n_threads=1, seeds=5
-    ) as batcher:
-        for _ in range(2):
-            batcher.execute(20)
-        with pytest.raises(EnvError, match="struck"):
-            batcher.get()
-        result = batcher.get()
-    assert result is not None
-    assert not result.info["reproducible"].any()
-
-
 def test_windows_of_lanes_reset_together(tmp_path: Path) -> None:
-    run = partial(windows, create_struck, [2, 2], 4, seeds="all")
+    run = partial(windows, create_struck, [2, 2], 4)
     assert_all_equal(run(n_threads=1), run(n_threads=0))
     in_the_first = {"mark": str(tmp_path / "mark"), "kind": "sigkill", "n_left": 3}
     assert_all_equal(run(n_threads=2, **in_the_first), run(n_threads=2))
     assert (tmp_path / "mark").exists()
     with pytest.raises(WorkerDiedError):
         run(n_threads=2, mark=str(tmp_path / "other"), kind="sigkill", n_left=6)
-
-
-def test_what_a_process_returns_is_checked_before_gymnasium_converts_it() -> None:
-    lanes = [partial(ResultEnv, (reward, False, False)) for reward in (0.0, None)]
-    env = VectorGymEnv(AsyncVectorEnv(lanes, context="fork"), seeding="episode", info_keys=["x"])
-    env.reset()
-    with pytest.raises(EnvSpecError, match="should be") as caught:
-        env.step(DictTensor({"action": torch.zeros(2, dtype=torch.int64)}))
-    assert caught.value.where.lane == 1
-    env.close()
-
-
-def test_infos_of_processes_keep_what_each_lane_says() -> None:
-    lanes = [partial(ResultEnv, (0.0, False, False), info) for info in (0, 0.25)]
-    made = AsyncVectorEnv(lanes, context="fork")
-    env = VectorGymEnv(made, seeding="episode", info_keys=["x", "inner/x"])
-    for shown in (env.reset()[0], env.step(DictTensor({"action": torch.tensor([0, 0])}))[0][0]):
-        assert shown["x"].tolist() == shown["inner/x"].tolist() == [0, 0.25]
-    env.close()

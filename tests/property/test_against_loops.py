@@ -261,7 +261,6 @@ def scripted(
         ("reset together", 0.06, 1, {"over": "together"}),
         ("with workers", 0.05, 5, {"n_threads": [1, 2, 3]}),
         ("in a manager", 0.03, 5, {"over": "manager"}),
-        ("in processes of Gymnasium", 0.01, 4, {"over": "async"}),
     ],
 )
 def test_results_are_those_of_loops_by_hand(

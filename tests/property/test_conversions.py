@@ -17,6 +17,8 @@ from rlpool import Agent, Array, DictTensor, EpisodeBatcher, GymEnv, Pool, SpecE
 from rlpool.data.specs import fitted
 from rlpool.envs.vec_env import VecEnv
 
+from support.vector_envs import OwnVectorEnv
+
 Dtype = np.dtype[Any]
 Door = Callable[[Any], Any]
 """Hands a value over, and returns what is stored of it."""
@@ -193,25 +195,13 @@ def info(target: Dtype) -> Door:
     return reset
 
 
-def info_of_a_vector_env(target: Dtype) -> Door:
-    lanes = [ShowingEnv(), ShowingEnv(), ShowingEnv()]
-    vector_env = gymnasium.vector.SyncVectorEnv([lambda lane=lane: lane for lane in lanes])
-    envs = VectorGymEnv(vector_env, seeding="episode", info_keys={"frame_info": target})
-
-    def reset(value: Any) -> Any:
-        lanes[0].info, lanes[1].info = {"frame_info": 0}, {"frame_info": value}
-        return envs.reset()[0]["frame_info"][1].numpy()
-
-    return reset
-
-
 def action(target: Dtype) -> Door:
     envs = GymEnv([ShowingEnv(action_space=box(target))])
     return lambda value: step_of(envs, value)
 
 
 def action_of_a_vector_env(target: Dtype) -> Door:
-    vector_env = gymnasium.vector.SyncVectorEnv([lambda: ShowingEnv(action_space=box(target))])
+    vector_env = OwnVectorEnv([lambda: ShowingEnv(action_space=box(target))])
     envs = VectorGymEnv(vector_env, seeding="episode")
     return lambda value: step_of(envs, value)
 
@@ -220,7 +210,7 @@ DOORS = {
     door.__name__: door
     for door in (
         *(function, part_of_an_array, array_write, array_item, next_state, stored_action),
-        *(observation, kept_observation, info, info_of_a_vector_env),
+        *(observation, kept_observation, info),
         *(action, action_of_a_vector_env),
     )
 }
@@ -247,11 +237,10 @@ def test_a_number_arrives_as_it_is_or_is_refused_by_name(name: str) -> None:
     assert all("frame" in what or "action" in what or "written" in what for what in refused)
 
 
-@pytest.mark.parametrize("kind", [GymEnv, "SyncVectorEnv", Pool])
+@pytest.mark.parametrize("kind", [GymEnv, Pool])
 def test_rewards_are_rounded_to_float32_or_refused(kind: Any) -> None:
     env, refused = ShowingEnv(), []
-    vector_env = gymnasium.vector.SyncVectorEnv([lambda: env])
-    envs = GymEnv([env]) if kind is GymEnv else VectorGymEnv(vector_env, seeding="episode")
+    envs = GymEnv([env])
     for value in itertools.chain.from_iterable(map(values_of, DTYPES)):
         with np.errstate(over="ignore"):
             wanted = np.float32(value)

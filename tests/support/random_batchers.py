@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 from rlpool import (
     Batcher,
@@ -34,8 +34,8 @@ class Setting:
 
     Attributes:
         over: Where lanes are. ``"gym"``, ``"lagging"`` ones with ``min_ready``, ``"manager"``;
-            vector environments ``"sync"`` and ``"async"`` with an autoreset ``mode``, ``"array"``,
-            and ``"together"``, whose lanes are reset together.
+            vector environments ``"array"`` and ``"together"`` (whose lanes are reset together)
+            with an autoreset ``mode``.
         restarts: Whether lanes of windows restart on their own.
     """
 
@@ -90,16 +90,10 @@ class Setting:
             "keep_float64": self.keep_float64,
             "info_keys": INFOS[self.infos],
         }
-        if self.over in ("sync", "async", "array", "together"):
-            seeding = None
-            if self.over == "sync":
-                env: Any = SyncVectorEnv(fns, autoreset_mode=self.mode)
-            elif self.over == "async":
-                env = AsyncVectorEnv(fns, context="fork", autoreset_mode=self.mode)
-            else:
-                env = self.arrays()
-                options |= {"info_keys": None}
-                seeding = "episode" if self.over == "array" else self.seeding
+        if self.over in ("array", "together"):
+            options |= {"info_keys": None}
+            seeding = "episode" if self.over == "array" else self.seeding
+            env = self.arrays()
             return VectorGymEnv(env, seed, seeding=seeding, auto_reset=self.restarts, **options)
         if self.over == "manager":
             options |= {"auto_reset": self.restarts, "min_ready": self.min_ready}
@@ -120,7 +114,7 @@ class Setting:
     @property
     def seeding(self) -> Any:
         """What is claimed of lanes that are reset together, nothing if it is to be found out."""
-        return [None, "request", "stream"][self.seeds % 3]
+        return [None, "request"][self.seeds % 2]
 
     def batcher(self, windows: bool) -> Any:
         kind = Batcher if windows else EpisodeBatcher
@@ -163,7 +157,7 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         over: Where its lanes are, by default in this process.
         n_threads: Number of workers.
     """
-    over = over or rng.choice(["gym"] * 4 + ["lagging", "sync", "sync", "array", "together"])
+    over = over or rng.choice(["gym"] * 4 + ["lagging", "array", "together"])
     together = over == "together"
     mode = rng.choice(MODES[: 2 + (not together)])
     n_lanes = rng.randint(1, 5)
@@ -172,8 +166,7 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         observes=rng.choice(list(OBSERVED)),
         acts=rng.choice(list(ACTED)),
         infos=rng.choice(["none", "none", *INFOS]),
-        # Gymnasium's processes reset an environment before they send what it returned.
-        reuses=rng.random() < 0.3 and (over, mode) != ("async", "SameStep"),
+        reuses=rng.random() < 0.3,
         keep_float64=rng.random() < 0.3,
         limit=rng.choice([None, None, 1, 4]),
         n_noise=rng.choice([0, 1, 3]),

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from rlpool import Batcher, GymEnv, GymEnvInf, TemporalDictTensor, VectorGymEnv
@@ -17,26 +15,6 @@ from rlpool import Batcher, GymEnv, GymEnvInf, TemporalDictTensor, VectorGymEnv
 from support.fragile import FragileEnv, RecurrentAgent
 
 MODES = tuple(AutoresetMode)
-
-
-class ResultEnv(gymnasium.Env[Any, Any]):
-    """Returns the same in every step.
-
-    Args:
-        results: Reward, terminated and truncated.
-        info: What its infos hold, under ``"x"`` and ``"inner/x"``.
-    """
-
-    observation_space, action_space = spaces.Box(0, 1, (1,)), spaces.Discrete(2)
-
-    def __init__(self, results: tuple[Any, Any, Any], info: Any = 0) -> None:
-        self.results, self.info = results, {"x": info, "inner": {"x": info}}
-
-    def reset(self, **_: Any) -> Any:
-        return np.zeros(1, np.float32), self.info
-
-    def step(self, action: Any) -> Any:
-        return np.zeros(1, np.float32), *self.results, self.info
 
 
 class ArrayEnv(VectorEnv[Any, Any, Any]):
@@ -196,9 +174,9 @@ def windows(
 
 def create_lanes(
     seed: int,
-    over: str = "sync",
+    over: str = "own",
     n_lanes: int = 3,
-    mode: str = "NextStep",
+    mode: str = "Disabled",
     restarts: bool = False,
     kind: Any = FragileEnv,
     limit: int | None = None,
@@ -208,8 +186,8 @@ def create_lanes(
 
     Args:
         seed: See ``VectorGymEnv``.
-        over: ``"gym"`` for a ``GymEnv``; ``"sync"``, ``"async"`` and ``"array"`` for the vector
-            environments; ``"raw"`` for one that is not wrapped.
+        over: ``"gym"`` for a ``GymEnv``; ``"own"`` and ``"array"`` for the vector environments;
+            ``"raw"`` for one that is not wrapped.
         n_lanes: Number of lanes.
         mode: ``AutoresetMode`` of the vector environment.
         restarts: Whether lanes of windows restart on their own.
@@ -223,10 +201,8 @@ def create_lanes(
         return (GymEnvInf if restarts else GymEnv)(envs, seed, max_episode_steps=limit)
     if over == "array":
         env: Any = ArrayEnv(n_lanes, AutoresetMode(mode))
-    elif over == "async":  # forked: workers spawn by default, which takes seconds
-        env = AsyncVectorEnv(fns, context="fork", autoreset_mode=mode)
     else:
-        env = SyncVectorEnv(fns, autoreset_mode=mode)
+        env = OwnVectorEnv(fns, mode)
     if over == "raw":
         return env
     return VectorGymEnv(env, seed, seeding="episode", auto_reset=restarts, max_episode_steps=limit)

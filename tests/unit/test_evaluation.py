@@ -31,6 +31,7 @@ from rlpool import (
 
 from support.agents import StepCounter
 from support.envs import AncestorCountingEnv, CountingEnv, create_counting
+from support.vector_envs import OwnVectorEnv
 
 
 class Policy(nn.Module, Agent):
@@ -329,7 +330,7 @@ def test_what_cannot_be_filmed_is_refused(
 @pytest.mark.usefixtures("moviepy")
 def test_only_environments_of_a_gym_env_can_be_filmed(tmp_path: Path) -> None:
     def create_env(seed: int) -> VectorGymEnv:
-        return VectorGymEnv(gymnasium.vector.SyncVectorEnv([CountingEnv] * 2), seed)
+        return VectorGymEnv(OwnVectorEnv([CountingEnv] * 2, "Disabled"), seed)
 
     assert evaluate(StepCounter(), create_env, 3).returns.tolist() == [6.0] * 3
     with pytest.raises(WorkerError, match="video needs the environments of a GymEnv"):

@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlpool import (
     Agent,
     AgentError,
     DictTensor,
-    EnvError,
     EpisodeBatcher,
     VectorGymEnv,
 )
 
 from support.agents import FunctionAgent, Vandal, zeros
-from support.envs import CountingEnv, FailingEnv, create_counting
-from support.vector_envs import ArrayEnv
+from support.envs import CountingEnv, create_counting
+from support.vector_envs import OwnVectorEnv
 
 N_LANES = 4
 
@@ -89,146 +87,33 @@ def test_infos_of_a_request_that_failed_are_shown_to_nobody(initial: bool) -> No
 # Vector environments ------------------------------------------------------------------------
 
 
-class Fragile(CountingEnv):
-    """Raises in the fourth step of an episode of 7 steps, and in the third of one of 9 steps."""
+class Strict(CountingEnv):
+    """Takes no action but 7, and no step after its end."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.has_ended = False
+        return super().reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.length == 7 and self.t == 3:
-            raise RuntimeError("stepped past its limit")
-        if self.length == 9 and self.t == 2:
-            raise RuntimeError("no such step")
-        return super().step(action)
-
-
-class Picky(CountingEnv):
-    """Takes the number of its episode and nothing else as an action."""
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if action != self.number:
+        if action != 7 or self.has_ended:
             raise RuntimeError(f"illegal action {action}")
-        return super().step(action)
+        result = super().step(action)
+        self.has_ended = result[2]
+        return result
 
 
-class FragileArrays(ArrayEnv):
-    """Lanes without an object each, which raise as those of ``Fragile`` do."""
-
-    def step(self, actions: Any) -> Any:
-        if ((self._length == 7) & (self._t == 3)).any():
-            raise RuntimeError("stepped past its limit")
-        if ((self._length == 9) & (self._t == 2)).any():
-            raise RuntimeError("no such step")
-        return super().step(actions)
-
-
-def create_vector(
-    seed: int, over: str, kind: Any = Fragile, limit: int | None = None
-) -> VectorGymEnv:
-    fns = [kind] * N_LANES
-    made: Any
-    if over == "sync":
-        made = SyncVectorEnv(fns)
-    elif over == "arrays":
-        made = FragileArrays(N_LANES, AutoresetMode.DISABLED)
-    else:
-        shared = over == "async"
-        mode = AutoresetMode.NEXT_STEP if shared else AutoresetMode.DISABLED
-        made = AsyncVectorEnv(fns, context="fork", shared_memory=shared, autoreset_mode=mode)
-    return VectorGymEnv(made, seed, seeding="episode", max_episode_steps=limit)
-
-
-def play_id(state: Any, observation: Any, agent_info: Any, history: Any) -> Any:
-    action = observation["frame"][:, 1].long() if observation["frame"].shape[1] == 2 else None
-    action = zeros(observation) if action is None else action
-    return None, DictTensor({"action": action}), None
-
-
-OVER = ["sync", "async", "async, pickled", "arrays"]
-
-
-@pytest.mark.parametrize("over", OVER)
-def test_lanes_truncated_by_a_limit_are_not_stepped_past_it(over: str) -> None:
-    """The environment raises where the limit should have stopped it."""
-    with make(lambda: FunctionAgent(play_id), create_vector, over=over, limit=3) as batcher:
-        for lengths in ([7, 7, 7, 7], [7], [7, 7, 7, 7, 7], [1, 7]):
-            limited = [min(length, 3) for length in lengths]
-            assert run(batcher, lengths).lengths.tolist() == limited
-
-
-@pytest.mark.parametrize("over", OVER)
-def test_episodes_of_a_request_that_failed_are_not_stepped_on(over: str) -> None:
-    def fail_once(state: Any, observation: Any, agent_info: Any, history: Any) -> Any:
-        if agent_info is not None and (observation["frame"][:, 0] == 1).all():
-            raise RuntimeError("refused")
-        return play_id(state, observation, agent_info, history)
-
-    with make(lambda: FunctionAgent(fail_once), create_vector, over=over) as batcher:
-        assert run(batcher, [4, 2]).lengths.tolist() == [4, 2]
-        for lengths in ([8], [5, 8], [8] * 6):
-            with pytest.raises(AgentError, match="refused"):
-                run(batcher, [9, 9, 9, 9], id=0)
-            assert run(batcher, lengths).lengths.tolist() == lengths
-
-
-def play_legal(state: Any, observation: Any, agent_info: Any, history: Any) -> Any:
-    return None, DictTensor({"action": agent_info["legal"]}), None
-
-
-def test_lanes_that_cannot_rest_do_what_an_episode_did_and_are_seldom_reset() -> None:
-    """A reset may cost as much as hundreds of steps, as those of Atari games do."""
-    n_resets = []
-
-    class PickyArrays(ArrayEnv):
-        """Takes one action per episode, which follows from an option that it needs."""
-
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            n_resets.append(1)
-            result = super().reset(seed=seed, options=options)
-            self.has_options = "length" in options
-            return result
-
-        def step(self, actions: Any) -> Any:
-            if not self.has_options or (actions != self._length % 3).any():
-                raise RuntimeError(f"illegal actions {actions}")
-            return super().step(actions)
+def test_an_idle_lane_takes_the_action_of_the_first_running_one_and_is_reset_after_its_end() -> (
+    None
+):
+    def seven(state: Any, observation: Any, agent_info: Any, history: Any) -> Any:
+        return None, DictTensor({"action": agent_info["legal"]}), None
 
     def create_env(seed: int) -> VectorGymEnv:
-        return VectorGymEnv(PickyArrays(N_LANES), seed, seeding="episode")
+        return VectorGymEnv(OwnVectorEnv([Strict] * N_LANES, "Disabled"), seed, seeding="episode")
 
-    requests = [200], [4], [4], [200, 3], [3, 3, 3, 200], [100, 201], [5, 202, 1], [1], [900], [3]
-    with make(lambda: FunctionAgent(play_legal), create_env) as batcher:
-        for lengths in requests:
-            n_resets.clear()
-            batcher.execute(len(lengths), {"legal": [n % 3 for n in lengths]}, {"length": lengths})
-            assert batcher.get().lengths.tolist() == lengths
-            assert len(n_resets) < 20
-
-
-@pytest.mark.parametrize("over", OVER[:3])
-def test_lanes_at_rest_take_no_action(over: str) -> None:
-    """An action that is legal in one lane may not be in another."""
-    with make(lambda: FunctionAgent(play_id), create_vector, over=over, kind=Picky) as batcher:
-        for n_episodes in (4, 1, 6, 2):
-            ids = [10 * n_episodes + k for k in range(n_episodes)]
-            batcher.execute(n_episodes, env_info={"id": ids, "length": [1 + k for k in ids]})
-            result = batcher.get()
-            assert result["frame"][:, 0, 1].tolist() == ids
-            assert result.lengths.tolist() == [1 + k for k in ids]
-
-
-def test_an_error_in_a_vector_environment_names_its_episode() -> None:
-    create = partial(FailingEnv, RuntimeError("struck"), fails_at=7, step=2)
-
-    def create_env(seed: int) -> VectorGymEnv:
-        return VectorGymEnv(SyncVectorEnv([create] * 3), seed)
-
-    with make(lambda: FunctionAgent(play_id), create_env) as batcher:
-        batcher.execute(5, env_info={"id": [1, 2, 3, 4, 7]})
-        with pytest.raises(EnvError, match="struck") as failure:
-            batcher.get()
-        where = failure.value.where
-        assert where is not None
-        assert (where.row, where.step, where.lane) == (4, 2, 1)
-        assert len(failure.value.actions) == 3
+    with make(lambda: FunctionAgent(seven), create_env) as batcher:
+        for lengths in ([3, 15, 2, 1], [9], [1, 2, 9]):
+            assert run(batcher, lengths, legal=[7] * len(lengths)).lengths.tolist() == lengths
 
 
 # What an agent does in place ----------------------------------------------------------------

@@ -8,8 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from process.watching import assert_all_equal, assert_equal
+from gymnasium.vector import AutoresetMode
 
 from rlpool import (
     DictTensor,
@@ -21,7 +20,6 @@ from rlpool import (
 from rlpool.envs.vec_env import LaneError
 
 from support.agents import BinaryAgent
-from support.fragile import FragileEnv
 from support.vector_envs import ArrayEnv, Noted
 
 N_LANES = 3
@@ -45,13 +43,6 @@ def collect(
         return [batcher.get() for _ in requests]
 
 
-def test_nothing_seeded_continues_where_it_was() -> None:
-    first, second = collect([5, 4], seeds="nothing"), collect([5, 4], seeds="nothing")
-    assert_all_equal(first, second)
-    assert all(result.info["reproducible"].all() for result in first)
-    assert not torch.equal(first[0]["frame"][0, 0], first[1]["frame"][0, 0])
-
-
 def test_a_warning_tells_once_that_nothing_can_be_seeded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -60,7 +51,6 @@ def test_a_warning_tells_once_that_nothing_can_be_seeded(
     collect([5, 4], seeds="nothing")
     (record,) = caplog.records
     assert "cannot be seeded" in record.getMessage()
-    assert "info['reproducible']" in record.getMessage()
 
 
 def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
@@ -79,7 +69,7 @@ def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
 @pytest.mark.parametrize(
     ("n_slots", "env_info", "words", "fix"),
     [
-        (40, {"length": [2, 2, 3]}, r"env_info\['length'\] has different rows", "SyncVectorEnv"),
+        (40, {"length": [2, 2, 3]}, r"env_info\['length'\] has different rows", "GymEnv"),
         (2, None, "n_slots is 2", "n_slots=3"),
     ],
 )
@@ -116,16 +106,6 @@ def test_lanes_that_never_restart_are_refused(mode: Any) -> None:
         with pytest.raises(EnvSpecError, match="do not restart by themselves") as caught:
             batcher.get()
         assert "AutoresetMode.NEXT_STEP" in caught.value.fix
-
-
-def test_single_environments_that_cannot_be_seeded_are_a_stream() -> None:
-    def create(seed: int) -> Any:
-        return VectorGymEnv(SyncVectorEnv([FragileEnv] * 3), seed, seeding="stream")
-
-    first, second = (collect([14], create_env=create)[0] for _ in range(2))
-    assert first.info["reproducible"].all()
-    # Later episodes restart without a seed.
-    assert_equal(first.slice(0, 3).shorten(), second.slice(0, 3).shorten())
 
 
 # Windows and reset()/step() -----------------------------------------------------------------

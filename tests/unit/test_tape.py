@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.vector import SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from rlpool.record.tape import LaneTapes, Tape, WindowTapes
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs
 
 from support.envs import CountingEnv
+from support.vector_envs import OwnVectorEnv
 
 N_LANES = 3
 T = 4
@@ -125,7 +125,7 @@ def test_it_goes_on_after_an_end_and_stops_where_the_environment_raises() -> Non
 
 
 @pytest.mark.parametrize(
-    "makes", [make_env, lambda: VectorGymEnv(SyncVectorEnv([CountingEnv] * 2))]
+    "makes", [make_env, lambda: VectorGymEnv(OwnVectorEnv([CountingEnv] * 2, "Disabled"))]
 )
 def test_lanes_are_repeated_together_and_get_to_the_end_at_the_same_time(makes: Any) -> None:
     env, tapes = makes(), {0: recorded(2), 1: recorded(5)}

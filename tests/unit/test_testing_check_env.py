@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 from rlpool import EnvSpecError, GymEnv, GymEnvInf, SpecError, VectorGymEnv
 from rlpool.machine.generators import current_generators
@@ -21,7 +21,7 @@ from rlpool.testing import CountingEnv, check_env
 
 from support.envs import AncestorCountingEnv, EchoEnv, SpacedLegacyEnv, SpaceEnv
 from support.faults import FailingEnv
-from support.vector_envs import ArrayEnv
+from support.vector_envs import ArrayEnv, OwnVectorEnv
 
 RESTARTS = AutoresetMode.NEXT_STEP
 
@@ -72,7 +72,6 @@ def test_good_environments_pass_without_a_word(env: Any) -> None:
         lambda seed: VectorGymEnv(ArrayEnv(3), seed),
         lambda: gymnasium.make_vec("CartPole-v1", 3, "vector_entry_point"),
         lambda: ArrayEnv(3, RESTARTS, "all"),
-        lambda: ArrayEnv(3, RESTARTS, "nothing"),  # of which no bits are promised
     ],
 )
 def test_lanes_of_any_other_kind_are_checked_for_what_they_promise(create_env: Any) -> None:
@@ -170,7 +169,7 @@ ERRORS: list[tuple[str, Any]] = [
     ("fresh_instance_repeats", Offset),
     ("fresh_instance_repeats", lambda seed: GymEnv([Offset(seed)], seed)),
     ("fresh_instance_repeats", lambda seed: GymEnv([make() for make in UNEQUAL], seed)),
-    ("fresh_instance_repeats", lambda: SyncVectorEnv(UNEQUAL)),
+    ("fresh_instance_repeats", lambda: OwnVectorEnv(UNEQUAL, "Disabled")),
 ]
 
 WARNINGS: list[tuple[str, Any]] = [

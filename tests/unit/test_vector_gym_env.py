@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from functools import cache, partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,8 +18,6 @@ from torch.utils._pytree import tree_map
 
 from rlpool import (
     DictTensor,
-    EnvError,
-    EnvPoolEnv,
     EnvSpecError,
     EpisodeBatcher,
     GymEnv,
@@ -34,12 +30,10 @@ from rlpool import (
 from rlpool.envs.vec_env import LaneError
 from rlpool.testing.check_env import bits
 
-from support.agents import ConstantAgent, FunctionAgent, StepCounter
-from support.envs import CountingEnv, EchoEnv, FailingEnv, SpaceEnv
-from support.faults import faults
+from support.agents import ConstantAgent, FunctionAgent
+from support.envs import CountingEnv, EchoEnv, SpaceEnv
 from support.fragile import FragileEnv, RecurrentAgent
-from support.variants import variants
-from support.vector_envs import MODES, ArrayEnv, Noted, ResultEnv, create_lanes
+from support.vector_envs import MODES, ArrayEnv, Noted, OwnVectorEnv, create_lanes
 
 ALL = [0, 1, 2]
 BOUNDS = np.float32(-1), np.float32(1)
@@ -53,8 +47,8 @@ def lanes_of(env: Any, **arguments: Any) -> VectorGymEnv:
     return vec
 
 
-def counting(*lengths: int, kind: Any = CountingEnv, **arguments: Any) -> SyncVectorEnv:
-    return SyncVectorEnv([partial(kind, length) for length in lengths], **arguments)
+def counting(*lengths: int, kind: Any = CountingEnv) -> OwnVectorEnv:
+    return OwnVectorEnv([partial(kind, length) for length in lengths], "Disabled")
 
 
 # The bits of a GymEnv -----------------------------------------------------------------------
@@ -75,21 +69,11 @@ def collect(create_env: Any = create_lanes, **env_args: Any) -> list[TemporalDic
 serial = cache(lambda limit=None: collect(over="gym", limit=limit))
 
 
-EVERY_MODE = [mode.value for mode in MODES]
-
-
-@pytest.mark.parametrize(
-    ("over", "limit", "mode"),
-    variants(
-        [*itertools.product(["async"], [4], EVERY_MODE), ("raw", None, "NextStep")],
-        [
-            *itertools.product(["sync", "async", "array"], [None, 4], EVERY_MODE),
-            *itertools.product(["raw"], [None], EVERY_MODE),
-        ],
-    ),
-)
-def test_episodes_have_the_bits_of_a_gym_env(over: str, limit: int | None, mode: str) -> None:
-    assert_all_equal(collect(over=over, mode=mode, limit=limit), serial(limit))
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("over", ["own", "array", "raw"])
+def test_episodes_have_the_bits_of_a_gym_env(over: str, limit: int | None) -> None:
+    if over != "raw" or limit is None:
+        assert_all_equal(collect(over=over, limit=limit), serial(limit))
 
 
 SPACES = [
@@ -127,8 +111,9 @@ def test_every_space_is_batched_as_in_a_gym_env(space: Any, keeps: bool) -> None
         return SpaceEnv(copy.deepcopy(space), copy.deepcopy(space), length=9)
 
     envs = [make() for _ in ALL]
-    sync = SyncVectorEnv([make] * 3)
-    seen, given = played(VectorGymEnv(sync, keep_float64=keeps), sync.envs)
+    own = OwnVectorEnv([make] * 3, "Disabled")
+    vec = VectorGymEnv(own, seeding="episode", keep_float64=keeps)
+    seen, given = played(vec, own.inner.envs)
     expected, expected_given = played(GymEnv(envs, keep_float64=keeps), envs)
     for mine, theirs in zip(seen, expected, strict=True):
         assert mine.keys() == theirs.keys()
@@ -139,7 +124,7 @@ def test_every_space_is_batched_as_in_a_gym_env(space: Any, keeps: bool) -> None
 
 def test_a_batch_step_is_one_step_and_a_reset_one_call_for_each_kind_of_options() -> None:
     noted = Noted(counting(3, 3, 3, kind=EchoEnv))
-    vec = VectorGymEnv(noted, 0)
+    vec = VectorGymEnv(noted, 0, seeding="episode")
     options = [{"id": 4, "length": 2}, {"id": 5}, {"id": 4, "length": 2}]
     vec.reset_lanes(ALL, [7, 8, 9], options)
     assert vec.current["seed"].tolist() == [7, 8, 9]
@@ -170,37 +155,6 @@ def test_lanes_without_an_episode_are_never_seen_and_stop_nobody(mode: Autoreset
             assert np.array_equal(vec.current[key][[0, 2]], others[key])
 
 
-class NeedsLength(FragileEnv):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return super().reset(seed=seed, options={**options, "length": options["length"]})
-
-
-@pytest.mark.parametrize(
-    ("hits", "lengths"),
-    [
-        ({1: ("raise", -1)}, [9, 9, 9]),
-        ({1: ("raise", 1), 2: ("raise", 4)}, [9, 9, 9]),
-        ({0: ("raise", 4)}, [9, 2, 2]),
-    ],
-)
-def test_an_episode_that_failed_is_not_repeated_in_an_idle_lane(
-    hits: Any, lengths: list[int], tmp_path: Path
-) -> None:
-    env_args = {"marks": str(tmp_path), "times": 99, "kind": NeedsLength}
-    with EpisodeBatcher(
-        16, 9, RecurrentAgent, {}, create_lanes, env_args, n_threads=0, seeds=1
-    ) as batcher:
-        batcher.execute(3, env_info=faults(3, hits, length=lengths))
-        with pytest.raises(EnvError, match="struck") as caught:
-            batcher.get()
-        assert caught.value.where.lane == min(hits)
-        for n_episodes in (1, 3):
-            batcher.execute(n_episodes, env_info={"length": 12})
-            result = batcher.get()
-            assert result is not None
-            assert result.lengths.tolist() == [12] * n_episodes
-
-
 def test_a_lane_that_was_left_out_of_a_step_cannot_go_on() -> None:
     vec = lanes_of(counting(5, 5, 5))
     vec.step_lanes([0, 2], ZEROS)
@@ -226,7 +180,7 @@ def test_reset_and_step_with_tensors_work_as_for_a_gym_env() -> None:
 
 def test_wrapped_vector_environments_work() -> None:
     def create(seed: int) -> Any:
-        env = gymnasium.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync")
+        env: Any = OwnVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 2, "Disabled")
         return RecordEpisodeStatistics(RescaleAction(env, *BOUNDS))
 
     def single(seed: int) -> GymEnv:
@@ -250,38 +204,6 @@ def test_wrapped_vector_environments_work() -> None:
 
 
 # Errors -----------------------------------------------------------------------------------------
-
-
-def create_failing(seed: int, over: str, call: str = "step", number: int = 1) -> Any:
-    """One sub-environment fails in the episode with the id 1, in lane 1."""
-    fns = [partial(FailingEnv, KeyError("goal"), call, step=7, length=20) for _ in ALL]
-    return (AsyncVectorEnv if over == "async" else SyncVectorEnv)(fns)
-
-
-@pytest.mark.promise("I9")
-@pytest.mark.parametrize("call", ["step", "reset"])
-@pytest.mark.parametrize("over", ["sync", "async"])
-def test_the_sub_environment_that_fails_is_named_and_its_episode_is_repeated(
-    over: str, call: str
-) -> None:
-    env_args = {"over": over, "call": call}
-    info = {"id": torch.arange(3), "length": torch.full((3,), 20)}
-    with EpisodeBatcher(
-        20, 9, StepCounter, {}, create_failing, env_args, n_threads=0, seeds=1
-    ) as batcher:
-        batcher.execute(3, env_info=info)
-        with pytest.raises(EnvError, match="goal") as caught:
-            batcher.get()
-        where = caught.value.where
-        assert (where.lane, where.row, where.step) == (1, 1, 7 if call == "step" else 0)
-        batcher.execute(3, env_info=info)
-        if over == "async":
-            with pytest.raises(EnvError, match="has failed and ended"):
-                batcher.get()
-        else:
-            with pytest.raises(EnvError, match="goal"):
-                batcher.get()
-    assert not worker_pids()
 
 
 @pytest.mark.parametrize(
@@ -309,54 +231,6 @@ def test_results_that_do_not_fit_are_refused(wrong: Any, words: str) -> None:
     assert caught.value.where.step == 0
 
 
-WRONG_RESULTS = [(reward, False, False) for reward in (None, "1", [], 1j)]
-WRONG_RESULTS += [(0.0, flag, False) for flag in (None, "1", 0.5, [])] + [(0.0, False, 0.5)]
-
-
-@pytest.mark.parametrize("results", WRONG_RESULTS, ids=str)
-def test_what_a_gym_env_refuses_is_refused_before_gymnasium_converts_it(results: Any) -> None:
-    fine = (0.0, False, False)
-    lanes = [partial(ResultEnv, each) for each in (fine, results, fine)]
-    env = GymEnv([make() for make in lanes])
-    vec = VectorGymEnv(SyncVectorEnv(lanes), seeding="episode")
-    told = []
-    for each in (env, vec):
-        each.reset()
-        with pytest.raises(EnvSpecError) as caught:
-            each.step(DictTensor({"action": torch.zeros(3, dtype=torch.int64)}))
-        assert caught.value.where.lane == 1
-        told.append(str(caught.value))
-    assert told[0] == told[1]
-
-
-INFOS: list[tuple[Any, ...]] = [
-    (0, 0.25, 2**40),
-    (np.int8(1), 300, np.float64(0.5)),
-    (True, 7, 0.5),
-    (np.zeros(2, np.int32), np.array([0.25, 1]), np.array([2**40, 3])),
-]
-
-
-@pytest.mark.parametrize("infos", INFOS, ids=str)
-def test_infos_of_lanes_keep_what_each_lane_says(infos: Any) -> None:
-    lanes = [partial(ResultEnv, (0.0, False, False), info) for info in infos]
-    keys = {"info_keys": ["x", "inner/x"], "keep_float64": True}
-    vec, env = VectorGymEnv(SyncVectorEnv(lanes), **keys), GymEnv([f() for f in lanes], **keys)
-    shown, wanted = vec.reset()[0], env.reset()[0]
-    for key in ("x", "inner/x"):
-        assert torch.equal(shown[key], wanted[key]), key
-        assert shown[key].tolist() == [np.asarray(info).tolist() for info in infos]
-
-
-@pytest.mark.parametrize("info", ["1", [1, 2], np.array([5])], ids=str)
-def test_an_info_that_gymnasium_would_convert_is_refused_as_by_a_gym_env(info: Any) -> None:
-    lanes = [partial(ResultEnv, (0.0, False, False), each) for each in (0, info)]
-    vec = VectorGymEnv(SyncVectorEnv(lanes), seeding="episode", info_keys={"x": int})
-    with pytest.raises(EnvSpecError, match="info 'x'") as caught:
-        vec.reset()
-    assert caught.value.where.lane == 1
-
-
 def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step() -> None:
     vec = lanes_of(ArrayEnv(3))
     vec.vector_env.step = lambda actions: 1 / 0
@@ -373,27 +247,32 @@ def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step(
     [
         (lambda: counting(3, 3), "episode"),
         (lambda: Noted(counting(3, 3)), "episode"),
-        (lambda: AsyncVectorEnv([CountingEnv] * 2), "episode"),
         (lambda: ArrayEnv(2), "episode"),
-        (lambda: Noted(ArrayEnv(2)), "episode"),
         (lambda: ArrayEnv(1), "episode"),
         (lambda: ArrayEnv(2, seeds="unmasked"), "request"),
-        (lambda: ArrayEnv(2, seeds="starts"), "stream"),
         (lambda: ArrayEnv(2, seeds="all"), "request"),
         (lambda: ArrayEnv(2, AutoresetMode.NEXT_STEP, "all"), "request"),
         (lambda: ArrayEnv(2, None, "all"), "request"),
         (lambda: gymnasium.make_vec("CartPole-v1", num_envs=2), "request"),
-        (lambda: ArrayEnv(2, seeds="nothing"), "stream"),
-        (lambda: ArrayEnv(2, AutoresetMode.NEXT_STEP, "nothing"), "stream"),
     ],
 )
-def test_what_can_be_seeded_is_found_out(make: Any, seeding: str) -> None:
+def test_what_can_be_seeded_is_found_out(
+    make: Any, seeding: str, caplog: pytest.LogCaptureFixture
+) -> None:
     vec = VectorGymEnv(make(), 0)
     assert vec.seeding == seeding
+    assert not caplog.records
     vec.close()
-    vec = VectorGymEnv(make(), 0, seeding="stream")
-    assert vec.seeding == "stream"
-    vec.close()
+
+
+@pytest.mark.parametrize("seeds", ["nothing", "starts"])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_what_cannot_be_seeded_is_warned_of(
+    seeds: str, mode: AutoresetMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert VectorGymEnv(ArrayEnv(2, mode, seeds), 0).seeding == "request"
+    (record,) = caplog.records
+    assert "cannot be seeded" in record.getMessage()
 
 
 def test_finding_it_out_leaves_no_trace() -> None:
@@ -403,60 +282,31 @@ def test_finding_it_out_leaves_no_trace() -> None:
     assert_all_equal(episodes(), episodes(seeding="episode"))
 
 
-@pytest.mark.parametrize(
-    ("make", "words", "fix"),
-    [
-        (lambda: VectorGymEnv([CountingEnv()]), "not a gymnasium.vector.VectorEnv", "GymEnv"),
-        (lambda: VectorGymEnv(CountingEnv()), "not a gymnasium.vector.VectorEnv", "make_vec"),
-        (
-            lambda: VectorGymEnv(ArrayEnv(2), seeding="lane"),
-            "should be 'episode', 'request' or",
-            "",
-        ),
-        (lambda: VectorGymEnv(ArrayEnv(2), max_episode_steps=0), "at least 1", ""),
-        (lambda: GymEnv(counting(2)), "not a list of environments", "VectorGymEnv"),
-        (
-            lambda: VectorGymEnv(
-                SyncVectorEnv([partial(SpaceEnv, spaces.Text(3), spaces.Discrete(2))])
-            ),
-            "Text",
-            "",
-        ),
-    ],
-)
+TEXT = partial(SpaceEnv, spaces.Text(3), spaces.Discrete(2))
+REFUSED: list[tuple[Any, str, str]] = [
+    (lambda: VectorGymEnv([CountingEnv()]), "not a gymnasium.vector.VectorEnv", "GymEnv"),
+    (lambda: VectorGymEnv(CountingEnv()), "not a gymnasium.vector.VectorEnv", "make_vec"),
+    (lambda: VectorGymEnv(SyncVectorEnv([CountingEnv])), "SyncVectorEnv", "environments to GymEnv"),
+    (lambda: VectorGymEnv(Noted(SyncVectorEnv([CountingEnv]))), "SyncVectorEnv", "GymEnv"),
+    (lambda: VectorGymEnv(ArrayEnv(2), seeding="lane"), "seeding", ""),
+    (lambda: VectorGymEnv(ArrayEnv(2), max_episode_steps=0), "max_episode_steps", ""),
+    (lambda: GymEnv(ArrayEnv(2)), "not a list of environments", "VectorGymEnv"),
+    (lambda: VectorGymEnv(OwnVectorEnv([TEXT])), "Text", ""),
+]
+
+
+@pytest.mark.parametrize(("make", "words", "fix"), REFUSED)
 def test_what_does_not_fit_is_refused(make: Any, words: str, fix: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         make()
     assert fix in caught.value.fix
 
 
-class SomeAtATime(ArrayEnv):
-    """Looks like an EnvPool of four environments that is asynchronous."""
-
-    config: ClassVar = {"num_envs": 4, "batch_size": 2}
-
-    def __init__(self) -> None:
-        super().__init__(4)
-
-    def async_reset(self) -> None:
-        """By which an EnvPool is known."""
-
-
-@pytest.mark.parametrize("wrap", [EnvPoolEnv, VectorGymEnv, lambda pool: pool])
-def test_an_asynchronous_envpool_is_refused_with_the_argument_to_change(wrap: Any) -> None:
-    with (
-        pytest.raises(WorkerStartupError, match="batch_size=2 of its num_envs=4") as caught,
-        EpisodeBatcher(9, 9, ConstantAgent, {}, lambda: wrap(SomeAtATime()), n_threads=0),
-    ):
-        pass
-    assert "leave out batch_size, or set batch_size=4" in str(caught.value)
-
-
-def test_an_async_vector_env_that_forgets_resets_is_refused_and_closed() -> None:
-    make = partial(AsyncVectorEnv, [CountingEnv] * 2, shared_memory=False)
-    with pytest.raises(WorkerStartupError, match="without shared memory") as caught:
+def test_environments_in_processes_of_gymnasium_are_refused_and_closed() -> None:
+    make = partial(AsyncVectorEnv, [CountingEnv] * 2)
+    with pytest.raises(WorkerStartupError, match="AsyncVectorEnv") as caught:
         EpisodeBatcher(9, 9, ConstantAgent, {}, make, n_threads=0)
-    assert "AutoresetMode.DISABLED" in str(caught.value)
+    assert "give its environments to GymEnv" in str(caught.value)
     assert not worker_pids()
 
 

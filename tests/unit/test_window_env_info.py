@@ -26,7 +26,7 @@ def ends(window: Any) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in window["_done"]]
 
 
-@pytest.mark.parametrize(("n_workers", "over"), [(0, "gym"), (1, "gym"), (0, "sync"), (1, "sync")])
+@pytest.mark.parametrize(("n_workers", "over"), [(0, "gym"), (1, "gym"), (0, "own"), (1, "own")])
 def test_rows_hold_for_episodes_that_begin_from_now_on(n_workers: int, over: str) -> None:
     with open_batcher(n_workers, over) as batcher:
         batcher.reset(env_info={"length": [4, 4]})
@@ -42,7 +42,7 @@ def test_rows_hold_for_episodes_that_begin_from_now_on(n_workers: int, over: str
     assert second.info["env_info/length"].tolist() == [2, 5]
 
 
-@pytest.mark.parametrize("over", ["gym", "sync"])
+@pytest.mark.parametrize("over", ["gym", "own"])
 def test_a_worker_that_is_replaced_repeats_with_what_episodes_began_with(over: str) -> None:
     windows = []
     for options in ({}, {"max_episodes_per_worker": 2}):
