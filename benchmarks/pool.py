@@ -196,7 +196,7 @@ def memory(n_frames: int) -> dict[str, Any]:
     }
 
 
-def windows_of_stacks(axis: int) -> Iterator[TemporalDictTensor]:
+def windows_of_stacks() -> Iterator[TemporalDictTensor]:
     """Windows ``[8, 128]`` of episodes of 1,000 steps, stacks of four frames; without an end."""
     n_lanes, n_steps = 8, 128
     rng = np.random.default_rng(SEED)
@@ -210,8 +210,6 @@ def windows_of_stacks(axis: int) -> Iterator[TemporalDictTensor]:
         frames = images[
             np.arange(n_lanes)[:, None, None], (numbers[:, None] - ages) % (8 * n_steps)
         ]
-        if axis == -1:
-            frames = np.ascontiguousarray(np.moveaxis(frames, 2, -1))
         done = steps[:, :-1] == STACK_EPISODE - 1
         tensors = {
             "frame": frames[:, :-1],
@@ -225,9 +223,9 @@ def windows_of_stacks(axis: int) -> Iterator[TemporalDictTensor]:
         yield TemporalDictTensor({key: torch.from_numpy(array) for key, array in tensors.items()})
 
 
-def filled(size: int, frame_stack: Any, axis: int = 0) -> tuple[Pool, dict[str, Any]]:
+def filled(size: int, frame_stack: int | None) -> tuple[Pool, dict[str, Any]]:
     """A pool of stacks, of twice as many as fit, and what it takes."""
-    process, windows = psutil.Process(), windows_of_stacks(axis)
+    process, windows = psutil.Process(), windows_of_stacks()
     next(windows)
     before = process.memory_info().rss
     pool = Pool(pool_size=size, seed=0, frame_stack=frame_stack)
@@ -243,12 +241,12 @@ def filled(size: int, frame_stack: Any, axis: int = 0) -> tuple[Pool, dict[str, 
     }
 
 
-def compare_stacks(size: int, axis: int, args: argparse.Namespace) -> dict[str, Any]:
+def compare_stacks(size: int, args: argparse.Namespace) -> dict[str, Any]:
     """What a pool of stacks costs that stores single frames, relative to one that does not."""
     pools, figures = {}, {}
-    for name, frame_stack in (("frames", 4), ("stacks", {})):
-        pools[name], figures[name] = filled(size, frame_stack, axis)
-    window = next(windows_of_stacks(axis))
+    for name, frame_stack in (("frames", 4), ("stacks", None)):
+        pools[name], figures[name] = filled(size, frame_stack)
+    window = next(windows_of_stacks())
     operations: dict[str, Callable[[Pool], Any]] = {
         "sample_32": lambda pool: pool.sample(32),
         "sample_256": lambda pool: pool.sample(256),
@@ -276,7 +274,7 @@ def compare_stacks(size: int, axis: int, args: argparse.Namespace) -> dict[str, 
             "quartiles": ratio["quartiles"],
             "us": round(quartiles(own, 9)["median"] * 1e6, 1),
         }
-    return {"measure": "frame_stack", "axis": axis, **figures, "times": times}
+    return {"measure": "frame_stack", **figures, "times": times}
 
 
 def main() -> None:
@@ -305,8 +303,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if args.frames:
         print(json.dumps(memory(args.frames)), flush=True)
-    for axis in (0, -1) if args.stacks else ():
-        print(json.dumps(compare_stacks(args.stacks, axis, args)), flush=True)
+    if args.stacks:
+        print(json.dumps(compare_stacks(args.stacks, args)), flush=True)
     if args.stacked:
         _, figures = filled(args.stacked, 4)
         print(json.dumps({"measure": "frame_stack", **figures}), flush=True)

@@ -1,13 +1,19 @@
 """From trajectories and single transitions to rows that are ready to be written.
 
-Nothing is copied on the way, unless it has another dtype than what is stored.
+Nothing is copied on the way, unless it has another dtype than what is stored. The next observation
+is mostly the next row's, so it is not stored: a row is the last of a piece where an episode ends,
+or where the next row does not start from the value after the step::
+
+    frame         a   b   c   k   l
+    _frame        b   c   d   l   m
+    is_last       -   -   x   -   x     d and m are terminal values: they are stored separately
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,20 +30,67 @@ from rlpool.data.specs import (
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.pool.schema import REWARDS, Schema, Stack
-from rlpool.pool.stacks import Incoming, Source, unstacked, widest_words
+from rlpool.pool.schema import REWARDS, Schema
 from rlpool.pool.transition import DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
 
-Tails = Mapping[str, NDArray]
-"""Places of frames by key, int64 ``[B, n_frames]``, see ``Store.tails``."""
-
 _COMPARED_BYTES = 2**25  # at a time
 _START = "initial_state"
 _FLAGS = (DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY, _START)
-_TELLING = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
-"""Flags that tell every end of an episode within a row."""
+_SUFFICIENT = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
+"""Flags from which every end of an episode within a row is known."""
+
+_WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
+
+
+class LazyRows(NamedTuple):
+    """Values of a key, one per transition: some rows of an array."""
+
+    array: NDArray
+    rows: NDArray
+
+    def part(self, places: slice | NDArray) -> LazyRows:
+        """Some of the values, no copy."""
+        return LazyRows(self.array, self.rows[places])
+
+    def values(self, out: NDArray | None = None) -> NDArray:
+        """The values ``[n, ...]``, copied to an array or a new one."""
+        # Clipped because that is faster than "raise", which makes a copy of the target.
+        values: NDArray = self.array.take(self.rows, 0, out, "clip")
+        return values
+
+    def newest_frames(self) -> LazyRows:
+        """The last frames of stacks, no copy."""
+        n_frames = self.array.shape[1]
+        frames = self.array.reshape(-1, *self.array.shape[2:])
+        return LazyRows(frames, self.rows * n_frames + n_frames - 1)
+
+
+class NewRows(NamedTuple):
+    """Transitions to be added, in order.
+
+    Attributes:
+        columns: Key to values, for every column of the schema; of stacks the newest frames.
+        is_last: bool ``[n]``: whether the next one does not continue the episode.
+        finals: Paired key to values after the step, right wherever ``is_last`` holds.
+        stacks: Key of a stack to whole values.
+        ends_known: Whether it is known where episodes end.
+    """
+
+    columns: Mapping[str, LazyRows]
+    is_last: NDArray
+    finals: Mapping[str, LazyRows]
+    stacks: Mapping[str, LazyRows]
+    ends_known: bool = True
+
+    def part(self, places: slice | NDArray) -> NewRows:
+        """Some of the transitions, no copy: a range, or pieces that each end with a last one."""
+        columns, finals, stacks = (
+            {key: values.part(places) for key, values in every.items()}
+            for every in (self.columns, self.finals, self.stacks)
+        )
+        return NewRows(columns, self.is_last[places], finals, stacks, self.ends_known)
 
 
 def infos_of(
@@ -80,13 +133,8 @@ def matching(name: str, keys: Iterable[str]) -> list[str]:
 
 
 def from_trajectories(
-    trajectories: TemporalDictTensor,
-    schema: Schema,
-    tails: Tails,
-    infos: Mapping[str, torch.Tensor],
-    *,
-    is_strict: bool = True,
-) -> Incoming:
+    trajectories: TemporalDictTensor, schema: Schema, infos: Mapping[str, torch.Tensor]
+) -> NewRows:
     """Every step of trajectories ``[B, T, ...]``, in row-then-time order.
 
     Values after a step that are derived from those before it are not computed.
@@ -94,115 +142,95 @@ def from_trajectories(
     Args:
         trajectories: The trajectories.
         schema: What is stored.
-        tails: Where the frames of the first steps' stacks may lie already.
         infos: Columns that are not among the steps, see ``infos_of``.
-        is_strict: Whether to refuse stacks that are not shifted by each step.
 
     Raises:
         SpecError: If a value does not fit into the dtype that is stored, a flag is neither true nor
-            false, or a stack is none.
+            false, or a stack is not the one before it, shifted by a frame.
     """
     tensors = trajectories._steps._tensors
     lengths = trajectories.lengths.cpu().numpy()
     steps = _Steps(lengths)
-    ends = np.where(lengths > 0, lengths.cumsum() - 1, -1)
     is_last = np.zeros(lengths.sum(), bool)
-    is_last[ends[ends >= 0]] = True
-
-    def flags(key: str) -> NDArray:
-        return _flags(key, steps.source(tensors[key].numpy(force=True)).values())
-
+    is_last[lengths[lengths > 0].cumsum() - 1] = True
     for key in _FLAGS:
         if key in tensors and _derivation(tensors, key) is None:
-            is_last[:-1] |= flags(key)[1:] if key == _START else flags(key)[:-1]
+            flags = _flags(key, steps.rows_of(tensors[key].numpy(force=True)).values())
+            is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
 
-    def source(key: str, spec: TensorSpec) -> Source:
+    def rows_of(key: str, spec: TensorSpec) -> LazyRows:
         tensor = infos[key] if key in infos else tensors[key]
-        return steps.source(converted(key, tensor.numpy(force=True), spec.dtype))
+        return steps.rows_of(converted(key, tensor.numpy(force=True), spec.dtype))
 
-    columns = {key: source(key, spec) for key, spec in schema.columns.items()}
+    columns = {key: rows_of(key, spec) for key, spec in schema.columns.items()}
     finals = {}
     for key in schema.paired:
         name, spec = successor_key(key), schema.columns[key]
         derivation = _derivation(tensors, name)
         if isinstance(derivation, Successor) and np.array_equal(derivation.lengths, lengths):
             array = converted(name, derivation.finals(), spec.dtype)
-            finals[key] = Source(array, np.repeat(np.arange(len(lengths)), lengths))
+            finals[key] = LazyRows(array, np.repeat(np.arange(len(lengths)), lengths))
         else:
-            finals[key] = source(name, spec)
+            finals[key] = rows_of(name, spec)
             _mark_jumps(is_last, columns[key], finals[key])
     for key in schema.apart:
         _mark_jumps(is_last, columns[key], columns[successor_key(key)])
-    # A row may hold several episodes. Values that follow from each other are no proof of one: a
-    # reset may lead to the very state in which an episode ended.
-    is_told = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _TELLING)
-    is_checked = bool(schema.stacks) and is_strict and DONE_KEY in tensors
-    incoming = Incoming(columns, is_last, finals, {}, ends, is_told)
-    return _with_frames(incoming, schema, tails, flags(DONE_KEY) if is_checked else None)
+    # A row may hold several episodes. Values that follow from each other do not prove that it is
+    # one: a reset may lead to the very state in which an episode ended.
+    ends_known = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _SUFFICIENT)
+    return _new_rows(schema, columns, is_last, finals, bool(ends_known))
 
 
-def from_single(values: Mapping[str, NDArray], schema: Schema, tails: Tails) -> Incoming:
+def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
     """A single transition of arrays without a batch dimension.
 
     Raises:
-        SpecError: If a value does not fit into the dtype that is stored, or a stack is none.
+        SpecError: If a value does not fit into the dtype that is stored, or a stack is not the one
+            before it, shifted by a frame.
     """
     first = np.zeros(1, np.int64)
 
-    def source(key: str, spec: TensorSpec) -> Source:
-        return Source(converted(key, values[key], spec.dtype)[None], first)
+    def rows_of(key: str, spec: TensorSpec) -> LazyRows:
+        return LazyRows(converted(key, values[key], spec.dtype)[None], first)
 
-    columns = {key: source(key, spec) for key, spec in schema.columns.items()}
-    finals = {key: source(successor_key(key), schema.columns[key]) for key in schema.paired}
-    incoming = Incoming(columns, np.ones(1, bool), finals, {}, first)
-    return _with_frames(incoming, schema, tails, values[DONE_KEY].reshape(1))
+    columns = {key: rows_of(key, spec) for key, spec in schema.columns.items()}
+    finals = {key: rows_of(successor_key(key), schema.columns[key]) for key in schema.paired}
+    if not values[DONE_KEY]:
+        for key in finals.keys() & set(schema.stacks):
+            _check_shifted(key, columns[key], finals[key])
+    return _new_rows(schema, columns, np.ones(1, bool), finals)
 
 
-def _with_frames(
-    incoming: Incoming, schema: Schema, tails: Tails, is_done: NDArray | None
-) -> Incoming:
-    """The same with numbers of frames in place of stacks.
+def _new_rows(
+    schema: Schema,
+    columns: dict[str, LazyRows],
+    is_last: NDArray,
+    finals: dict[str, LazyRows],
+    ends_known: bool = True,
+) -> NewRows:
+    """Rows of whole values, with the newest frames in place of stacks."""
+    stacks = {key: columns[key] for key in schema.stacks}
+    for key, values in stacks.items():
+        for some in _parts(len(is_last), values.array):
+            inner = np.flatnonzero(~is_last[some]) + some.start
+            _check_shifted(key, values.part(inner), values.part(inner + 1))
+        columns[key] = values.newest_frames()
+    return NewRows(columns, is_last, finals, stacks, ends_known)
 
-    Args:
-        incoming: Transitions with whole values.
-        schema: What is stored.
-        tails: See ``Store``.
-        is_done: Whether steps ended their episodes: values after those need not be what follows.
-            ``None`` if none need be.
+
+def _check_shifted(key: str, old: LazyRows, new: LazyRows) -> None:
+    """Refuse stacks from which a step does more than to drop the oldest frame and add a newer one.
 
     Raises:
-        SpecError: If a value after another step is not the one before it, shifted by one frame.
+        SpecError: Naming the key.
     """
-    if not schema.stacks:
-        return incoming
-    columns, finals, frames = dict(incoming.columns), dict(incoming.finals), {}
-    every = np.arange(len(incoming.is_last))
-    starts = np.append(0, np.maximum.accumulate(incoming.ends) + 1)
-    for key, stack in schema.stacks.items():
-        known = None
-        if key in tails:
-            # Row i begins where row i of the trajectories before it may have ended.
-            rows = np.flatnonzero(incoming.ends[: len(tails[key])] >= 0)
-            known = starts[rows], tails[key][rows]
-        each = unstacked(columns[key], finals.get(key), incoming.is_last, stack, known)
-        if is_done is not None and not (each.is_shifted | is_done).all():
-            _refuse_stack(key, stack, starts, int((each.is_shifted | is_done).argmin()))
-        columns[key], frames[key] = Source(each.before, every), each.frames
-        if each.after is not None:
-            finals[key] = Source(each.after, every)
-    return incoming._replace(columns=columns, finals=finals, frames=frames)
-
-
-def _refuse_stack(key: str, stack: Stack, starts: NDArray, number: int) -> NoReturn:
-    """Raise the error for a transition whose value after the step is not what follows."""
-    row = int(np.searchsorted(starts, number, side="right")) - 1
-    raise SpecError(
-        f"{successor_key(key)!r} of row {row}, step {number - starts[row]} is not {key!r} shifted "
-        f"by one frame: {key!r} is stored as {stack.n_frames} frames along axis {stack.axis}, the "
-        "newest last",
-        fix=f'name the axis, frame_stack={{"{key}": ({stack.n_frames}, -1)}}, or leave '
-        "frame_stack out: it is for stacks from which each step drops the oldest frame",
-    )
+    before, after = (_as_words(each.values(), 2) for each in (old, new))
+    if (before[:, 1:] != after[:, :-1]).any():
+        raise SpecError(
+            f"a step within an episode does not shift the stack {key!r} by one frame, and a pool "
+            "with frame_stack stores the newest frame only",
+            fix=f"leave frame_stack out; if episodes end there, add {DONE_KEY!r}",
+        )
 
 
 class _Steps:
@@ -212,7 +240,7 @@ class _Steps:
         self._lengths = lengths
         self._places: dict[int, NDArray] = {}  # by stride
 
-    def source(self, array: NDArray) -> Source:
+    def rows_of(self, array: NDArray) -> LazyRows:
         """The steps of an array, which is copied unless its rows lie at whole numbers of steps."""
         n_rows, n_times, *shape = array.shape
         step_bytes = math.prod(shape) * array.itemsize
@@ -228,7 +256,7 @@ class _Steps:
             shifts = np.arange(len(self._lengths)) * stride - starts
             n_steps = self._lengths.sum()
             self._places[stride] = np.repeat(shifts, self._lengths) + np.arange(n_steps)
-        return Source(array, self._places[stride])
+        return LazyRows(array, self._places[stride])
 
 
 def _derivation(tensors: Mapping[str, torch.Tensor], key: str) -> Any:
@@ -246,19 +274,35 @@ def _flags(key: str, values: NDArray) -> NDArray:
     return values.reshape(-1).astype(bool, copy=False)
 
 
-def _mark_jumps(is_last: NDArray, values: Source, after: Source) -> None:
+def _mark_jumps(is_last: NDArray, values: LazyRows, after: LazyRows) -> None:
     """Mark steps whose value after the step is not the value that the next one starts from.
 
-    They end a piece that can be joined to nothing, whether an episode ends there or steps are
-    missing. Which of them do is told by flags.
+    They end a piece that nothing can continue, whether an episode ends there or steps are missing;
+    flags say where episodes end.
     """
-    n_at_once = max(1, _COMPARED_BYTES // values.array[:1].nbytes)
-    for start in range(0, len(is_last) - 1, n_at_once):
-        n = min(n_at_once, len(is_last) - 1 - start)
-        here = after.part(slice(start, start + n)).values().reshape(n, -1)
-        there = values.part(slice(start + 1, start + 1 + n)).values().reshape(n, -1)
-        differs = (widest_words(here) != widest_words(there)).reshape(n, -1)
-        is_last[start + differs.reshape(-1).nonzero()[0] // differs.shape[1]] = True
+    for some in _parts(len(is_last) - 1, values.array):
+        next_ones = slice(some.start + 1, some.stop + 1)
+        here = _as_words(after.part(some).values(), 1)
+        there = _as_words(values.part(next_ones).values(), 1)
+        is_last[some] |= (here != there).any(axis=1)
+
+
+def _parts(n: int, array: NDArray) -> Iterator[slice]:
+    """Ranges of n values ``array[0]`` of a few megabytes each."""
+    n_at_once = max(1, _COMPARED_BYTES // max(1, array[:1].nbytes))
+    for start in range(0, n, n_at_once):
+        yield slice(start, min(start + n_at_once, n))
+
+
+def _as_words(array: NDArray, n_leading: int) -> NDArray:
+    """Values as rows of bits, after some leading dimensions that are kept.
+
+    Bits are to be compared, as NaN is not equal to itself; the widest words take the least time.
+    """
+    shape = (*array.shape[:n_leading], math.prod(array.shape[n_leading:]))
+    flat = np.ascontiguousarray(array).reshape(shape)
+    n_bytes = flat.shape[-1] * flat.itemsize
+    return flat.view(next(word for word in _WORDS if n_bytes % word.itemsize == 0))
 
 
 def converted(key: str, array: NDArray, dtype: np.dtype[Any]) -> NDArray:

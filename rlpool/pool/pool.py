@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from threading import get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
-from rlpool.data.rows import listed
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.rows import instance, listed
+from rlpool.data.specs import TensorSpec, refuse_missing
 from rlpool.data.storage import NDArray, allocate
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, whole_number
-from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.one_thread import OneThread
-from rlpool.pool import checkpoint, ingest
-from rlpool.pool.filling import FilledPool
-from rlpool.pool.priorities import checked_exponent
-from rlpool.pool.reader import PoolReader
-from rlpool.pool.runner import EpisodeRunner, infos_of_steps
-from rlpool.pool.schema import Schema, checked_frame_stack, checked_keys
-from rlpool.pool.store import Store
-from rlpool.pool.sub_pool import WindowRules
+from rlpool.pool import ingest, sampling
+from rlpool.pool.priorities import checked_exponent, checked_priorities
+from rlpool.pool.runner import EpisodeRunner
+from rlpool.pool.schema import Schema
+from rlpool.pool.store import Store, make_store
+from rlpool.pool.sub_pool import WindowRules, routes
+from rlpool.pool.transition import DONE_KEY, TRANSITION_KEYS, transition_of
 from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
+_FORMAT = 3  # of state_dict
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
+_STORAGES = ("local", "memmap")
 
 
-class Pool(FilledPool):
+class Pool:
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
     It is filled in three ways, which may be mixed as long as transitions have the same keys:
@@ -39,14 +44,11 @@ class Pool(FilledPool):
     stored in float32, whichever way they come in.
 
     The pool is divided into ``n_workers`` sub-pools whose capacities add up to ``pool_size``. Each
-    keeps its newest transitions: when one is added to a full one, the oldest goes, or with
+    keeps its newest transitions: when one is added to a full one, the oldest is dropped, or with
     ``window_size`` all but the newest ``window_size``. Adding costs the same however full the pool
     is, and never moves what is there.
 
-    Not for use by several threads at once. Other processes may read a pool with
-    ``storage="shared"``: send it through a pipe, a queue or the arguments of a process, once it
-    holds a transition, and what arrives is a ``PoolReader``. In a forked process it is the pool
-    itself, which only reads there, and samples uniformly.
+    Not for use by several threads at once, nor in a forked process.
 
     Args:
         env: Environments for ``store()``, one per process; see ``store``.
@@ -57,34 +59,26 @@ class Pool(FilledPool):
         clearing_freq: Whenever this many transitions were added to a sub-pool, drop its
             ``window_size_`` oldest.
         window_size_: See ``clearing_freq``; only together with it.
-        random: Whether a transition of ``store()`` goes to a sub-pool at random, with probability
-            proportional to 1 / (its length + 1); otherwise to that of its process. Where
-            transitions of several processes mix, none is known to follow another, so that
+        random: Whether a transition of ``store()`` is added to a sub-pool at random, with
+            probability proportional to 1 / (its length + 1); otherwise to that of its process.
+            Where transitions of several processes mix, none is known to follow another, so that
             sequences and n-step returns have a single step.
-        policy: For ``store()`` with Gymnasium environments: a function from state to action, called
-            in the workers. By default the action space is sampled.
+        policy: For ``store()`` with Gymnasium environments: a function from state to action, sent
+            to the workers. By default the action space is sampled.
         seed: Root seed of sampling, of the choice of sub-pools and of ``store()``; ``None`` draws
             one.
         keys: Keys of trajectories to store, by default all.
         info_keys: Keys of the trajectories' ``info`` to store with every transition, such as
             ``"env_info/task"`` or ``"seed"``; ``"agent_info"`` stands for all that begin with it
             and a slash. Samples have them among their keys, sequences in their ``info``, where
-            ``replay_agent`` takes ``agent_info`` from. For ``store()`` they are keys of the
-            environments' ``info``, whose values before and after each step are kept, ``"cost"``
-            and ``"_cost"``: float32 numbers, or as declared, ``{"cost": np.float64}``.
-        storage: ``"local"``, ``"shared"`` (for readers in other processes) or ``"memmap"`` (a file
-            without a name, for pools beyond memory).
+            ``replay_agent`` takes ``agent_info`` from.
+        storage: ``"local"``, or ``"memmap"`` (a file without a name, for pools beyond memory).
         directory: Directory of the file of ``"memmap"``, by default that of temporary files.
         priority_exponent: Sample in proportion to priorities to this power (alpha in the paper),
             see ``update_priorities``; by default uniformly.
-        frame_stack: Observations are stacks of so many frames, of which each is stored once: a
-            quarter of the memory for 4. Samples have whole stacks. A number means the keys that
-            have so many frames along their first axis, or else their last one (vectors of so many
-            numbers only if no key has more dimensions); ``{"frame": 4}`` or
-            ``{"frame": (4, -1)}`` name keys, and the axis. The newest frame is the last one, and
-            each step drops the oldest. Episodes may begin with any frames, repeated or zero. By
-            default the stacks of Gymnasium's ``FrameStackObservation`` around the environments of
-            ``store()``; ``{}`` for none.
+        frame_stack: Observations ``[frame_stack, ...]`` are stacks of so many frames, the newest
+            last, from which each step drops the oldest. Only the newest frame is stored, a quarter
+            of the memory for 4; samples have whole stacks again, bit by bit.
         timeout: Seconds without a step after which a process of ``store()`` counts as hanging.
         start_method: How processes of ``store()`` are started, as for ``EpisodeBatcher``.
 
@@ -100,8 +94,6 @@ class Pool(FilledPool):
         (20, torch.Size([4, 1]))
     """
 
-    _is_unconfirmed = False  # to the caller of store(), in which a handler has raised
-
     @also_takes(processes="n_workers")
     def __init__(
         self,
@@ -116,11 +108,11 @@ class Pool(FilledPool):
         policy: Any = None,
         seed: int | None = None,
         keys: Sequence[str] | None = None,
-        info_keys: Sequence[str] | Mapping[str, Any] | None = None,
+        info_keys: Sequence[str] | None = None,
         storage: str = "local",
         directory: str | Path | None = None,
         priority_exponent: float | None = None,
-        frame_stack: int | Mapping[str, int | tuple[int, int]] | None = None,
+        frame_stack: int | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         start_method: str = "auto",
     ) -> None:
@@ -131,27 +123,229 @@ class Pool(FilledPool):
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
         self._info_keys = list(dict.fromkeys(listed(info_keys or (), str, "info_keys")))
-        self._frame_stack = checked_frame_stack(frame_stack)
+        check_choice("storage", storage, _STORAGES)
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
         self._storage, self._directory = storage, directory
         FailurePolicy(start_method=start_method)
         self._arguments = {
             "pool_size": whole_number("pool_size", pool_size, n_workers),
-            "processes": n_workers,
+            "n_workers": n_workers,
             **self._rules.arguments(),
             "random": bool(random),
             "priority_exponent": checked_exponent(priority_exponent),
-            "keys": checked_keys(keys),
+            "keys": None if keys is None else list(dict.fromkeys(listed(keys, str, "keys"))),
+            "frame_stack": None
+            if frame_stack is None
+            else whole_number("frame_stack", frame_stack, 2),
         }
-        root, self._open = root_from(seed), {}
-        super().__init__(Store.of_nothing(n_workers), [_SAMPLING, root])
-        self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
-        self._one_thread = OneThread("hand_over")
-        self._runner = self._n_stacked = None
+        if self._arguments["keys"] == []:
+            raise SpecError("keys are empty", fix="leave keys out to store all")
+        root = root_from(seed)
+        self._store = Store.of_nothing(n_workers)
+        self._generator, self._router = (
+            np.random.Generator(np.random.PCG64([purpose, root]))
+            for purpose in (_SAMPLING, _ROUTING)
+        )
+        self._max_priority = 1.0
+        # Sub-pool to its ``next`` when its newest transition was one that may be continued.
+        self._open: dict[int, int] = {}
+        self._has_stored = False  # store() has added the first transitions of all processes
+        self._runner = None
         if env is not None:
-            infos = infos_of_steps(self._info_keys, info_keys)
-            self._runner = EpisodeRunner(env, n_workers, seed, policy, timeout, start_method, infos)
-            self._n_stacked = self._runner.frame_stack
+            self._runner = EpisodeRunner(env, n_workers, seed, policy, timeout, start_method)
+
+    # What there is ---------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Transitions that there are."""
+        return len(self._store)
+
+    @property
+    def pool_size(self) -> int:
+        """Transitions that fit in."""
+        size: int = self._arguments["pool_size"]
+        return size
+
+    @property
+    def lengths(self) -> list[int]:
+        """Transitions that each sub-pool holds."""
+        return self._store.sub_pools.lengths
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Key to shape and dtype of a transition; empty before the first one was added."""
+        return self._store.schema.specs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: rows that were written so far, bookkeeping and priorities included."""
+        return self._store.nbytes
+
+    def transitions(self, keys: Sequence[str] | None = None) -> DictTensor:
+        """All transitions, sub-pool by sub-pool, the oldest of each first.
+
+        Args:
+            keys: Which keys, by default all.
+
+        Returns:
+            ``[len(pool), ...]``, copies.
+
+        Raises:
+            SpecError: For a key that is not stored.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.transitions(["frame", "_done"])["_done"]
+            tensor([False, False, False,  True])
+        """
+        store = self._store
+        if not store.has_schema:
+            return DictTensor()
+        wanted = list(self.specs) if keys is None else listed(keys, str, "keys")
+        refuse_missing("the pool", self.specs, wanted, "choose among its keys")
+        rows = store.sub_pools.rows()
+        arrays = store.take(rows, wanted) | store.take_after(rows, wanted)
+        return DictTensor({key: torch.from_numpy(arrays[key]) for key in wanted})
+
+    def get_pool(self) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
+        """States, actions, next states, rewards and done flags of all transitions.
+
+        Returns:
+            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, sub-pool by
+            sub-pool, the oldest of each first; empty arrays before the first transition.
+
+        Raises:
+            UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
+                or ``_done``.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> s, a, next_s, r, done = pool.get_pool()
+            >>> next_s.ravel(), done
+            (array([1, 2, 3, 4]), array([False, False, False,  True]))
+        """
+        s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
+        if len(self):
+            if missing := [key for key in TRANSITION_KEYS if key not in self.specs]:
+                raise UsageError(
+                    f"the pool has no {missing}, it has {list(self.specs)}",
+                    fix="use transitions(), which gives every key",
+                )
+            every = self.transitions(TRANSITION_KEYS)
+            s, a, next_s, r, done = (every[key].numpy() for key in TRANSITION_KEYS)
+        return s, a, next_s, r, done
+
+    # Adding ----------------------------------------------------------------------------------
+
+    def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
+        """Add every step of some trajectories, in row-then-time order.
+
+        Each row is a stream of its own, which may hold several episodes. ``_done``,
+        ``_terminated`` and ``_truncated``, or ``initial_state`` say where they end, whether these
+        are stored or not; without them n-step returns and sequences are refused until ``clear``.
+        Rows of a single step need none. The windows of a ``Batcher`` are not joined: no n-step
+        return and no sequence goes on from one window to the next, so with windows of one step
+        they have one step.
+
+        Values after a step that follow from the next step, such as ``_frame``, are not stored
+        twice. The pool keeps no reference to the trajectories. Of their ``info`` it stores what
+        ``info_keys`` names, with every transition; keys that earlier transitions did not have are
+        not stored.
+
+        Args:
+            trajectories: ``[B, T, ...]`` with the keys of the pool, on any device.
+            index: The sub-pool to add to. By default each trajectory is added to one that is drawn
+                with probability proportional to 1 / (its length + 1).
+
+        Raises:
+            SpecError: If keys, shapes or dtypes are not those that the pool holds, a step does not
+                shift a stack of frames, or a disk or the memory is full. What is stored is kept.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.execute(3)
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> pool.extend(batcher.get())
+            >>> len(pool), pool.sample(8)["frame"].shape
+            (12, torch.Size([8, 1]))
+        """
+        fix = "TemporalDictTensor.from_packed(transitions, lengths) makes one of transitions"
+        instance(trajectories, TemporalDictTensor, "what extend() gets", fix)
+        index = self._checked_index(index)
+        if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
+            return
+        store, new = self._new_rows(trajectories)
+        if index is None and len(store.sub_pools) > 1:
+            sizes = trajectories.lengths.cpu().numpy()
+            sizes = sizes[sizes > 0]
+            self._distribute(store, new, sizes, self._router.random(len(sizes)).tolist())
+        else:
+            store.add(index or 0, new, self._max_priority)
+        self._store = store
+
+    def pool(
+        self,
+        s: Any,
+        a: Any,
+        next_s: Any,
+        r: Any,
+        done: Any,
+        index: int | None = None,
+        *,
+        terminated: Any = None,
+    ) -> None:
+        """Add a single transition; calling the pool does the same.
+
+        The transitions that are added to a sub-pool are one stream, as of one environment: one that
+        starts where the one before it ended, which was not ``done``, continues its episode, and
+        the state between them is stored once. So give each of several environments an ``index`` of
+        its own. Without an index, none continues another unless there is a single sub-pool.
+
+        Args:
+            s: The state ``[*S]``, an array, tensor or number; copied.
+            a: The action ``[*A]``.
+            next_s: The state after it ``[*S]``.
+            r: The reward, a number; stored in float32.
+            done: Whether the episode ended, by itself or cut off.
+            terminated: Whether it ended by itself, and was not cut off; by default ``done``.
+            index: The sub-pool to add to. By default one at random, or the emptiest one with
+                ``random=False``.
+
+        Raises:
+            SpecError: If something does not fit what the pool holds.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> pool.pool(s=[0.0], a=1, next_s=[1.0], r=0.5, done=False)
+            >>> pool([1.0], 0, [2.0], 0.5, done=True)  # the same, shorter
+            >>> len(pool)
+            2
+        """
+        index = self._checked_index(index)
+        values = transition_of(s, a, next_s, r, done, terminated)
+        keys = ingest.chosen(values, self._known_keys(), "the transition")
+        specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
+        store = self._store_for(specs, "the transition")
+        new = ingest.from_single(values, store.schema)
+        # In a sub-pool that was chosen here, the one before is of the same episode by chance.
+        is_chosen = index is None and len(store.sub_pools) > 1
+        if index is None:
+            index = int(np.argmin(store.sub_pools.lengths))
+            if is_chosen and self._arguments["random"]:
+                (index,) = routes(store.sub_pools, self._rules, [1], [self._router.random()])
+        sub_pool = store.sub_pools[index]
+        is_open = not is_chosen and self._open.get(index) == sub_pool.next
+        joined = is_open and store.ends_in(index, values)
+        store.add(index, new, self._max_priority, joined=joined)
+        if not is_chosen and not values[DONE_KEY]:
+            self._open[index] = sub_pool.next
+        self._store = store
+
+    __call__ = pool
 
     def store(self) -> None:
         """Run one episode in each environment, each in its own process, and add them.
@@ -159,13 +353,14 @@ class Pool(FilledPool):
         Returns when all episodes have ended. Environments follow one of two protocols. Those of
         Gymnasium: actions come from ``policy`` or the action space. Those that choose their own
         actions: ``reset() -> (state, action)`` and ``step(action) -> (action, next_state, reward,
-        done)``, where the action stored is the one that ``step`` returns. The processes live until
-        ``close``; environments keep what they remember, unless they are changed here.
+        done)``, where the action stored is the one that ``step`` returns. Environments and policy
+        are sent when the pool is made. The processes start with the first call, live until
+        ``close`` or an error, and their environments keep what they remember.
 
         Raises:
             UsageError: Without environments, or after ``close``.
             EnvError, AgentError: If an environment or the policy fails; nothing of this run is
-                added, and the next run starts over.
+                added, and the next run starts new processes.
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a process cannot start,
                 dies or hangs; likewise.
 
@@ -175,16 +370,243 @@ class Pool(FilledPool):
             ...     print(len(pool))
             7
         """
-        runner = self._open_runner()
-        if get_ident() != self._one_thread.thread:
-            self._one_thread.hand_over()
-        if not self._is_unconfirmed:
-            every, lengths = runner.run()
-            with InterruptsHeld():
-                runner.n_runs += 1
-                self._add_run(every, lengths)
-                self._is_unconfirmed = True
-        self._is_unconfirmed = False
+        if self._runner is None:
+            raise UsageError("the pool has no environments", fix="pass env=[...], or use extend()")
+        if self._runner.closed:
+            raise UsageError("the pool was closed", fix="make another one, close it later")
+        every, lengths = self._runner.run()
+        if not self._arguments["random"] or len(lengths) == 1:
+            for process, (length, stop) in enumerate(
+                zip(lengths, accumulate(lengths), strict=True)
+            ):
+                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
+            return
+        order = ingest.order_in_time(lengths)
+        store, new = self._new_rows(ingest.one_row(every))
+        new.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
+        draws: list[int | float] = self._router.random(len(order)).tolist()
+        if not self._has_stored:  # the first of each process goes into its own sub-pool
+            draws[: len(lengths)] = range(len(lengths))
+        self._distribute(store, new.part(order), np.ones(len(order), int), draws)
+        self._store, self._has_stored = store, True
+
+    def clear(self) -> None:
+        """Drop all transitions; their keys stay fixed.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.clear()
+            >>> len(pool)
+            0
+        """
+        self._store.clear()
+
+    def _checked_index(self, index: Any) -> int | None:
+        n = len(self._store.sub_pools)
+        if index is not None and whole_number("index", index, 0) >= n:
+            raise SpecError(
+                f"index should be the number of a sub-pool, got {index!r}",
+                fix=f"there are {n} (n_workers), counted from 0",
+            )
+        return None if index is None else operator.index(index)
+
+    def _known_keys(self) -> Sequence[str] | None:
+        keys: list[str] | None = self._arguments["keys"]
+        return list(self.specs) if self._store.has_schema else keys
+
+    def _new_rows(self, trajectories: TemporalDictTensor) -> tuple[Store, ingest.NewRows]:
+        """Rows of some trajectories, and the store that they fit."""
+        known, schema, is_known = self._known_keys(), self._store.schema, self._store.has_schema
+        names = schema.infos if is_known else self._info_keys
+        infos = ingest.infos_of(trajectories, names, are_exact=is_known)
+        if known is not None:
+            known = [key for key in known if key not in infos]
+        specs = ingest.specs_of(trajectories, known)
+        specs |= {key: ingest.spec_of(key, tensor) for key, tensor in infos.items()}
+        store = self._store_for(specs, "the trajectories", tuple(infos))
+        return store, ingest.from_trajectories(trajectories, store.schema, infos)
+
+    def _store_for(
+        self, specs: Mapping[str, TensorSpec], what: str, infos: tuple[str, ...] = ()
+    ) -> Store:
+        """The store for transitions, a new one for the first ones: they decide what it holds."""
+        if self._store.has_schema:
+            self._store.schema.check(specs, what)
+            return self._store
+        taken = [key for key in sampling.RESULT_KEYS if key in specs]
+        if taken:
+            raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
+        schema = Schema.from_specs(specs, self._arguments["frame_stack"])
+        return self._new_store(replace(schema, infos=infos))
+
+    def _new_store(self, schema: Schema) -> Store:
+        return make_store(
+            schema,
+            self.pool_size,
+            len(self._store.sub_pools),
+            self._rules,
+            self._storage,
+            self._directory,
+            with_priorities=self._arguments["priority_exponent"] is not None,
+        )
+
+    def _distribute(
+        self, store: Store, new: ingest.NewRows, sizes: NDArray, draws: Sequence[int | float]
+    ) -> None:
+        """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
+        each = np.repeat(routes(store.sub_pools, self._rules, sizes.tolist(), draws), sizes)
+        for index in np.unique(each).tolist():
+            store.add(index, new.part(np.flatnonzero(each == index)), self._max_priority)
+
+    # Drawing ---------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        n_step: int | None = None,
+        discount: float = 0.99,
+        beta: float = 0.4,
+    ) -> DictTensor:
+        """Draw transitions with replacement, uniformly or in proportion to their priorities.
+
+        Args:
+            batch_size: How many, at most as many as there are.
+            n_step: Look so many steps ahead, or fewer where an episode, or what is stored of it,
+                ends before: at the edge of a window, too, since windows are not joined. Keys with a
+                leading ``_`` then have their value after the last of these steps, except
+                ``_reward``. The result also has ``n_step_return``, the discounted sum of the
+                rewards of these steps, and ``n_step_discount``, the factor for the value of what
+                comes after, both float32 ``[batch_size]``. The factor is
+                ``discount ** steps``, or 0 after a termination (``_terminated``, or where that is
+                not stored ``_done`` without ``_truncated``). After a truncation, which is not a
+                termination, the value of the last observation counts.
+            discount: Discount per step, for ``n_step``.
+            beta: Exponent of the importance weights, for a pool with priorities: 1 corrects
+                the bias of sampling by priority in full.
+
+        Returns:
+            Every key of a transition ``[batch_size, ...]``, copies. With priorities also ``index``,
+            int64, for ``update_priorities``, and ``weight``, float32, at most 1.
+
+        Raises:
+            NotEnoughDataError: If there are fewer transitions.
+            SpecError: If ``n_step`` is given and no ``_reward`` is stored, or ``n_step`` is above 1
+                and the ends of some episodes are not known, see ``Pool.extend``.
+
+        Reference:
+            Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
+            ICML 2018, for truncation; Schaul et al., 2016, section 3.4 for the weights.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> batch = pool.sample(2, n_step=3, discount=0.5)
+            >>> batch["frame"].shape, batch["n_step_return"].shape
+            (torch.Size([2, 1]), torch.Size([2]))
+        """
+        return sampling.sample(self._store, self._generator, batch_size, n_step, discount, beta)
+
+    def sample_sequences(
+        self, batch_size: int, length: int, *, beta: float = 0.4
+    ) -> TemporalDictTensor:
+        """Draw sequences of steps that followed each other in one episode, for recurrent learners.
+
+        A sequence starts at a transition that is drawn as by ``sample``, and ends after ``length``
+        steps, or earlier where its episode, or what is stored of it, ends. It never goes on in the
+        next window, see ``extend``.
+
+        Args:
+            batch_size: How many, at most as many as there are transitions.
+            length: Steps of the longest.
+            beta: Exponent of the importance weights, for a pool with priorities.
+
+        Returns:
+            Every key ``[batch_size, length, ...]``, copies, zero-padded past ``lengths``; see
+            ``mask()``. The agent's state that a sequence starts from is the first step of the
+            state's keys. ``info`` has what ``info_keys`` of the pool names; with priorities also
+            ``index`` and ``weight`` of the first steps.
+
+        Raises:
+            NotEnoughDataError: If there are fewer transitions.
+            SpecError: If the ends of some episodes are not known, see ``Pool.extend``.
+
+        Reference:
+            Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
+            ICLR 2019, for replaying from stored states.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.sample_sequences(2, length=3)["frame"].shape
+            torch.Size([2, 3, 1])
+        """
+        return sampling.sample_sequences(self._store, self._generator, batch_size, length, beta)
+
+    def batches(
+        self, batch_size: int, n_batches: int | None = None, **options: Any
+    ) -> Iterator[DictTensor]:
+        """An iterator over batches, each drawn on demand.
+
+        Args:
+            batch_size: Transitions per batch.
+            n_batches: How many batches, ``None`` for no end.
+            **options: As for ``sample``.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> [batch["frame"].shape for batch in pool.batches(3, n_batches=2)]
+            [torch.Size([3, 1]), torch.Size([3, 1])]
+        """
+        if n_batches is not None:
+            whole_number("n_batches", n_batches, 0)
+        for _ in itertools.count() if n_batches is None else range(n_batches):
+            yield self.sample(batch_size, **options)
+
+    def update_priorities(self, index: Any, priorities: Any) -> None:
+        """Set the priorities of transitions, usually their absolute errors plus a small constant.
+
+        New transitions have the largest priority so far, so that each is soon seen.
+
+        Args:
+            index: int64 ``[n]``, as ``sample`` gave it. Transitions that were dropped are left out.
+            priorities: ``[n]``, finite and not negative.
+
+        Raises:
+            UsageError: If the pool samples uniformly.
+            SpecError: For other shapes or values.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0, priority_exponent=1.0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> batch = pool.sample(4)
+            >>> errors = torch.rand(4)  # how wrong the learner's prediction was
+            >>> pool.update_priorities(batch["index"], errors + 1e-6)
+        """
+        alpha = self._arguments["priority_exponent"]
+        if alpha is None:
+            raise UsageError(
+                "the pool samples uniformly and has no priorities",
+                fix="make it with priority_exponent=0.6, for instance",
+            )
+        given, powers = checked_priorities(index, priorities, alpha)
+        store = self._store
+        if store.tree is None or not given.size:
+            return
+        numbers, sub_pools = np.divmod(given, len(store.sub_pools))
+        oldest, after, _ = store.sub_pools.numbers[sub_pools].T
+        is_there = (oldest <= numbers) & (numbers < after)
+        with store.changing():
+            rows = store.sub_pools.rows_of(sub_pools[is_there], numbers[is_there])
+            store.tree.set(rows, powers[is_there])
+        self._max_priority = max(self._max_priority, float(powers[is_there].max(initial=0.0)))
 
     # Saving ----------------------------------------------------------------------------------
 
@@ -192,8 +614,9 @@ class Pool(FilledPool):
         """Everything that the next samples depend on, except what environments remember.
 
         Returns:
-            Tensors and a text, which ``torch.save`` writes and ``torch.load(weights_only=True)``
-            reads. The tensors are views: save them, or copy them, before the pool is changed.
+            Tensors, numbers and texts, which ``torch.save`` writes and
+            ``torch.load(path, weights_only=True)`` reads; with ``mmap=True`` it needs no memory of
+            its own. The tensors are views: save them, or copy them, before the pool is changed.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)
@@ -205,18 +628,30 @@ class Pool(FilledPool):
             >>> len(other)
             4
         """
-        return checkpoint.to_tensors(*self._state())
+        store = self._store
+        return {
+            "format": _FORMAT,
+            "arguments": dict(self._arguments),
+            "store": store.state_dict() if store.has_schema else None,
+            "open": [i for i, n in self._open.items() if n == store.sub_pools[i].next],
+            "has_stored": self._has_stored,
+            "max_priority": self._max_priority,
+            "sampling": self._generator.bit_generator.state,
+            "routing": self._router.bit_generator.state,
+            "runner": None if self._runner is None else self._runner.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what another pool was; from here on both give the same samples.
 
         Args:
-            state: What its ``state_dict`` returned; copied.
+            state: What its ``state_dict`` returned; copied. If this pool is not empty, memory must
+                have room for both.
 
         Raises:
-            SpecError: If the saved pool was made with other sizes, rules, keys or another
-                ``priority_exponent``, or holds other keys than this one, which keeps what it has.
-                ``seed`` and ``storage`` may differ.
+            SpecError: If the state is damaged, the other pool was made with other sizes, rules,
+                keys or another ``priority_exponent`` or ``frame_stack``, or holds other keys than
+                this one, which keeps what it has. ``seed`` and ``storage`` may differ.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)
@@ -227,109 +662,45 @@ class Pool(FilledPool):
             >>> torch.equal(pool.sample(3)["frame"], other.sample(3)["frame"])
             True
         """
-        with checkpoint.loading("the state"):
-            self._restore(checkpoint.from_tensors(state))
-
-    def save(self, path: str | Path) -> None:
-        """Write the pool to a file, without needing memory for that.
-
-        The file is in the safetensors format and holds no code. What was at the path stays until
-        all is written.
-
-        Args:
-            path: The file.
-
-        Raises:
-            SpecError: If the disk is full or the path cannot be written.
-
-        Example:
-            >>> pool = Pool(pool_size=1000, seed=0)
-            >>> pool([0], 0, [1], 1.0, True)
-            >>> pool.save("pool.safetensors")
-            >>> pool.load("pool.safetensors")
-        """
-        checkpoint.write_file(path, *self._state())
-
-    def load(self, path: str | Path) -> None:
-        """Become what a saved pool was; from here on both give the same samples.
-
-        Args:
-            path: A file that ``save`` wrote. If this pool is not empty, memory must have room for
-                both what it holds and what the file holds.
-
-        Raises:
-            SpecError: If the file cannot be read or is damaged, or for the reasons of
-                ``load_state_dict``. This pool keeps what it has.
-
-        Example:
-            >>> pool = Pool(pool_size=1000, seed=0)
-            >>> for step in range(4):
-            ...     pool([step], 0, [step + 1], 1.0, step == 3)
-            >>> pool.save("pool.safetensors")
-            >>> pool.clear()
-            >>> pool.load("pool.safetensors")
-            >>> len(pool)
-            4
-        """
-        with checkpoint.opened_file(path) as saved:
-            self._restore(saved)
-
-    def _state(self) -> tuple[str, dict[str, NDArray]]:
-        """A JSON text and arrays by name, which are views."""
-        store = self._store
-        state = {
-            "format": checkpoint.FORMAT,
-            **self._arguments,
-            **store.counts,
-            "schema": store.schema.plain() if store.has_schema else None,
-            "fed": [self._has_stored] * self._n_sub_pools,
-            "open_rows": {str(i): 0 for i, n in self._open.items() if n == store.sub_pools[i].next},
-            "max_priority": self._max_priority,
-            "sampling": self._generator.bit_generator.state,
-            "routing": self._router.bit_generator.state,
-            "runner": None if self._runner is None else self._runner.state_dict(),
-        }
-        return json.dumps(state), store.arrays_in_use()
-
-    def _restore(self, saved: checkpoint.Saved) -> None:
-        store = self._store
-        store.refuse_others()
-        # Without keys of its own, a pool takes what comes.
-        any_keys = self._arguments["keys"] is None
-        header = saved.header(
-            {k: v for k, v in self._arguments.items() if k != "keys" or not any_keys}
-        )
-        is_open = {int(i): header["rings"][int(i)][1] for i in header["open_rows"]}
-        has_stored, max_priority = any(header["fed"]), float(header["max_priority"])
-        generators = np.random.PCG64(), np.random.PCG64()
-        for bits, name in zip(generators, ("sampling", "routing"), strict=True):
-            bits.state = header[name]
-        fresh = self._loaded(saved, header)
-        if not store.has_schema or self._storage == "local":
-            self._store = fresh
-        else:  # others may look at its memory
-            checkpoint.take_over(store, fresh)
-        self._open, self._has_stored, self._max_priority = is_open, has_stored, max_priority
+        try:
+            if state["format"] != _FORMAT:
+                raise SpecError(f"this rlpool cannot read the pool format {state['format']!r}")
+            store = self._loaded(state["store"], state["arguments"])
+            generators = np.random.PCG64(), np.random.PCG64()
+            generators[0].state, generators[1].state = state["sampling"], state["routing"]
+            is_open = {int(i): store.sub_pools[i].next for i in state["open"]}
+            max_priority, has_stored = float(state["max_priority"]), bool(state["has_stored"])
+            if self._runner is not None and state["runner"] is not None:
+                self._runner.load_state_dict(state["runner"])
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(
+                f"the state is damaged, or not that of a pool: {error!r:.200}",
+                fix="load another copy of what state_dict() returned; this pool is as it was",
+            ) from error
+        self._store, self._open = store, is_open
+        self._max_priority, self._has_stored = max_priority, has_stored
         self._generator, self._router = map(np.random.Generator, generators)
-        if self._runner is not None and header["runner"]:
-            self._runner.load_state_dict(header["runner"])
 
-    def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store:
+    def _loaded(self, saved: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> Store:
         """A new store of what was saved."""
-        own = self._store.schema if self._store.has_schema else None
-        if header["schema"] is None:  # there never was a transition
-            return Store.of_nothing(self._n_sub_pools) if own is None else self._new_store(own)
-        schema = Schema.from_plain(header["schema"])
-        if own is not None and own != schema:
+        for name, value in self._arguments.items():
+            # Without keys of its own, a pool takes what comes.
+            if arguments[name] != value and (name != "keys" or value is not None):
+                raise SpecError(
+                    f"the saved pool has {name} {arguments[name]}, this one has {value}",
+                    fix="load it into a pool that is made with the same arguments",
+                )
+        own = self._store.schema
+        if saved is None:  # there never was a transition
+            n = len(self._store.sub_pools)
+            return self._new_store(own) if self._store.has_schema else Store.of_nothing(n)
+        schema = Schema.from_plain(saved["schema"])
+        if self._store.has_schema and own != schema:
             raise SpecError(
                 f"the saved pool holds {schema}; this one has {own}",
                 fix="load it into a pool that holds the same, or nothing yet",
-            )
-        if self._frame_stack is not None and self._with_stacks(schema) != schema:
-            raise SpecError(
-                f"the saved pool holds {schema}; this one has frame_stack={self._frame_stack}",
-                fix="load it into a pool with the same frame_stack, or without any: that one takes "
-                "what is saved",
             )
         missing = [n for n in self._info_keys if not ingest.matching(n, schema.infos)]
         if missing:
@@ -338,29 +709,13 @@ class Pool(FilledPool):
                 fix="load it into a pool without info_keys: that one takes what is saved",
             )
         store = self._new_store(schema)
-        saved.fill(store, header)
+        store.load_state_dict(saved)
         return store
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        store = self._store
-        if not store.has_schema or self._storage == "local":
-            raise UsageError(
-                "the pool cannot be sent before it has a transition, nor with local memory",
-                fix='make it with storage="shared", add the first transitions, then send it',
-            )
-        return PoolReader, (store.schema, store.pool_size, self._n_sub_pools, store.memory)
-
-    # Processes -------------------------------------------------------------------------------
-
-    def _open_runner(self) -> EpisodeRunner:
-        if self._runner is None:
-            raise UsageError("the pool has no environments", fix="pass env=[...], or use extend()")
-        if self._runner.closed:
-            raise UsageError("the pool was closed", fix="make another one, close it later")
-        return self._runner
+    # Life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the processes of ``store()``. What is stored stays. May be repeated.
+        """End the processes of ``store()``. What is stored is kept. May be repeated.
 
         Example:
             >>> pool = Pool([CountingEnv()], pool_size=100)
@@ -374,6 +729,12 @@ class Pool(FilledPool):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a pool cannot be copied or pickled",
+            fix="transitions() copies what it holds, load_state_dict(other.state_dict()) all of it",
+        )
 
     def __repr__(self) -> str:
         holds = self._store.schema if self._store.has_schema else "nothing yet"

@@ -2,245 +2,254 @@
 
 A key ``x`` that comes with ``_x``, such as ``frame`` and ``_frame``, is one column. The value
 after a step is the next row's value, unless the row is the last of its piece of an episode. The
-values after those lie in ``finals``, which grows with the number of such rows. Of a stack of frames
-both hold the places of its frames in a ``FrameStore``.
+values after those are in ``finals``, which grows with the number of such rows::
 
-Memory for the full size is mapped at once, and costs nothing until it is written to. A writer first
-drops the rows that it will overwrite, then writes them, then publishes them: whenever it is
-interrupted or dies, the rows from ``oldest`` to ``next`` are whole transitions.
+    row         0   1   2   3   4
+    frame       a   b   c   k   l
+    is_last     -   -   x   -   x      after a step: b, c, finals[0], l, finals[1]
+    final_row           0       1
+
+Of a stack of frames, a row holds the newest one. The older ones are those of the rows before it, up
+to the first row of its piece. The frames before that one are in ``heads``, once per piece. ``age``
+says how many rows of the piece come before a row, at most all but one frame of a stack. Finals are
+whole stacks.
+
+Memory for the full size is mapped at once, and costs nothing until it is written to.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from rlpool.data.sequence_lock import SequenceLock
-from rlpool.data.storage import Memory, NDArray, carve, carved_bytes
-from rlpool.errors import UsageError
-from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.pool.frames import FrameStore, Places
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import Memory, NDArray, allocate, carve, carved_bytes
+from rlpool.errors import SpecError
+from rlpool.machine.limits import check_size
+from rlpool.pool.ingest import NewRows
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
-from rlpool.pool.stacks import Incoming
 from rlpool.pool.sub_pool import SubPool, SubPools, WindowRules
 from rlpool.slots.blocks import successor_key
 
 
+class FreeRows:
+    """Hands out rows of an array. Those that were given back come first.
+
+    Args:
+        capacity: Number of rows.
+
+    Attributes:
+        n_used: So many from the first on are or were in use.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.n_used = 0
+        self._free = np.empty(capacity, np.int32)  # a stack of the first _n_free
+        self._n_free = 0
+
+    def n_used_with(self, n: int) -> int:
+        """How many will be or have been in use after taking so many."""
+        return self.n_used + max(0, n - self._n_free)
+
+    def take(self, n: int) -> NDArray:
+        """Free rows, int32 ``[n]``."""
+        n_again = min(n, self._n_free)
+        self._n_free -= n_again
+        again = self._free[self._n_free : self._n_free + n_again]
+        start, self.n_used = self.n_used, self.n_used + n - n_again
+        return np.concatenate([again, np.arange(start, self.n_used, dtype=np.int32)])
+
+    def give_back(self, rows: NDArray) -> None:
+        """Let rows be taken again."""
+        self._free[self._n_free : self._n_free + rows.size] = rows
+        self._n_free += rows.size
+
+    def reset(self, n_used: int, rows: NDArray) -> None:
+        """Say how many are or were in use, and which of them still are."""
+        self.n_used, self._n_free = n_used, 0
+        is_free = np.ones(n_used, bool)
+        is_free[rows] = False
+        self.give_back(np.flatnonzero(is_free))
+
+
 class Store:
-    """Sub-pools of transitions in memory that others may read.
+    """Sub-pools of transitions.
 
     Args:
         schema: What is stored.
-        pool_size: Rows of all sub-pools.
-        n_sub_pools: Number of sub-pools.
-        make_memory: Makes the memory, of so many bytes, or hands over what others have made.
+        sub_pools: The sub-pools, all of them empty.
+        memory: For ``store_bytes`` bytes.
         rules: When sub-pools drop transitions.
         with_priorities: Whether rows have priorities.
-        is_reader: Whether the store is another process's.
 
     Attributes:
-        columns: Key to array ``[pool_size, ...]``.
-        frames: Key of a stack to its frames.
-        finals: Paired key to the values after last rows ``[pool_size, ...]``.
-        final_places: Which of these are in use.
-        is_last: bool ``[pool_size]``: whether the next row does not continue the episode. The
-            newest row of a sub-pool always is.
-        final_row: int32 ``[pool_size]``: where in ``finals`` a last row's values are.
+        columns: Key to array ``[n_rows, ...]``.
+        finals: Paired key to the values after last rows.
+        is_last: bool ``[n_rows]``: whether the next row does not continue the episode. The newest
+            row of a sub-pool always is.
+        final_row: int32 ``[n_rows]``: where in ``finals`` a last row's values are.
         sub_pools: The sub-pools.
-        is_untold: int64 ``[1]``: not 0 if transitions were added, since the store was empty, of
-            which it is not known where episodes end.
+        ends_known: Whether it is known of all transitions where episodes end.
         tree: The priorities, or ``None``.
-        tails: Where the frames lie that the last trajectories ended with, by the sub-pool that was
-            named for them: the next ones may go on there. See ``Incoming.tails``.
-        version: Lets readers look between changes.
-        has_schema: Whether it is decided what is stored of a transition.
     """
-
-    has_schema = True
 
     def __init__(
         self,
         schema: Schema,
-        pool_size: int,
-        n_sub_pools: int,
-        make_memory: Callable[[int], Memory],
-        rules: WindowRules | None = None,
+        sub_pools: SubPools,
+        memory: Memory,
+        rules: WindowRules,
         *,
         with_priorities: bool = False,
-        is_reader: bool = False,
     ) -> None:
-        self.schema, self.pool_size = schema, pool_size
-        self._rules = rules or WindowRules()
-        specs = schema.arrays(pool_size, n_sub_pools)
-        self.memory = make_memory(sum(carved_bytes(specs, 1).values()))
-        self._root = self.memory.root()
-        arrays = {name: array[0] for name, array in carve(self._root, specs, 1).items()}
-        self._arrays, table = arrays, arrays["numbers"]
-        self.sub_pools = SubPools(pool_size, table[:-1])
-        self.is_untold: NDArray = table[-1, 1:2]
+        self.schema, self.sub_pools, self._rules = schema, sub_pools, rules
+        n_rows = sub_pools.n_rows
+        self._memory, self._root = memory, memory.root()
+        arrays = self._arrays = carve(self._root, schema.arrays(), n_rows)
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
-        self.frames = {
-            key: FrameStore(schema.columns[key], stack, arrays[f"frames/{key}"])
-            for key, stack in schema.stacks.items()
-        }
+        self._heads = {key: arrays[f"heads/{key}"] for key in schema.stacks}
         self.is_last = arrays["is_last"]
         self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
-        self._tree = PriorityTree(pool_size) if with_priorities else None
-        self.final_places = Places(pool_size)
-        self.tails: dict[int | None, dict[str, NDArray]] = {}
+        self._age = arrays.get("age", self.is_last)  # none without stacks
+        self._head_row = arrays.get("head_row", self.is_last)
+        self.tree = PriorityTree(n_rows) if with_priorities else None
+        self._final_places, self._head_places = FreeRows(n_rows), FreeRows(n_rows)
+        self.ends_known = True
         self._is_whole = True  # no change is under way, or was interrupted
-        self.version = SequenceLock(table[-1].data, self.memory.shared_fd)
-        self._writer_pid = None if is_reader else os.getpid()
-        self.memory.reserve(0, table.nbytes)
 
     @classmethod
     def of_nothing(cls, n_sub_pools: int) -> Store:
         """What a pool has before its first transition: nothing can be added."""
-        store = cls(Schema({}, ()), n_sub_pools, n_sub_pools, Memory.local)
-        store.has_schema = False
-        return store
+        schema, sub_pools = Schema({}), SubPools(n_sub_pools, n_sub_pools)
+        memory = Memory.local(store_bytes(schema, sub_pools.n_rows))
+        return cls(schema, sub_pools, memory, WindowRules())
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether it is decided what is stored of a transition."""
+        return bool(self.schema.columns)
 
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows written so far, bookkeeping and priorities included."""
         rows = {index: slice(sub_pool.n_used) for index, sub_pool in enumerate(self.sub_pools)}
-        n_bytes = sum(part.nbytes for part in self._parts(rows, *self.n_extra).values())
+        n_bytes = sum(part.nbytes for part in self._parts(rows).values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
-    @property
-    def n_extra(self) -> tuple[int, dict[str, int]]:
-        """Finals, and frames of each stack, that are or were in use."""
-        frames = {key: frames.places.n_used for key, frames in self.frames.items()}
-        return self.final_places.n_used, frames
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """Which rows, finals and frames are in use, as a saved pool says it; may be set."""
-        n_finals, n_frames = self.n_extra
-        return {
-            "rings": self.sub_pools.numbers.tolist(),
-            "origins": self.sub_pools.origins.tolist(),
-            "n_finals": n_finals,
-            "n_frames": n_frames,
-            "is_untold": bool(self.is_untold[0]),
-        }
-
-    @counts.setter
-    def counts(self, counts: Mapping[str, Any]) -> None:
-        self.sub_pools.numbers[...] = counts["rings"]
-        # Versions before 0.3 say neither: origins were 0, and what they stored goes on as it did.
-        self.sub_pools.origins[...] = counts.get("origins", 0)
-        self.is_untold[:] = counts.get("is_untold", False)
-        self.final_places.n_used = counts["n_finals"]
-        for key, frames in self.frames.items():
-            frames.places.n_used = counts["n_frames"][key]
-
-    def arrays_in_use(self) -> dict[str, NDArray]:
-        """Where the values of all transitions lie: views, named as in a saved pool."""
-        rows = self.sub_pools.pieces()
-        arrays = self._parts(rows, *self.n_extra)
-        if self.tree is not None:
-            arrays |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
-        return arrays
-
     def _parts(
-        self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
+        self, rows: Mapping[Any, slice], n_finals: int | None = None, n_heads: int | None = None
     ) -> dict[str, NDArray]:
-        """Parts of all arrays that belong to some rows, by name, finals and frames; views."""
-        pieces = dict.fromkeys(self._arrays, rows)
-        pieces |= {f"finals/{key}": {"": slice(n_finals)} for key in self.finals}
-        pieces |= {f"frames/{key}": {"": slice(n)} for key, n in n_frames.items()}
-        del pieces["numbers"]
-        return {
-            f"{name}{part}": self._arrays[name][piece]
-            for name, parts in pieces.items()
-            for part, piece in parts.items()
-        }
+        """Parts of all arrays that belong to some rows, by name; by default all finals and heads.
+
+        They are views.
+        """
+        n_finals = self._final_places.n_used if n_finals is None else n_finals
+        n_heads = self._head_places.n_used if n_heads is None else n_heads
+        parts = {}
+        for name, array in self._arrays.items():
+            pieces = rows
+            if name.startswith(("finals/", "heads/")):
+                pieces = {"": slice(n_finals if name.startswith("finals/") else n_heads)}
+            parts |= {f"{name}{part}": array[piece] for part, piece in pieces.items()}
+        return parts
 
     def __len__(self) -> int:
         return sum(self.sub_pools.lengths)
 
+    # State -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All transitions; tensors of arrays are views."""
+        rows = self.sub_pools.readable()
+        arrays = self._parts(rows)
+        if self.tree is not None:
+            arrays |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {
+            "schema": self.schema.plain(),
+            "numbers": torch.from_numpy(self.sub_pools.numbers.copy()),
+            "n_finals": self._final_places.n_used,
+            "n_heads": self._head_places.n_used,
+            "ends_known": self.ends_known,
+            # Where a view has no bytes another one may begin, and torch.save wants one dtype per
+            # place.
+            "arrays": {n: t if t.numel() else t.clone() for n, t in tensors.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Fill an empty store of the same schema, which is of no use afterwards if this raises.
+
+        Raises:
+            SpecError: If an array has another shape, or a disk is full.
+        """
+        self.sub_pools.numbers[...] = state["numbers"].numpy(force=True)
+        rows, counts = self.sub_pools.readable(), (int(state["n_finals"]), int(state["n_heads"]))
+        self._reserve(rows, *counts)
+        targets, tensors = self._parts(rows, *counts), state["arrays"]
+        if self.tree is not None:
+            targets |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
+        for name in targets.keys() | tensors.keys():
+            given, own = tensors[name].numpy(force=True), targets[name]
+            if (given.shape, given.dtype) != (own.shape, own.dtype):
+                raise SpecError(
+                    f"{name!r} of the state is {given.dtype}{list(given.shape)} instead of "
+                    f"{own.dtype}{list(own.shape)}",
+                    fix="load another copy of what state_dict() returned",
+                )
+            own[...] = given
+        self.ends_known = bool(state["ends_known"])
+        self._final_places.n_used, self._head_places.n_used = counts
+        self._recover()
+
     # Writing ---------------------------------------------------------------------------------
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process may write: the one that made it, if others see the memory too."""
-        return self.memory.kind == "local" or os.getpid() == self._writer_pid
-
-    @property
-    def tree(self) -> PriorityTree | None:
-        """The priorities; ``None`` without any, and for readers, who do not see them change."""
-        return self._tree if self.is_writer else None
-
-    def refuse_others(self) -> None:
-        """Raise ``UsageError`` in a process that was forked from the writer's."""
-        if not self.is_writer:
-            raise UsageError(
-                "a pool is filled by the process that made it, and this is another one",
-                fix="send trajectories to that process, or make a pool of your own here",
-            )
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change rows and numbers within this; readers see all of it, or nothing.
+        """Change rows and numbers within this; what was interrupted before is put right first."""
+        if not self._is_whole:
+            self._recover()
+        self._is_whole = False
+        yield
+        self._is_whole = True
 
-        Raises:
-            UsageError: In a process that was forked from the writer's.
-        """
-        self.refuse_others()
-        with self.version.changing():
-            if not self._is_whole:
-                self.recover()
-            self._is_whole = False
-            yield
-            self._is_whole = True
-
-    def add(
-        self, index: int, incoming: Incoming, priority: float = 1.0, *, joined: bool = False
-    ) -> None:
+    def add(self, index: int, new: NewRows, priority: float = 1.0, *, joined: bool = False) -> None:
         """Add transitions to a sub-pool, and drop those that its rules name.
 
         Args:
             index: Number of the sub-pool.
-            incoming: The transitions, whose last one ends its piece of an episode.
+            new: The transitions, whose last one ends its piece of an episode.
             priority: Priority of each.
             joined: Whether the first one continues the episode of the newest one there is.
 
         Raises:
             SpecError: If a disk is full; nothing was changed.
         """
-        sub_pool, n = self.sub_pools[index], len(incoming.is_last)
+        sub_pool, n = self.sub_pools[index], len(new.is_last)
         with self.changing():
-            start = sub_pool.next
+            start, after = sub_pool.next, sub_pool.next + n
             n_kept = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
-            after = start + n
             if n_kept < n:  # the others would be dropped again
-                incoming = incoming.part(slice(n - n_kept, n))
-            oldest, first = after - n_kept, after - len(incoming.is_last)
-            lasts = np.flatnonzero(incoming.is_last)
+                new = new.part(slice(n - n_kept, n))
+            oldest, first = after - n_kept, after - len(new.is_last)
+            lasts = np.flatnonzero(new.is_last)
             pieces = sub_pool.pieces(first, after)
-            # Frames that are here already are kept, even if the rows are dropped that hold them.
-            named = {key: incoming.frames_named(key) for key in self.frames}
-            new = {key: f.find(incoming.frames[key], named[key]) for key, f in self.frames.items()}
-            n_frames = {k: f.places.n_used_with(len(new[k])) for k, f in self.frames.items()}
-            self.reserve(
-                dict(enumerate(pieces)), self.final_places.n_used_with(lasts.size), n_frames
-            )
-            self.drop(sub_pool, min(start, oldest))
-            self.is_untold |= not incoming.is_told
-            for key, frames in self.frames.items():
-                frames.put(incoming.frames[key], new[key])
-            self._write(pieces, incoming, lasts)
-            for key, frames in self.frames.items():
-                frames.release(incoming.frames[key].places[named[key]])
+            n_finals = self._final_places.n_used_with(lasts.size)
+            n_heads = self._head_places.n_used_with(lasts.size)
+            self._reserve(dict(enumerate(pieces)), n_finals, n_heads)
+            self._drop(sub_pool, min(start, oldest))
             newest = sub_pool.pieces(start - 1, start) if joined and len(sub_pool) else []
-            # First the oldest: a reader sees nothing rather than too much.
+            self.ends_known &= new.ends_known
+            rows = np.concatenate([np.arange(p.start, p.stop) for p in pieces] or [lasts])
+            self._write(pieces, new, rows[lasts], lasts)
+            if self.schema.stacks and rows.size:
+                self._write_heads(rows, new, newest)
             sub_pool.numbers[0] = oldest
             sub_pool.numbers[1] = after
             for piece in newest:  # only now, as the newest row must always be a last one
@@ -250,31 +259,46 @@ class Store:
                 for piece in pieces:
                     self.tree.set(piece, priority)
 
-    def _write(self, pieces: Sequence[slice], incoming: Incoming, lasts: NDArray) -> None:
+    def _write(
+        self, pieces: Sequence[slice], new: NewRows, last_rows: NDArray, lasts: NDArray
+    ) -> None:
         start = 0
         for piece in pieces:
-            part = slice(start, start + piece.stop - piece.start)
-            some = incoming if len(pieces) == 1 else incoming.part(part)
-            for key, source in some.columns.items():
-                if key in self.frames:
-                    self.columns[key][piece] = some.frames[key].places[source.values()]
-                    self.frames[key].refer(self.columns[key][piece])
-                else:
-                    source.values(self.columns[key][piece])
+            stop = start + piece.stop - piece.start
+            some = new if len(pieces) == 1 else new.part(slice(start, stop))
+            for key, values in some.columns.items():
+                values.values(self.columns[key][piece])
             self.is_last[piece] = some.is_last
-            start = part.stop
+            start = stop
         if self.schema.paired and lasts.size:
-            finals = self.final_places.take(lasts.size)
-            for key, source in incoming.finals.items():
-                values = source.part(lasts).values()
-                if key in self.frames:
-                    values = incoming.frames[key].places[values]
-                    self.frames[key].refer(values)
-                self.finals[key][finals] = values
-            rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
-            self.final_row[rows[lasts]] = finals
+            finals = self._final_places.take(lasts.size)
+            for key, values in new.finals.items():
+                self.finals[key][finals] = values.part(lasts).values()
+            self.final_row[last_rows] = finals
 
-    def drop(self, sub_pool: SubPool, stop: int) -> None:
+    def _write_heads(self, rows: NDArray, new: NewRows, newest: Sequence[slice]) -> None:
+        """Write the ages of new rows and the frames before their pieces.
+
+        Args:
+            rows: Their rows.
+            new: The transitions.
+            newest: The row that the first one continues, if there is one.
+        """
+        numbers = np.arange(len(rows))
+        begins = np.append(not newest, new.is_last[:-1])
+        age = numbers - np.maximum.accumulate(np.where(begins, numbers, 0))
+        firsts = np.flatnonzero(begins)
+        heads = self._head_places.take(firsts.size)
+        for key, stacks in new.stacks.items():
+            self._heads[key][heads] = stacks.part(firsts).values()[:, :-1]
+        for piece in newest:
+            age[: new.is_last.argmax() + 1] += self._age[piece] + 1
+            heads = np.append(self._head_row[piece], heads)
+        piece_numbers = np.cumsum(begins) - (0 if newest else 1)
+        self._age[rows] = np.minimum(age, self.schema.n_frames - 1)
+        self._head_row[rows] = heads[piece_numbers]
+
+    def _drop(self, sub_pool: SubPool, stop: int) -> None:
         """Drop the transitions before number ``stop``."""
         pieces = sub_pool.pieces(sub_pool.oldest, stop)
         if self.tree is not None:  # first of all: what is gone is never drawn
@@ -284,68 +308,55 @@ class Store:
             sub_pool.numbers[0] = stop
         for piece in pieces:
             self._give_back_finals(piece)
-            for key, frames in self.frames.items():
-                frames.release(self.columns[key][piece])
+            if self.schema.stacks:
+                self._head_places.give_back(self._heads_after(piece))
 
     def clear(self) -> None:
-        """Drop all transitions; the next ones use the same rows, finals and frames."""
-        after = self.sub_pools.numbers[:, [1, 1]]
-        counts = {"n_finals": 0, "n_frames": dict.fromkeys(self.frames, 0)}
-        self.become({"rings": after, "origins": after[:, 0], **counts}, lambda arrays: None)
+        """Drop all transitions; the next ones use the same rows, finals and heads."""
+        with self.changing():
+            if self.tree is not None:
+                self.tree.set(slice(0, self.sub_pools.n_rows), 0.0)
+            self.sub_pools.numbers[...] = self.sub_pools.numbers[:, 1:2]
+            for places in (self._final_places, self._head_places):
+                places.reset(0, np.zeros(0, int))
+            self.ends_known = True
 
-    def become(
-        self, counts: Mapping[str, Any], write: Callable[[Mapping[str, NDArray]], None]
-    ) -> None:
-        """Drop all transitions, and have others.
-
-        Args:
-            counts: What will be in use.
-            write: Writes the values into the arrays that are then in use.
-        """
-        with InterruptsHeld(), self.changing():
-            for sub_pool in self.sub_pools:
-                self.drop(sub_pool, sub_pool.next)
-            self.counts = counts
-            write(self.arrays_in_use())
-            self.recover()
-
-    def recover(self) -> None:
-        """Make the bookkeeping of finals, frames and priorities fit the rows in use."""
-        self.sub_pools.numbers[:, 0] = self.sub_pools.numbers.min(axis=1)
-        if self.tree is not None:
-            self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
-        self.tails = {}
+    def _recover(self) -> None:
+        """Make the bookkeeping of finals, heads and priorities fit the rows in use."""
+        self.sub_pools.numbers[:, 0] = self.sub_pools.numbers[:, :2].min(axis=1)
         rows = self.sub_pools.rows()
-        finals = self.final_row[rows[self.is_last[rows]]]
+        if self.tree is not None:
+            leaves = np.zeros(self.sub_pools.n_rows)
+            leaves[rows] = self.tree.leaves[rows]
+            self.tree.set(slice(0, len(leaves)), leaves)
         if self.schema.paired:
-            is_free = np.ones(self.final_places.n_used, bool)
-            is_free[finals] = False
-            self.final_places.recount(is_free)
-        for key, frames in self.frames.items():
-            places = [self.columns[key][rows]]
-            places += [self.finals[key][finals]] if key in self.finals else []
-            frames.recount(places)
+            finals = self.final_row[rows[self.is_last[rows]]]
+            self._final_places.reset(self._final_places.n_used, finals)
+        if self.schema.stacks:
+            self._head_places.reset(self._head_places.n_used, self._heads_after(rows))
 
     def _give_back_finals(self, rows: slice) -> None:
         if self.schema.paired:
-            finals = self.final_row[rows][self.is_last[rows]]
-            for key in self.frames.keys() & self.finals.keys():
-                self.frames[key].release(self.finals[key][finals])
-            self.final_places.give_back(finals)
+            self._final_places.give_back(self.final_row[rows][self.is_last[rows]])
 
-    def reserve(
-        self, rows: Mapping[Any, slice], n_finals: int, n_frames: Mapping[str, int]
-    ) -> None:
-        """Make sure that a disk has room for rows, finals and frames before they are written.
+    def _heads_after(self, rows: slice | NDArray) -> NDArray:
+        """The heads that no row after these needs."""
+        age, oldest = self._age[rows], self.schema.n_frames - 2
+        is_end = (age == oldest) | (self.is_last[rows] & (age < oldest))
+        heads: NDArray = self._head_row[rows][is_end]
+        return heads
+
+    def _reserve(self, rows: Mapping[Any, slice], n_finals: int, n_heads: int) -> None:
+        """Make sure that a disk has room for rows, finals and heads before they are written.
 
         Raises:
             SpecError: If it has none.
         """
-        if self.memory.kind != "memmap":
+        if self._memory.kind != "memmap":
             return
-        for part in self._parts(rows, n_finals, n_frames).values():
+        for part in self._parts(rows, n_finals, n_heads).values():
             start = part.ctypes.data - self._root.ctypes.data
-            self.memory.reserve(start, start + part.nbytes)
+            self._memory.reserve(start, start + part.nbytes)
 
     # Reading ---------------------------------------------------------------------------------
 
@@ -355,7 +366,10 @@ class Store:
         """Rows of those columns that are among some keys, copies ``[len(rows), ...]``."""
         wanted = self.columns if keys is None else [key for key in keys if key in self.columns]
         return {
-            key: self._whole(key, self.columns[key].take(rows, 0, None, "wrap")) for key in wanted
+            key: self._stacked(key, rows)
+            if key in self._heads
+            else self.columns[key].take(rows, 0, None, "wrap")
+            for key in wanted
         }
 
     def take_after(self, rows: NDArray, keys: Sequence[str] | None = None) -> dict[str, NDArray]:
@@ -377,10 +391,77 @@ class Store:
         final_rows = self.final_row.take(rows.take(ends), 0, None, "wrap")
         for key in wanted:
             values = self.columns[key].take(next_rows, 0, None, "wrap")
+            if key in self._heads:
+                older = self._stacked(key, rows)[:, 1:]
+                values = np.concatenate([older, values[:, None]], axis=1)
             values[ends] = self.finals[key].take(final_rows, 0)
-            taken[successor_key(key)] = self._whole(key, values)
+            taken[successor_key(key)] = values
         return taken
 
-    def _whole(self, key: str, values: NDArray) -> NDArray:
-        """Values of a column, put together from their frames if they are stacks."""
-        return self.frames[key].take(values) if key in self.frames else values
+    def _stacked(self, key: str, rows: NDArray) -> NDArray:
+        """Stacks of frames, whose newest ones are in some rows."""
+        n_frames = self.schema.n_frames
+        back = np.arange(n_frames - 1, -1, -1)
+        stacks = self.columns[key].take(self.sub_pools.ahead(rows[:, None], -back), 0, None, "wrap")
+        age = self._age.take(rows, 0, None, "wrap")
+        numbers, frames = (back > age[:, None]).nonzero()
+        heads = self._head_row.take(rows[numbers], 0, None, "wrap")
+        stacks[numbers, frames] = self._heads[key][heads, frames + age[numbers]]
+        return stacks
+
+    def ends_in(self, index: int, state: Mapping[str, NDArray]) -> bool:
+        """Whether the newest transition of a sub-pool ended in a state.
+
+        Args:
+            index: Number of the sub-pool.
+            state: Values by key, others than those of the state among them.
+        """
+        newest = self.sub_pools.rows_of(np.array([index]), self.sub_pools.numbers[[index], 1] - 1)
+        stored = self.take(newest) | self.take_after(newest)
+        is_same = [
+            stored[after].tobytes() == state[key].astype(stored[after].dtype).tobytes()
+            for key in state.keys() & stored.keys()
+            if (after := successor_key(key)) in stored
+        ]
+        return bool(is_same) and all(is_same)
+
+
+def store_bytes(schema: Schema, n_rows: int) -> int:
+    """Bytes of the memory of a store, most of which may never be touched."""
+    return sum(carved_bytes(schema.arrays(), n_rows).values())
+
+
+def make_store(
+    schema: Schema,
+    pool_size: int,
+    n_sub_pools: int,
+    rules: WindowRules,
+    storage: str,
+    directory: str | Path | None,
+    *,
+    with_priorities: bool,
+) -> Store:
+    """An empty store.
+
+    Raises:
+        SpecError: If the machine has not enough memory or the disk not enough room.
+    """
+    sub_pools = SubPools(pool_size, n_sub_pools, schema.n_frames - 1)
+    n_rows = sub_pools.n_rows
+    sizes: Mapping[str, int] = carved_bytes(_row_specs(schema), n_rows)
+
+    def advice(n_free: int) -> str:
+        fits = pool_size * n_free // sum(sizes.values())
+        number = f" ({fits} would fit)" if fits else ""
+        return f'lower pool_size{number}, or use storage="memmap"'
+
+    if storage != "memmap":
+        check_size(sizes, advice, f"a pool of {pool_size} transitions")
+    n_bytes = store_bytes(schema, n_rows)
+    memory = allocate(storage, n_bytes, directory=directory, n_used=sum(sizes.values()))
+    return Store(schema, sub_pools, memory, rules, with_priorities=with_priorities)
+
+
+def _row_specs(schema: Schema) -> Mapping[str, TensorSpec]:
+    """What every row needs; finals and heads are fewer."""
+    return schema.rows

@@ -1,10 +1,11 @@
 """Which transitions a sub-pool holds, and when it drops some.
 
 A sub-pool is a window over the stream of all transitions that were ever added to it. They are
-numbered as they come, number ``i`` lies in row ``(i - origin) % capacity`` of the sub-pool, and
-only the oldest are ever dropped: what a sub-pool holds is two numbers, ``oldest`` and ``next``.
-Nothing moves when something is added or dropped. When all is dropped, the next one becomes the
-``origin``: its row has been in use already.
+numbered as they come, number ``i`` lies in row ``(i - origin) % n_rows`` of the sub-pool, and only
+the oldest are ever dropped: two numbers, ``oldest`` and ``next``, say what a sub-pool holds.
+Nothing moves when something is added or dropped. When all is cleared, the next one becomes the
+``origin``: its row has been in use already. A sub-pool may have some more rows than it holds
+transitions, so that the rows before the oldest one can still be read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WindowRules:
             )
 
     def arguments(self) -> dict[str, int | None]:
-        """The numbers by name, as files of pools have them."""
+        """The numbers by name, as the state of a pool has them."""
         whole = {name: value and int(value) for name, value in vars(self).items()}
         return {**whole, "window_size_": whole["window_size_"] or 0}
 
@@ -75,13 +76,15 @@ class SubPool:
 
     Args:
         offset: Row of the store where it begins.
-        capacity: Rows that it has.
-        numbers: ``oldest``, ``next`` and ``origin``, in memory that readers see.
+        capacity: Transitions that it holds at most.
+        n_rows: Rows that it has.
+        numbers: ``oldest``, ``next`` and ``origin``.
     """
 
-    def __init__(self, offset: int, capacity: int, numbers: memoryview) -> None:
+    def __init__(self, offset: int, capacity: int, n_rows: int, numbers: memoryview) -> None:
         self.offset = offset
         self.capacity = capacity
+        self.n_rows = n_rows
         self.numbers = numbers
 
     @property
@@ -95,72 +98,91 @@ class SubPool:
         return int(self.numbers[1])
 
     @property
+    def origin(self) -> int:
+        """Number of the transition in the first row."""
+        return int(self.numbers[2])
+
+    @property
     def n_used(self) -> int:
-        """Rows that are or were in use since all was dropped."""
-        return min(self.next - int(self.numbers[2]), self.capacity)
+        """Rows that are or were in use since all was cleared."""
+        return min(self.next - self.origin, self.n_rows)
 
     def __len__(self) -> int:
         return max(0, self.next - self.oldest)
 
     def place(self, number: int) -> int:
         """Where a transition lies, counted from the first row."""
-        return (number - int(self.numbers[2])) % self.capacity
+        return (number - self.origin) % self.n_rows
 
     def pieces(self, start: int, stop: int) -> list[slice]:
         """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
         if start >= stop:
             return []
-        first, end = self.offset + self.place(start), self.offset + self.capacity
+        first, end = self.offset + self.place(start), self.offset + self.n_rows
         last = first + stop - start
         if last <= end:
             return [slice(first, last)]
-        return [slice(first, end), slice(self.offset, last - self.capacity)]
+        return [slice(first, end), slice(self.offset, last - self.n_rows)]
 
 
 class SubPools(list[SubPool]):
     """All sub-pools of a store, and where their transitions lie in it.
 
     Args:
-        pool_size: Rows of all sub-pools; the first ones have one row more if need be.
-        numbers: ``oldest``, ``next`` and ``origin`` of each, int64 ``[n, 3]``.
+        pool_size: Transitions of all sub-pools; the first ones have one more if need be.
+        n: Number of sub-pools.
+        n_spare: Rows that each of them has more than transitions.
 
     Attributes:
-        numbers: ``oldest`` and ``next`` of the sub-pools, int64 ``[n, 2]``.
-        origins: Their ``origin``, int64 ``[n]``.
+        numbers: ``oldest``, ``next`` and ``origin`` of the sub-pools, int64 ``[n, 3]``.
     """
 
-    def __init__(self, pool_size: int, numbers: NDArray) -> None:
-        share, rest = divmod(pool_size, len(numbers))
-        self._capacities = share + (np.arange(len(numbers)) < rest)
-        self._offsets = np.cumsum(self._capacities) - self._capacities
-        places = zip(self._offsets.tolist(), self._capacities.tolist(), numbers, strict=True)
-        super().__init__(SubPool(start, size, row.data) for start, size, row in places)
-        self.numbers, self.origins = numbers[:, :2], numbers[:, 2]
+    def __init__(self, pool_size: int, n: int, n_spare: int = 0) -> None:
+        share, rest = divmod(pool_size, n)
+        capacities = share + (np.arange(n) < rest)
+        self._n_rows = capacities + n_spare
+        self._n_spare = n_spare
+        self._offsets = np.cumsum(self._n_rows) - self._n_rows
+        self.numbers = np.zeros((n, 3), np.int64)
+        each = [array.tolist() for array in (self._offsets, capacities, self._n_rows)]
+        super().__init__(
+            SubPool(*them, row.data) for *them, row in zip(*each, self.numbers, strict=True)
+        )
 
     @property
     def lengths(self) -> list[int]:
         """Transitions that each of them holds."""
         return [len(sub_pool) for sub_pool in self]
 
-    def pieces(self) -> dict[str, slice]:
-        """Rows of all transitions, sub-pool by sub-pool, the oldest of each first.
+    @property
+    def n_rows(self) -> int:
+        """Rows of all of them."""
+        return int(self._n_rows.sum())
 
-        By what a saved pool adds to the names of their arrays.
+    def readable(self) -> dict[str, slice]:
+        """Rows of all transitions, and those before them that can still be read.
+
+        By what the state of a pool adds to the names of their arrays.
         """
         return {
             f"/{index}.{number}": piece
             for index, sub_pool in enumerate(self)
-            for number, piece in enumerate(sub_pool.pieces(sub_pool.oldest, sub_pool.next))
+            for number, piece in enumerate(
+                sub_pool.pieces(
+                    max(sub_pool.origin, sub_pool.oldest - self._n_spare), sub_pool.next
+                )
+            )
         }
 
     def rows(self) -> NDArray:
-        """The same rows as numbers, int64 ``[n_transitions]``."""
-        ranges = (np.arange(piece.start, piece.stop) for piece in self.pieces().values())
+        """Rows of all transitions, int64 ``[n]``: sub-pool by sub-pool, the oldest first."""
+        pieces = (piece for each in self for piece in each.pieces(each.oldest, each.next))
+        ranges = (np.arange(piece.start, piece.stop) for piece in pieces)
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def rows_of(self, index: NDArray, numbers: NDArray) -> NDArray:
         """Rows of transitions, by sub-pool and number."""
-        places = (numbers - self.origins[index]) % self._capacities[index]
+        places = (numbers - self.numbers[index, 2]) % self._n_rows[index]
         rows: NDArray = self._offsets[index] + places
         return rows
 
@@ -170,15 +192,15 @@ class SubPools(list[SubPool]):
             return rows + n_steps
         index = self._index(rows)
         offsets = self._offsets[index]
-        after: NDArray = offsets + (rows - offsets + n_steps) % self._capacities[index]
+        after: NDArray = offsets + (rows - offsets + n_steps) % self._n_rows[index]
         return after
 
     def transitions_at(self, rows: NDArray) -> tuple[NDArray, NDArray]:
         """The transitions at some rows, by sub-pool and number."""
         index = self._index(rows)
-        # The one that lies there is at most a capacity before the next one.
+        # The one that lies there is less than all rows before the next one.
         newest = self.numbers[index, 1] - 1
-        return index, newest - (self.rows_of(index, newest) - rows) % self._capacities[index]
+        return index, newest - (self.rows_of(index, newest) - rows) % self._n_rows[index]
 
     def _index(self, rows: NDArray) -> NDArray:
         """The sub-pool of each row."""

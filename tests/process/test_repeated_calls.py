@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpool import Batcher, EnvError, EpisodeBatcher, GymEnv, GymEnvInf, Pool
+from rlpool import Batcher, EnvError, EpisodeBatcher, GymEnv, GymEnvInf
 
 from support.agents import InfoEcho
 from support.envs import CountingEnv, assert_same_tensors
@@ -181,33 +181,3 @@ def test_results_survive_a_storm_of_real_signals() -> None:
                 assert result["frame"][row, :length, 0].tolist() == list(range(length))
         assert batcher._n_episodes == 120
     assert n_interrupts > 10
-
-
-def test_a_run_of_a_pool_that_is_struck_at_any_point_and_repeated_is_stored_once() -> None:
-    def make() -> Pool:
-        envs = [Acting(), Acting()]
-        return Pool(envs, pool_size=64, policy=lambda state: int(state[1]) % 2, seed=3)
-
-    def stored(pool: Pool) -> dict[str, Any]:
-        return {key: value.tolist() for key, value in pool.transitions().items()}
-
-    with make() as pool, make() as other:
-        for each in (pool, other):
-            each.store()  # which starts its processes
-        counted = Strike(NEVER)
-        until_done(pool.store, counted)
-        other.store()
-        points = [counted.n_points * part // N_PARTS for part in range(1, N_PARTS)]
-        strikes = [Strike(point) for point in points]
-        point, has_struck = 0, True
-        for strike in strikes:
-            until_done(pool.store, strike)
-            other.store()
-            assert stored(pool) == stored(other), strike.n_points
-        while has_struck:
-            strike = Strike(point, ("store", "_add_run"))
-            until_done(pool.store, strike)
-            other.store()
-            assert stored(pool) == stored(other), point
-            point, has_struck = point + 1, strike.has_struck
-    assert sum(strike.has_struck for strike in strikes) >= 3

@@ -21,12 +21,10 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     ParallelEnvManager,
-    Pool,
     UsageError,
 )
 from rlpool.workers import workers
 
-from support.acting_envs import ActingEnv
 from support.agents import ConstantAgent
 from support.envs import CountingEnv
 from support.parallel import no_actions
@@ -225,24 +223,6 @@ def test_two_threads_may_close_a_batcher_at_once(
     other.join()
     assert (len(closed), len(set(closed))) == (2, 2)
     assert not worker_pids()
-
-
-class Storing(ActingEnv):
-    def __init__(self, path: Path) -> None:
-        super().__init__(1)
-        self.path = path
-
-    def step(self, action: Any) -> Any:
-        with open(self.path):
-            return super().step(action)
-
-
-def test_two_threads_that_store_are_refused(gate: Path) -> None:
-    with Pool([Storing(gate)], pool_size=8) as pool:
-        why = r"Pool.store was called .* is inside Pool.store"
-        with inside(pool, pool.store, gate), pytest.raises(UsageError, match=why):
-            pool.store()
-        assert len(pool) == 1
 
 
 def test_threads_that_take_turns_or_do_not_are_never_stuck() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +74,7 @@ all_options = st.fixed_dictionaries(
         "window_size": st.none() | st.integers(1, 10),
         "clearing": st.just((None, None)) | st.tuples(st.integers(1, 6), st.integers(1, 6)),
         "random": st.booleans(),
-        "storage": st.sampled_from(["local", "local", "shared", "memmap"]),
+        "storage": st.sampled_from(["local", "local", "memmap"]),
         "alpha": st.none() | st.sampled_from([0.0, 0.7, 1.0]),
         "keys": st.none() | some_keys,
         "frame": st.sampled_from(sorted(FRAMES)),
@@ -345,20 +344,6 @@ class PoolMachine(RuleBasedStateMachine):
             for key, tensor in expected.items():
                 assert torch.equal(got[key], tensor), key
         stopped.close()
-
-    @precondition(lambda self: self.options.storage != "local" and self.has_schema)
-    @rule()
-    def read(self) -> None:
-        """What a reader in another process would see, but for the process."""
-        reader = pickle.loads(pickle.dumps(self.pool))
-        assert reader.lengths == self.pool.lengths
-        check_rows(reader.transitions(), self.kept, self.stored)
-        if self.kept:
-            batch = reader.sample_sequences(len(self.kept), 3)
-            runs = self.runs()
-            sequences = [runs[frame.tobytes()][:3] for frame in batch["frame"][:, 0].numpy()]
-            assert batch.lengths.tolist() == [len(sequence) for sequence in sequences]
-            check_rows(batch.flatten(), [t for run in sequences for t in run], self.stored)
 
     # Drawing ---------------------------------------------------------------------------------
 

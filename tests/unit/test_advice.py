@@ -16,11 +16,9 @@ from rlpool import (
     Batcher,
     DeviceAgent,
     DictTensor,
-    EnvError,
     EpisodeBatcher,
     GymEnv,
     ParallelEnvManager,
-    Pool,
     RlpoolError,
     WorkerStartupError,
     evaluate,
@@ -276,13 +274,6 @@ def test_a_module_that_is_no_agent_is_told_how_to_become_one() -> None:
 
 
 # What environments lack -----------------------------------------------------------------------
-
-
-def test_whoever_stores_into_a_pool_is_told_what_fits_a_pool() -> None:
-    with Pool([FailingEnv()], 1, 10) as pool, pytest.raises(EnvError) as caught:
-        pool.store()
-    fix = "call reset() and step() of environment 0 in this process to debug"
-    assert fix in fix_of(caught.value)
 
 
 def vector_env() -> gymnasium.vector.SyncVectorEnv:

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from rlpool import AgentError, AgentSpecError, Batcher, DictTensor, EnvError, EnvSpecError
 from rlpool.envs.one_env import OneEnv
-from rlpool.pool.episode_worker import ActionChooser
+from rlpool.pool.runner import ActionChooser
 
 from support.acting_envs import (
     ActingEnv,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -282,7 +281,8 @@ def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() ->
         ({"clearing_freq": 1, "window_size_": 0}, "window_size_"),
         ({"clearing_freq": 1}, "window_size_ is None"),
         ({"window_size_": 1}, "clearing_freq is None"),
-        ({"storage": "disk"}, "storage should be .*, got 'disk'"),
+        ({"storage": "shared"}, "storage should be .*, got 'shared'"),
+        ({"frame_stack": 1}, "frame_stack"),
         ({"directory": "/tmp"}, "directory"),
         ({"storage": "memmap", "directory": "/nowhere/at/all"}, "/nowhere/at/all"),
         ({"priority_exponent": float("nan")}, "priority_exponent"),
@@ -357,35 +357,10 @@ def test_a_key_that_samples_use_is_refused_and_can_be_left_out(key: str) -> None
     assert list(pool.sample(2)) == ["frame"]
 
 
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_pool_is_not_copied_by_accident(make_copy: Any) -> None:
-    shared = filled(storage="shared")
-    for pool in (Pool(pool_size=5), shared, pickle.loads(pickle.dumps(shared))):
-        with pytest.raises(UsageError, match="not copied"):
-            make_copy(pool)
-
-
-def test_a_forked_copy_of_a_shared_pool_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = filled(storage="shared")
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    for change in (pool.clear, lambda: pool.pool([0.0] * 3, 0, [1.0] * 3, 0.0, True)):
-        with pytest.raises(UsageError, match="filled by the process that made it"):
-            change()
-    assert len(pool.transitions()["frame"]) == len(pool.sample(6)["frame"]) == 6
-
-
-def test_a_forked_copy_does_not_draw_by_priorities_that_it_cannot_see_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = filled(storage="shared", priority_exponent=1.0)
-    pool.update_priorities([0, 1, 2, 3, 4, 5], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    assert set(pool.sample(6)["index"].tolist()) == {0}
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    copy = pool.sample(6)
-    assert "index" not in copy
-    assert len(copy["frame"].unique(dim=0)) > 1
-    with pytest.raises(UsageError, match="filled by the process that made it"):
-        pool.update_priorities([0], [2.0])
+    with pytest.raises(UsageError, match="state_dict"):
+        make_copy(filled())
 
 
 @pytest.mark.parametrize("key", ["_done", "_terminated", "_truncated", "initial_state"])

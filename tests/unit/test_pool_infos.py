@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -67,17 +64,14 @@ def episodes() -> Any:
         return batcher.get()
 
 
-@pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("keys", [None, ["frame", "action", "score", "shift", "initial_state"]])
 def test_samples_sequences_and_replays_have_what_is_kept(
-    storage: str, processes: int, keys: Any, episodes: Any, tmp_path: Path
+    processes: int, keys: Any, episodes: Any
 ) -> None:
-    pool = Pool(
-        pool_size=60, processes=processes, storage=storage, keys=keys, info_keys=INFOS, seed=0
-    )
+    pool = Pool(pool_size=60, processes=processes, keys=keys, info_keys=INFOS, seed=0)
     pool.extend(episodes)
-    for source in (pool, saved_and_loaded(pool, tmp_path)):
+    for source in (pool, loaded(pool)):
         batch = source.sample(20)
         assert torch.equal(batch["agent_info/shift"].sum(1), batch["shift"])
         assert torch.equal(batch["agent_info/gain"] * 4, batch["env_info/level"].float())
@@ -99,36 +93,13 @@ def test_samples_sequences_and_replays_have_what_is_kept(
         assert torch.equal(batch["agent_info/shift"].sum(1), batch["shift"])
 
 
-def saved_and_loaded(pool: Pool, folder: Path) -> Pool:
-    pool.save(folder / "pool")
-    other = Pool(pool_size=60, processes=len(pool.lengths), keys=pool._arguments["keys"])
-    other.load(folder / "pool")
-    again = Pool(
-        pool_size=60,
-        processes=len(pool.lengths),
-        keys=pool._arguments["keys"],
-        info_keys=["agent_info/gain"],
-    )
+def loaded(pool: Pool) -> Pool:
+    options: dict[str, Any] = {"pool_size": 60, "processes": len(pool.lengths)}
+    other = Pool(**options)
+    other.load_state_dict(pool.state_dict())
+    again = Pool(**options, info_keys=["agent_info/gain"])
     again.load_state_dict(other.state_dict())
     return again
-
-
-def read(reader: Any, answers: Any) -> None:
-    batch = reader.sample(10)
-    same = torch.equal(batch["agent_info/shift"].sum(1), batch["shift"])
-    answers.put((same, sorted(reader.sample_sequences(2, 2).info)))
-
-
-def test_readers_in_other_processes_have_them(episodes: Any) -> None:
-    pool = Pool(pool_size=60, storage="shared", info_keys=INFOS)
-    pool.extend(episodes)
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    process = context.Process(target=read, args=(pool, answers))
-    process.start()
-    told = answers.get(timeout=60.0)
-    process.join()
-    assert told == (True, ["agent_info/gain", "agent_info/shift", "env_info/level"])
 
 
 def test_windows_have_them_per_lane() -> None:
@@ -149,41 +120,6 @@ def test_windows_have_them_per_lane() -> None:
     score = replay_agent(TunedAgent(), sequences)["score"].detach()
     assert torch.equal(score, sequences["score"])
     assert set(sequences.info["agent_info/gain"].tolist()) == {1.0, 2.0}
-
-
-class CostlyEnv(CountingEnv):
-    """Tells a cost, which is its observation over four."""
-
-    def step(self, action: Any) -> Any:
-        observation, *others, _ = super().step(action)
-        return observation, *others, {"cost": float(observation[0]) / 4}
-
-
-@pytest.mark.parametrize("n_envs", [1, 2])
-def test_store_keeps_infos_of_its_environments(n_envs: int) -> None:
-    envs = [CostlyEnv(length=3) for _ in range(n_envs)]
-    with Pool(envs, pool_size=100, info_keys=["cost"], seed=0) as pool:
-        pool.store()
-        pool.store()
-    assert len(pool) == 6 * n_envs
-    batch = pool.sample(6 * n_envs)
-    assert torch.equal(batch["_cost"].float(), batch["_frame"][:, 0] / 4)
-    assert torch.equal(batch["cost"].float(), batch["frame"][:, 0] / 4)
-
-
-class SucceedingEnv(CountingEnv):
-    """Tells in its last step only that it has succeeded."""
-
-    def step(self, action: Any) -> Any:
-        *results, _ = super().step(action)
-        return *results, {"success": True} if results[2] else {}
-
-
-@pytest.mark.parametrize("info_keys", [["success"], {"success": np.bool_}])
-def test_store_keeps_an_info_of_the_last_step(info_keys: Any) -> None:
-    with Pool([SucceedingEnv(length=3)], pool_size=100, info_keys=info_keys) as pool:
-        pool.store()
-        assert pool.transitions()["_success"].tolist() == [0, 0, 1]
 
 
 def test_what_is_missing_is_named(episodes: Any) -> None:

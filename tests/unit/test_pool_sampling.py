@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,11 +164,10 @@ def two_episodes(flags: list[str], **more: torch.Tensor) -> TemporalDictTensor:
 
 
 @pytest.mark.parametrize("flags", TOLD)
-@pytest.mark.parametrize("storage", ["local", "shared"])
 def test_flags_that_tell_every_end_end_sequences_even_if_they_are_not_stored(
-    flags: list[str], storage: str
+    flags: list[str],
 ) -> None:
-    pool = pool_of(two_episodes(flags), keys=["number", "_number"], storage=storage)
+    pool = pool_of(two_episodes(flags), keys=["number", "_number"])
     for _ in range(5):
         batch = pool.sample_sequences(6, 6)
         first = batch["number"][:, 0]
@@ -189,27 +186,19 @@ def refuses(pool: Any, key: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("storage", ["local", "shared"])
 @pytest.mark.parametrize(
     ("flags", "key"), [([], "_done"), (["_terminated"], "_truncated"), (["_truncated"], "_done")]
 )
 def test_what_looks_ahead_is_refused_where_ends_of_episodes_are_not_told(
-    flags: list[str], key: str, storage: str, tmp_path: Path
+    flags: list[str], key: str
 ) -> None:
-    pool = pool_of(untold := two_episodes(flags), storage=storage)
+    pool = pool_of(untold := two_episodes(flags))
     told = TemporalDictTensor({**untold._steps, "_terminated": AT_2, "_truncated": AT_2 & False})
     pool.extend(told)  # some that tell it are not enough
     assert refuses(pool, key)
-    if storage == "shared":
-        assert refuses(pickle.loads(pickle.dumps(pool)), key)
-    others = [Pool(pool_size=1000), Pool(pool_size=1000), pool_of(untold, storage="shared")]
-    others[2].clear()
-    others[2].extend(told)  # what is loaded takes the place of what there is
-    for other in others[::2]:
-        other.load_state_dict(pool.state_dict())
-    pool.save(tmp_path / "pool")
-    others[1].load(tmp_path / "pool")
-    for each in (pool, *others):
+    other = Pool(pool_size=1000)
+    other.load_state_dict(pool.state_dict())
+    for each in (pool, other):
         assert refuses(each, key)
         each.clear()
         each.extend(told)
