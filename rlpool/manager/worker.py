@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import select
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic_ns
@@ -17,7 +17,7 @@ from rlpool.data.specs import Declaration, TensorSpec, structure_of_space
 from rlpool.data.storage import Memory
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import all_tasks, how_to_make_one, is_environment, is_of_agents
-from rlpool.envs.vec_env import LaneError, Options
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError, described
 from rlpool.machine.generators import seed_generators
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
@@ -37,7 +37,6 @@ from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error, text_of
 from rlpool.record.repeat import take_over
 from rlpool.seeding import root_from
-from rlpool.workers.failure_policy import Recycling
 from rlpool.workers.payload import unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wake import Wake
@@ -166,259 +165,13 @@ def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
     return n_tasks, horizon, all_tasks(attribute)
 
 
-class WorkerLanes:
-    """Resets, steps and restores a worker's environments. Lanes count within the worker.
-
-    Args:
-        env: The environments.
-        buffers: Where results are written.
-        worker: The worker's number.
-        control: Its part of the shared record.
-        recycling: Counts the episodes.
-
-    Attributes:
-        env: The environments.
-        buffers: The shared arrays of these lanes.
-        control: As given.
-        open: Lanes that were not closed.
-        not_restored: Lanes that could not be restored, and why.
-    """
-
-    def __init__(
-        self,
-        env: GymEnv,
-        buffers: Buffers,
-        worker: int,
-        control: WorkerRecord,
-        recycling: Recycling,
-    ) -> None:
-        self.env = env
-        self.buffers = buffers
-        self.control = control
-        self.open = set(range(env.n_lanes))
-        self._announced: Announce | None = None
-        self._next: dict[int, int] = {}  # lane: index of its next announced episode
-        self.not_restored: dict[int, str] = {}
-        self._worker = worker
-        self._recycling = recycling
-        self._all = list(range(env.n_lanes))
-        self._given_up: dict[int, tuple[int, int]] = {}  # see Predecessor
-
-    def use_buffers(self) -> None:
-        """Write the environments' results into the buffers, and note when observations follow."""
-        env, buffers, me = self.env, self.buffers, self._worker
-        env.place(buffers.observation, buffers.reward, buffers.flags)
-        columns: Any = env.columns
-        write, step, writing = columns.write, buffers.step, buffers.writing
-
-        def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
-            writing[me] = step[me]  # a worker that dies from here on leaves mixed values
-            write(lanes, observations)
-
-        columns.write = noted_write
-
-    def restore(self, predecessor: Predecessor, n_seen: int) -> None:
-        """Take the place of another worker; a step that it did not finish comes next.
-
-        Args:
-            predecessor: Where its lanes were.
-            n_seen: Number of the last step that was carried out.
-        """
-        buffers, me = self.buffers, self._worker
-        self._given_up.update(predecessor.given_up)
-        for lane in predecessor.closed:
-            self.close_lane(lane)
-        number = buffers.step[me]
-        not_compared = {*predecessor.not_compared}
-        if number != n_seen and buffers.writing[me] == number:
-            not_compared.update(self.asked())  # their observations may be partly written
-        for lane, tape in predecessor.tapes.items():
-            self._find_next(lane, tape.seed)
-            if not tape.n_steps and self._given_up.get(lane) == (tape.seed, -1):
-                self.env.begin_lanes([lane])  # its reset fails again
-                continue
-            if lane not in not_compared:
-                tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
-            try:
-                take_over(self.env, lane, tape, Where(), self.control.steps, may_end=True)
-            except EnvError as error:
-                self.not_restored[lane] = error.what
-
-    def why_not_restored(self, lanes: Iterable[int]) -> tuple[int, str] | None:
-        """The first of some lanes that could not be restored and what to say of it, if any."""
-        lane = min(self.not_restored.keys() & set(lanes), default=None)
-        return None if lane is None else (lane, _NOT_RESTORED.format(self.not_restored[lane]))
-
-    def asked(self) -> list[int]:
-        """Lanes that the caller wants to step."""
-        if self.buffers.partial[self._worker]:
-            lanes: list[int] = np.flatnonzero(self.buffers.asked).tolist()
-            return lanes
-        return self._all
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time of a block as the environments'."""
-        self.control.env_ns[0] -= monotonic_ns()
-        try:
-            yield
-        finally:
-            self.control.end_calls()
-
-    def _note_begin(self, lane: int, seed: int) -> None:
-        """Record that a lane is reset, whatever was wrong with it."""
-        self.not_restored.pop(lane, None)
-        self._recycling.n_begun += 1
-        self.buffers.seed[lane] = seed
-        self.buffers.is_ahead[lane] = -1
-        self._find_next(lane, seed)
-
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
-        """Reset lanes, but those whose reset is known to fail: they are truncated in their step.
-
-        Raises:
-            LaneError: If an environment fails.
-        """
-        able: list[int] = []  # positions
-        for number, (lane, seed) in enumerate(zip(lanes, seeds, strict=True)):
-            self._note_begin(lane, seed)
-            if self._given_up.get(lane) == (seed, -1):
-                self.env.begin_lanes([lane])
-            else:
-                self._given_up.pop(lane, None)
-                able.append(number)
-        if able:
-            with self.timed():
-                self.env.reset_lanes(
-                    [lanes[n] for n in able], [seeds[n] for n in able], [options[n] for n in able]
-                )
-
-    def step(self, lanes: list[int]) -> list[int]:
-        """Step lanes with the actions in the buffers; returns those whose episode ended.
-
-        Lanes that are given up are truncated instead.
-
-        Raises:
-            LaneError: If an environment fails.
-        """
-        env, actions = self.env, self.buffers.action
-        if not self._given_up:
-            return env.step_lanes(lanes, actions)
-        given_up = [lane for lane in lanes if self._given_up.pop(lane, None) is not None]
-        others = [lane for lane in lanes if lane not in given_up]
-        ended = env.step_lanes(others, actions) if others else []
-        env.truncate_lanes(given_up, actions)
-        return sorted([*ended, *given_up])
-
-    def announce(self, message: Announce) -> None:
-        """Know which episodes will come."""
-        self._announced, self._next = message, {}
-
-    def _find_next(self, lane: int, seed: int) -> None:
-        """Look which episode comes behind that with this seed, if that was announced."""
-        self._next.pop(lane, None)
-        if self._announced is not None:
-            found = np.flatnonzero(self._announced.seeds[lane] == seed)
-            if found.size:
-                self._next[lane] = int(found[0]) + 1
-
-    def begin_ahead(self, lane: int) -> None:
-        """Reset a lane for its next announced episode, leaving its last values in place."""
-        if self._recycling.is_due():
-            return  # a successor will run it
-        number, announced = self._next.get(lane), self._announced
-        if announced is None or number is None or number >= len(announced.seeds[lane]):
-            return
-        self._next[lane] = number + 1
-        self._recycling.n_begun += 1
-        seed, options = announced.episode(lane, number)
-        buffers, env = self.buffers, self.env
-        buffers.seed[lane] = seed
-        last = {key: np.array(array[lane]) for key, array in buffers.observation.items()}
-        try:
-            with self.timed():
-                env._reset_lanes([lane], [seed], [options])
-        except LaneError:
-            return  # the reset will be issued, fail again, and be reported
-        finally:
-            for key, array in buffers.observation.items():
-                buffers.ahead[key][lane] = array[lane]
-                array[lane] = last[key]
-        buffers.is_ahead[lane] = number
-
-    def close_lane(self, lane: int) -> None:
-        """Close one environment, whatever it says to it: nobody would be told."""
-        self.open.discard(lane)
-        try:
-            self.env.close_lane(lane)
-        except BaseException:
-            return
-
-    def close(self) -> None:
-        """Close all environments that are open."""
-        for lane in sorted(self.open):
-            self.close_lane(lane)
-
-    # Requests of remotes --------------------------------------------------------------------------
-
-    def answer(self, call: Call, here: Where) -> Reply:
-        """Carry out a request to one environment.
-
-        Args:
-            call: The request.
-            here: Which worker this is.
-
-        Raises:
-            LaneError: If the environment fails in a reset or a step.
-        """
-        lane, command = call.lane, call.command
-        try:
-            if command != "reset" and (lost := self.why_not_restored([lane])):
-                raise EnvError(lost[1], fix=_NOT_RESTORED_FIX)
-            if command == "get_attr":
-                reply = "attr", self.env.attribute(lane, call.data)
-            elif command == "step":
-                reply = "transition", self._transition(lane)
-            else:
-                seed, options = call.data
-                self._note_begin(lane, seed)
-                reset = partial(self.env.reset_lanes, [lane], [seed], [options])
-                reply = "obs", self._result(reset)[0]
-            return Reply(lane, cloudpickle.dumps(reply))
-        except LaneError:
-            raise
-        except BaseException as error:
-            text = text_of(error)
-            failure = EnvError(described(error), where=here, traceback_text=text)
-            return Reply(lane, pickle.dumps(("error", text)), failure)
-
-    def _transition(self, lane: int) -> Any:
-        """Step one environment with the action in the buffers; returns what its remote receives."""
-        env = self.env
-        step = partial(env.step_lanes, [lane], self.buffers.action)
-        observation, reward, _, _, info = self._result(step)
-        self.control.n_steps[0] += 1
-        if env.current["truncated"][lane] and not env.current["terminated"][lane]:
-            info = {**info, "TimeLimit.truncated": True}
-        return observation, reward, bool(env.current["done"][lane]), info
-
-    def _result(self, call: Callable[[], Any]) -> Any:
-        """What an environment itself returns to a call."""
-        env = self.env
-        env.keeps_results = True
-        try:
-            with self.timed():
-                call()
-            return env.results[0]
-        finally:
-            env.keeps_results, env.results = False, []
-
-
 # What it does ------------------------------------------------------------------------------------
 
 
 class EnvServer(Server):
     """Owns a worker's environments and carries out the caller's commands.
+
+    Lanes count within the worker.
 
     Args:
         place: Which worker it is.
@@ -428,10 +181,6 @@ class EnvServer(Server):
         done: Is signalled when a command is carried out.
     """
 
-    _has_begun = False  # all arrays are mapped, and the predecessor's place is taken
-    _is_over = False
-    _n_seen = 0  # number of the last step
-
     def __init__(
         self, place: Place, pipe: Pipe, control: WorkerRecord, wake: Wake, done: Wake
     ) -> None:
@@ -439,13 +188,21 @@ class EnvServer(Server):
         self._me = place.worker
         self._wake = wake
         self._done = done
+        self._has_begun = False  # all arrays are mapped, and the predecessor's place is taken
+        self._is_over = False
+        self._n_seen = 0  # number of the last step
+        self._announced: Announce | None = None
+        self._next: dict[int, int] = {}  # lane: index of its next announced episode
+        self._not_restored: dict[int, str] = {}  # lane: why it could not be restored
+        self._given_up: dict[int, tuple[int, int]] = {}  # see Predecessor
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
         """Create the environments."""
-        env = made_environments(setup, self._place, self._control)
+        self._env = env = made_environments(setup, self._place, self._control)
+        self._all = list(range(env.n_lanes))
+        self._open = set(self._all)
         self._buffers = Buffers(slice(setup.first_lane, setup.first_lane + env.n_lanes))
-        self._lanes = WorkerLanes(env, self._buffers, self._me, self._control, self._recycling)
-        self._closers.append(self._lanes.close)
+        self._closers += [partial(self._close_lane, lane) for lane in self._all]
         return report_of(env, self._me)
 
     def serve(self) -> None:
@@ -458,7 +215,7 @@ class EnvServer(Server):
         poller.register(pipe.fileno(), select.POLLIN)
         poller.register(wake.fd, select.POLLIN)
         wake.begin()
-        while self._lanes.open and not self._is_over:
+        while self._open and not self._is_over:
             number = step[me]
             is_new = number != self._n_seen
             events = poller.poll(0 if is_new else wake.pause(_LONGEST_SLEEP_S) * 1000)
@@ -485,15 +242,15 @@ class EnvServer(Server):
         elif isinstance(message, Call):
             self._answer(message)
         elif isinstance(message, Announce):
-            self._lanes.announce(message)
+            self._announced, self._next = message, {}
         elif isinstance(message, MapArrays) and memory is not None:
             self._map(message, memory)
         elif isinstance(message, Begin):
             self._n_seen = message.n_seen
             if message.payload is not None and memory is not None:
-                self._lanes.restore(unpack(message.payload, memory), self._n_seen)
+                self._restore(unpack(message.payload, memory))
             self._has_begun = True
-            self._lanes.use_buffers()
+            self._use_buffers()
         return True
 
     def _retires(self, message: Message) -> bool:
@@ -513,29 +270,97 @@ class EnvServer(Server):
         self._wake.share(asleep[self._me : self._me + 1])
         self._done.share(asleep[-1:])
 
+    def _use_buffers(self) -> None:
+        """Write the environments' results into the buffers, and note when observations follow."""
+        env, buffers, me = self._env, self._buffers, self._me
+        env.place(buffers.observation, buffers.reward, buffers.flags)
+        columns: Any = env.columns
+        write, step, writing = columns.write, buffers.step, buffers.writing
+
+        def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
+            writing[me] = step[me]  # a worker that dies from here on leaves mixed values
+            write(lanes, observations)
+
+        columns.write = noted_write
+
+    def _restore(self, predecessor: Predecessor) -> None:
+        """Take the place of another worker; a step that it did not finish comes next."""
+        buffers, me = self._buffers, self._me
+        self._given_up.update(predecessor.given_up)
+        for lane in predecessor.closed:
+            self._close_lane(lane)
+        number = buffers.step[me]
+        not_compared = {*predecessor.not_compared}
+        if number != self._n_seen and buffers.writing[me] == number:
+            not_compared.update(self._asked())  # their observations may be partly written
+        for lane, tape in predecessor.tapes.items():
+            self._find_next(lane, tape.seed)
+            if not tape.n_steps and self._given_up.get(lane) == (tape.seed, -1):
+                self._env.begin_lanes([lane])  # its reset fails again
+                continue
+            if lane not in not_compared:
+                tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
+            try:
+                take_over(self._env, lane, tape, Where(), self._control.steps, may_end=True)
+            except EnvError as error:
+                self._not_restored[lane] = error.what
+
+    # Resets and steps -------------------------------------------------------------------------
+
     def _reset(self, message: Reset) -> None:
+        """Reset lanes, but those whose reset is known to fail: they are truncated in their step."""
+        able: list[int] = []  # positions
+        for number, (lane, seed) in enumerate(zip(message.lanes, message.seeds, strict=True)):
+            self._note_begin(lane, seed)
+            if self._given_up.get(lane) == (seed, -1):
+                self._env.begin_lanes([lane])
+            else:
+                self._given_up.pop(lane, None)
+                able.append(number)
+        arguments = (
+            [values[n] for n in able] for values in (message.lanes, message.seeds, message.options)
+        )
         outcome = NONE_ENDED
         try:
-            self._lanes.reset(message.lanes, message.seeds, message.options)
+            if able:
+                with self._timed():
+                    self._env.reset_lanes(*arguments)
         except LaneError as error:
             self._report(message.number, error)
             outcome = FAILED
         self._conclude(message.number, outcome)
 
+    def _note_begin(self, lane: int, seed: int) -> None:
+        """Record that a lane is reset, whatever was wrong with it."""
+        self._not_restored.pop(lane, None)
+        self._recycling.n_begun += 1
+        self._buffers.seed[lane] = seed
+        self._buffers.is_ahead[lane] = -1
+        self._find_next(lane, seed)
+
+    def _asked(self) -> list[int]:
+        """Lanes that the caller wants to step."""
+        if self._buffers.partial[self._me]:
+            lanes: list[int] = np.flatnonzero(self._buffers.asked).tolist()
+            return lanes
+        return self._all
+
     def _step(self, number: int) -> None:
         """Step lanes with the actions in the buffers."""
-        known, record, outcome = self._lanes, self._control, NONE_ENDED
-        lanes = known.asked()
-        why_lost = known.not_restored and known.why_not_restored(lanes)
+        record, outcome, lanes = self._control, NONE_ENDED, self._asked()
+        why_lost = self._not_restored and self._why_not_restored(lanes)
         if why_lost:
             lane, what = why_lost
             failure = EnvError(what, where=self._here, fix=_NOT_RESTORED_FIX)
             self._send(LaneFailed(number, lane, "step", failure, is_lost=True))
             self._conclude(number, FAILED)
             return
-        record.env_ns[0] -= monotonic_ns()  # not timed(), which takes longer
+        record.env_ns[0] -= monotonic_ns()  # not _timed(), which takes longer
         try:
-            ended = known.step(lanes)
+            if self._given_up:
+                ended = self._step_or_truncate(lanes)
+            else:
+                ended = self._env.step_lanes(lanes, self._buffers.action)
             record.env_ns[0] += monotonic_ns()
             record.n_steps[0] += len(lanes)
         except LaneError as error:
@@ -546,8 +371,31 @@ class EnvServer(Server):
             if ended:
                 outcome = SOME_ENDED
                 for lane in ended:
-                    known.begin_ahead(lane)
+                    self._begin_ahead(lane)
         self._conclude(number, outcome)
+
+    def _step_or_truncate(self, lanes: list[int]) -> list[int]:
+        """Step lanes, and truncate those that are given up; returns whose episode ended."""
+        env, actions = self._env, self._buffers.action
+        given_up = [lane for lane in lanes if self._given_up.pop(lane, None) is not None]
+        others = [lane for lane in lanes if lane not in given_up]
+        ended = env.step_lanes(others, actions) if others else []
+        env.truncate_lanes(given_up, actions)
+        return sorted([*ended, *given_up])
+
+    def _why_not_restored(self, lanes: Iterable[int]) -> tuple[int, str] | None:
+        """The first of some lanes that could not be restored and what to say of it, if any."""
+        lane = min(self._not_restored.keys() & set(lanes), default=None)
+        return None if lane is None else (lane, _NOT_RESTORED.format(self._not_restored[lane]))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time of a block as the environments'."""
+        self._control.env_ns[0] -= monotonic_ns()
+        try:
+            yield
+        finally:
+            self._control.end_calls()
 
     def _conclude(self, number: int, outcome: int) -> None:
         self._control.steps[0] += 1
@@ -563,17 +411,93 @@ class EnvServer(Server):
         self._send(LaneFailed(number, error.lane, error.call, failure))
         self._is_over = self._place.policy.restarts_on_env_errors
 
+    def _find_next(self, lane: int, seed: int) -> None:
+        """Look which episode comes behind that with this seed, if that was announced."""
+        self._next.pop(lane, None)
+        if self._announced is not None:
+            found = np.flatnonzero(self._announced.seeds[lane] == seed)
+            if found.size:
+                self._next[lane] = int(found[0]) + 1
+
+    def _begin_ahead(self, lane: int) -> None:
+        """Reset a lane for its next announced episode, leaving its last values in place."""
+        if self._recycling.is_due():
+            return  # a successor will run it
+        number, announced = self._next.get(lane), self._announced
+        if announced is None or number is None or number >= len(announced.seeds[lane]):
+            return
+        self._next[lane] = number + 1
+        self._recycling.n_begun += 1
+        seed, options = announced.episode(lane, number)
+        buffers, env = self._buffers, self._env
+        buffers.seed[lane] = seed
+        last = {key: np.array(array[lane]) for key, array in buffers.observation.items()}
+        try:
+            with self._timed():
+                env._reset_lanes([lane], [seed], [options])
+        except LaneError:
+            return  # the reset will be issued, fail again, and be reported
+        finally:
+            for key, array in buffers.observation.items():
+                buffers.ahead[key][lane] = array[lane]
+                array[lane] = last[key]
+        buffers.is_ahead[lane] = number
+
+    # Requests of remotes ----------------------------------------------------------------------
+
     def _answer(self, call: Call) -> None:
         """Carry out a request to one environment."""
         if call.command == "close":
-            self._lanes.close_lane(call.lane)
+            self._close_lane(call.lane)
             return
         try:
-            reply = self._lanes.answer(call, self._here)
+            try:
+                reply = Reply(call.lane, cloudpickle.dumps(self._result_of(call)))
+            except LaneError:
+                raise
+            except BaseException as error:
+                text = text_of(error)
+                failure = EnvError(described(error), where=self._here, traceback_text=text)
+                reply = Reply(call.lane, pickle.dumps(("error", text)), failure)
         except LaneError as error:
-            self._control.steps[0] += 1
             self._report(0, error)
         else:
-            self._control.steps[0] += 1
             self._control.done[0] += 1
             self._send(reply)
+        self._control.steps[0] += 1
+
+    def _result_of(self, call: Call) -> tuple[str, Any]:
+        """What a remote receives.
+
+        Raises:
+            LaneError: If the environment fails in a reset or a step.
+        """
+        lane, env = call.lane, self._env
+        if call.command != "reset" and (lost := self._why_not_restored([lane])):
+            raise EnvError(lost[1], fix=_NOT_RESTORED_FIX)
+        if call.command == "get_attr":
+            return "attr", env.attribute(lane, call.data)
+        env.keeps_results = True
+        try:
+            with self._timed():
+                if call.command == "reset":
+                    seed, options = call.data
+                    self._note_begin(lane, seed)
+                    env.reset_lanes([lane], [seed], [options])
+                    return "obs", env.results[0][0]
+                env.step_lanes([lane], self._buffers.action)
+            self._control.n_steps[0] += 1
+            observation, reward, _, _, info = env.results[0]
+        finally:
+            env.keeps_results, env.results = False, []
+        if env.current["truncated"][lane] and not env.current["terminated"][lane]:
+            info = {**info, "TimeLimit.truncated": True}
+        return "transition", (observation, reward, bool(env.current["done"][lane]), info)
+
+    def _close_lane(self, lane: int) -> None:
+        """Close one environment, whatever it says to it: nobody would be told."""
+        self._open.discard(lane)
+        try:
+            self._env.close_lane(lane)
+        except BaseException:
+            return

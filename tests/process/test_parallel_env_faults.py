@@ -147,7 +147,7 @@ def test_a_failure_of_one_lane_is_told_beside_the_steps_of_others(
 def test_a_failure_that_nobody_has_heard_of_is_told_after_the_next_step_of_its_worker(
     faulty: ParallelEnvManager,
 ) -> None:
-    options = [failing("raise", 0), None, {"sleep_ms": 50}]
+    options = [failing("raise", 0, sleep_ms=30), None, {"sleep_ms": 100}]
     faulty.reset_lanes([0, 1, 2], [1, 2, 3], options)
     assert faulty.step_some(0, [0], no_actions(faulty)) == []
     faulty.step_lanes([2], no_actions(faulty))  # by then lane 0 has failed
