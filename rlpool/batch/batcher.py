@@ -23,8 +23,6 @@ from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     BatcherOptions,
     FailurePolicy,
-    policy_of,
-    takes_policy,
 )
 
 if TYPE_CHECKING:
@@ -79,10 +77,8 @@ class EpisodeBatcher(BatcherBase):
             environment raises or its worker dies or hangs, is not run again: it is truncated, or an
             error of its request with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: Replace a worker after this many episodes; ``None`` for never.
-            Neither this nor the next counts as a failure. A worker with more environments than
+            This does not count as a failure. A worker with more environments than
             this runs only this many of them at a time.
-        max_rss_bytes: Replace a worker, between episodes, once its resident memory without shared
-            blocks is larger; ``None`` for never.
         start_method: ``"auto"`` forks workers from a template process where that is safe, which
             takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. The
             results are the same, see docs/start_methods.md.
@@ -128,7 +124,6 @@ class EpisodeBatcher(BatcherBase):
     _left: tuple[Sequence[Asked], int] = ((), 0)
 
     @also_takes(n_threads="n_workers", seed="seeds")
-    @takes_policy
     def __init__(
         self,
         n_timesteps: int,
@@ -147,7 +142,7 @@ class EpisodeBatcher(BatcherBase):
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy_of(policy)
+        failing = timeout, FailurePolicy(**policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @once

@@ -31,8 +31,7 @@ from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     BatcherOptions,
-    policy_of,
-    takes_policy,
+    FailurePolicy,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ class Batcher(BatcherBase):
     _queued: tuple[tuple[Policy, Infos], ...] = ()
 
     @also_takes(n_threads="n_workers", seed="seeds")
-    @takes_policy
     def __init__(
         self,
         n_timesteps: int,
@@ -106,7 +104,7 @@ class Batcher(BatcherBase):
         **policy: Unpack[BatcherOptions],
     ) -> None:
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy_of(policy)
+        failing = timeout, FailurePolicy(**policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @property

@@ -32,7 +32,7 @@ from rlpool.seeding import checked_seeds, evaluation_root, root_from
 from rlpool.seeding import episode_seeds as episode_seeds_of
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.training.statistics import episode_returns, numbers_of
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, takes_policy
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions
 from rlpool.workers.sharing import Parcel, pickled
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ _N_VIDEOS = 3
 
 
 @also_takes(seed="seeds")
-@takes_policy
 def evaluate(
     agent: Agent,
     create_env: CreateEnv,

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -343,24 +343,3 @@ def worker_quotas(
 def n_open_descriptors() -> int:
     """Descriptors that this process has open."""
     return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
-
-
-def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) -> None:
-    """Refuse a memory limit that workers exceed before they have done anything.
-
-    Args:
-        max_rss_bytes: The limit, ``None`` for none.
-        pids: The workers, which are ready.
-
-    Raises:
-        SpecError: Naming the limit and what they need.
-    """
-    if max_rss_bytes is None:
-        return
-    needed = max(map(resident_bytes, pids), default=0)
-    if needed > max_rss_bytes:
-        raise SpecError(
-            f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done "
-            f"nothing yet has {human(needed)} of resident memory",
-            fix="set max_rss_bytes well above that, which includes the modules it imported",
-        )

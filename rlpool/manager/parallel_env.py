@@ -28,7 +28,6 @@ from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     FailurePolicy,
     PolicyOptions,
-    takes_policy,
 )
 from rlpool.workers.process_owner import ProcessOwner
 
@@ -89,7 +88,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             with all rows, and the results are the same. With half of them, one half steps while the
             agent is called for the other. Agents that require a history always wait for all.
         **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
-            ``max_episodes_per_worker``, ``max_rss_bytes`` and ``start_method`` as for
+            ``max_episodes_per_worker`` and ``start_method`` as for
             ``EpisodeBatcher``. Healthy workers are replaced at a reset of one of their lanes; lanes
             in the middle of an episode are brought back to where they were.
 
@@ -121,7 +120,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
 
     shares_current = True  # with the workers
 
-    @takes_policy
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],

@@ -100,7 +100,7 @@ def make_parallel_env(
         min_ready: How many environments a collection waits for at a time, so that a slow one does
             not hold up the others; ``None`` for all of them. Results do not depend on it.
         **kwargs: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
-            ``max_episodes_per_worker`` (trials, here), ``max_rss_bytes`` and ``start_method`` are
+            ``max_episodes_per_worker`` (trials, here) and ``start_method`` are
             those of ``ParallelEnvManager``; all others are for the environment.
 
     Returns:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypedDict
 
 from rlpool.errors import EnvError, Where, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.machine.arguments import check_choice, whole_number
-from rlpool.machine.limits import human, resident_bytes
 
 START_METHODS = ("auto", "spawn")
 """How worker processes may be started, see docs/start_methods.md."""
@@ -44,9 +40,6 @@ DEFAULT_MAX_EPISODE_RESTARTS = 2
 _LONGEST_HISTORY = 1000
 """Failures that are remembered: an owner without a limit may live for months."""
 
-_LEAST_RSS_BYTES = 2**20
-"""No process that imports this library is this small: a lower limit is a mistaken unit."""
-
 
 @dataclass(frozen=True)
 class FailurePolicy:
@@ -61,7 +54,6 @@ class FailurePolicy:
         max_episode_restarts: An episode that fails this often at the same step is not run again:
             it is truncated, or reported with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: A worker is replaced after this many episodes, ``None`` for never.
-        max_rss_bytes: A worker whose resident memory is larger is replaced, ``None`` for never.
         start_method: How processes are started, one of ``START_METHODS``.
 
     Raises:
@@ -73,7 +65,6 @@ class FailurePolicy:
     on_env_error: str = "raise"
     max_episode_restarts: int | None = DEFAULT_MAX_EPISODE_RESTARTS
     max_episodes_per_worker: int | None = None
-    max_rss_bytes: int | None = None
     start_method: str = "auto"
 
     def __post_init__(self) -> None:
@@ -83,7 +74,6 @@ class FailurePolicy:
             ("max_restarts", 0),
             ("max_episode_restarts", 1),
             ("max_episodes_per_worker", 1),
-            ("max_rss_bytes", _LEAST_RSS_BYTES),
         ):
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, least, fix=f"pass {name}=None for no limit")
@@ -119,7 +109,7 @@ class FailurePolicy:
     @property
     def recycles(self) -> bool:
         """Whether healthy workers are ever replaced."""
-        return self.max_episodes_per_worker is not None or self.max_rss_bytes is not None
+        return self.max_episodes_per_worker is not None
 
     @property
     def may_restart(self) -> bool:
@@ -135,7 +125,6 @@ class PolicyOptions(TypedDict, total=False):
     on_env_error: str
     max_episode_restarts: int | None
     max_episodes_per_worker: int | None
-    max_rss_bytes: int | None
     start_method: str
 
 
@@ -144,27 +133,6 @@ class BatcherOptions(PolicyOptions, total=False):
 
     seed: int | None
     n_threads: int
-
-
-def policy_of(options: Mapping[str, Any]) -> FailurePolicy:
-    """The policy of a function that takes its arguments as keywords."""
-    return FailurePolicy(**options)
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def takes_policy(function: _Function) -> _Function:
-    """Show the arguments of ``FailurePolicy`` in the signature of a function that takes them."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    more = [
-        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type)
-        for f in fields(FailurePolicy)
-    ]
-    function.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
-    return function
 
 
 @dataclass
@@ -309,22 +277,14 @@ def final_error(
     )
 
 
-_LOG = logging.getLogger("rlpool")
-
-_LOOK_EVERY_S = 0.1
-"""Asking the system for the size of this process takes longer than a short episode's step."""
-
-
 class Recycling:
     """Says when this worker should be replaced by a fresh one.
 
-    A worker always runs at least one episode, however large it is: otherwise workers would only be
-    replaced and never work. One that is larger than the limit when it is ready, such as one that
-    was spawned in place of a forked one, would be followed by another one of its size. So its limit
-    is counted from there.
+    A worker always runs at least one episode: otherwise workers would only be replaced and never
+    work.
 
     Args:
-        policy: The limits on episodes and resident memory.
+        policy: The limit on episodes.
 
     Attributes:
         n_begun: Episodes that it has begun.
@@ -334,37 +294,13 @@ class Recycling:
     def __init__(self, policy: FailurePolicy) -> None:
         self.n_begun = 0
         self._max_episodes = policy.max_episodes_per_worker
-        self._max_rss_bytes = policy.max_rss_bytes
-        self._is_measured = False
-        self._next_look_s = 0.0
         self.has_limits = policy.recycles
-        self._is_large = False
 
     def is_due(self, n_new: int = 1) -> bool:
         """Whether this process should be replaced before it begins ``n_new`` more episodes."""
-        if not self.has_limits:
+        if self._max_episodes is None or not self.n_begun:
             return False
-        if self._max_rss_bytes is not None and not self._is_measured:
-            self._is_measured, ready_bytes = True, resident_bytes()
-            if ready_bytes > self._max_rss_bytes:
-                _LOG.warning(
-                    "max_rss_bytes is %s, but this worker had %s of resident memory when it was "
-                    "ready: it is replaced when it has grown by as much",
-                    *(human(self._max_rss_bytes), human(ready_bytes)),
-                )
-                self._max_rss_bytes += ready_bytes
-        if not self.n_begun:
-            return False
-        if self._max_episodes is not None and self.n_begun + n_new > self._max_episodes:
-            return True
-        now_s = time.monotonic()
-        if self._max_rss_bytes is not None and not self._is_large and now_s >= self._next_look_s:
-            self._next_look_s = now_s + _LOOK_EVERY_S
-            self._is_large = resident_bytes() > self._max_rss_bytes
-        return self._is_large
+        return self.n_begun + n_new > self._max_episodes
 
     def __str__(self) -> str:
-        size = ""
-        if self._max_rss_bytes is not None:
-            size = f" with {human(resident_bytes())} of resident memory"
-        return f"{self.n_begun} episodes{size}"
+        return f"{self.n_begun} episodes"

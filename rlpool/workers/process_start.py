@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import (
     context,
@@ -36,7 +36,6 @@ from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.machine.limits import (
     FORKED_WORKER_BYTES,
     WORKER_BYTES,
-    refuse_small_limit,
 )
 from rlpool.workers.logs import current_levels
 from rlpool.workers.process_end import kill_when_closed
@@ -153,18 +152,6 @@ def launch(
             here.close()
             raise
     return CallerPipe(here), worker
-
-
-def refuse_large_workers(processes: Iterable[Any], max_rss_bytes: int | None) -> None:
-    """Refuse a limit of memory that workers exceed before they have done anything.
-
-    Those that were spawned in place of forked ones are larger for no fault of the limit's.
-
-    Raises:
-        SpecError: See ``refuse_small_limit``.
-    """
-    as_asked = (p for p in processes if p._popen.method == "template" or not p.is_forked)
-    refuse_small_limit(max_rss_bytes, [process.pid for process in as_asked])
 
 
 _one_at_a_time = threading.RLock()

@@ -44,7 +44,6 @@ from rlpool.workers.process_start import (
     launch,
     prepare,
     reap_template,
-    refuse_large_workers,
     starting_processes,
 )
 from rlpool.workers.wire import (
@@ -73,7 +72,7 @@ _LOOK_EVERY_S = 0.05
 
 _OUT_OF_MEMORY = (
     "most likely the system ran out of memory (dmesg shows it): run fewer workers, "
-    "or set max_rss_bytes"
+    "or set max_episodes_per_worker if the environment leaks"
 )
 
 
@@ -399,7 +398,6 @@ class Workers:
         Raises:
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
                 get ready.
-            SpecError: If they are larger than ``max_rss_bytes`` already.
         """
         self._poller.wake_on(wake_fd)
         for n_started, life in enumerate(self._lives):
@@ -411,7 +409,6 @@ class Workers:
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
-        refuse_large_workers(self.processes, self._policy.max_rss_bytes)
         self._has_started = True
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:

@@ -22,7 +22,7 @@ def imported_once() -> None:
 
     Scripts have templates of their own, without this.
     """
-    support = ("agents", "faults", "fragile", "in_process", "meta", "parallel", "vector_envs")
+    support = ("agents", "faults", "fragile", "meta", "parallel", "vector_envs")
     preload("pytest", "process.watching", *(f"support.{name}" for name in support))
 
 

@@ -307,7 +307,6 @@ def test_an_environment_that_cannot_be_made_is_reported(
         {"min_ready": 0},
         {"max_episode_steps": 0},
         {"on_worker_failure": "retry"},
-        {"max_rss_bytes": 2**20},  # less than any worker needs
     ],
     ids=str,
 )

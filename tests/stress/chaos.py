@@ -9,8 +9,7 @@ every request, and a ``Batcher``. Their agent has a recurrent state and noise. M
 - a thread sends SIGKILL, SIGSEGV and SIGSTOP to random workers at random times, and SIGKILL to the
   template from which they are forked;
 - environments, at random times, raise, call ``sys.exit`` and ``os._exit``, run out of a limit of
-  memory, take memory and are killed as by the kernel, and hoard it until the batcher recycles
-  their worker.
+  memory, and take memory and are killed as by the kernel.
 
 Everything is collected once more, undisturbed, and compared bit by bit. In the end no process,
 descriptor, thread or shared memory may be left.
@@ -41,7 +40,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from stress.rough import HOG_BYTES, create_rough, held, infos, noted, parameters, workers
+from stress.rough import create_rough, held, infos, noted, parameters, workers
 
 import rlpool
 from rlpool import Batcher, EpisodeBatcher, RlpoolError, TemporalDictTensor
@@ -94,10 +93,9 @@ class Chaos:
     Args:
         plan: How they are disturbed.
         notes: Directory for notes.
-        worker_bytes: Resident memory of a worker.
     """
 
-    def __init__(self, plan: Plan, notes: str, worker_bytes: int) -> None:
+    def __init__(self, plan: Plan, notes: str) -> None:
         self.counts: Counter[str] = Counter(episodes=0, windows=0, lost=0, wrong=0, lives=0)
         self.signals: Counter[str] = Counter()
         self.errors: list[str] = []
@@ -112,7 +110,6 @@ class Chaos:
             "max_restarts": None,
             "max_episode_restarts": None,  # two accidents may meet the same step of an episode
             "max_episodes_per_worker": 400,
-            "max_rss_bytes": worker_bytes + 3 * HOG_BYTES // 4,
         }
         self._n_since_result = 0
         self._spared: set[psutil.Process] | None = set()  # None: nobody is shot at
@@ -251,10 +248,9 @@ def run(plan: Plan) -> dict[str, Any]:
     with EpisodeBatcher(4, 4, RecurrentAgent, {}, create_rough, {}, 1, 0) as batcher:
         batcher.execute(1)
         batcher.get()
-        worker_bytes = max(worker.memory_info().rss for worker in workers())
     before, start_s = held(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rlpool-chaos-") as notes:
-        chaos = Chaos(plan, notes, worker_bytes)
+        chaos = Chaos(plan, notes)
         chaos.run()
         faults = noted(notes) + chaos.signals
     passed_s = time.monotonic() - start_s

@@ -29,16 +29,14 @@ from support import named_memory
 from support.fragile import FragileEnv
 from support.staying import stays
 
-KINDS = ("raise", "sys_exit", "os_exit", "memory_error", "oom_kill", "hoard")
+KINDS = ("raise", "sys_exit", "os_exit", "memory_error", "oom_kill")
 """How environments strike."""
 
 HOG_BYTES = 128 * 2**20
-"""What a memory hog takes: more than ``max_rss_bytes`` in the scripts leaves."""
+"""What a memory hog takes."""
 
 _PEACE_S = 1.0
 """No environment strikes sooner: a batcher checks what its workers hold when they are ready."""
-
-_hoarded: list[Any] = []
 
 
 class RoughEnv(FragileEnv):
@@ -92,7 +90,7 @@ def noted(directory: str) -> Counter[str]:
 
 
 def _strike(kind: str) -> None:
-    """Fail in a way; a hoarder goes on."""
+    """Fail in a way."""
     if kind in ("raise", "sys_exit"):
         raise {"raise": ValueError, "sys_exit": SystemExit}[kind]("struck")
     if kind == "os_exit":
@@ -102,7 +100,7 @@ def _strike(kind: str) -> None:
         limit = psutil.Process().memory_info().vms + HOG_BYTES // 2
         resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
-        _hoarded.append(np.ones(HOG_BYTES, np.uint8))
+        np.ones(HOG_BYTES, np.uint8)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     if kind == "oom_kill":

@@ -98,14 +98,6 @@ class ChancyEnv(FragileEnv):
         return np.frombuffer(os.urandom(24), np.uint64).astype(np.float64)
 
 
-class LeakingEnv(FragileEnv):
-    """Keeps 16 MB of every episode."""
-
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        self.kept = [*getattr(self, "kept", []), np.ones(2**21)]
-        return super().reset(**arguments)
-
-
 class RecurrentAgent(Agent):
     """Draws its actions from its noise and from all it has seen, with sizes no vector unit likes.
 
