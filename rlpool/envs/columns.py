@@ -133,20 +133,6 @@ def _are_flags(flags: Any) -> bool:
         return False
 
 
-def checked_result(reward: Any, terminated: Any, truncated: Any) -> tuple[bool, bool]:
-    """Check what the step of one environment returned, before somebody else converts it.
-
-    Returns:
-        Both flags.
-
-    Raises:
-        SpecError: If the reward is not a number, or a flag neither true nor false.
-    """
-    if type(reward) is not float and _number(reward) is None:
-        raise SpecError(f"'reward' should be a number, got {reward!r}")
-    return flag_of("terminated", terminated), flag_of("truncated", truncated)
-
-
 def flag_of(key: str, flag: Any) -> bool:
     """Convert a flag to a bool; SpecError if it is neither true nor false, such as NaN."""
     number = _number(flag)

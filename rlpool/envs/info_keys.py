@@ -169,16 +169,14 @@ class InfoColumn(Column):
             return [zero if value is None else value for value in found]
         return [zero if (value := info.get(key)) is None else value for info in infos]
 
-    def write_batch(self, lanes: Sequence[int], values: Any) -> None:
-        """See ``Column.write_batch``; values may be an array of objects, or ``None``."""
-        self.write_some(lanes, values, None)
-
-    def write_some(self, lanes: Sequence[int], values: Any, has_value: NDArray | None) -> None:
+    def write_batch(
+        self, lanes: Sequence[int], values: Any, has_value: NDArray | None = None
+    ) -> None:
         """Write rows of an array of all lanes.
 
         Args:
             lanes: Ascending lane numbers, at least one.
-            values: ``[n_lanes, *shape]``, or ``None``.
+            values: ``[n_lanes, *shape]``, also of objects, or ``None``.
             has_value: Which lanes have a value, ``None`` if all have.
 
         Raises:
@@ -275,7 +273,7 @@ class InfoColumns:
         if not isinstance(infos, Mapping):
             return self.write(lanes, [infos[lane] for lane in lanes])
         for column in self.columns:
-            column.write_some(lanes, *batch_of(infos, column.key))
+            column.write_batch(lanes, *batch_of(infos, column.key))
         if self.unseen:
             self.unseen = {key for key in self.unseen if batch_of(infos, key)[0] is None}
             self._others.update(infos)

@@ -38,12 +38,10 @@ from rlpool.data.specs import (
     merged_structures,
     nester,
     structure_of_value,
-    with_dtypes,
 )
 from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Columns, as_array, flag_of
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import SpecError
@@ -134,10 +132,8 @@ class OneEnv(GymEnv):
     Args:
         env: The environment. This object closes it.
         first_seed: Seed of the first reset, instead of the one that is passed.
-        dtypes: Key to dtype, for values that are not stored in their own dtype.
         owns_process: Seed the process's global generators (``random``, NumPy's, torch's) for
             every episode, for environments and policies that draw from them.
-        info_keys: Keys of ``info`` that become keys of a step, see ``GymEnv``.
 
     Attributes:
         is_fresh: Whether there was one reset and no step yet.
@@ -150,13 +146,10 @@ class OneEnv(GymEnv):
         env: Any,
         first_seed: int | None = None,
         *,
-        dtypes: Mapping[str, np.dtype[Any]] | None = None,
         owns_process: bool = False,
-        info_keys: InfoKeys = None,
     ) -> None:
-        self._dtypes = dict(dtypes or {})
         self._env = ActingEnv(env)
-        super().__init__([self._env], keep_float64=True, info_keys=info_keys or None)
+        super().__init__([self._env], keep_float64=True)
         self._forget_columns()
         self.is_declared, self.is_fresh = False, False  # the first reset declares
         self._first_seed = first_seed
@@ -185,13 +178,6 @@ class OneEnv(GymEnv):
         rows = [observation[key].numpy()[0] for key in self._columns.observed]
         copies = [np.array(row) if np.ndim(row) else row for row in rows]
         return nester(self._columns.structure)(copies)
-
-    def _structure(self, name: str) -> Structure:
-        key = ACTION_KEY if name == "action_space" else STATE_KEY
-        return with_dtypes(super()._structure(name), self._dtypes, key)
-
-    def _declare_structure(self, structure: Structure) -> Columns:
-        return super()._declare_structure(with_dtypes(structure, self._dtypes, STATE_KEY))
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -222,7 +208,7 @@ class OneEnv(GymEnv):
             action, next_state = self._env.look_ahead()
             before, after = (_described(each, STATE_KEY) for each in (state, next_state))
             structure = merged_structures(before, after, STATE_KEY)
-            actions = with_dtypes(_described(action, ACTION_KEY), self._dtypes, ACTION_KEY)
+            actions = _described(action, ACTION_KEY)
             self._taken = Columns(actions, "", 1, widens=True, prefix=ACTION_KEY)
             self._action_leaves = self._taken.leaves
             self._decode = lambda actions: [None]

@@ -16,16 +16,16 @@ def checked_environments(envs: Any) -> list[Any]:
     is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
     checked = list(envs) if is_list else []
     for number, env in enumerate(checked):
-        refuse_no_environment(f"environment {number} of a GymEnv is", env, how_to_make_one(env))
+        check_is_env(f"environment {number} of a GymEnv is", env, how_to_make_one(env))
     if not checked:
         what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
         fix = "pass at least one" if is_list else how_to_make_one(envs)
         raise SpecError(f"GymEnv got {what}", fix=fix)
-    refuse_same(checked, "GymEnv([make() for _ in range(n)], seed)")
+    check_all_differ(checked, "GymEnv([make() for _ in range(n)], seed)")
     return checked
 
 
-def refuse_same(envs: Sequence[Any], fix: str) -> None:
+def check_all_differ(envs: Sequence[Any], fix: str) -> None:
     """Raise if an environment is in a list twice: its lanes would step each other's episode."""
     for number, env in enumerate(envs):
         first = next(k for k, other in enumerate(envs) if other is env)
@@ -41,7 +41,7 @@ def is_environment(value: Any) -> bool:
     return _has_methods(value) and not is_batch and not is_of_agents(value)
 
 
-def refuse_no_environment(what: str, value: Any, fix: str) -> None:
+def check_is_env(what: str, value: Any, fix: str) -> None:
     """Raise unless a value is a single environment.
 
     Args:

@@ -36,7 +36,7 @@ from rlpool.data.specs import (
 from rlpool.envs.columns import BadValue, checked_results, wrong_count
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, info_specs
-from rlpool.envs.single_envs import is_of_agents, refuse_same
+from rlpool.envs.single_envs import check_all_differ, is_of_agents
 from rlpool.errors import SpecError
 from rlpool.integrations.pettingzoo_groups import (
     AGENT_FLAGS,
@@ -372,7 +372,7 @@ class PettingZooEnv(GymEnv):
         if not isinstance(envs, Iterable) or is_of_agents(envs):
             fix = "PettingZooEnv([make() for _ in range(n)], seed)"
             raise SpecError(f"PettingZooEnv got {envs!r:.60}, not a list of environments", fix=fix)
-        refuse_same(envs := list(envs), "PettingZooEnv([make() for _ in range(n)], seed)")
+        check_all_differ(envs := list(envs), "PettingZooEnv([make() for _ in range(n)], seed)")
         joint = partial(JointEnv, groups=groups, reward=reward, state=state, info_keys=info_keys)
         lanes = [joint(env) for env in envs]
         for number, lane in enumerate(lanes):

@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium
 
 from rlpool.envs.legacy import seed_before_task
-from rlpool.envs.single_envs import refuse_no_environment
+from rlpool.envs.single_envs import check_is_env
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.limits import worker_count
@@ -53,7 +53,7 @@ def make_env(
     _refuse_no_maker(env_id)
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     fix = "let it return one environment, an object with reset() and step()"
-    refuse_no_environment("env_id returned", env, fix)
+    check_is_env("env_id returned", env, fix)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
         seed = seed_from(whole_number("seed", seed, 0))

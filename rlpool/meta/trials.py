@@ -12,7 +12,7 @@ from gymnasium.utils import RecordConstructorArgs
 
 from rlpool.data.specs import fitted
 from rlpool.envs.legacy import modernised, seed_before_task
-from rlpool.envs.single_envs import all_tasks, refuse_no_environment
+from rlpool.envs.single_envs import all_tasks, check_is_env
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.meta.rollouts import TASK_OPTION
@@ -71,7 +71,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
 
     def __init__(self, env: Any, episodes_per_task: int, oracle: bool = False) -> None:
         fix = "pass an object with reset() and step(), such as gymnasium.make(...)"
-        refuse_no_environment("VariBadWrapper got", env, fix)
+        check_is_env("VariBadWrapper got", env, fix)
         RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, oracle=oracle)
         gymnasium.Wrapper.__init__(self, modernised(env, with_tasks=False))
         self.episodes_per_task = whole_number("episodes_per_task", episodes_per_task, 1)

@@ -24,7 +24,7 @@ from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, structure_of_space, struc
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
-from rlpool.envs.single_envs import refuse_no_environment
+from rlpool.envs.single_envs import check_is_env
 from rlpool.errors import SpecError, UsageError, Where
 from rlpool.machine.arguments import checked_timeout
 from rlpool.machine.limits import WORKER_DESCRIPTORS, refuse_too_many_workers
@@ -213,7 +213,7 @@ def _check_environments(envs: Any, processes: int) -> None:
         )
     for number, env in enumerate(envs):
         fix = "pass an object with reset() and step(), such as gymnasium.make(...) returns"
-        refuse_no_environment(f"environment {number} is", env, fix)
+        check_is_env(f"environment {number} is", env, fix)
 
 
 # In the workers ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.single_envs import is_environment, refuse_no_environment
+from rlpool.envs.single_envs import check_is_env, is_environment
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import (
     EnvError,
@@ -301,7 +301,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
             fix="only failures in an episode do, of environments that are reset one by one",
         )
     made = env() if callable(env) and not is_environment(env) else env
-    refuse_no_environment("env is", made, "pass one environment, or a function that makes one")
+    check_is_env("env is", made, "pass one environment, or a function that makes one")
     lanes, columns = GymEnv([made], keep_float64=True), action_columns(error.actions)
     lanes.keeps_results = True
     reached, failure = Reached(0, False, None), None

@@ -23,7 +23,7 @@ from gymnasium.vector import VectorEnv
 from rlpool.data.specs import leaves_of, row_specs, structure_of_space
 from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.single_envs import is_environment, refuse_no_environment
+from rlpool.envs.single_envs import check_is_env, is_environment
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import (
@@ -171,7 +171,7 @@ class EnvChecks(Checks):
         made = as_vec_env(super().make(number), worker_seed(self.root, number))
         if not isinstance(made, VecEnv):
             fix = "return a Gymnasium environment, or GymEnv([...environments...], seed)"
-            refuse_no_environment(f"{self.name} returned", made, fix)
+            check_is_env(f"{self.name} returned", made, fix)
         return made
 
     def lanes(self, number: int = 0, n_lanes: int = 1) -> VecEnv:
