@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import gymnasium as gym
 import pytest
 
 import rlpool
-from rlpool import Agent, EnvError, EpisodeBatcher, GymEnv, WorkerStartupError
+from rlpool import EnvError, EpisodeBatcher, GymEnv
 from rlpool.__main__ import main
 
 from support.agents import StepCounter
-from support.envs import create_counting
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -49,29 +47,6 @@ def test_the_error_of_an_environment_is_the_one_that_is_quoted() -> None:
             batcher.get()
     (block,) = [each for each in quoted("docs/failures.md") if each.startswith("env.step raised")]
     assert lines_of(str(raised.value)) == lines_of(block)
-
-
-def test_the_error_of_what_cannot_be_pickled_is_the_one_that_is_quoted() -> None:
-    class Model:
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-
-    def maker() -> Any:
-        model = Model()
-
-        def create_agent() -> Agent:
-            assert model
-            return StepCounter()
-
-        return create_agent
-
-    with pytest.raises(WorkerStartupError) as raised:
-        EpisodeBatcher(8, 4, maker(), None, create_counting, n_threads=1, seeds=0)
-    (block,) = [each for each in quoted("docs/failures.md") if "cannot be pickled" in each]
-    expected = block[block.index("WorkerStartupError") :]
-    # Which name the function has is the reader's affair.
-    said = re.sub(r"\S*<locals>\.", "", f"WorkerStartupError: {raised.value}")
-    assert lines_of(said) == lines_of(expected)
 
 
 def test_the_doctor_says_what_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -15,13 +14,6 @@ from support.programs import run_as_main
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 TUTORIALS = [path for path in sorted(FOLDER.glob("*.py")) if path.stem != "running"]
 SAVING = [path for path in TUTORIALS if '"--resume"' in path.read_text("utf-8")]
-NUMBERS = [  # every flag with a number, and one less than the least that it takes
-    (path, flag, int(least) - 1)
-    for path in TUTORIALS
-    for flag, least in re.findall(
-        r'add_number\(\s*"(--[a-z-]+)".*?least=(\d)', path.read_text("utf-8"), re.DOTALL
-    )
-]
 FAILS_LATER = [  # one of each kind that fails later if it is not refused
     ("ppo --checkpoint=folder", "--checkpoint: folder is a folder"),
     ("ppo --checkpoint=ppo.png", "a picture as the curve is"),
@@ -51,14 +43,16 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> object:
     return caught.value.code
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_help_needs_no_extra(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_help_needs_no_extra_and_unknown_flags_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in EXTRAS:
         monkeypatch.setitem(sys.modules, name, None)
-    assert run(path, monkeypatch, "--help") == 0
-    assert "usage:" in capsys.readouterr().out
+    for path in TUTORIALS:
+        assert run(path, monkeypatch, "--help") == 0
+        assert "usage:" in capsys.readouterr().out
+        assert run(path, monkeypatch, "--foo", "bar") == 2
+        assert "unrecognized arguments: --foo bar\n" in capsys.readouterr().err
 
 
 def test_the_tutorial_of_clusters_names_its_extra(
@@ -69,49 +63,16 @@ def test_the_tutorial_of_clusters_names_its_extra(
     assert capsys.readouterr().err == 'this tutorial needs Ray: pip install "rlpool[ray]"\n'
 
 
-@pytest.mark.parametrize("path", SAVING, ids=lambda path: path.stem)
-def test_what_cannot_work_is_refused_at_the_start_in_one_line(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_that_cannot_be_used_is_refused_at_the_start_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    missing, nowhere = (
-        ("--resume", "--checkpoint=mine.pt"),
-        ("--checkpoint=no/such/folder/mine.pt",),
-    )
-    cases = {missing: "mine.pt; run without --resume", nowhere: "a folder that can be written"}
-    if '"--env-id"' in path.read_text("utf-8") and path.stem != "ppo_recurrent":
-        cases["--env-id=Nowhere-v1",] = "--env-id: "
-    for flags, told in cases.items():
-        assert run(path, monkeypatch, *flags) == 2
-        error = capsys.readouterr().err
-        assert told in error
-        assert error.count("\n") == 1
+    missing, nowhere = ["--resume", "--checkpoint=mine.pt"], ["--checkpoint=no/such/mine.pt"]
+    for path in SAVING:
+        for flags in (missing, nowhere):
+            assert run(path, monkeypatch, *flags) == 2
+            assert capsys.readouterr().err.count("\n") == 1
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize(
-    ("path", "flag", "number"), NUMBERS, ids=lambda each: getattr(each, "stem", str(each))
-)
-def test_a_number_that_is_too_small_is_refused_in_one_line(
-    path: Path,
-    flag: str,
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(path, monkeypatch, f"{flag}={number}") == 2
-    error = capsys.readouterr().err
-    assert flag in error
-    assert error.endswith(f"should be an int of at least {number + 1}, got {number}\n")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_an_unknown_flag_is_refused(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(path, monkeypatch, "--foo", "bar") == 2
-    assert "unrecognized arguments: --foo bar\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "told"), FAILS_LATER)

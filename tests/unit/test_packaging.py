@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
-import os
 import re
 import subprocess
 import sys
@@ -16,8 +14,6 @@ from types import ModuleType
 import pytest
 
 import rlpool
-
-from support.tested import prefer_the_installed_package
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,22 +71,6 @@ def test_the_readme_installs_and_runs_the_main_tutorial_and_the_tests() -> None:
     assert "-m pytest" not in _text(".ci/run"), "the command is extracted, not copied"
 
 
-def test_the_image_does_the_main_job_and_is_built_from_files_that_are_sent() -> None:
-    dockerfile, ignore = _text("Dockerfile"), _text(".dockerignore").splitlines()
-    job = next(line for line in _text("README.md").splitlines() if '[tutorials]" && ' in line)
-    install, run = job.split(" && ")
-    command = re.findall(r"^CMD (.+)$", dockerfile, flags=re.MULTILINE)
-    assert [" ".join(json.loads(words)) for words in command] == [run]
-    assert f"RUN {install}\n" in dockerfile
-    copied = [
-        name
-        for line in re.findall(r"^COPY (.+)$", dockerfile, flags=re.MULTILINE)
-        for name in line.split()[:-1]
-    ]
-    assert [name for name in copied if not (REPOSITORY / name).exists()] == []
-    assert sorted(f"!{name}" for name in copied) == [n for n in ignore if n.startswith("!")]
-
-
 def test_pre_commit_runs_what_ci_runs() -> None:
     entries = re.findall(r"^ +entry: (.+)$", _text(".pre-commit-config.yaml"), flags=re.MULTILINE)
     assert entries == ["ruff check .", "ruff format --check .", "mypy --strict rlpool"]
@@ -119,16 +99,6 @@ def test_four_core_dependencies_and_every_direct_one_is_bounded_and_pinned() -> 
     pins = [line for line in lines if line]
     assert [pin for pin in pins if not re.match(r"[\w.-]+==[\w.]+( ;|$)", pin)] == []
     assert {_name(r) for r in direct} <= {_name(pin) for pin in pins}
-
-
-@pytest.mark.slow
-def test_the_pinned_mujoco_does_not_warn_about_half_cheetah(tmp_path: Path) -> None:
-    source = "import gymnasium; gymnasium.make('HalfCheetah-v5').reset(seed=0)"
-    # A process of its own: MuJoCo prints from C, and writes a file into the working directory.
-    done = subprocess.run(
-        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert (done.stdout, done.stderr, list(tmp_path.iterdir())) == ("", "", [])
 
 
 def test_library_imports_nothing_but_its_dependencies() -> None:
@@ -176,17 +146,6 @@ def test_version_is_the_same_everywhere() -> None:
     assert versions == {PROJECT["version"]}
 
 
-def test_the_address_of_the_project_stands_in_one_file_and_is_cited() -> None:
-    address = PROJECT.get("urls", {}).get("Repository")
-    cited = re.search(
-        r"^repository-code: [\"']?([^\"'\s]+)", _text("CITATION.cff"), flags=re.MULTILINE
-    )
-    assert (cited and cited[1]) == address
-    if address is not None:
-        others = ("README.md", "CONTRIBUTING.md", "mkdocs.yml")
-        assert [name for name in others if address in _text(name)] == []
-
-
 def test_installed_package_is_that_of_the_repository() -> None:
     def contents(package: Path) -> dict[str, bytes]:
         paths = [p for p in package.rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
@@ -201,42 +160,9 @@ def test_installed_package_is_that_of_the_repository() -> None:
     assert differing == [], f"{installed} is another version: install rlpool again, best with -e"
 
 
-@pytest.mark.parametrize("others", ["{}", "/nowhere:{}/", "{}/there/.."])
-def test_another_package_in_pythonpath_than_the_tested_one_is_refused(
-    others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("rlpool", "there"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "rlpool" / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", others.format(tmp_path))
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as Python does with it
-    here = Path(rlpool.__file__).resolve().parent
-    message = f"^PYTHONPATH names {tmp_path}/rlpool, but {here} is installed and would be tested"
-    with pytest.raises(pytest.UsageError, match=message):
-        prefer_the_installed_package(tmp_path)
-
-
-def test_a_pythonpath_that_names_the_tested_package_or_none_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = list(sys.path)
-    here = Path(rlpool.__file__).resolve().parents[1]
-    for path in ("", str(tmp_path), os.pathsep.join(map(str, (tmp_path, here)))):
-        monkeypatch.setenv("PYTHONPATH", path)
-        monkeypatch.setattr(sys, "path", [*before])
-        prefer_the_installed_package(tmp_path)
-        assert sys.path == before
-
-
 def test_no_file_names_a_machine() -> None:
     # Paths of somebody's checkout or home; a URL's path or a relative one does not count.
     here = {re.escape(str(place)[1:]) for place in (REPOSITORY, Path.home()) if place.name}
     places = "|".join(sorted(here | {"home", "root", "Users", "work", "workspace", "opt", "mnt"}))
     machine_path = re.compile(rf"(?<![\w.~/-])/(?:{places})/\w")
     assert [p for p, line in _lines_of_repository() if machine_path.search(line)] == []
-
-
-def test_installing_uses_the_index_that_the_user_configured() -> None:
-    options = ("--index-url", "--extra-index-url", "--find-links", "--trusted-host")
-    for name in ("README.md", "constraints.txt", "pyproject.toml", ".ci/run"):
-        assert [option for option in options if option in _text(name)] == []
