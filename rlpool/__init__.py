@@ -17,8 +17,6 @@ from rlpool.agents.sampling import (
     sample_tanh_normal,
 )
 from rlpool.batch.batcher import EpisodeBatcher, MonoThreadEpisodeBatcher
-from rlpool.batch.progress import Progress
-from rlpool.batch.waiting import wait
 from rlpool.batch.window_batcher import Batcher
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
@@ -99,7 +97,6 @@ __all__ = [
     "NotRepeatedError",
     "ParallelEnvManager",
     "Pool",
-    "Progress",
     "Replay",
     "RlpoolError",
     "SpecError",
@@ -142,6 +139,5 @@ __all__ = [
     "shutdown",
     "verify",
     "vtrace",
-    "wait",
     "worker_count",
 ]

@@ -200,14 +200,12 @@ class LaneSeeds:
         root: The root.
         n_resets: Number of the ``reset``, 0-based.
         n_restarts: The most restarts that any lane can have made before this ``reset``, in all.
-        first_lane: Number across all workers of what callers call lane 0.
     """
 
-    def __init__(self, root: int, n_resets: int, n_restarts: int = 0, first_lane: int = 0) -> None:
+    def __init__(self, root: int, n_resets: int, n_restarts: int = 0) -> None:
         self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
         self._seed_keys = _seed_keys(root, _LANE_SEEDS)
         self._first = n_resets + n_restarts
-        self.first_lane = first_lane
 
     def seed(self, lane: int, n_restarts: int) -> int:
         """Seed of a lane's ``n_restarts``-th episode since the reset, in ``[0, 2**31)``.
@@ -217,12 +215,11 @@ class LaneSeeds:
             n_restarts: 0 for the episode that the reset began; negative numbers go backwards from
                 where the lane began, into the gap that the lane before it reaches last.
         """
-        begin = int(f"{lane + self.first_lane:0{_SEED_BITS}b}"[::-1], 2)
+        begin = int(f"{lane:0{_SEED_BITS}b}"[::-1], 2)
         return permuted(begin + self._first + n_restarts, self._seed_keys)
 
     def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
         """That episode's noise, ``n_noise`` numbers per step."""
-        lane += self.first_lane
         n_at_once = max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
         block, row = divmod(n_restarts, n_at_once)
         derived_from = self._noise_key, self._noise_salt, block

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
-from rlpool.batch.progress import ShowProgress, checked_progress
-from rlpool.batch.repeated_calls import is_repeated, once
-from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, EpisodeRequest, Request
-from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
-from rlpool.batch.stream import InfoOf, OpenStream, refuse_in_stream, stream
-from rlpool.data.infos import Info, as_infos
+from rlpool.batch.batcher_base import (
+    LAST_NUMBER,
+    BatcherBase,
+    CreateAgent,
+    CreateEnv,
+    Seeds,
+    ShowProgress,
+    checked_progress,
+)
+from rlpool.batch.dispatch import Dispatcher
+from rlpool.batch.requests import EpisodeRequest
+from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, whole_number
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.calls import whole
 from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
@@ -28,8 +32,8 @@ from rlpool.workers.failure_policy import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_LAST_EPISODE = 2**62
-"""Numbers of episodes are 64-bit words in workers; nobody gets that far."""
+InfoOf = Info | Callable[[int], Info]
+"""``agent_info`` or ``env_info`` of all requests, or a function of the request's number."""
 
 
 class EpisodeBatcher(BatcherBase):
@@ -114,14 +118,9 @@ class EpisodeBatcher(BatcherBase):
     """Arguments that make blocks smaller."""
 
     _NAME = "EpisodeBatcher"
-    _EPISODES = EpisodeRequest
 
     _next_episode = 0
-    _last: tuple[int, Any, Any, list[int] | None] | None = None
-    _stream: OpenStream = None
-    _n_streamed = 0  # number of the next request of the stream, after load_state_dict(), too
-    # In flight when a stream was left, and that number, until the next request.
-    _left: tuple[Sequence[Asked], int] = ((), 0)
+    _last: tuple[int, Infos, list[int] | None] | None = None
 
     @also_takes(n_threads="n_workers", seed="seeds")
     def __init__(
@@ -145,7 +144,7 @@ class EpisodeBatcher(BatcherBase):
         failing = timeout, FailurePolicy(**policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
-    @once
+    @whole
     def execute(
         self,
         n_episodes: int,
@@ -174,7 +173,7 @@ class EpisodeBatcher(BatcherBase):
                 ``episode_seeds`` are no seeds or of another number; or, for environments that can
                 only be reset together (see ``VectorGymEnv``), if seeds are named, rows of
                 ``env_info`` differ, or there are fewer slots than lanes.
-            UsageError: If the batcher is closed, or a ``stream`` is open.
+            UsageError: If the batcher is closed.
             WorkerDiedError: If a worker died meanwhile.
 
         Example:
@@ -186,24 +185,16 @@ class EpisodeBatcher(BatcherBase):
             >>> batcher.get().info["seed"]
             tensor([7, 3])
         """
-        dispatcher = self._open()
-        refuse_in_stream("execute()", self._stream)
-        self._request(dispatcher, n_episodes, agent_info, env_info, episode_seeds)
-
-    @once
-    def _execute_next(self, n_episodes: int, agent_info: Info, env_info: Info) -> None:
-        """The next request of a stream."""
-        self._request(self._open(), n_episodes, agent_info, env_info, None, self._n_streamed + 1)
+        self._request(n_episodes, agent_info, env_info, episode_seeds)
 
     def _request(
         self,
-        dispatcher: RequestQueue,
         n_episodes: int,
         agent_info: Info,
         env_info: Info,
         given_seeds: Sequence[int] | None,
-        n_streamed: int = 0,
     ) -> None:
+        self._open()
         n_episodes = whole_number("n_episodes", n_episodes, 1)
         if n_episodes > N_SEEDS:
             what = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
@@ -211,37 +202,30 @@ class EpisodeBatcher(BatcherBase):
         infos = as_infos(agent_info, env_info, n_episodes)
         if given_seeds is not None:
             given_seeds = checked_seeds(given_seeds, n_episodes)
-        asked = n_episodes, given_seeds, dispatcher.policy.version
-        first = self._next_episode
-        details = {"n_episodes": n_episodes, "first": first, "episode_seeds": given_seeds}
-        if is_repeated(self._unconfirmed, asked, infos):
-            return
-        with InterruptsHeld():
-            request = self._made(dispatcher, Asked(dispatcher.policy, infos, details))
-            dispatcher.check(request)
-            self._next_episode += n_episodes
-            self._last = (n_episodes, *infos, given_seeds)
-            self._n_streamed, self._left = n_streamed, ((), 0)
-            self._unconfirmed = asked, infos
-            dispatcher.submit(request)
+        self._submit(n_episodes, infos, given_seeds)
 
-    def _made(self, dispatcher: RequestQueue, asked: Asked) -> EpisodeRequest:
-        return self._EPISODES(
+    def _submit(self, n_episodes: int, infos: Infos, given_seeds: list[int] | None) -> None:
+        dispatcher = self._ready()
+        request = EpisodeRequest(
             number=dispatcher.next_number(),
-            n_rows=asked.details["n_episodes"],
-            infos=asked.infos,
-            policy=asked.policy,
-            first=asked.details["first"],
-            given_seeds=asked.details["episode_seeds"],
+            n_rows=n_episodes,
+            infos=infos,
+            policy=self._policy,
             root=self._root,
+            first=self._next_episode,
+            given_seeds=given_seeds,
         )
+        dispatcher.check(request)
+        self._next_episode += n_episodes
+        self._last = n_episodes, infos, given_seeds
+        dispatcher.submit(request)
 
-    @once
+    @whole
     def reexecute(self) -> None:
         """Request new episodes with the arguments of the last ``execute``.
 
         Raises:
-            UsageError: Before the first ``execute``, and while a ``stream`` is open.
+            UsageError: Before the first ``execute``.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -251,11 +235,10 @@ class EpisodeBatcher(BatcherBase):
             >>> second.lengths, bool((first.info["seed"] == second.info["seed"]).any())
             (tensor([1, 4, 2]), False)
         """
-        dispatcher = self._open()
-        refuse_in_stream("reexecute()", self._stream)
+        self._open()
         if self._last is None:
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
-        self._request(dispatcher, *self._last)
+        self._submit(*self._last)
 
     @property
     def next_episode(self) -> int:
@@ -269,6 +252,7 @@ class EpisodeBatcher(BatcherBase):
         """
         return self._next_episode
 
+    @whole
     def seek(self, number: int) -> None:
         """Let the next ``execute`` begin with this episode of the batcher's life.
 
@@ -293,14 +277,11 @@ class EpisodeBatcher(BatcherBase):
             >>> torch.equal(batcher.get().info["seed"], all_seeds[1:])
             True
         """
-        dispatcher = self._open()
         number = whole_number("number", number, 0)
-        if number > _LAST_EPISODE:
+        if number > LAST_NUMBER:
             raise SpecError(f"number is {number}, the largest is 2**62", fix="begin at 0")
-        if n_pending := self._n_pending(dispatcher):
-            what = f"seek() while {n_pending} results are pending"
-            raise UsageError(what, fix="take them with get() first")
-        self._next_episode, self._unconfirmed = number, None
+        self._refuse_pending("seek()")
+        self._next_episode = number
 
     def stream(
         self,
@@ -314,27 +295,13 @@ class EpisodeBatcher(BatcherBase):
         The first ``n_pending`` requests are made at once, each further one when the next result is
         asked for: an ``update`` between two results applies to the request that is made then. So
         which policy an episode runs with follows from the order of calls, and results are the same
-        for any number of workers.
-
-        A stream is open from its first result until its iterator is closed or forgotten, as it is
-        when a loop over it is left by ``break`` or an exception. Meanwhile ``execute``, ``get`` and
-        another stream are refused: evaluate with a second batcher. Then the requests in flight
-        are dropped, and the batcher can be used as before; numbers of episodes continue behind
-        those that were dropped.
-
-        What is pending when a stream begins comes first. So a program that was interrupted loads
-        its state, begins a stream with the same arguments, and gets the same bits. It cannot be
-        seen whether a loop was left by ``break`` or by Ctrl-C. So after either, a state that is
-        saved before the next ``execute`` or stream has the requests in flight as pending ones: to
-        begin anew after loading it, take them with ``get`` first, as often as ``n_pending`` says.
+        for any number of workers. What is in flight is dropped when the loop is left.
 
         Args:
             n_episodes: Of each request, from 1.
             n_pending: Requests in flight, from 1. With one, all episodes run with the last update.
             agent_info: As for ``execute``, for every request; or a function that is called with
-                the number of the request, from 0, and returns that. Requests that were pending when
-                the stream began have the first numbers; after ``load_state_dict``, the numbers
-                of the stream from which the state is continue until there is an ``execute``.
+                the number of the request, from 0, and returns that.
             env_info: Likewise.
 
         Yields:
@@ -344,7 +311,7 @@ class EpisodeBatcher(BatcherBase):
 
         Raises:
             SpecError: For other numbers.
-            UsageError: If the batcher is closed, or another stream of it is open.
+            UsageError: If the batcher is closed.
             RlpoolError: What ``execute`` and ``get`` raise, from the iterator.
 
         Example:
@@ -360,70 +327,39 @@ class EpisodeBatcher(BatcherBase):
             tensor([1, 1]) tensor([1, 1])
             tensor([2, 2]) tensor([1, 1])
         """
-        self._open()
-        refuse_in_stream("a second stream()", self._stream)
         n_episodes = whole_number("n_episodes", n_episodes, 1)
         n_pending = whole_number("n_pending", n_pending, 1)
-        return stream(self, n_episodes, n_pending, agent_info, env_info)
+        self._not_closed()
+        return self._results(n_episodes, n_pending, agent_info, env_info)
 
-    def _refuse_get(self) -> None:
-        refuse_in_stream("get()", self._stream)
+    def _results(
+        self, n_episodes: int, n_pending: int, agent_info: InfoOf, env_info: InfoOf
+    ) -> Iterator[TemporalDictTensor]:
+        number = 0
+        try:
+            while True:
+                while self.n_pending < n_pending:
+                    infos = (i(number) if callable(i) else i for i in (agent_info, env_info))
+                    self.execute(n_episodes, *infos)
+                    number += 1
+                result = self.get()
+                age = self.policy_version - result.info["policy_version"]
+                result.info.set("policy_age", age)
+                yield result
+        finally:
+            if not self.closed:
+                self._drop_pending()
 
-    @once
-    def _oldest(self) -> Request | None:
-        """The oldest request, finished, which stays the oldest."""
-        return self._next_result(self._open(), blocking=True, timeout=None, progress=None)
+    @whole
+    def _drop_pending(self) -> None:
+        self._open().drop_pending()
 
-    def _leave_stream(self) -> None:
-        """Drop what is in flight, but for a state that is saved now."""
-        dispatcher = self._not_closed()
-        with InterruptsHeld():
-            self._left = self._asked(dispatcher), self._n_streamed or self._left[1]
-            self._n_streamed, self._unconfirmed = 0, None
-            dispatcher.drop_pending()
+    def _first_pending(self, dispatcher: Dispatcher) -> int:
+        oldest = next(iter(dispatcher.pending), None)
+        return oldest.first if isinstance(oldest, EpisodeRequest) else self._next_episode
 
-    _KEYS = ("n_episodes", "last")
-    _DETAILS = ("n_episodes", "first", "episode_seeds")
-
-    def _state(self, dispatcher: RequestQueue) -> State:
-        last = None
-        if self._last is not None:
-            n_episodes, *infos, seeds = self._last
-            last = {"n_episodes": n_episodes, **state_of_infos((infos[0], infos[1]))}
-            if seeds is not None:
-                last["episode_seeds"] = list(seeds)
-        n_streamed = self._n_streamed or self._left[1]
-        return {
-            "n_episodes": self._next_episode,
-            "last": last,
-            **({"n_streamed": n_streamed} if n_streamed else {}),
-            "why_lost": why_unseeded(dispatcher.step),
-        }
-
-    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
-        last = state["last"]
-        return {
-            "_last": last
-            and (last["n_episodes"], *infos_of_state(last), last.get("episode_seeds")),
-            "_next_episode": whole_number("n_episodes", state["n_episodes"], 0),
-            "_n_streamed": whole_number("n_streamed", state.get("n_streamed", 0), 0),
-            "_left": ((), 0),
-        }
-
-    def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
-        asked = []
-        for request in dispatcher.pending:
-            if isinstance(request, EpisodeRequest):
-                seeds = request.given_seeds and list(request.given_seeds)
-                details = {"n_episodes": request.n_rows, "first": request.first}
-                asked.append(
-                    Asked(request.policy, request.infos, {**details, "episode_seeds": seeds})
-                )
-        return asked or self._left[0]
-
-    def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
-        for each in asked:
-            dispatcher.submit(self._made(dispatcher, each))
+    def _go_to(self, number: int) -> None:
+        self._next_episode = number
 
     @classmethod
     def layout(
@@ -478,7 +414,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         rest = None, FailurePolicy(), agent_rows
         BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *rest)
 
-    @once
+    @whole
     def execute(
         self,
         n_episodes: int | None = None,
@@ -491,7 +427,6 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
         See ``EpisodeBatcher.execute``.
         """
-        dispatcher = self._open()
-        refuse_in_stream("execute()", self._stream)
-        n_episodes = dispatcher.n_lanes if n_episodes is None else n_episodes
-        self._request(dispatcher, n_episodes, agent_info, env_info, episode_seeds)
+        if n_episodes is None:
+            n_episodes = self.n_lanes
+        self._request(n_episodes, agent_info, env_info, episode_seeds)

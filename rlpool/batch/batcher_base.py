@@ -1,34 +1,31 @@
-"""What all batchers share: workers, seeds, updates, closing."""
+"""What all batchers share: workers, seeds, results, updates, states, closing."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
-from threading import get_ident
+from functools import partial
 from typing import Any, Literal, overload
 
 from rlpool.agents.agent import Agent, refuse_no_factory
-from rlpool.batch.claims import warn_if_unseeded
-from rlpool.batch.dispatch import Dispatcher
-from rlpool.batch.progress import Meter, ShowProgress, checked_progress
-from rlpool.batch.repeated_calls import once
-from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, Request
-from rlpool.batch.resuming import (
-    FORMAT,
-    State,
-    checked_state,
-    pending_of_state,
-    state_of_pending,
-)
-from rlpool.data.infos import Infos
+from rlpool.batch.dispatch import Dispatcher, Recipe, packed
+from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import BatcherClosedError, RlpoolError, SpecError, UsageError, WorkerError
+from rlpool.errors import (
+    BatcherClosedError,
+    ResultTimeoutError,
+    RlpoolError,
+    SpecError,
+    UsageError,
+    WorkerError,
+)
 from rlpool.machine.arguments import (
     check_choice,
     checked_timeout,
@@ -36,10 +33,9 @@ from rlpool.machine.arguments import (
     keywords,
     whole_number,
 )
+from rlpool.machine.calls import CrashOnly, whole
 from rlpool.machine.imports import refuse_during_import
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
-from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
 from rlpool.observe.stats import Stats
 from rlpool.seeding import root_from
@@ -51,28 +47,45 @@ from rlpool.workers.sharing import pickled
 
 _LOG = logging.getLogger("rlpool")
 
+LAST_NUMBER = 2**62
+"""Numbers of episodes and policies are 64-bit words in workers."""
+
+_SHOW_EVERY_S = 0.25
+"""A few times a second: what people can follow, and costs nothing."""
+
+_HOW_TO_PICKLE = (
+    "create it inside create_env or create_agent, which run in the worker, or leave it out in "
+    "the __getstate__ of what holds it"
+)
+
+Show = Callable[[int, int], object]
+
+ShowProgress = bool | Show
+"""True for a bar, False for nothing, or a function of the rows that are finished and requested."""
+
+State = dict[str, int]
+
 CreateEnv = Callable[..., VecEnv]
 CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
 
 
-class BatcherBase(ProcessOwner):
-    """The owner of a batcher's workers, who updates and closes them."""
+class BatcherBase(CrashOnly, ProcessOwner):
+    """The owner of a batcher's workers, who updates and closes them.
 
-    _dispatcher: RequestQueue | None = None
-    _unconfirmed: tuple[Any, Infos] | None = None  # see ``once``
+    A call that is interrupted drops what is in flight; the next request begins with new workers.
+    """
+
+    _dispatcher: Dispatcher | None = None
+    _recipe: Recipe | None = None
+    _is_closed = False
     _progress: ShowProgress = False
-
-    _HOW_TO_PICKLE = (
-        "create it inside create_env or create_agent, which run in the worker, or leave it out in "
-        "the __getstate__ of what holds it"
-    )
-
-    _ONE_SEED_PER_WORKER = True
-    """Whether a list of ``seeds`` is as long as there are workers."""
+    _policy = Policy()
+    _update: tuple[Any] | None = None  # what was given to an ``update`` that has not ended
+    _failures: tuple[WorkerError, ...] = ()
 
     _NAME: str
-    """What advice and states call the class; advice may name the function whose batcher it is."""
+    """What advice calls the class; it may be the function whose batcher it is."""
 
     def __init__(
         self,
@@ -99,71 +112,33 @@ class BatcherBase(ProcessOwner):
         timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
-        n_seeds = n_workers if self._ONE_SEED_PER_WORKER else 0
-        self._root = root_from(checked_batcher_seeds(seeds, n_seeds))
+        self._root = root_from(checked_batcher_seeds(seeds, n_workers))
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
         self._n_workers = max(1, n_workers)
         self._n_timesteps = n_timesteps
         self._is_private = n_workers == 0
         self._owner_pid = os.getpid()
-        self._one_thread = OneThread("_open")
         env_args, agent_args = keywords("env_args", env_args), keywords("agent_args", agent_args)
         given = (create_env, env_args, create_agent, agent_args)
         functions: Any = (*given, agent_rows)
         if n_workers:
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, given, strict=True))
-            how = {"fix": self._HOW_TO_PICKLE}
-            functions = pickled(parts, functions, **how)
-        failing = policy, timeout if n_workers else None
-        self._dispatcher = self._started(functions, n_timesteps, n_slots, n_workers, *failing)
-        if self._dispatcher.control is not None:
-            self._dispatcher.control.name = type(self).__name__
-
-    def _started(
-        self,
-        functions: Any,
-        n_timesteps: int,
-        n_slots: int | None,
-        n_workers: int,
-        policy: FailurePolicy,
-        timeout_s: float | None,
-    ) -> RequestQueue:
-        """Start the workers.
-
-        Args:
-            functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a
-                ``Parcel`` if there are worker processes.
-            n_timesteps: Steps per slot.
-            n_slots: Slots in flight.
-            n_workers: Number of worker processes.
-            policy: What happens when workers fail.
-            timeout_s: Seconds without progress after which a worker counts as hanging.
-        """
-        if n_workers:
+            functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
             memory = memory_of(policy.start_method)
             check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers", memory)
-        return Dispatcher(
-            n_workers,
-            self._root,
-            functions,
-            # Not a method of this object: a batcher that is dropped, as when a notebook's cell is
-            # run again, ends its workers at once only if nothing refers back to it.
-            make_layout=partial(self._first_layout, n_timesteps, n_slots, self._n_workers),
+        self._recipe = Recipe(n_workers, functions, self._NAME)
+        # Not methods of this object: a batcher that is dropped, as when a notebook's cell is run
+        # again, ends its workers at once only if nothing refers back to it.
+        self._start_workers = partial(
+            Dispatcher,
+            self._recipe,
+            make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
             policy=policy,
-            timeout_s=timeout_s,
-            owner_name=self._NAME,
+            timeout_s=timeout if n_workers else None,
         )
-
-    @classmethod
-    def _first_layout(
-        cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
-    ) -> Layout:
-        """``layout``, in the caller's process, where it is known at last how to seed lanes."""
-        layout = cls.layout(n_timesteps, n_slots, n_workers, specs)
-        warn_if_unseeded(specs)
-        return layout
+        self._begin()
 
     @classmethod
     def layout(
@@ -175,7 +150,7 @@ class BatcherBase(ProcessOwner):
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._dispatcher is None or self._dispatcher.is_closed
+        return self._is_closed or self._dispatcher is None
 
     @property
     def n_lanes(self) -> int:
@@ -192,42 +167,27 @@ class BatcherBase(ProcessOwner):
             >>> batcher.policy_version
             1
         """
-        return self._not_closed().policy.version
+        self._not_closed()
+        return self._policy.version + (self._update is not None)
 
     @property
     def n_pending(self) -> int:
         """Requests whose results were not taken with ``get``."""
-        return self._n_pending(self._not_closed())
+        dispatcher = self._not_closed()
+        return 0 if self.is_interrupted or self._update else self._n_pending(dispatcher)
 
-    def _n_pending(self, dispatcher: RequestQueue) -> int:
+    def _n_pending(self, dispatcher: Dispatcher) -> int:
         return len(dispatcher.pending)
 
-    @property
-    def patience_s(self) -> float:
-        """How many seconds a program that waits for ``fileno`` may let pass between two calls."""
-        return self._not_closed().patience_s
-
-    def has_outcome(self) -> bool:
-        """Whether ``get`` would return a result, or raise an error, without waiting for workers.
-
-        With ``n_workers=0`` that is so if anything is pending: ``get`` runs it then.
-
-        Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
-            >>> batcher.execute(2)
-            >>> batcher.has_outcome()
-            True
-        """
-        return self._open().has_outcome()
-
     def fileno(self) -> int:
-        """A descriptor for ``asyncio``, ``selectors`` and the like, open until ``close``.
+        """A descriptor for ``asyncio``, ``selectors`` and the like.
 
-        It can be read when a worker or a node has sent something or has ended, which need not be a
-        whole result. So ask with ``get(blocking=False)`` first, wait for the descriptor only after
-        ``None``, and ask again when it can be read; also after a second without, because workers
-        that failed are started again inside of calls. Do not read from it. With ``n_workers=0``
-        it can always be read. docs/asynchronous.md has a program.
+        It is open until ``close``, or until a call is interrupted. It can be read when a worker has
+        sent something or has ended, which need not be a whole result. So ask with
+        ``get(blocking=False)`` first, wait for the descriptor only after ``None``, and ask again
+        when it can be read; also after a second without, because workers that failed are started
+        again inside of calls. Do not read from it. With ``n_workers=0`` it can always be read.
+        docs/asynchronous.md has a program.
 
         Raises:
             UsageError: If the batcher is closed.
@@ -250,29 +210,32 @@ class BatcherBase(ProcessOwner):
         if self.closed or self._dispatcher is None:
             return f"{name}(closed)"
         n_workers = 0 if self._is_private else self._n_workers
-        dispatcher = self._dispatcher
-        state = "failed" if dispatcher.fatal is not None else "open"
-        n_lanes, n_pending = dispatcher.n_lanes * self._n_workers, self._n_pending(dispatcher)
+        failed = self._dispatcher.fatal is not None and not self.is_interrupted
+        state = "failed" if failed else "open"
+        n_lanes, n_pending = self.n_lanes, self.n_pending
         return f"{name}(n_workers={n_workers}, n_lanes={n_lanes}, n_pending={n_pending}, {state})"
 
-    @cached_property
-    def _meter(self) -> Meter:
-        return Meter()
-
     @property
+    @whole
     def progress(self) -> tuple[int, int]:
         """Rows finished and requested, of the oldest request that was not handed out.
 
         Rows are episodes; of a ``Batcher`` they are lanes, which count once their worker is done
-        with the window. Looks at what workers have reported, and returns at once. With
-        ``n_workers=0`` there is nobody else to run the request: as in ``get``, all of it runs
-        here, unless the function that shows progress asks.
+        with the window. Looks at what workers have reported, and returns at once; with
+        ``n_workers=0`` all of the request runs here, as in ``get``.
 
         Raises:
             RlpoolError: If that request failed, or a worker died or hangs for good; ``get`` raises
                 the same.
         """
-        return self._open().finished_episodes()
+        dispatcher = self._open()
+        if dispatcher.pending:
+            dispatcher.look()
+            request = dispatcher.pending[0]
+            error = request.error or dispatcher.fatal
+            if error is not None and not request.is_complete:
+                raise error
+        return dispatcher.finished()
 
     @overload
     def get(
@@ -292,7 +255,7 @@ class BatcherBase(ProcessOwner):
         progress: ShowProgress | None = None,
     ) -> TemporalDictTensor | None: ...
 
-    @once
+    @whole
     def get(
         self,
         blocking: bool = True,
@@ -307,13 +270,11 @@ class BatcherBase(ProcessOwner):
                 ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
             timeout: Seconds to wait at most; ``None`` for no limit. The request goes on, and
                 another ``get`` returns its result. It is ignored with ``n_workers=0``.
-            progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
-                there: one of tqdm if that is installed, otherwise a line on stderr. A function is
-                called instead with a ``Progress``, at the beginning, a few times a second and at
-                the end; with ``n_workers=0`` only when an episode has ended or filled a slot. It
-                may look at the batcher's ``progress``, but not call ``get``. By default, what an
-                ``EpisodeBatcher``'s own argument ``progress`` says. A ``Batcher`` counts lanes in
-                place of episodes, once their worker is done with the window.
+            progress: ``True`` shows a bar of tqdm while this call waits. A function is called as
+                ``progress(done, asked)`` instead, at the beginning, a few times a second and at the
+                end; it may not call the batcher. By default, what an ``EpisodeBatcher``'s own
+                argument ``progress`` says. A ``Batcher`` counts lanes in place of episodes, once
+                their worker is done with the window.
 
         Returns:
             Tensors ``[n_rows, T, ...]``, a row per episode, or per lane that ran, T being the
@@ -330,14 +291,14 @@ class BatcherBase(ProcessOwner):
             once all lanes have stopped (see ``all_stopped``).
 
         Raises:
-            UsageError: If nothing is pending, the batcher is closed, or a ``stream`` is open.
+            UsageError: If nothing is pending, as when the last call was interrupted, or the
+                batcher is closed; or ``progress=True`` without tqdm.
             TimeoutError: If the result is not there after ``timeout``: a ``ResultTimeoutError``.
             EnvError, AgentError: If the user's code failed. The request is lost, the batcher
                 still works; a ``Batcher`` needs a ``reset`` to go on.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-            Exception: What a function given as ``progress`` raises. ``get`` can be called again:
-                episodes of workers go on meanwhile; with ``n_workers=0`` those that were running
-                begin again then.
+            Exception: What a function given as ``progress`` raises. That interrupts the call: what
+                is in flight is dropped.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -350,26 +311,63 @@ class BatcherBase(ProcessOwner):
             (torch.Size([2, 3, 1]), tensor([2, 3]))
         """
         dispatcher = self._open()
-        self._refuse_get()
-        request = self._next_result(dispatcher, blocking, timeout, progress)
-        return None if request is None else request.trajectories
-
-    def _refuse_get(self) -> None:
-        """Refuse results that somebody else is waiting for."""
-
-    def _next_result(
-        self,
-        dispatcher: RequestQueue,
-        blocking: bool,
-        timeout: float | None,
-        progress: ShowProgress | None,
-    ) -> Request | None:
-        """The oldest request, finished; see ``get``."""
         check_choice("blocking", blocking, (True, False))
         timeout = checked_wait(timeout)
         progress = self._progress if progress is None else checked_progress(progress)
-        with self._meter.shown(progress, dispatcher.so_far) as look:
-            return dispatcher.wait(blocking=blocking, look=look, timeout_s=timeout)
+        if self._has_stopped(dispatcher):
+            return None
+        if not dispatcher.pending:
+            self._refuse_get(dispatcher)
+        is_settled = self._wait(dispatcher, blocking, timeout, progress)
+        if not is_settled and not blocking:
+            return None
+        if not is_settled:
+            what = f"the result is not there after {timeout:g} s"
+            raise ResultTimeoutError(what, fix="call get() again: the request goes on")
+        request = self._hand_out(dispatcher)
+        self._failures = tuple(request.failures[row] for row in sorted(request.failures))
+        return request.trajectories
+
+    def _has_stopped(self, dispatcher: Dispatcher) -> bool:
+        """Whether there is nothing to come, which is not an error."""
+        return False
+
+    def _refuse_get(self, dispatcher: Dispatcher) -> None:
+        if self.is_interrupted:
+            what = "nothing is pending: the last call was interrupted"
+            raise UsageError(what, fix="call execute() again, which begins with new workers")
+        dispatcher.refuse_if_dead()
+        raise UsageError("nothing is pending", fix="call execute() before get()")
+
+    def _wait(
+        self, dispatcher: Dispatcher, blocking: bool, timeout: float | None, progress: ShowProgress
+    ) -> bool:
+        """Wait until the oldest request is settled; returns whether it is."""
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        is_settled = dispatcher.is_settled
+        with _shown(progress) as show:
+            if show is None:
+                dispatcher.look()
+                if blocking:
+                    dispatcher.wait_until(is_settled, until_s)
+                return is_settled()
+
+            def look() -> None:
+                show(*dispatcher.finished())
+
+            look()
+            dispatcher.watch(look)
+            dispatcher.look()
+            while blocking and not is_settled() and time.monotonic() < until_s:
+                dispatcher.wait_until(is_settled, min(until_s, time.monotonic() + _SHOW_EVERY_S))
+                look()
+            dispatcher.watch(None)
+            look()
+            return is_settled()
+
+    def _hand_out(self, dispatcher: Dispatcher) -> Request:
+        """The oldest request, which is settled."""
+        return dispatcher.hand_out()
 
     def update(self, info: Any) -> None:
         """Hand new parameters to every worker's ``agent.update``.
@@ -396,85 +394,79 @@ class BatcherBase(ProcessOwner):
             >>> batcher.get().info["policy_version"]
             tensor([1, 1])
         """
-        dispatcher = self._open()
+        self._update = (info,)
         try:
-            policy = dispatcher.updated(info)
+            self._send_update()
+        except RlpoolError:
+            self._update = None
+            raise
+
+    @whole
+    def _send_update(self) -> None:
+        self._open(is_update=True)
+        self._pack_update()
+
+    def _pack_update(self) -> None:
+        """Make the policy of what was given to ``update``, if it was interrupted, now.
+
+        Raises:
+            SpecError: If it cannot be pickled.
+        """
+        if self._update is None:
+            return
+        (info,) = self._update
+        try:
+            policy = Policy(self._policy.version + 1, packed(info, self._is_private))
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            self._update = None
             fix = "send only what the agents need, such as model.state_dict()"
             raise SpecError(why_not({"info": info}, error), fix=fix) from error
-        dispatcher.policy = policy  # the last act: an update that was interrupted may be repeated
+        self._policy, self._update = policy, None
 
+    @whole
     def state_dict(self) -> State:
         """What a new batcher needs to go on from here, see ``load_state_dict``.
 
-        It holds counters, the root of all seeds, infos, and for a ``Batcher`` what the lanes have
-        done in the episodes that are running: their actions and rewards, the last observations and
-        the agent's states. It may be called at any time, such as after Ctrl-C, which may have
-        interrupted any call::
+        Save it beside the learner's own state::
 
-            try:
-                train(batcher)
-            finally:
-                torch.save(batcher.state_dict(), "batcher.pt")
-
-        Requests are pending until ``get`` has returned their results. A state has no results: it
-        holds what these requests were made with, their policies included, and the last update.
+            torch.save({"batcher": batcher.state_dict(), "policy": policy.state_dict()}, path)
 
         Returns:
-            Dicts, lists, tensors, numbers and strings, all of them copies: ``torch.save`` it, with
-            the learner's own state. ``torch.load`` reads it with ``weights_only=True``; if
-            something is pending, only if what ``update`` was given is made of the same.
+            ``root`` of all seeds, ``next_episode``, and ``policy_version``. While requests are
+            pending, ``next_episode`` is the first one that was not returned: what is in flight
+            is collected again after loading, with the policy that is loaded then.
 
         Raises:
             UsageError: If the batcher is closed.
 
         Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0, seeds=3)
             >>> batcher.execute(2)
             >>> trajectories = batcher.get()
             >>> torch.save(batcher.state_dict(), "batcher.pt")
-            >>> torch.load("batcher.pt")["n_episodes"]
+            >>> torch.load("batcher.pt")["next_episode"]
             2
         """
-        dispatcher = self._open()
-        whose = {"kind": self._NAME, "format": FORMAT, "root": f"{self._root:x}"}
-        pending = state_of_pending(self._asked(dispatcher), dispatcher.policy)
-        state = {**whose, **self._state(dispatcher), **pending}
-        if state["why_lost"]:
-            _LOG.warning("this state cannot be resumed: %s", state["why_lost"])
-        return {**state, "policy_version": dispatcher.policy.version}
+        numbers = {"next_episode": self._first_pending(self._open())}
+        return {"root": self._root, **numbers, "policy_version": self._policy.version}
 
+    @whole
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where another batcher was when its ``state_dict`` was called.
 
-        If this batcher was made with the same arguments, its results are bit by bit those that the
-        other one would have gone on with, also if one has worker processes and the other none, with
-        the same number of environments per worker. The seeds of the state replace this batcher's.
-        A ``Batcher`` resets its environments with the next window and repeats the actions of
-        the episodes that were running; if they do not lead to the same observation, ``get``
-        raises ``EnvError``.
+        The next request of an ``EpisodeBatcher`` has the bits that the other one's next request
+        would have had, if it had the same arguments and nothing was pending. A ``Batcher`` begins
+        new episodes: call ``reset``. The seeds of the state replace this batcher's.
 
-        Requests that were pending are made again, in the same order, and ``get`` returns the same
-        results: look at ``n_pending`` to see whether there are any. Their agents, and those of
-        further requests, have the parameters that they had then.
-
-        Three things are not part of a state. The parameters of the agents, where no request was
-        pending: call ``update`` before or after. What environments and their wrappers keep from one
-        episode to the next, such as the statistics of ``NormalizeObservation``. The generators of
-        worker processes, which environments and agents draw from that do not use the seeds and the
-        noise they are given.
+        A state does not hold the parameters of the agents: call ``update`` before the next
+        request. Nor does it hold what environments and their wrappers keep from one episode to the
+        next, such as the statistics of ``NormalizeObservation``.
 
         Args:
             state: What ``state_dict`` returned, saved and loaded or not.
 
         Raises:
-            SpecError: If it is of another kind of batcher or of another format, or lacks something
-                or is damaged; for a ``Batcher`` also of one with other lanes, another
-                ``n_timesteps`` or an agent with other states or actions. If its episodes cannot be
-                repeated: the agent requires a history, environments cannot be reset one by one or
-                not be seeded, or episodes were so long that their first actions were dropped. If
-                it has pending requests, and this batcher was updated before. Nothing has changed
-                then.
+            SpecError: If it is anything else. Nothing has changed then.
             UsageError: If results are pending here, or the batcher is closed.
 
         Example:
@@ -486,59 +478,25 @@ class BatcherBase(ProcessOwner):
             >>> torch.equal(batcher.get()["action"], other.get()["action"])
             True
         """
-        dispatcher = self._open()
-        if n_pending := self._n_pending(dispatcher):
-            what = f"load_state_dict() while {n_pending} results are pending"
+        self._refuse_pending("load_state_dict()")
+        state = _checked_state(state)
+        # Workers tell policies apart by their versions: none may come back with other parameters.
+        version = max(self._policy.version, state["policy_version"])
+        self._policy = self._policy._replace(version=version)
+        self._root = state["root"]
+        self._go_to(state["next_episode"])
+
+    def _refuse_pending(self, call: str) -> None:
+        if n_pending := self._n_pending(self._open()):
+            what = f"{call} while {n_pending} results are pending"
             raise UsageError(what, fix="take them with get() first")
-        keys = ("root", "policy_version", "why_lost", *self._KEYS)
-        checked = checked_state(state, self._NAME, keys, self._expected(dispatcher))
-        if "pending" in checked and dispatcher.policy.packed is not None:
-            what = "the state has pending requests, and the agents here were updated before"
-            raise SpecError(what, fix="call load_state_dict() before update()")
-        asked: Sequence[Asked] = ()
-        try:
-            # Workers tell policies apart by their versions: none may come back with other
-            # parameters.
-            version = max(dispatcher.policy.version, checked["policy_version"])
-            policy = dispatcher.policy._replace(version=version)
-            loaded = {**self._loaded(dispatcher, checked), "_root": int(checked["root"], 16)}
-            if "pending" in checked:
-                asked, policy = pending_of_state(checked, self._DETAILS, dispatcher.updated)
-        except RlpoolError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            what = f"the state cannot be read: {type(error).__name__}: {error}"
-            fix = f"pass what state_dict() of the same {self._NAME} returned, all of it"
-            raise SpecError(what, fix=fix) from error
-        with InterruptsHeld():
-            vars(self).update(loaded, _unconfirmed=None)
-            dispatcher.policy = policy
-            self._repeat(dispatcher, asked)
 
-    _KEYS: tuple[str, ...] = ()
-    """What ``_state`` returns beside ``why_lost`` and what is expected to be the same."""
-
-    def _state(self, dispatcher: RequestQueue) -> State:
-        """What is particular to this kind of batcher, and ``why_lost``: why it cannot go on."""
+    def _first_pending(self, dispatcher: Dispatcher) -> int:
+        """Number of the first episode that was not returned."""
         raise NotImplementedError
 
-    def _expected(self, dispatcher: RequestQueue) -> Mapping[str, Any]:
-        """What has to be the same where a state is loaded."""
-        return {}
-
-    _DETAILS: tuple[str, ...] = ()
-    """The ``details`` of what ``_asked`` returns."""
-
-    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
-        """What becomes of the attributes where a state is loaded, by name."""
-        raise NotImplementedError
-
-    def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
-        """The requests that a state makes again, in order."""
-        raise NotImplementedError
-
-    def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
-        """Make requests again that are counted already."""
+    def _go_to(self, number: int) -> None:
+        """Let the next episode be the one with this number."""
         raise NotImplementedError
 
     @property
@@ -549,7 +507,8 @@ class BatcherBase(ProcessOwner):
         result says in which rows an episode was
         given up, if ``on_env_error`` is not ``"raise"``.
         """
-        return self._open().failures
+        self._not_closed()
+        return self._failures
 
     def stats(self) -> Stats:
         """What the workers are doing, read from memory that they share: nobody waits for anybody.
@@ -589,33 +548,117 @@ class BatcherBase(ProcessOwner):
             >>> batcher.closed
             True
         """
+        self._is_closed = True
         if self._dispatcher is not None:
             self._dispatcher.close()
-        if "_meter" in vars(self):
-            self._meter.close()
+        if self._recipe is not None and os.getpid() == self._owner_pid:
+            self._recipe.close()
+            if self._policy.packed is not None:
+                self._policy.packed.memory.close_fd()
 
     def _has_processes(self) -> bool:
         return self._dispatcher is not None
 
     def _give_up(self) -> None:
         if self._dispatcher is not None:
-            self._dispatcher.give_up()
+            self._dispatcher.cancel()
 
-    def _open(self) -> RequestQueue:
-        """What every call begins with that is for one thread at a time."""
-        dispatcher = self._not_closed()
-        if get_ident() != self._one_thread.thread:
-            self._one_thread.hand_over()
-        dispatcher.deliver_logs()
+    def _begin(self) -> Dispatcher:
+        """Start workers, new ones if a call was interrupted."""
+        if self._dispatcher is not None:
+            self._dispatcher.close(at_once=True)
+        self._pack_update()
+        dispatcher = self._start_workers(root=self._root)
+        dispatcher.control.name = type(self).__name__
+        self._dispatcher = dispatcher
+        self.forget_interrupt()
         return dispatcher
 
-    def _not_closed(self) -> RequestQueue:
-        if self._dispatcher is None or self._dispatcher.is_closed:
+    def _open(self, is_update: bool = False) -> Dispatcher:
+        """What every call begins with; one that was interrupted has ended the workers."""
+        dispatcher = self._not_closed()
+        if self._update is not None and not is_update:
+            self._was_interrupted = True  # an update, before it began
+        if not self.is_interrupted:
+            dispatcher.deliver_logs()
+        elif not dispatcher.is_closed:
+            dispatcher.close(at_once=True)
+        return dispatcher
+
+    def _ready(self) -> Dispatcher:
+        """``_open``, with workers: new ones if the last call was interrupted."""
+        dispatcher = self._open()
+        return self._begin() if self.is_interrupted else dispatcher
+
+    def _not_closed(self) -> Dispatcher:
+        if self._dispatcher is None or self._is_closed:
             fix = "make a new one, or close it later"
             raise BatcherClosedError("the batcher is closed", fix=fix)
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
         return self._dispatcher
+
+
+def checked_progress(progress: Any) -> ShowProgress:
+    """An argument ``progress``.
+
+    Raises:
+        SpecError: If it is neither a bool nor a function.
+    """
+    if not isinstance(progress, bool) and not callable(progress):
+        what = f"progress should be True, False or a function, got {progress!r:.60}"
+        raise SpecError(what, fix="pass True for a bar, or a function of (done, asked)")
+    shown: ShowProgress = progress
+    return shown
+
+
+@contextmanager
+def _shown(progress: ShowProgress) -> Iterator[Show | None]:
+    """What to call with the rows that are finished and requested, ``None`` for nothing.
+
+    Raises:
+        UsageError: If there should be a bar, and tqdm is not installed.
+    """
+    if not isinstance(progress, bool):
+        yield progress
+    elif not progress:
+        yield None
+    else:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            what = "progress=True shows a bar of tqdm, which is not installed"
+            fix = 'pip install "rlpool[evaluation]", or pass a function'
+            raise UsageError(what, fix=fix) from None
+        with tqdm(unit=" episodes", leave=False) as bar:
+
+            def show(done: int, asked: int) -> None:
+                bar.total, bar.n = asked, done
+                bar.refresh()
+
+            yield show
+
+
+def _checked_state(state: Any) -> State:
+    """Refuse what no batcher can go on from.
+
+    Raises:
+        SpecError: If it is not exactly what ``state_dict`` returns.
+    """
+    names = ("root", "next_episode", "policy_version")
+    fix = "pass what state_dict() of a batcher returned"
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        found = (
+            f"the keys {sorted(map(str, state))}"
+            if isinstance(state, Mapping)
+            else f"{state!r:.60}"
+        )
+        raise SpecError(f"a batcher's state has the keys {list(names)}, got {found}", fix=fix)
+    checked = {name: whole_number(name, state[name], 0, fix=fix) for name in names}
+    for name in names[1:]:
+        if checked[name] > LAST_NUMBER:
+            raise SpecError(f"{name} is {checked[name]}, the largest is 2**62", fix=fix)
+    return checked
 
 
 def checked_batcher_seeds(seeds: Any, n_workers: int = 0) -> Seeds:

@@ -138,16 +138,6 @@ class Shares:
         ]
 
 
-def warn_if_unseeded(step: StepSpecs) -> None:
-    """Tell the user of a batcher whose environments cannot be seeded what that means."""
-    if step.seeding == "stream":
-        _LOG.warning(
-            "the environments cannot be seeded (seeding='stream'): only a whole run gives the same "
-            "data again; info['reproducible'] is False once a worker was replaced or a request "
-            "failed or was given up"
-        )
-
-
 def check_rows(step: StepSpecs | None, env_info: Mapping[str, NDArray]) -> None:
     """Refuse different rows for lanes that are reset together.
 

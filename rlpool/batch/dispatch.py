@@ -1,7 +1,7 @@
 """The caller's side of collecting: a queue of requests, their blocks, their workers, their results.
 
 A request is queued until its slots fit into what is in flight, then it runs in every worker, until
-each is done with it and its result goes to the user. If it fails or is given up, its block is used
+each is done with it and its result goes to the user. If it fails or is cancelled, its block is used
 again once every worker is done with it.
 
 A worker that is gone still owes its part of the requests that run. Its successor is told about
@@ -11,8 +11,8 @@ their blocks, the policy that each began with, and the requests, which say what 
 from __future__ import annotations
 
 import logging
-import math
 import os
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,15 +29,13 @@ from rlpool.batch.messages import (
     Setup,
     Update,
 )
-from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Policy, Request
+from rlpool.batch.requests import Request
 from rlpool.batch.worker import main
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
 from rlpool.observe.control import MAX_REQUESTS, Word
 from rlpool.observe.stats import StatsReader
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
-from rlpool.record.tape import Tape
 from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import Packed, pack
@@ -50,8 +48,41 @@ _LOG = logging.getLogger("rlpool")
 _LARGE_BYTES = 2**14
 """Larger pickled functions travel in shared memory, once for all workers."""
 
-
 LayoutMaker = Callable[[StepSpecs], Layout]
+
+
+class Recipe:
+    """What workers are started with, now or after an interrupt.
+
+    Args:
+        n_workers: Number of worker processes, 0 for one worker in this process.
+        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a ``Parcel`` if
+            there are worker processes.
+        owner_name: What advice calls the class that does the same in the caller's process.
+
+    Attributes:
+        shared: What the functions share with this process.
+        memory: Where their pickle is, if it is large.
+        setup: The first message to each worker.
+    """
+
+    def __init__(self, n_workers: int, functions: Any, owner_name: str) -> None:
+        self.n_workers, self.shared = n_workers, Shared()
+        self.memory: Memory | None = None
+        if n_workers:
+            functions, self.shared = functions
+            if len(functions) > _LARGE_BYTES:
+                self.memory = Memory.shared(len(functions), "rlpool-setup")
+                self.memory.root()[:] = memoryview(functions)
+                functions = None
+        hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
+        self.setup = Setup(functions, hint, in_process=not n_workers)
+
+    def close(self) -> None:
+        """Close the descriptors. May be repeated."""
+        self.shared.close()
+        if self.memory is not None:
+            self.memory.close_fd()
 
 
 @dataclass
@@ -71,25 +102,26 @@ class _Sent:
     is_successor: bool = False
 
 
-class Dispatcher(RequestQueue):
+class Dispatcher:
     """Sends requests to workers and collects their results, in order.
 
     Args:
-        n_workers: Number of worker processes, 0 for one worker in this process.
+        recipe: What workers are started with; not closed here.
         root: Root of all seeds.
-        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a
-            ``Parcel`` if there are worker processes.
         make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
             that is larger than the machine.
         policy: What happens when workers fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
-        owner_name: What advice calls the class that does the same in the caller's process.
-        n_before: Workers on other machines whose numbers come first.
 
     Attributes:
-        repeats: Whether workers that have begun something may be replaced.
-        restarts: How many were replaced because they failed, and why.
+        running: Requests that were sent, and of which something still runs.
+        pending: Requests whose results the user does not have yet.
+        n_lanes: Lanes of each worker.
+        is_closed: Whether ``close`` was called.
+        runs_here: Whether requests run in this process, while the caller waits for them.
+        restarts: How many workers were replaced because they failed, and why.
+        control: The shared record of the workers.
 
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
@@ -100,90 +132,61 @@ class Dispatcher(RequestQueue):
 
     def __init__(
         self,
-        n_workers: int,
+        recipe: Recipe,
         root: int,
-        functions: Any,
         *,
         make_layout: LayoutMaker,
         policy: FailurePolicy,
         timeout_s: float | None,
-        owner_name: str,
-        n_before: int = 0,
     ) -> None:
-        super().__init__()
+        n_workers = recipe.n_workers
         self.runs_here = n_workers == 0
-        self.repeats = n_workers > 0 and policy.may_restart
+        self._recipe = recipe
+        self._may_restart = n_workers > 0 and policy.may_restart
         self._make_layout = make_layout
         self._owner_pid = os.getpid()
         self._policy = policy
         self._repeats_env_errors = policy.truncates or (
             n_workers > 0 and policy.restarts_on_env_errors
         )
-        self._is_undisturbed = True  # see Request.is_reproducible
         self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._probing: Request | None = None  # whose infos the workers are probed with
-        self._functions: Memory | None = None
-        self._shared = Shared()
-        if n_workers:
-            functions, self._shared = functions
-            if len(functions) > _LARGE_BYTES:
-                self._functions = Memory.shared(len(functions), "rlpool-setup")
-                self._functions.root()[:] = memoryview(functions)
-                functions = None
-        hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
-        self._setup = Setup(functions, hint, in_process=not n_workers)
+        self._queued: deque[Request] = deque()  # not sent yet
+        self.running: list[Request] = []
+        self.pending: deque[Request] = deque()
+        self._blocks: BlockPool | None = None
+        self._n_requests = 0
+        self.n_lanes = 0
+        self.is_closed = False
         self._processes: Workers | LocalWorker
         if n_workers:
-            runs = [partial(main, self._shared)] * n_workers
-            self._processes = Workers(runs, root, policy, timeout_s, self, hint, n_before)
+            runs = [partial(main, recipe.shared)] * n_workers
+            hint = recipe.setup.hint
+            self._processes = Workers(runs, root, policy, timeout_s, self, hint)
         else:
             self._processes = LocalWorker(root, self, policy)
-        self._start()
-
-    def _start(self) -> None:
-        """Start the workers and wait until they are ready."""
-        self.control = self._control = self._processes.control
+        self.control = self._processes.control
         self.restarts = self._processes.restarts
         self.deliver_logs = self._processes.deliver_logs
-        self.read_stats = StatsReader(self._control).read
+        self.fileno = self._processes.fileno
+        self.wait_until = self._processes.wait_until
+        self.refuse_if_dead = self._processes.refuse_if_dead
+        self.read_stats = StatsReader(self.control).read
         self._agreement = Agreement(self._processes)
         try:
             self._processes.start()
-            if not self.repeats:
-                self._forget_setup()
             self._agree_at_start()
         except BaseException:
-            self._processes.abort()  # those that are slow to start are not waited for
-            self.close()
+            self.close(at_once=True)  # those that are slow to start are not waited for
             raise
 
-    # The queue's hooks -----------------------------------------------------------------------
+    # What the batchers call ---------------------------------------------------------------------
 
     @property
     def fatal(self) -> RlpoolError | None:
         """Why nothing works any more."""
         return self._processes.fatal
-
-    def wait_until(
-        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
-    ) -> None:
-        """Handle messages until a condition holds, and look for workers that hang."""
-        self._processes.wait_until(is_over, every_s, until_s)
-
-    def fileno(self) -> int:
-        """See ``RequestQueue.fileno``."""
-        return self._processes.fileno()
-
-    @property
-    def patience_s(self) -> float:
-        """See ``RequestQueue.patience_s``."""
-        return self._processes.patience_s
-
-    def look(self) -> None:
-        """Handle the messages that have arrived, and look for workers that hang."""
-        self._processes.poll(0.0)
-        self._processes.look_for_hang()
 
     @property
     def step(self) -> StepSpecs | None:
@@ -192,61 +195,103 @@ class Dispatcher(RequestQueue):
 
     @property
     def records(self) -> bool:
-        """See ``RequestQueue.records``."""
-        return not self.runs_here
+        """Whether windows have to be recorded: what lanes have done may have to be repeated."""
+        return not self.runs_here or self._policy.truncates
 
-    @property
-    def tapes(self) -> Callable[[], dict[int, Tape]]:
-        """See ``RequestQueue.tapes``."""
-        return self._processes.tapes if isinstance(self._processes, LocalWorker) else super().tapes
+    def next_number(self) -> int:
+        """A number for a new request."""
+        self._n_requests += 1
+        return self._n_requests
 
-    def n_finished(self, request: Request) -> int:
-        """See ``RequestQueue.n_finished``."""
-        return request.n_rows if request.is_complete else request.n_finished(self._control)
+    def submit(self, request: Request) -> None:
+        """Queue a request and send it if its slots are free.
 
-    def give_up(self) -> None:
-        """Let the workers stop what they run; nobody is told."""
-        if os.getpid() == self._owner_pid:
-            self._cancel()
+        Raises:
+            SpecError: See ``Request.check``.
+            RlpoolError: If a worker died.
+        """
+        self.refuse_if_dead()
+        self.pending.append(request)
+        self._queued.append(request)
+        self._advance()
 
-    def _abort(self) -> None:
-        self._processes.abort()
+    def look(self) -> None:
+        """Handle the messages that have arrived, and look for workers that hang."""
+        self._processes.poll(0.0)
+        self._processes.look_for_hang()
 
-    def _forget_setup(self) -> None:
-        """Keep nothing of what a worker is started with."""
-        self._shared.close()
-        if self._functions is not None:
-            self._functions.close_fd()
+    def is_settled(self) -> bool:
+        """Whether the oldest request is complete, or cannot be completed."""
+        if not self.pending:  # closed meanwhile
+            return True
+        request = self.pending[0]
+        return request.is_complete or request.error is not None or self.fatal is not None
 
-    def _cancel(self) -> None:
+    def hand_out(self) -> Request:
+        """Take the oldest request off, with its ``trajectories``.
+
+        Raises:
+            RlpoolError: If it failed.
+        """
+        if not self.pending:
+            self.refuse_if_dead()
+        request = self.pending.popleft()
+        if request.is_complete:
+            request.trajectories = request.result()
+            request.release()
+            self._advance()
+            return request
+        error = request.error = request.error or self.fatal or UsageError("it was cancelled")
+        self._forget(request)
+        self._advance()
+        raise error
+
+    def drop_pending(self) -> None:
+        """Drop all requests; their episodes stop."""
+        while self.pending:
+            request = self.pending.popleft()
+            request.error = UsageError("the request was dropped")
+            self._forget(request)
+
+    def finished(self) -> tuple[int, int]:
+        """Rows finished and requested, of the oldest request, as far as is known here."""
+        if not self.pending:
+            return 0, 0
+        request = self.pending[0]
+        if request.is_complete:
+            return request.n_rows, request.n_rows
+        return min(request.n_finished(self.control), request.n_rows), request.n_rows
+
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """Call a function when episodes have ended that run in this process."""
+        if isinstance(self._processes, LocalWorker):
+            self._processes.look = look
+
+    def cancel(self) -> None:
         """Let the workers stop all that they run."""
-        for request in self.running:
-            self._give_up(request)
+        if os.getpid() == self._owner_pid:
+            for request in self.running:
+                self._stop(request)
 
-    def _stop(self, request: Request) -> None:
-        self._give_up(request)
-        self._is_undisturbed = False
+    def close(self, at_once: bool = False) -> None:
+        """Stop what runs and end the workers. May be repeated, as all that it calls.
 
-    def _give_up(self, request: Request) -> None:
-        request.cancel()
-        self._control.request_stops(request.number)
-
-    def close(self) -> None:
-        """Stop what runs and end the workers. May be repeated, as all that it calls."""
+        Args:
+            at_once: Whether to kill them, whatever they are doing.
+        """
         self.is_closed = True
         if os.getpid() != self._owner_pid:
             return  # a forked copy: workers, pipes and blocks belong to the original process
+        if at_once:
+            self._processes.abort()
         # For a get() that a signal handler or another thread interrupts by closing.
         self._processes.fail(UsageError("the batcher was closed meanwhile"))
-        self._cancel()
+        self.cancel()
         self._processes.close()
-        self._forget_setup()
         if self._agreement.infos is not None:
             self._agreement.infos.memory.close_fd()
-        if self.policy.packed is not None:
-            self.policy.packed.memory.close_fd()
         for request in (*self.running, *self._queued):
-            request.close_payloads()
+            request.close_payload()
         if self._blocks is not None:
             self._blocks.close()
         self.running.clear()
@@ -280,17 +325,14 @@ class Dispatcher(RequestQueue):
             self._agreement.specs = self._agreement.infos = None  # the next request asks again
         probing = self._probing
         if problem is not None and probing in self._queued and probing is not None:
-            self._queued.remove(probing)  # unless it was given up
+            self._queued.remove(probing)  # unless it was dropped
             probing.error = problem
         self._advance()
 
     def _make_blocks(self) -> None:
         if self._agreement.specs is not None:
             layout = self._make_layout(self._agreement.specs)
-            self._blocks = BlockPool(layout, self._make_memory)
-
-    def _make_memory(self, n_bytes: int) -> Memory:
-        return Memory.local(n_bytes) if self.runs_here else Memory.shared(n_bytes)
+            self._blocks = BlockPool(layout, Memory.local if self.runs_here else Memory.shared)
 
     # Sending ---------------------------------------------------------------------------------
 
@@ -307,7 +349,8 @@ class Dispatcher(RequestQueue):
         while self._queued and self._blocks is not None:
             request = self._queued[0]
             n_slots = self._blocks.layout.n_slots
-            wanted = request.slots_wanted(n_slots - self._n_slots_used(), n_slots)
+            n_used = sum(each.n_slots for each in {*self.running, *self.pending})
+            wanted = request.slots_wanted(n_slots - n_used, n_slots)
             if not wanted or len(self.running) >= MAX_REQUESTS:
                 return
             self._queued.popleft()
@@ -325,34 +368,22 @@ class Dispatcher(RequestQueue):
         Raises:
             RlpoolError: If it did; the request is not sent.
         """
-        self._check_successors(request)
+        replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
+        if replaces and not request.can_be_repeated():
+            raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
         request.check(blocks.layout)
         request.block = blocks.take()
         if any(request.infos):
             request.packed = self._pack((*request.infos, {}))
 
-    def _check_successors(self, request: Request) -> None:
-        """Refuse a request if it goes on with what a worker has done that was replaced.
+    def check(self, request: Request) -> None:
+        """Refuse what workers cannot run, as far as it is known what they can.
 
         Raises:
-            WorkerError: Why it was replaced.
+            SpecError: See ``Request.check``.
         """
-        replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
-        if replaces:
-            self._hand_over_tapes(request)
-        if replaces and not request.can_be_repeated():
-            raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
-
-    def _hand_over_tapes(self, request: Request) -> None:
-        """Let a window go on from what a worker in this process has kept of its lanes."""
-        specs = self._agreement.specs
-        if self.runs_here and specs is not None:
-            request.go_on_from(self.tapes(), specs)
-
-    def resume(self) -> None:
-        """Treat all workers as successors of some that had begun the episodes of their lanes."""
-        for sent in self._sent.values():
-            sent.is_successor = True
+        if self._blocks is not None:
+            request.check(self._blocks.layout)
 
     def _send(self, request: Request, gone: list[int]) -> None:
         """Send a request to all workers that take part and are ready.
@@ -364,7 +395,7 @@ class Dispatcher(RequestQueue):
         request.remaining.update(request.takers(self._processes.n_workers))
         request.tells_failures = self._policy.restarts_on_env_errors
         self.running.append(request)
-        self._control.request_begins(request.number, request.n_rows)
+        self.control.request_begins(request.number, request.n_rows)
         for worker in self._processes.up:
             if worker in request.remaining:
                 self._send_to(worker, request, gone)
@@ -372,9 +403,9 @@ class Dispatcher(RequestQueue):
                 self._map(worker, request.running_block, gone)
         # Neither a successor nor a worker that was left out will need what all of them have now.
         all_take_part = len(request.remaining) == self._processes.n_workers
-        if all_take_part and not self.repeats:
+        if all_take_part and not self._may_restart:
             request.running_block.memory.close_fd()
-            request.close_payloads()
+            request.close_payload()
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""
@@ -402,38 +433,14 @@ class Dispatcher(RequestQueue):
         message = MapBlock(block.number, block.layout, gone)
         self._processes.send(worker, message, block.memory if is_new else None)
 
-    def updated(self, info: Any) -> Policy:
-        """The ``policy`` of agents that were updated with this."""
-        return Policy(self.policy.version + 1, self._pack(info))
-
     def _pack(self, value: Any) -> Packed:
-        """Put an object where all workers can read it.
-
-        Raises:
-            SpecError: If there is no memory or no descriptor for it.
-        """
-        return pack(value, self.allocate)
-
-    def allocate(self, n_bytes: int) -> Memory:
-        """Memory that all workers can map.
-
-        Raises:
-            SpecError: If there is none.
-        """
-        try:
-            return self._make_memory(n_bytes)
-        except (OSError, RuntimeError, MemoryError) as error:
-            raise SpecError(
-                f"there is no memory to send {n_bytes} bytes: {error}",
-                fix="drop results that are no longer needed; if file descriptors are missing, "
-                "raise their limit (ulimit -n)",
-            ) from error
+        return packed(value, self.runs_here)
 
     # The workers' client ---------------------------------------------------------------------
 
     def setup(self, worker: int) -> tuple[Setup, Memory | None]:
         """What a worker has to create."""
-        return self._setup, self._functions
+        return self._recipe.setup, self._recipe.memory
 
     def brief(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
@@ -474,11 +481,12 @@ class Dispatcher(RequestQueue):
             return
         request.remaining.discard(worker)
         if not request.remaining:
-            request.is_reproducible = self._is_undisturbed
             self.running.remove(request)
-            self._control.request_ends(request.number)
+            self.control.request_ends(request.number)
             request.packed = None  # no worker will read it again
-            self._over(request)
+            if request.error is not None or request not in self.pending:
+                request.release()
+            self._advance()
 
     def _note_failure(self, number: int, error: WorkerError) -> None:
         request = self._find(number)
@@ -486,18 +494,30 @@ class Dispatcher(RequestQueue):
             request.error = error
             self._stop(request)
 
+    def _stop(self, request: Request) -> None:
+        """Let a request that runs come to an end."""
+        request.cancel()
+        self.control.request_stops(request.number)
+
+    def _forget(self, request: Request) -> None:
+        """Drop a request; its block is used again when nobody writes into it any more."""
+        if request in self._queued:
+            self._queued.remove(request)
+        if request in self.running:
+            self._stop(request)
+        else:
+            request.release()
+
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Take back what a worker had begun, for its successor."""
         self._sent[worker] = _Sent(replaces=failure, is_successor=True)
         self._agreement.forget(worker)
-        self._is_undisturbed = False
         for request in self._owed_by(worker):
-            self._hand_over_tapes(request)
             if not request.error and not request.can_be_repeated():
                 request.error = failure or _cannot_go_on(worker)
                 self._stop(request)
             if request.running_block.layout.step.resets_together:
-                self._control.forget_finished(request.number, worker)
+                self.control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
 
@@ -511,28 +531,20 @@ class Dispatcher(RequestQueue):
         ]
         if not owed or owed[0].running_block.layout.step.resets_together:
             return None
-        request = owed[0]
-        self._hand_over_tapes(request)
-        n = request.note_failure(worker, where, failure)
+        request, where = owed[0], where._replace(worker=worker)
+        n = request.count_failure(where)
         if not self._policy.gives_up(failure, n):
             return None
         if self._policy.restarts_on_env_errors:
-            request.give_up(where.row or 0, failure)
+            request.truncate(where, failure)
         else:
             self._note_failure(request.number, failure)
         return n - 1
 
-    @property
-    def n_suspected(self) -> int:
-        """See ``Client``."""
-        if self._policy.max_episode_restarts is None:
-            return 0
-        return sum(request.n_suspected for request in self.running)
-
     def busy(self) -> Collection[int]:
         """Workers that have something to do.
 
-        Requests that were given up count as well: a worker that hangs in one keeps its slots.
+        Requests that were dropped count as well: a worker that hangs in one keeps its slots.
         """
         return {worker for request in self.running for worker in request.remaining}
 
@@ -546,13 +558,13 @@ class Dispatcher(RequestQueue):
         place = self._place(worker)
         if place is None:
             return {}
-        is_in_use = place[1] == self._control.lane_in_use(worker)
-        is_stepping = is_in_use and self._control.rows[worker, Word.ENV_NS] < 0
+        is_in_use = place[1] == self.control.lane_in_use(worker)
+        is_stepping = is_in_use and self.control.rows[worker, Word.ENV_NS] < 0
         return place[0].episode_in(worker, place[1], is_stepping=bool(is_stepping))
 
     def _place(self, worker: int) -> tuple[Request, int] | None:
         """The request and the lane that a worker ran last, ``None`` if it runs nothing."""
-        last = self._control.lane_in_use(worker)
+        last = self.control.lane_in_use(worker)
         owed = self._owed_by(worker)
         places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
         return min(places, key=lambda place: place[1] != last, default=None)
@@ -562,6 +574,30 @@ class Dispatcher(RequestQueue):
 
     def _owed_by(self, worker: int) -> list[Request]:
         return [request for request in self.running if worker in request.remaining]
+
+
+def packed(value: Any, is_private: bool) -> Packed:
+    """Put an object where all workers can read it.
+
+    Args:
+        value: The object.
+        is_private: Whether they are all in this process.
+
+    Raises:
+        SpecError: If there is no memory or no descriptor for it.
+    """
+
+    def allocate(n_bytes: int) -> Memory:
+        try:
+            return Memory.local(n_bytes) if is_private else Memory.shared(n_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SpecError(
+                f"there is no memory to send {n_bytes} bytes: {error}",
+                fix="drop results that are no longer needed; if file descriptors are missing, "
+                "raise their limit (ulimit -n)",
+            ) from error
+
+    return pack(value, allocate)
 
 
 def _cannot_go_on(worker: int) -> WorkerError:

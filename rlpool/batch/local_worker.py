@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,11 +17,9 @@ from rlpool.batch.worker import Collector
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.generators import OwnGenerators
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control, State, Word
-from rlpool.record.tape import Tape
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
-from rlpool.workers.wire import Done, Failed, Message, Ready
+from rlpool.workers.wire import Failed, Message, Ready
 from rlpool.workers.worker_process import Place
 from rlpool.workers.workers import Client, given_up
 
@@ -34,10 +31,6 @@ class LocalWorker:
 
     While it runs, the process's global generators are the worker's, for all threads.
 
-    If it is interrupted, at whatever line, nothing is mended: its rollout is thrown away, and the
-    next call briefs another one, with the same environments and agent, as the successor of a worker
-    that died.
-
     Args:
         root: Root of all seeds.
         client: Is told what happens.
@@ -47,18 +40,18 @@ class LocalWorker:
         fatal: Why nothing will work any more.
         control: The shared record.
         restarts: None.
-        tapes: Makes what the episodes, by lane, have done that go on with the next window; later
-            windows replace it.
+        look: What to call when episodes have ended, if anything.
     """
 
     n_workers = 1
     up = (0,)
-    patience_s = math.inf
     _fd = -1
+    _n_threads: int | None = None  # of torch, outside
 
     def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
         self.restarts = Restarts(1, None)
+        self.look: Callable[[], None] | None = None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self.control = Control.create(1)
@@ -66,17 +59,13 @@ class LocalWorker:
         self.control.rows[0, Word.PID] = os.getpid()
         self.control.set_state(0, State.STARTING)
         self._record = self.control.of_worker(0)
-        self._look: Callable[[], bool] | None = None  # somebody looks while it runs
-        self._is_awaited = False
         how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
         self._place = Place(0, 1, root, how)
         self._collector = self._new_collector()
-        self.tapes: Callable[[], dict[int, Tape]] = dict
         self._generators = OwnGenerators()
         self._is_closed = False
         self._is_at_work = False
-        self._is_whole = True  # no message is being carried out, or was interrupted
-        self._failure: WorkerError | None = None  # of an environment that is made anew
+        self._failure: WorkerError | None = None  # of an environment that is made again
 
     def _new_collector(self) -> Collector:
         # The worker's end of the line, which is the caller's as well.
@@ -98,16 +87,13 @@ class LocalWorker:
 
     def _take(self, message: Message) -> None:
         """Hand the worker's message to the caller's bookkeeping."""
-        with InterruptsHeld():
-            if isinstance(message, Ready):
-                self.control.set_state(0, State.UP)
-                self._client.brief(0, message.report)
-            elif isinstance(message, Failed) and message.command is None:
-                self.fatal = message.error
-            else:
-                if isinstance(message, Done):
-                    self.tapes = self._collector.mark()
-                self._client.take(0, message)
+        if isinstance(message, Ready):
+            self.control.set_state(0, State.UP)
+            self._client.brief(0, message.report)
+        elif isinstance(message, Failed) and message.command is None:
+            self.fatal = message.error
+        else:
+            self._client.take(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Give the worker a message, to be carried out by ``poll``."""
@@ -124,67 +110,40 @@ class LocalWorker:
             self._fd = os.eventfd(1, os.EFD_CLOEXEC)
         return self._fd
 
-    def wait_until(
-        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
-    ) -> None:
-        """Carry out messages until a condition holds.
-
-        Args:
-            is_over: The condition.
-            every_s: If it is finite, the condition is also tested whenever an episode ends or
-                fills a slot.
-            until_s: Not looked at: what is carried out here is not interrupted.
-        """
-        self._look = is_over if every_s < math.inf else None
-        self._is_awaited = True
-        try:
-            while not is_over():
-                self.poll(1.0)
-        finally:
-            self._look = None
-            self._is_awaited = False
+    def wait_until(self, is_over: Callable[[], bool], until_s: float = 0.0) -> None:
+        """Carry out messages until a condition holds, however long that takes."""
+        while not is_over():
+            if not self.poll():
+                raise LookupError("waiting for a local worker that has nothing to do")
 
     def _notice(self) -> None:
-        if self._look is not None:
-            self._look()
+        if self.look is not None:
+            self.look()
 
-    def poll(self, timeout_s: float) -> None:
-        """Carry out messages up to the first request, however long that takes.
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Carry out messages up to the first request; False if there is nothing to do."""
+        inbox = self._collector.inbox
+        if self._failure is None and not self._inbox and not inbox.has_read:
+            return False
+        with self._at_work():
+            if self._failure is not None:
+                self._begin_again(self._failure)
+            inbox, is_over = self._collector.inbox, False
+            while not is_over and inbox.peek() is not None:
+                message, memory = inbox.receive()
+                self._collector.handle(message, memory)
+                is_over = isinstance(message, Execute | Window)
+        return True
 
-        Called without patience by what it runs itself, or by the condition that somebody waits
-        for, such as a function that shows progress, it does nothing.
-        """
-        if (self._is_at_work or self._is_awaited) and timeout_s == 0.0:
-            return
-        # Nothing is taken from the line here: if that is interrupted, a message is lost.
-        if not self._is_whole or self._inbox or self._collector.inbox.has_read:
-            with self._at_work():
-                if not self._is_whole:
-                    self._begin_again()
-                self._is_whole, is_over = False, False
-                while not is_over and self._collector.inbox.peek() is not None:
-                    message, memory = self._collector.inbox.receive()
-                    self._collector.handle(message, memory)
-                    is_over = isinstance(message, Execute | Window)
-                self._is_whole = self._failure is None
-        elif timeout_s != 0.0:
-            raise LookupError("waiting for a local worker that has nothing to do")
-
-    def _begin_again(self) -> None:
-        """Throw an interrupted rollout away, and brief another one."""
-        before, failure = self._collector, self._failure
-        with InterruptsHeld():
-            self._inbox.clear()
-            self._client.lost(0, failure)
-            self._collector = self._new_collector()
-            if failure is None:
-                self._collector.adopt(before)
-        if failure is None:
-            self._collector.report()
-            return
-        before.close()
+    def _begin_again(self, failure: WorkerError) -> None:
+        """Make environments and agent again, which go on as a successor."""
+        self._inbox.clear()
+        self._client.lost(0, failure)
+        self._collector.close()
+        self._collector = self._new_collector()
         self._inbox.append(self._client.setup(0))
-        self._failure = None if self._collector.start() else failure
+        if self._collector.start():
+            self._failure = None
         self.refuse_if_dead()
 
     def deliver_logs(self) -> None:
@@ -202,7 +161,7 @@ class LocalWorker:
         self.fatal = self.fatal or error
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
-        """Make environments and agent anew before anything else is carried out."""
+        """Make environments and agent again before anything else is carried out."""
         self._failure = failure
         n_before = self._client.blames(worker, failure)
         where = f" ({failure.where})" if str(failure.where) else ""
@@ -233,15 +192,16 @@ class LocalWorker:
             yield
             return
         with self._generators.in_use():
-            n_threads = torch.get_num_threads()
             try:
                 self._is_at_work = True
                 self._record.end_wait()
-                if n_threads != 1:  # the bits of a result can depend on it
+                if self._n_threads is None:  # else it was interrupted
+                    self._n_threads = torch.get_num_threads()
+                if self._n_threads != 1:  # the bits of a result can depend on it
                     torch.set_num_threads(1)
                 yield
             finally:
-                self._is_at_work = False
-                if n_threads != 1:
-                    torch.set_num_threads(n_threads)
+                if self._n_threads is not None:
+                    torch.set_num_threads(self._n_threads)
+                self._n_threads, self._is_at_work = None, False
                 self._record.begin_wait()

@@ -278,5 +278,4 @@ class WindowPlan(_RequestPlan):
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         options = options_of(self.env_info, number) if self.env_info else None
         fails_at = self._given_up.get((number, n_restarts))
-        place = self._seeds.first_lane + number
-        return Episode(number, seed, options, noise, slot, n_restarts, fails_at, place)
+        return Episode(number, seed, options, noise, slot, n_restarts, fails_at, number)

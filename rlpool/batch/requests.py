@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from rlpool.record.tape import (
     slot_actions,
 )
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
-from rlpool.slots.blocks import Block, Layout, StepSpecs, successor_key
+from rlpool.slots.blocks import Block, Layout, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.workers.payload import Packed, Payload
 
@@ -51,20 +51,6 @@ class Policy(NamedTuple):
     packed: Packed | None = None
 
 
-class Asked(NamedTuple):
-    """What has to be known of a request to make it again.
-
-    Attributes:
-        policy: What it runs with.
-        infos: Its infos, per row.
-        details: What a state says of it besides.
-    """
-
-    policy: Policy
-    infos: Infos
-    details: Mapping[str, Any] = {}
-
-
 @dataclass(eq=False, kw_only=True)
 class Request(ABC):
     """One batch of rows.
@@ -73,7 +59,7 @@ class Request(ABC):
         number: Names it in messages.
         n_rows: Rows of the result.
         infos: Its infos, per row.
-        policy: What it runs with; kept until its result was handed out, for a state.
+        policy: What it runs with.
         root: Root of all seeds.
         packed: Its infos as sent to all workers.
         block: Where it is written, once it runs.
@@ -82,10 +68,7 @@ class Request(ABC):
         error: Why it cannot be completed.
         failures: Row to the failure of an episode that was given up.
         tells_failures: Whether its result says which rows failed.
-        trajectories: Its result, once the caller has waited for it.
-        is_reproducible: False if some worker was replaced before it was complete, or some request
-            failed or was given up: then environments that cannot be seeded are not where they
-            would have been.
+        trajectories: Its result, once it was handed out.
     """
 
     number: int
@@ -101,9 +84,8 @@ class Request(ABC):
     failures: dict[int, WorkerError] = field(default_factory=dict)
     tells_failures: bool = False
     trajectories: TemporalDictTensor | None = None
-    _failed: dict[int, tuple[Any, int, int]] = field(default_factory=dict, init=False)
-    _given_up: dict[Any, int] = field(default_factory=dict, init=False)
-    is_reproducible: bool = True
+    _n_failures: dict[Any, int] = field(default_factory=dict, init=False)  # by episode
+    _truncated: dict[Any, int] = field(default_factory=dict, init=False)  # episode to failing step
 
     @property
     def is_complete(self) -> bool:
@@ -113,16 +95,6 @@ class Request(ABC):
     def n_finished(self, control: Control) -> int:
         """Rows that are finished, as far as shared memory and messages tell."""
         return control.n_finished(self.number)
-
-    @property
-    def n_steps(self) -> int:
-        """Steps that its rows have now, as far as shared memory and messages tell."""
-        if self.block is None:
-            return 0
-        control, layout = self.block.arrays.control, self.block.layout
-        workers = range(layout.n_workers)
-        steps = np.stack([layout.steps_in_slot(control, worker) for worker in workers])
-        return int(steps[control["running"] >= 0].sum())
 
     @property
     def running_block(self) -> Block:
@@ -142,11 +114,10 @@ class Request(ABC):
             self.block.release()
             self.block = None
 
-    def close_payloads(self) -> None:
-        """Close the descriptors of what was packed: no worker will be sent it again."""
-        for packed in (self.packed, self.policy.packed):
-            if packed is not None:
-                packed.memory.close_fd()
+    def close_payload(self) -> None:
+        """Close the descriptor of its infos: no worker will be sent them again."""
+        if self.packed is not None:
+            self.packed.memory.close_fd()
 
     def check(self, layout: Layout) -> None:
         """Refuse what workers with this layout cannot run.
@@ -177,45 +148,20 @@ class Request(ABC):
         """Whether the successor of a worker that died can do its part."""
         return True
 
-    def go_on_from(self, tapes: dict[int, Tape], step: StepSpecs) -> None:  # noqa: B027
-        """Take what lanes have done before, if nobody has recorded it."""
-
-    def note_failure(self, worker: int, where: Where, failure: WorkerError) -> int:
+    def count_failure(self, where: Where) -> int:
         """Record that an episode failed, which some lane of a worker runs.
 
         Returns:
-            How often in a row it has failed at this step.
+            How often it has failed.
         """
-        row, step = where.row or 0, _failing_step(where, failure)
-        episode = self._episode_at(where._replace(worker=worker))
-        before = self._failed.get(row)
-        n = before[2] + 1 if before is not None and before[:2] == (episode, step) else 1
-        self._failed[row] = episode, step, n
+        episode = self._episode_at(where)
+        n = self._n_failures[episode] = self._n_failures.get(episode, 0) + 1
         return n
 
-    def give_up(self, row: int, failure: WorkerError) -> None:
+    def truncate(self, where: Where, failure: WorkerError) -> None:
         """Let an episode end at the step at which it has failed."""
-        episode, step, _ = self._failed[row]
-        self._given_up[episode] = step
-        self.failures[row] = failure
-
-    @property
-    def n_suspected(self) -> int:
-        """Failures of episodes that have not got past the step at which they failed."""
-        unsettled = [row for row in self._failed if row not in self.failures]
-        return sum(self._failed[row][2] for row in unsettled if not self._is_past(row))
-
-    def _is_past(self, row: int) -> bool:
-        """Whether an episode that failed has got past the step at which it did."""
-        places = np.argwhere(self.running_block.arrays.control["running"] == row)
-        if not len(places):
-            return self._is_finished(row)
-        worker, lane = places[0].tolist()
-        return (self.where(worker, lane).step or 0) > max(self._failed[row][1], 0)
-
-    @abstractmethod
-    def _is_finished(self, row: int) -> bool:
-        """Whether a row is there that no lane runs."""
+        self._truncated[self._episode_at(where)] = _failing_step(where, failure)
+        self.failures[where.row or 0] = failure
 
     def _episode_at(self, where: Where) -> Any:
         """What tells an episode from others, see ``Execute.given_up`` and ``Window.given_up``."""
@@ -313,8 +259,6 @@ class Request(ABC):
             "episode": lambda: torch.tensor(episodes),
             "seed": lambda: torch.tensor(seeds()),
         }
-        if self.running_block.layout.step.seeding == "stream":
-            info["reproducible"] = partial(torch.full, (len(episodes),), self.is_reproducible)
         if self.tells_failures:
             failures = self.failures
             info["failed"] = lambda: torch.tensor([number in failures for number in episodes])
@@ -385,7 +329,7 @@ class EpisodeRequest(Request):
             in_place=self._in_place,
             slots=list(range(first + worker, self.n_slots, block.layout.n_workers)),
             again=self._owed.get(worker, []),
-            given_up=self._given_up,
+            given_up=self._truncated,
             payload=payload,
         )
 
@@ -426,17 +370,6 @@ class EpisodeRequest(Request):
         self.drop_chunks(share)
         return bool(share)
 
-    def note_failure(self, worker: int, where: Where, failure: WorkerError) -> int:
-        """See ``Request.note_failure``."""
-        row = where.row or 0
-        if row not in self.running_block.arrays.control["running"][worker]:
-            self.n_repeats[row] += 1  # others are counted when they are given back
-        return super().note_failure(worker, where, failure)
-
-    def _is_finished(self, row: int) -> bool:
-        is_at_home = self._at_home()
-        return bool(self._arrived[row] or (row < len(is_at_home) and is_at_home[row]))
-
     @property
     def _shares(self) -> Shares:
         return Shares(self.running_block.layout, self.n_rows, self.first)
@@ -453,20 +386,6 @@ class EpisodeRequest(Request):
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
         return self._seeds()[row]
-
-    @property
-    def n_steps(self) -> int:
-        """See ``Request.n_steps``."""
-        if self.block is None:
-            return 0
-        in_slots = self.block.arrays.control["length"][: self.n_rows][self._at_home()]
-        n_copied = self._glue.n_steps if self._glue is not None else 0
-        return super().n_steps + int(in_slots.sum()) + n_copied
-
-    def _at_home(self) -> NDArray:
-        """Which slots hold a whole episode, that of their number: bool ``[at most n_rows]``."""
-        is_whole: NDArray = self.running_block.arrays.control["whole"][: self.n_rows] > 0
-        return is_whole
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""
@@ -510,8 +429,6 @@ class WindowRequest(Request):
         n_resets: Number of the ``reset`` whose episodes run.
         n_windows: Windows requested before that reset.
         is_first: Whether it is the first window after that reset.
-        start: Makes the tapes of its lanes, up to where it begins.
-        first_lane: Number across all machines of the first lane here.
         tapes: What the running episodes have done so far, ``None`` if it is not recorded.
         lanes_left: Lanes that go on after this window, set by ``result``.
     """
@@ -521,14 +438,12 @@ class WindowRequest(Request):
     n_resets: int
     n_windows: int
     is_first: bool
-    start: Callable[[], Mapping[int, Tape]] = dict
-    first_lane: int = 0
     tapes: WindowTapes | None = None
     lanes_left: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.tapes is not None:
-            self._given_up.update(dict.fromkeys(self.tapes.given_up, -1))
+            self._truncated.update(dict.fromkeys(self.tapes.given_up, -1))
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per lane."""
@@ -543,7 +458,7 @@ class WindowRequest(Request):
             slots=slots,
             seeds=self._seeds,
             is_first=self.is_first,
-            given_up=self._given_up,
+            given_up=self._truncated,
             payload=payload,
         )
 
@@ -552,7 +467,7 @@ class WindowRequest(Request):
         """The seeds of all lanes; before the reset a lane can have restarted once per step."""
         layout = self.running_block.layout
         n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
-        return lane_seeds(self.root, self.n_resets, n_restarts, self.first_lane)
+        return lane_seeds(self.root, self.n_resets, n_restarts)
 
     def _actions_before(self, worker: int, lane: int, n_before: int) -> Actions | None:
         """See ``Request``: those on the lane's tape."""
@@ -587,14 +502,6 @@ class WindowRequest(Request):
         """Rows of workers that are done with the window."""
         return len(self._rows_done())
 
-    @property
-    def n_steps(self) -> int:
-        """Steps of workers that are done; a lane that has ended counts with a full window."""
-        return 0 if self.block is None else len(self._rows_done()) * self.block.layout.n_timesteps
-
-    def _is_finished(self, row: int) -> bool:
-        return any(row == done for done, _ in self._rows_done())
-
     def _rows_done(self) -> list[tuple[int, int]]:
         if self.block is None:
             return []
@@ -607,11 +514,6 @@ class WindowRequest(Request):
             return {}
         lanes = [lane for _, lane in self._rows_of(worker)]
         return {lane % self.n_lanes: self.tapes.tapes[lane] for lane in lanes}
-
-    def go_on_from(self, tapes: dict[int, Tape], step: StepSpecs) -> None:
-        """See ``Request.go_on_from``."""
-        if self.tapes is None and not self.is_first:
-            self.tapes = WindowTapes.of(tapes, step, self.n_lanes)
 
     def can_be_repeated(self) -> bool:
         """Whether it is known what all lanes have done."""
@@ -637,10 +539,6 @@ class WindowRequest(Request):
         n_together = self.n_lanes if layout.step.resets_together else 1
         return self._seeds.seed(row - row % n_together, 0)
 
-    def part(self) -> Slice:
-        """All rows: views of the block."""
-        return slots_of(self.running_block.arrays, slice(self.n_rows))
-
     def result(self) -> TemporalDictTensor:
         """See ``part``."""
         block = self.running_block
@@ -657,11 +555,12 @@ class WindowRequest(Request):
             )
             tapes = self.tapes.tapes.items()
             begin_next = {(lane, tape.n_restarts) for lane, tape in tapes if not tape.n_steps}
-            self.tapes.given_up = begin_next.intersection(self._given_up)
+            self.tapes.given_up = begin_next.intersection(self._truncated)
         lanes, seeds = self.lanes, self._seeds  # what is asked later must not hold the block
         n_together = self.n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
-        return trajectories_of(block.layout, self.part(), info)
+        rows = slots_of(block.arrays, slice(self.n_rows))
+        return trajectories_of(block.layout, rows, info)
 
 
 def _failing_step(where: Where, failure: WorkerError) -> int:

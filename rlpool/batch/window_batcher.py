@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.claims import check_rows
-from rlpool.batch.progress import ShowProgress
-from rlpool.batch.repeated_calls import is_repeated, once
-from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.requests import Asked, Policy, Request, WindowRequest
-from rlpool.batch.resuming import (
-    State,
-    infos_of_state,
-    refuse_other_agents,
-    state_of_infos,
-    state_of_tapes,
-    tapes_of_state,
-    why_lost,
-)
+from rlpool.batch.dispatch import Dispatcher
+from rlpool.batch.requests import Policy, Request, WindowRequest
 from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import also_takes
-from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.record.tape import Tape, WindowTapes
+from rlpool.machine.calls import whole
+from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
@@ -74,16 +61,14 @@ class Batcher(BatcherBase):
     """
 
     _NAME = "Batcher"
-    _WINDOWS = WindowRequest
 
     _n_resets = _n_windows = 0
     _n_windows_before = 0  # those before the last reset
     _infos: Infos = ({}, {})
     _running: Sequence[int] = ()
-    _tapes: WindowTapes | None = None  # if the caller records, and after load_state_dict()
+    _tapes: WindowTapes | None = None  # if what lanes do may have to be repeated
     _is_first = False
-    _followed = 0  # number of the last request behind which a queued one was submitted
-    _is_reset = False  # False again after an error, which ends all episodes
+    _is_reset = False  # False again after an error or an interrupt, which ends all episodes
     # What windows run with that wait for the previous one.
     _queued: tuple[tuple[Policy, Infos], ...] = ()
 
@@ -112,13 +97,14 @@ class Batcher(BatcherBase):
         """Whether every lane has ended, so that ``get`` returns ``None``."""
         return self._has_stopped(self._not_closed())
 
-    def _n_pending(self, dispatcher: RequestQueue) -> int:
+    def _n_pending(self, dispatcher: Dispatcher) -> int:
         return len(dispatcher.pending) and len(dispatcher.pending) + len(self._queued)
 
-    def _has_stopped(self, dispatcher: RequestQueue) -> bool:
-        return self._is_reset and not self._running and not dispatcher.pending
+    def _has_stopped(self, dispatcher: Dispatcher) -> bool:
+        has_ended = self._is_reset and not self._running and not dispatcher.pending
+        return has_ended and not self.is_interrupted
 
-    @once
+    @whole
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Restart every lane with the next window; pending windows are dropped.
 
@@ -144,20 +130,16 @@ class Batcher(BatcherBase):
         dispatcher = self._open()
         infos = as_infos(agent_info, env_info, self.n_lanes)
         check_rows(dispatcher.step, infos[1])
-        if is_repeated(self._unconfirmed, "reset", infos):
-            return
-        tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
-        with InterruptsHeld():
-            dispatcher.drop_pending()
-            self._infos, self._tapes = infos, tapes
-            self._is_first = self._is_reset = True
-            self._n_resets += 1
-            self._n_windows_before = self._n_windows
-            self._queued = ()
-            self._running = list(range(self.n_lanes))
-            self._unconfirmed = "reset", infos
+        self._n_resets += 1
+        self._n_windows_before = self._n_windows
+        dispatcher = self._ready()
+        dispatcher.drop_pending()
+        self._infos, self._queued = infos, ()
+        self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
+        self._running = list(range(self.n_lanes))
+        self._is_first = self._is_reset = True
 
-    @once
+    @whole
     def execute(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Request the next window; returns at once.
 
@@ -184,7 +166,7 @@ class Batcher(BatcherBase):
             (6, 6)
         """
         dispatcher = self._open()
-        if not self._is_reset:
+        if not self._is_reset or self.is_interrupted:
             raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
         given = as_infos(agent_info, env_info, self.n_lanes)
         old_agent_info, old_env_info = self._infos
@@ -193,54 +175,34 @@ class Batcher(BatcherBase):
             old_env_info if env_info is None else given[1],
         )
         check_rows(dispatcher.step, infos[1])
-        if is_repeated(self._unconfirmed, dispatcher.policy.version, infos):
-            return
-        with InterruptsHeld():
-            self._infos = infos
-            self._unconfirmed = dispatcher.policy.version, infos
-            self._n_windows += 1
-            if dispatcher.pending:
-                # Which lanes run is known once the previous window is there; what they run with is
-                # fixed now.
-                self._queued += ((dispatcher.policy, infos),)
-            elif self._running:
-                self._submit(dispatcher, dispatcher.policy, infos)
+        self._infos = infos
+        self._n_windows += 1
+        if dispatcher.pending:
+            # Which lanes run is known once the previous window is there; what they run with is
+            # fixed now.
+            self._queued += ((self._policy, infos),)
+        elif self._running:
+            self._submit(dispatcher, self._policy, infos)
 
-    def _next_result(
-        self,
-        dispatcher: RequestQueue,
-        blocking: bool,
-        timeout: float | None,
-        progress: ShowProgress | None,
-    ) -> Request | None:
-        """The oldest window, behind which the next one is sent; see ``get``."""
-        if self._has_stopped(dispatcher):
-            return None
+    def _hand_out(self, dispatcher: Dispatcher) -> Request:
+        """The oldest window, behind which the next one is sent."""
         try:
-            request = super()._next_result(dispatcher, blocking, timeout, progress)
-        except UsageError:
-            raise
+            request = dispatcher.hand_out()
         except RlpoolError:
-            if not dispatcher.pending or dispatcher.pending[0].error is None:
-                raise
-            with InterruptsHeld():
-                dispatcher.drop_pending(first=1)
-                self._is_reset = False
-                self._queued = ()
+            self._is_reset, self._queued = False, ()
             raise
-        if isinstance(request, WindowRequest) and request.number != self._followed:
+        if isinstance(request, WindowRequest):
             self._running = request.lanes_left
-            if self._queued and self._running:
-                with InterruptsHeld():
-                    self._followed = request.number
-                    (policy, infos), *queued = self._queued
-                    self._queued = tuple(queued)
-                    self._submit(dispatcher, policy, infos)
+        if self._queued and self._running:
+            (policy, infos), *queued = self._queued
+            self._queued = tuple(queued)
+            self._submit(dispatcher, policy, infos)
         return request
 
-    def _submit(self, dispatcher: RequestQueue, policy: Policy, infos: Infos) -> None:
+    def _submit(self, dispatcher: Dispatcher, policy: Policy, infos: Infos) -> None:
+        is_first, self._is_first = self._is_first, False
         dispatcher.submit(
-            self._WINDOWS(
+            WindowRequest(
                 number=dispatcher.next_number(),
                 n_rows=len(self._running),
                 lanes=list(self._running),
@@ -249,66 +211,18 @@ class Batcher(BatcherBase):
                 n_lanes=dispatcher.n_lanes,
                 n_resets=self._n_resets - 1,
                 n_windows=self._n_windows_before,
-                is_first=self._is_first,
+                is_first=is_first,
                 root=self._root,
                 tapes=self._tapes,
-                start=self._start(dispatcher),
             )
         )
-        self._is_first = False
-        if not dispatcher.records:
-            self._tapes = None  # the worker in this process has them, and goes on with them
 
-    def _start(self, dispatcher: RequestQueue) -> Callable[[], Mapping[int, Tape]]:
-        """Makes the tapes of the lanes up to now."""
-        return dispatcher.tapes if self._tapes is None else partial(dict, self._tapes.tapes)
+    def _first_pending(self, dispatcher: Dispatcher) -> int:
+        # Beyond what any lane has begun, see ``lane_seeds``.
+        return self._n_resets + self._n_windows * self._n_timesteps
 
-    def _pending(self, dispatcher: RequestQueue) -> list[WindowRequest]:
-        return [each for each in dispatcher.pending if isinstance(each, WindowRequest)]
-
-    _COUNTERS = ("n_resets", "n_windows", "n_windows_before", "is_reset", "is_first")
-    _KEYS = (*_COUNTERS, "agent_info", "env_info", "running", "tapes")
-
-    def _state(self, dispatcher: RequestQueue) -> State:
-        state: State = {name: getattr(self, f"_{name}") for name in self._COUNTERS}
-        running, oldest = self._running, next(iter(self._pending(dispatcher)), None)
-        if oldest is not None:  # it is as if it had not been sent
-            running, state["is_first"], state["is_reset"] = oldest.lanes, oldest.is_first, True
-        lanes = [] if state["is_first"] or not state["is_reset"] else list(running)
-        tapes: Mapping[int, Tape] = {}
-        if lanes:
-            tapes = (self._start(dispatcher) if oldest is None else oldest.start)()
-        why = why_lost(dispatcher.step, tapes, lanes)
-        return {
-            **state,
-            **self._expected(dispatcher),
-            **state_of_infos(self._infos),
-            "running": list(running),
-            "tapes": [] if why else state_of_tapes({lane: tapes[lane] for lane in lanes}),
-            "why_lost": why,
-        }
-
-    def _expected(self, dispatcher: RequestQueue) -> Mapping[str, Any]:
-        lanes = {"n_lanes": self.n_lanes, "lanes of each worker": dispatcher.n_lanes}
-        return {"n_timesteps": self._n_timesteps, **lanes}
-
-    def _loaded(self, dispatcher: RequestQueue, state: State) -> dict[str, Any]:
-        refuse_other_agents(dispatcher.step, state["tapes"])
-        infos, tapes = infos_of_state(state), WindowTapes(self.n_lanes)
-        tapes.tapes = tapes_of_state(state["tapes"], infos[1])
-        rest = {"_infos": infos, "_running": list(state["running"]), "_tapes": tapes}
-        return {**{f"_{name}": state[name] for name in self._COUNTERS}, **rest}
-
-    def _asked(self, dispatcher: RequestQueue) -> Sequence[Asked]:
-        asked = [Asked(each.policy, each.infos) for each in self._pending(dispatcher)]
-        return [*asked, *itertools.starmap(Asked, self._queued)] if asked else ()
-
-    def _repeat(self, dispatcher: RequestQueue, asked: Sequence[Asked]) -> None:
-        if self._tapes is not None and self._tapes.tapes:
-            dispatcher.resume()
-        self._queued = tuple((each.policy, each.infos) for each in asked[1:])
-        if asked:
-            self._submit(dispatcher, asked[0].policy, asked[0].infos)
+    def _go_to(self, number: int) -> None:
+        self._n_resets, self._n_windows, self._is_reset = number, 0, False
 
     @classmethod
     def layout(

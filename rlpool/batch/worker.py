@@ -41,7 +41,7 @@ from rlpool.seeding import probe_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.sharing import Shared
-from rlpool.workers.wire import Close, Done, Message, Pipe, Ready
+from rlpool.workers.wire import Close, Done, Message, Pipe
 from rlpool.workers.worker_process import Place, Server, called, run
 
 
@@ -189,19 +189,6 @@ class Collector(Server):
         elif isinstance(message, Execute | Window):
             return self._run(message, memory)
         return True
-
-    def mark(self) -> Callable[[], dict[int, Tape]]:
-        """See ``Rollout.mark``."""
-        return self._rollout.mark()
-
-    def adopt(self, other: Collector) -> None:
-        """Take over the environments and the agent of another collector in this process."""
-        self._in_process, self._hint, self._closers = True, other._hint, other._closers
-        self._take_over(other.env, other.agent, other._agent_rows)
-
-    def report(self) -> None:
-        """Tell the caller what a step consists of, and that there can be work."""
-        self._send(Ready(self._probed(None)))
 
     def _create(self, functions: Any) -> None:
         seed = self._place.seed

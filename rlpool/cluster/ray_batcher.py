@@ -27,8 +27,13 @@ import numpy as np
 import torch
 
 from rlpool.batch.batcher import EpisodeBatcher
-from rlpool.batch.batcher_base import CreateAgent, CreateEnv, Seeds, checked_batcher_seeds
-from rlpool.batch.progress import ShowProgress
+from rlpool.batch.batcher_base import (
+    CreateAgent,
+    CreateEnv,
+    Seeds,
+    ShowProgress,
+    checked_batcher_seeds,
+)
 from rlpool.cluster.node import NodeActor, Range, Rows, steps_in
 from rlpool.data.infos import Info, Infos, as_infos, part_of
 from rlpool.data.storage import Memory, NDArray

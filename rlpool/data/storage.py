@@ -32,6 +32,7 @@ from rlpool.data.descriptors import Descriptor, Ticket
 from rlpool.data.specs import TensorSpec
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import human, machine_bytes
 
 PAGE_BYTES = 4096
@@ -134,7 +135,8 @@ class Memory:
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
         """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
-        return cls.over(anonymous_file(name), n_bytes, "shared")
+        with InterruptsHeld():  # else the descriptor might stay open
+            return cls.over(anonymous_file(name), n_bytes, "shared")
 
     @classmethod
     def over(cls, fd: int, n_bytes: int, kind: str) -> Memory:

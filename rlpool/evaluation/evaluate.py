@@ -16,7 +16,6 @@ from torch import Tensor
 from rlpool.agents.agent import Agent, refuse_no_agent, refuse_no_factory
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.batcher_base import CreateEnv
-from rlpool.batch.progress import Progress
 from rlpool.data.infos import Info, Infos, as_infos, options_of, part_of
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -207,8 +206,8 @@ def _entries(
             tqdm = import_extra("tqdm.auto", "evaluation").tqdm
             bar = stack.enter_context(tqdm(total=n_episodes, unit="episode", initial=len(entries)))
 
-            def show(so_far: Progress) -> None:
-                bar.update(len(entries) + so_far.n_finished - bar.n)
+            def show(n_finished: int, _: int) -> None:
+                bar.update(len(entries) + n_finished - bar.n)
 
         for part in runs.parts(range(len(entries), n_episodes), infos, given, keys, show):
             if written is not None:
@@ -271,7 +270,7 @@ class Evaluator(EpisodeBatcher):
         infos: Infos,
         given: list[int] | None,
         keys: Sequence[str],
-        show: Callable[[Progress], None] | None = None,
+        show: Callable[[int, int], None] | None = None,
     ) -> Iterator[list[Entry]]:
         """The episodes of these numbers, one request after the other.
 

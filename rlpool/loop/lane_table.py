@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from time import monotonic_ns
 from weakref import WeakKeyDictionary
 
-from rlpool.data.specs import FLAGS, row_specs
+from rlpool.data.specs import row_specs
 from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import NotRepeatedError, Where
@@ -18,7 +18,7 @@ from rlpool.loop.agent_driver import rows_repeating
 from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.repeat import take_over_together
-from rlpool.record.tape import MOST_BYTES, REWARD, Actions, Tape, slot_steps
+from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_steps
 from rlpool.slots.blocks import Arrays
 from rlpool.slots.writer import SlotWriter
 
@@ -510,42 +510,6 @@ class SelfRestartingLanes(LaneTable):
         super()._take_stock()
         if self._restarting:
             self.steps_until_full = 1  # after every step it is seen who has restarted
-
-
-def marked(
-    running: Collection[Lane], env: VecEnv, state: Mapping[str, NDArray]
-) -> Callable[[], dict[int, Tape]]:
-    """Keep what lanes have done between two windows.
-
-    Args:
-        running: The lanes that run episodes; they are parked.
-        env: The environments.
-        state: Key to array ``[n_lanes, ...]``: the agent's states.
-
-    Returns:
-        Makes the tapes of these lanes, whatever they have done since.
-    """
-    if not running:
-        return dict
-    shown = {key: array.copy() for key, array in env.current.items() if key not in FLAGS}
-    states = {key: array.copy() for key, array in state.items()}
-    lanes: list[tuple[Lane, Episode, Tape, list[Actions], int, str]] = []
-    for lane in running:
-        tape = lane.tape_so_far
-        so_far = list(tape.chunks), tape.first_step, tape.lost
-        lanes.append((lane, lane.episode, tape, *so_far))
-
-    def tapes() -> dict[int, Tape]:
-        made: dict[int, Tape] = {}
-        for lane, episode, tape, chunks, first_step, lost in lanes:
-            so_far = episode.n_restarts, first_step, chunks
-            made[lane.number] = copy = Tape(tape.seed, tape.options, *so_far, lost=lost)
-            if copy.n_steps:
-                copy.observation = {key: array[lane.number] for key, array in shown.items()}
-                copy.state = {key: array[lane.number] for key, array in states.items()}
-        return made
-
-    return tapes
 
 
 def take_over(active: ActivePlan, env: VecEnv, calls: AgentCalls, where: Where) -> list[Lane]:

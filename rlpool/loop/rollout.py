@@ -13,7 +13,7 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
 
@@ -27,12 +27,12 @@ from rlpool.errors import Where, WorkerError
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
-from rlpool.loop.lane_table import ActivePlans, LaneTable, SelfRestartingLanes, marked
+from rlpool.loop.lane_table import ActivePlans, LaneTable, SelfRestartingLanes
 from rlpool.loop.plan import PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import THE_AGENT, agent_error, env_error
-from rlpool.record.tape import Tape, actions_of, slot_actions
+from rlpool.record.tape import actions_of, slot_actions
 from rlpool.slots.blocks import StepSpecs
 
 
@@ -158,14 +158,6 @@ class Rollout:
                 raise RuntimeError("no lane runs any of the plans, and they are not over")
             else:
                 return
-
-    def mark(self) -> Callable[[], dict[int, Tape]]:
-        """Between windows: keep what lanes have done that go on with the next one.
-
-        Returns:
-            Makes the tapes of these lanes, whatever the rollout has done since.
-        """
-        return marked(self._lanes.running.values(), self._env, self._calls.driver.state)
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""

@@ -58,8 +58,8 @@ class CrashOnly:
                 raise UsageError(
                     f"{call} was called in thread {threading.current_thread().name!r} while "
                     "another thread is inside a call",
-                    fix="hold a threading.Lock around the calls of all threads; only close(), "
-                    "stats() and dump_stacks() may be called meanwhile",
+                    fix="hold a threading.Lock around the calls of all threads; only close() and "
+                    "stats() may be called meanwhile",
                 )
             self._was_interrupted = True
         self._thread_inside = me

@@ -472,11 +472,6 @@ class EnvWorkers(CrashOnly):
             self._end_call(worker, lane, failure)
         return trouble.n_failures - 1
 
-    @property
-    def n_suspected(self) -> int:
-        """See ``Client``."""
-        return 0
-
     def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
         """Let what a worker was doing have failed, instead of its successor doing it again."""
         if self.is_unanswered(lane):

@@ -288,13 +288,6 @@ class WindowTapes:
         self._most_bytes = most_bytes // n_lanes
         self._is_enough = True
 
-    @classmethod
-    def of(cls, tapes: Mapping[int, Tape], step: StepSpecs, n_lanes: int) -> WindowTapes:
-        """Those that somebody else has recorded."""
-        windows = cls(n_lanes)
-        windows.tapes, windows._is_enough = dict(tapes), _is_enough(step)
-        return windows
-
     @property
     def is_complete(self) -> bool:
         """Whether all episodes can be repeated.

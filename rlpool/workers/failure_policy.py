@@ -35,7 +35,7 @@ _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that a process mostly sends itself."""
 
 DEFAULT_MAX_EPISODE_RESTARTS = 2
-"""Failures of one episode at the same step: the first may be an accident, a second is none."""
+"""Failures of one episode: the first may be an accident, a second is not."""
 
 _LONGEST_HISTORY = 1000
 """Failures that are remembered: an owner without a limit may live for months."""
@@ -51,7 +51,7 @@ class FailurePolicy:
         max_restarts: The most replacements in all, ``None`` for no limit.
         on_env_error: ``"raise"`` reports an environment that raises, ``"restart"`` replaces its
             worker and runs the episode again, ``"truncate"`` replaces it and ends the episode.
-        max_episode_restarts: An episode that fails this often at the same step is not run again:
+        max_episode_restarts: An episode that fails this often is not run again:
             it is truncated, or reported with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: A worker is replaced after this many episodes, ``None`` for never.
         start_method: How processes are started, one of ``START_METHODS``.
@@ -101,7 +101,7 @@ class FailurePolicy:
         return self.restarts_on_env_errors if is_env_error else self.restarts_workers
 
     def gives_up(self, failure: WorkerError, n_failures: int) -> bool:
-        """Whether an episode that failed so often at the same step is not run again."""
+        """Whether an episode that failed so often is not run again."""
         if self.truncates and isinstance(failure, EnvError):
             return True
         return self.max_episode_restarts is not None and n_failures >= self.max_episode_restarts
@@ -185,13 +185,12 @@ class Restarts:
         most = self._max_restarts
         return f"{self.n_restarts}" if most is None else f"{self.n_restarts} of {most}"
 
-    def delay_s(self, worker: int, failure: WorkerError, n_suspected: int = 0) -> float:
+    def delay_s(self, worker: int, failure: WorkerError) -> float:
         """Record a failure; returns how long to wait before the worker starts again.
 
         Args:
             worker: Which worker.
             failure: Why it failed.
-            n_suspected: Restarts so far that will not count if what failed is given up.
 
         Raises:
             WorkerDiedError: If it does not; its ``history`` has all failures.
@@ -199,7 +198,7 @@ class Restarts:
         record = self._records[worker]
         self._history.append(failure)
         record.n += 1
-        if self._max_restarts is not None and self.n_restarts - n_suspected >= self._max_restarts:
+        if self._max_restarts is not None and self.n_restarts >= self._max_restarts:
             if not self._max_restarts:
                 raise self._final(failure, "max_restarts=0 allows no restart")
             why = f"all {self._max_restarts} restarts (max_restarts) are used up"

@@ -57,19 +57,17 @@ class Place(NamedTuple):
         n_workers: How many there are.
         root: Root of all seeds.
         policy: Says when it is replaced.
-        n_before: Workers on other machines whose numbers come first.
     """
 
     worker: int
     n_workers: int
     root: int
     policy: FailurePolicy = FailurePolicy()
-    n_before: int = 0
 
     @property
     def seed(self) -> int:
         """See ``worker_seed``."""
-        return worker_seed(self.root, self.n_before + self.worker)
+        return worker_seed(self.root, self.worker)
 
 
 WorkerMain = Callable[[Place, Pipe, int], None]

@@ -126,10 +126,6 @@ class Client(Protocol):
         The failure does not count as the worker's then; ``None`` if it does.
         """
 
-    @property
-    def n_suspected(self) -> int:
-        """How many failures so far may still turn out not to count, see ``blames``."""
-
     def busy(self) -> Collection[int]:
         """The workers that have something to do."""
 
@@ -156,7 +152,6 @@ class Workers:
             never.
         client: Gives them work.
         debug_hint: What to do about a worker that died.
-        n_before: Workers on other machines, see ``Place``.
 
     Attributes:
         fatal: Why nothing works any more.
@@ -173,7 +168,6 @@ class Workers:
         timeout_s: float | None,
         client: Client,
         debug_hint: str,
-        n_before: int = 0,
     ) -> None:
         n_workers = self.n_workers = len(runs)
         self.fatal: RlpoolError | None = None
@@ -184,7 +178,6 @@ class Workers:
         self._timeout_s = timeout_s
         self._client = client
         self._debug_hint = debug_hint
-        self._n_before = n_before
         self.restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
         self._has_started = False
@@ -231,7 +224,7 @@ class Workers:
         prepare(start_method)
         self.control.worker_starts(life.worker)
         self._watch.forget(life.worker)
-        place = Place(life.worker, self.n_workers, self._root, self._policy, self._n_before)
+        place = Place(life.worker, self.n_workers, self._root, self._policy)
         with starting_processes():
             life.pipe, life.process = launch(
                 self._runs[life.worker], place, self.control.fd, start_method
@@ -343,14 +336,13 @@ class Workers:
     def _restart(self, life: Life, failure: WorkerError) -> None:
         """Let a worker that failed start again when it is due."""
         where = f" ({failure.where})" if str(failure.where) else ""
-        n_suspected = self._client.n_suspected
         n_before = self._client.blames(life.worker, failure)
         if n_before is not None:
             self.restarts.forgive(life.worker, n_before)
             delay_s, what = 0.0, given_up(n_before)
         else:
             try:
-                delay_s = self.restarts.delay_s(life.worker, failure, n_suspected)
+                delay_s = self.restarts.delay_s(life.worker, failure)
             except WorkerDiedError as error:
                 self.fatal = error
                 return
@@ -444,18 +436,15 @@ class Workers:
         """A descriptor that can be read when a worker has sent something or has ended."""
         return self._poller.fileno()
 
-    def wait_until(
-        self, is_over: Callable[[], bool], every_s: float = math.inf, until_s: float = math.inf
-    ) -> None:
+    def wait_until(self, is_over: Callable[[], bool], until_s: float = math.inf) -> None:
         """Handle messages until a condition holds, and look for workers that hang.
 
         Args:
             is_over: The condition.
-            every_s: How often to test it, whether or not a message arrives.
             until_s: When to give up, by ``time.monotonic``.
         """
         while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
-            self.poll(min(self.patience_s, every_s, left_s))
+            self.poll(min(self.patience_s, left_s))
             if not is_over():
                 self.look_for_hang()
 
@@ -598,7 +587,7 @@ def given_up(n_before: int) -> str:
     """Why an episode is not run again that had failed ``n_before`` times before."""
     if not n_before:
         return "the episode is given up"
-    return f"the same episode failed at the same step, {n_before + 1} times: it is given up"
+    return f"the same episode failed {n_before + 1} times: it is given up"
 
 
 def _close(lives: list[Life], logs: Logs, closing: threading.RLock) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from rlpool import EpisodeBatcher, SpecError, UsageError
+from rlpool.seeding import episode_seeds, root_from
 from rlpool.testing import CountingEnv
 
 from support.agents import ConstantAgent
@@ -58,75 +58,35 @@ def test_the_order_of_calls_decides_which_policy_an_episode_runs_with(n_pending:
 def test_infos_may_depend_on_the_number_of_the_request() -> None:
     with create(1) as batcher:
         lengths = []
-        requests = batcher.stream(2, env_info=lambda number: {"length": [number + 1] * 2})
-        for episodes in requests:
+        for episodes in batcher.stream(2, env_info=lambda number: {"length": [number + 1] * 2}):
             lengths.append(episodes.lengths.tolist())
             if len(lengths) == 3:
                 break
-        requests.close()
     assert lengths == [[1, 1], [2, 2], [3, 3]]
 
 
-@pytest.mark.parametrize("places", [[0, "own"], [2, "gym"], [1, "gym", 2]])
-def test_a_batcher_can_be_used_after_a_stream_was_left(places: Any) -> None:
-    with create(*places) as batcher:
+def test_a_batcher_can_be_used_after_a_stream_was_left() -> None:
+    with create(2) as batcher:
         with pytest.raises(ZeroDivisionError):
             [1 // 0 for _ in batcher.stream(4, n_pending=3)]
         for _ in batcher.stream(4, n_pending=3):
             break
         assert batcher.n_pending == 0
         batcher.execute(3)
-        result = batcher.get()
-        assert len(result) == 3
-        assert "policy_age" not in result.info
-
-
-def test_while_a_stream_is_open_nothing_else_takes_its_results() -> None:
-    with create(0) as batcher:
-        batcher.execute(4)
-        unused = batcher.stream(4)  # which has not begun
-        results = batcher.stream(4, n_pending=2)
-        assert len(batcher.get()) == 4
-        next(results)
-        calls: Any = [
-            lambda: batcher.execute(9),
-            batcher.reexecute,
-            batcher.get,
-            lambda: batcher.stream(3),
-            lambda: next(unused),
-        ]
-        for call in calls:
-            with pytest.raises(UsageError, match="while a stream of this batcher is open") as error:
-                call()
-            assert "second batcher" in error.value.fix
-        assert len(next(results)) == 4
-        results.close()
-        unused.close()
-        for length in (5, 6):
-            assert len(next(batcher.stream(length))) == length  # nobody has it any more
-            batcher.execute(3)
-            assert len(batcher.get()) == 3
-
-
-def test_a_stream_that_outlives_its_batcher_ends_quietly() -> None:
-    with create(1) as batcher:
+        assert batcher.get().info["seed"].tolist() == episode_seeds(root_from(5), 24, 3)
         requests = batcher.stream(2)
-        assert torch.equal(next(requests).info["policy_age"], torch.zeros(2, dtype=torch.int64))
-    requests.close()
+        next(requests)
+    requests.close()  # after its batcher
 
 
-def test_what_is_pending_when_a_stream_begins_comes_first_and_counts() -> None:
-    with create(0) as batcher:
-        batcher.execute(3)
-        numbers: list[int] = []
-
-        def info(number: int) -> dict[str, int]:
-            numbers.append(number)
-            return {"length": number + 1}
-
-        results = batcher.stream(2, n_pending=2, env_info=info)
-        assert [len(next(results)) for _ in range(3)] == [3, 2, 2]
-        assert numbers == [1, 2, 3]
+def test_a_state_saved_in_a_loop_continues_with_what_was_in_flight() -> None:
+    with create(0) as batcher, create(0) as other:
+        results = batcher.stream(4, n_pending=3)
+        found = [next(results).info["seed"].tolist() for _ in range(2)]
+        other.load_state_dict(batcher.state_dict())
+        results = other.stream(4, n_pending=3)
+        found += [next(results).info["seed"].tolist() for _ in range(2)]
+    assert found == [episode_seeds(root_from(5), 4 * n, 4) for n in range(4)]
 
 
 def test_what_cannot_be_streamed_is_refused_at_once() -> None:
@@ -134,9 +94,5 @@ def test_what_cannot_be_streamed_is_refused_at_once() -> None:
         for arguments in ((0,), (1, 0), (1, 1.5)):
             with pytest.raises(SpecError, match="should be an int"):
                 batcher.stream(*arguments)
-        named: Any
-        for named, name in (({"pending": 2}, "n_pending"), ({"num_episodes": 3}, "n_episodes")):
-            with pytest.raises(TypeError, match=f"fix: +pass {name}"):
-                batcher.stream(**named)
     with pytest.raises(UsageError, match="closed"):
         batcher.stream(1)

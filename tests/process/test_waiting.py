@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import selectors
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import rlpool
 from rlpool import (
     Batcher,
     EpisodeBatcher,
@@ -99,62 +96,6 @@ def test_a_timeout_that_is_none_is_refused_and_loses_nothing(tmp_path: Path) -> 
             with pytest.raises(SpecError, match="timeout should be a number"):
                 batcher.get(timeout=timeout)
         assert len(batcher.get(timeout=60)) == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_wait_returns_those_with_a_result(kind: Any, tmp_path: Path) -> None:
-    gates = [tmp_path / "a", tmp_path / "b"]
-    with open_batcher(kind, gates[0]) as slow, open_batcher(kind, gates[1]) as fast:
-        request(slow)
-        assert rlpool.wait([slow, fast], timeout=0.05) == []
-        request(fast)
-        gates[1].touch()
-        started_s = time.monotonic()
-        assert rlpool.wait([slow, fast], timeout=60) == [fast]
-        fast.get(timeout=0)
-        gates[0].touch()
-        assert rlpool.wait([slow, fast], timeout=60) == [slow]
-        assert time.monotonic() - started_s < 50.0  # no wait came to its end
-        slow.get(timeout=0)
-        with pytest.raises(UsageError, match="nothing is pending"):
-            rlpool.wait([slow, fast])
-
-
-def test_wait_goes_on_while_workers_die(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    with open_batcher(EpisodeBatcher, gate) as batcher:
-        request(batcher)
-        pid = batcher.stats().workers[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        gate.touch()
-        assert rlpool.wait([batcher], timeout=60) == [batcher]
-        assert len(batcher.get(timeout=0)) == 2
-
-
-def test_wait_finds_batchers_without_workers_and_errors(tmp_path: Path) -> None:
-    with open_batcher(EpisodeBatcher, tmp_path / "gate", n_workers=0) as batcher:
-        (tmp_path / "gate").touch()
-        request(batcher)
-        assert rlpool.wait([batcher], timeout=0) == [batcher]
-        other: Any = object()
-        assert rlpool.wait(each for each in [batcher]) == [batcher]
-        with pytest.raises(SpecError, match="is no batcher"):
-            rlpool.wait([batcher, other])
-        alone: Any
-        for alone in (batcher, None):
-            with pytest.raises(SpecError, match="is no list of batchers"):
-                rlpool.wait(alone)
-    with pytest.raises(UsageError, match="closed"):
-        rlpool.wait([batcher])
-
-
-def test_a_process_that_waits_sleeps(tmp_path: Path) -> None:
-    with open_batcher(EpisodeBatcher, tmp_path / "gate") as batcher:
-        request(batcher)
-        before_s = time.process_time()
-        assert rlpool.wait([batcher], timeout=0.5) == []
-        assert time.process_time() - before_s < 0.25
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])

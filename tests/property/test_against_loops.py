@@ -6,6 +6,7 @@ default run, ``RLPOOL_FIRST_CASE=1000`` others; with ``RLPOOL_CASES=1`` a failur
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import traceback
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlpool import AGENT_ARCHS, Batcher, GymEnv, Learner, VariBadWrapper
 from rlpool.agents.noise import NoiseStarts
@@ -29,7 +31,6 @@ from support.scripted import NEVER, ScriptedAgent
 N_CASES = int(os.environ.get("RLPOOL_CASES", 300))
 FIRST = int(os.environ.get("RLPOOL_FIRST_CASE", 0))
 N_REPORTED = 3
-RESUMABLE = ("gym", "lagging", "sync", "array")
 
 pytestmark = pytest.mark.timeout(300 + N_CASES)
 
@@ -48,6 +49,12 @@ def run_cases(
             lines = [f"{kind}, case {case}", *map(repr, notes), traceback.format_exc()]
             reports.append("\n".join(lines))
     assert not reports, f"{n_failed} cases failed\n\n" + "\n".join(reports[:N_REPORTED])
+
+
+def torch_round_trip(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 class Script:
@@ -75,6 +82,7 @@ class Script:
             call = self.rng.choice(calls)
             if call in ("update", "resume", "seek"):
                 getattr(self, call)()
+                last = None if call == "resume" else last
             elif call == "get" or len(self.pending) == 4:
                 self.take()
             elif call == "reexecute" and last is not None:
@@ -96,17 +104,18 @@ class Script:
         """Let a ``Batcher`` run windows."""
         n_lanes = self.by_hand.setting.n_all_lanes
         for _ in range(self.rng.randint(1, 2)):
+            if self.rng.random() < 0.3:
+                self.resume()
             infos = self.infos(n_lanes)
             self.log.append(("reset", *infos))
             self.batcher.reset(*(info or None for info in infos))
             self.by_hand.reset(*infos)
-            self.by_hand.n_given_up += len(self.pending)
             self.pending.clear()
             has_stopped = has_failed = False
             for _ in range(self.rng.randint(1, 5)):
-                call = self.rng.choice(["execute", "execute", "get", "update", "resume"])
-                if call in ("update", "resume"):
-                    getattr(self, call)()
+                call = self.rng.choice(["execute", "execute", "get", "update"])
+                if call == "update":
+                    self.update()
                 elif call == "get" or len(self.pending) == 3:
                     self.take()
                 elif not has_failed:
@@ -128,15 +137,16 @@ class Script:
         self.take_all()
 
     def resume(self) -> None:
-        """Go on with another batcher from a state of this one, if that is possible."""
-        setting = self.by_hand.setting
-        if self.pending or setting.n_threads or setting.history or setting.over not in RESUMABLE:
+        """Go on with another batcher from a state of this one, which collects again."""
+        if self.by_hand.setting.n_threads:
             return
         self.log.append("resume")
-        state = self.batcher.state_dict()
+        state = torch_round_trip(self.batcher.state_dict())
         self.batcher.close()
-        self.batcher = setting.batcher(isinstance(self.batcher, Batcher))
+        self.batcher = self.by_hand.setting.batcher(isinstance(self.batcher, Batcher))
         self.batcher.load_state_dict(state)
+        self.by_hand.resume(sum(len(expected.info["seed"]) for expected in self.pending))
+        self.pending.clear()
         self.update(self.by_hand.agent.bias)
 
     def seek(self) -> None:

@@ -110,12 +110,21 @@ class EpisodesByHand(ByHand):
         info = self.info(list(range(n)), seeds, agent_info, env_info)
         return Expected(rows, info, failures, breaks)
 
+    def resume(self, n_pending: int) -> None:
+        """Go back to the first episode of those that were not returned."""
+        self.n_before -= n_pending
+
 
 class WindowsByHand(ByHand):
     """A ``Batcher``."""
 
-    n_resets = n_windows = n_given_up = 0
+    n_resets = n_windows = 0
     is_reset = False
+
+    def resume(self, n_pending: int) -> None:
+        """Begin episodes that no lane has begun before."""
+        self.n_resets += self.n_windows * self.setting.n_timesteps
+        self.n_windows = 0
 
     def reset(self, agent_info: Any, env_info: Any) -> None:
         setting = self.setting
@@ -172,7 +181,7 @@ class EpisodesTogether(EpisodesByHand):
             share = [i for i, other in enumerate(workers) if other == worker]
             rows |= self.played(share, first, seeds[share[0]], keys, agent_info, env_info)
         info = self.info(list(range(n)), seeds, agent_info, env_info)
-        return Expected([rows[i] for i in range(n)], marked(info, self.setting), {})
+        return Expected([rows[i] for i in range(n)], info, {})
 
     def played(
         self, share: list[int], first: int, seed: int, keys: Any, agent_info: Any, env_info: Any
@@ -238,7 +247,6 @@ class WindowsTogether(WindowsByHand):
             return None
         seeds = [self.seeds.seed(lane - lane % setting.n_lanes, 0) for lane in rows]
         info = self.info(list(rows), seeds, self.agent_info, self.env_info)
-        info = marked(info, setting, not self.n_given_up)
         return Expected(list(rows.values()), info, {})
 
     def window(self, worker: Together, first: int) -> dict[int, list[Values]]:
@@ -258,13 +266,6 @@ class WindowsTogether(WindowsByHand):
             has_stopped = not worker.running and not self.setting.restarts
             is_full = has_stopped or longest == self.setting.n_timesteps
         return rows
-
-
-def marked(info: Values, setting: Setting, is_reproducible: bool = True) -> Values:
-    """The info of a result, with what is added where nothing can be seeded."""
-    if setting.seeding != "stream":
-        return info
-    return {**info, "reproducible": np.full(len(info["seed"]), is_reproducible)}
 
 
 def expectations(setting: Setting, windows: bool) -> Any:

@@ -243,13 +243,29 @@ def test_execute_wants_a_number_of_episodes(n_episodes: Any) -> None:
         batcher.execute(n_episodes)
 
 
-def test_get_wants_to_know_whether_to_wait_and_a_state_counts_episodes() -> None:
+STATE = {"root": 5, "next_episode": 3, "policy_version": 1}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {},
+        {**STATE, "last": None},
+        {key: STATE[key] for key in ("root", "next_episode")},
+        *({**STATE, key: wrong} for key in STATE for wrong in ("3", -1, 1.5)),
+        {**STATE, "next_episode": 2**63},
+    ],
+    ids=str,
+)
+def test_what_is_not_a_state_is_refused(state: Any) -> None:
     with make() as batcher:
+        before = batcher.state_dict()
+        with pytest.raises(SpecError):
+            batcher.load_state_dict(state)
+        assert batcher.state_dict() == before
         with pytest.raises(SpecError, match="blocking should be True or False"):
             batcher.get(blocking="no")  # type: ignore[call-overload]
-        for name in ("n_episodes", "n_streamed"):
-            with pytest.raises(SpecError, match=f"{name} should be an int"):
-                batcher.load_state_dict({**batcher.state_dict(), name: "3"})
 
 
 # Starting -------------------------------------------------------------------------------------

@@ -60,18 +60,6 @@ def test_other_requests_keep_the_seeds_of_their_numbers() -> None:
     assert results[0] == results[1]
 
 
-def test_a_state_keeps_the_seeds_of_the_last_request() -> None:
-    def create() -> EpisodeBatcher:
-        return EpisodeBatcher(4, 6, StepCounter, None, create_counting, None, 0, 1)
-
-    with create() as batcher, create() as other:
-        batcher.execute(2, episode_seeds=[4, 9])
-        batcher.get()
-        other.load_state_dict(batcher.state_dict())
-        other.reexecute()
-        assert other.get().info["seed"].tolist() == [4, 9]
-
-
 @pytest.mark.parametrize(
     ("named", "message"),
     [

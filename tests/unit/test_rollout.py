@@ -15,6 +15,7 @@ from rlpool import (
     EnvError,
     EpisodeBatcher,
     GymEnv,
+    UsageError,
     Where,
 )
 
@@ -197,7 +198,8 @@ def test_an_interrupt_stays_one_and_the_batcher_works_afterwards(call: str) -> N
         batcher.execute(2, env_info=info_of([3, 9]))
         with pytest.raises(KeyboardInterrupt):
             batcher.get()
-        assert_same_tensors(batcher.get(), counting_trajectories([2, 2, 2], [0, 1, 2]))
+        with pytest.raises(UsageError, match="the last call was interrupted"):
+            batcher.get()
+        batcher.execute(2, env_info=info_of([3, 9]))  # with new ones, that are armed again
         assert_same_tensors(batcher.get(), counting_trajectories([3, 9], [0, 1]))
-        batcher.execute(2)
     assert batcher.closed

@@ -14,7 +14,6 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     GymEnvInf,
-    Progress,
     Stats,
     UsageError,
 )
@@ -105,10 +104,10 @@ def test_requests_show_how_many_episodes_are_finished() -> None:
     with make() as batcher:
         told = []
 
-        def note(progress: Progress) -> None:
+        def note(n_finished: int, _: int) -> None:
             requests = batcher.stats().requests
             if requests:
-                told.append((progress.n_finished, requests[0].n_finished))
+                told.append((n_finished, requests[0].n_finished))
 
         batcher.execute(6)
         batcher.get(progress=note)

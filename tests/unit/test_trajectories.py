@@ -16,7 +16,6 @@ import torch
 from gymnasium.wrappers import TransformObservation
 
 from rlpool import DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor, UsageError
-from rlpool.slots.trajectories import Glue
 
 from support.agents import ConstantAgent, StepCounter
 from support.envs import (
@@ -116,26 +115,6 @@ def test_collecting_takes_little_memory_beside_the_result(longest: int, most: fl
     tracemalloc.stop()
     assert got["frame"][:, :200].all()
     assert peak < most * sum(got[key].nbytes for key in got if not key.startswith("_"))
-
-
-def test_get_goes_on_where_it_was_interrupted_while_it_joined_chunks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copy_chunks, n_calls = Glue._copy, 0
-
-    def interrupted(*arguments: Any) -> None:
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls == 3:
-            raise KeyboardInterrupt
-        copy_chunks(*arguments)
-
-    monkeypatch.setattr(Glue, "_copy", interrupted)
-    with EpisodeBatcher(2, 3, StepCounter, {}, create_counting, {}, n_threads=0) as batcher:
-        batcher.execute(6, env_info=infos(LENGTHS, IDS))
-        with pytest.raises(KeyboardInterrupt):
-            batcher.get()
-        assert_same_tensors(batcher.get(), counting_trajectories(LENGTHS, IDS))
 
 
 def test_info_has_a_row_for_every_episode() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,6 @@ from support.envs import (
     FailingEnv,
     create_counting,
 )
-from support.striking import Alarm, Strike, alarms
 
 
 def make(
@@ -115,24 +113,6 @@ def test_reset_starts_anew_whatever_is_running_or_pending() -> None:
             assert window["initial_state"][:, 0].all()
             assert window["steps"][:, 0].tolist() == [FIRST_STATE] * 3
             assert window.info["env_info/length"].tolist() == lengths
-
-
-def test_a_window_requested_after_an_interrupted_get_follows_the_one_that_it_was_for() -> None:
-    with make(2) as batcher:
-        batcher.reset()
-        batcher.execute()
-        # Where the call inside it has returned; since Python 3.11 there is a point before it.
-        strike = Strike(int(sys.version_info >= (3, 11)), only=["outermost"])
-        with alarms(), pytest.raises(Alarm), strike:
-            batcher.get()
-        batcher.execute()
-        found = [batcher.get(), batcher.get()]
-    with make(2) as batcher:
-        batcher.reset()
-        expected = windows(batcher, 2)
-    for one, other in zip(found, expected, strict=True):
-        assert one is not None
-        assert torch.equal(one["frame"], other["frame"])
 
 
 def test_agent_info_may_change_between_windows_without_a_reset() -> None:

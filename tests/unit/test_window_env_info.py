@@ -56,22 +56,6 @@ def test_a_worker_that_is_replaced_repeats_with_what_episodes_began_with(over: s
     assert torch.equal(*windows)
 
 
-@pytest.mark.parametrize(("n_workers", "n_after"), [(0, 1), (1, 0)])
-def test_a_state_has_what_running_episodes_began_with(n_workers: int, n_after: int) -> None:
-    with open_batcher(n_workers) as batcher, open_batcher(n_after) as other:
-        batcher.reset(env_info={"length": [9, 9]})
-        batcher.execute()
-        batcher.get()
-        batcher.execute(env_info={"length": [2, 3]})
-        batcher.get()
-        batcher.execute(env_info={"length": [8, 8]})
-        batcher.get()
-        other.load_state_dict(batcher.state_dict())
-        for each in (batcher, other):
-            each.execute()
-        assert torch.equal(batcher.get()["_reward"], other.get()["_reward"])
-
-
 def test_rows_of_another_number_are_refused_and_change_nothing() -> None:
     with open_batcher(0) as batcher:
         batcher.reset(env_info={"length": [2, 2]})
