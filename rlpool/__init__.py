@@ -49,8 +49,7 @@ from rlpool.machine.limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.meta.learner import Learner, collect_rollouts_parallel
-from rlpool.meta.make import make_env, make_parallel_env
-from rlpool.meta.trials import VariBadWrapper
+from rlpool.meta.trials import VariBadWrapper, make_env, make_parallel_env
 from rlpool.observe.stats import Stats
 from rlpool.pool.pool import Pool
 from rlpool.record.repeat import Replay, replay

@@ -93,8 +93,8 @@ def collect_rollouts_parallel(
     n_rows = lanes.n_lanes if random_actions else max(lanes.n_lanes, n_rows)
     lengths: list[int] = []
 
-    def deliver(columns: RolloutColumns, task: Any) -> None:
-        store(columns, task)
+    def deliver(columns: RolloutColumns) -> None:
+        store(columns)
         lengths.append(len(columns.rewards))
         for name, n in (("n_env_steps_total", lengths[-1]), ("n_rollouts_total", 1)):
             counter = f"_{name}" if hasattr(learner, f"_{name}") else name
@@ -118,8 +118,7 @@ class Learner:
             or, if its parameters have other names, in this order:
             ``add_sample(observation, action, reward, terminal, next_observation)`` for each
             transition of a Markov agent, ``add_episode(observations, actions, rewards, terminals,
-            next_observations)`` for each rollout of the others. If it has a parameter ``task``, it
-            also gets the rollout's task, ``None`` if none was given to the environment.
+            next_observations)`` for each rollout of the others.
         train_env: One environment, or several as a ``VecEnv``, for collection without
             ``parallel_env``.
         train_tasks: The tasks to draw from, numbers or not; ``None`` for all that the

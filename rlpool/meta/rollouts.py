@@ -15,7 +15,6 @@ from rlpool.data.storage import Memory, NDArray
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.arguments import takes_keyword
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.record.tape import joined
 from rlpool.seeding import Words
@@ -40,8 +39,8 @@ class RolloutColumns(NamedTuple):
     next_observations: Any
 
 
-Deliver = Callable[[RolloutColumns, Any], None]
-"""Takes a complete rollout and its task, ``None`` if it was given none."""
+Deliver = Callable[[RolloutColumns], None]
+"""Takes a complete rollout."""
 
 TASK_OPTION = "task"
 """Key of the task among the options of a reset."""
@@ -59,7 +58,7 @@ class RolloutPlan(Plan):
         observed: The keys of an observation.
         episodes: The rollouts, with their lanes as slots.
         noise_keys: One per rollout.
-        deliver: Takes complete rollouts, and their tasks, in the order of their numbers.
+        deliver: Takes complete rollouts in the order of their numbers.
     """
 
     layout: Layout
@@ -116,10 +115,8 @@ class RolloutPlan(Plan):
             self._deliver(number)
 
     def _deliver(self, number: int) -> None:
-        task = (self.episodes[number].options or {}).get(TASK_OPTION)
-        with InterruptsHeld():  # stored and counted, or neither
-            # Forgotten first: a rollout that is refused is not offered twice.
-            self.deliver(self._complete.pop(number), task)
+        # Forgotten first: a rollout that is refused is not offered twice.
+        self.deliver(self._complete.pop(number))
 
     def _joined(self, chunks: Sequence[dict[str, NDArray]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals
@@ -160,19 +157,17 @@ def store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
         )
 
     has_names = all(takes_keyword(add, name) for name in names)
-    has_task = takes_keyword(add, "task", otherwise=False)
 
-    def store(columns: Sequence[Any], task: Any) -> None:
-        told = {"task": task} if has_task else {}
+    def store(columns: Sequence[Any]) -> None:
         if has_names:
-            add(**dict(zip(names, columns, strict=True)), **told)
+            add(**dict(zip(names, columns, strict=True)))
         else:
-            add(*columns, **told)
+            add(*columns)
 
-    def store_samples(rollout: RolloutColumns, task: Any) -> None:
+    def store_samples(rollout: RolloutColumns) -> None:
         flat = rollout._replace(rewards=rollout.rewards[:, 0], terminals=rollout.terminals[:, 0])
         leaves, structure = _pytree.tree_flatten(flat)
         for sample in zip(*leaves, strict=True):
-            store(_pytree.tree_unflatten(sample, structure), task)
+            store(_pytree.tree_unflatten(sample, structure))
 
     return store_samples if is_markov else store
