@@ -52,7 +52,6 @@ class AgentDriver:
         output_specs: The agent's outputs, ``None`` before the first call.
         state: Key to array ``[n_lanes, ...]``: each lane's state, rewritten in place.
         starting: Lanes whose state at this step is only known after ``act``.
-        widened: Keys of the state that the agent has returned in bfloat16: they are float32 here.
         converted_actions: Action key to the dtype in which the environments take it, where that
             is not the agent's.
     """
@@ -69,7 +68,6 @@ class AgentDriver:
         """Forget the keys, shapes and dtypes that the first call has shown."""
         self.output_specs: dict[str, TensorSpec] | None = None
         self.starting: list[int] = []
-        self.widened: set[str] = set()
         self.state.clear()
         self._new_state: dict[str, NDArray] = {}
         # "output" or "state" -> key -> shape of the batch and dtype that the agent has to return
@@ -238,8 +236,6 @@ class AgentDriver:
             except (KeyError, RuntimeError, TypeError):
                 pass  # converted or refused below
         arrays = _as_arrays(value, name, self.n_rows)
-        if name == "state":
-            self.widened.update(k for k in arrays if value[k].dtype is torch.bfloat16)
         if expected is None:
             self._learn(name, arrays)
             return arrays

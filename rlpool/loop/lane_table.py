@@ -25,73 +25,6 @@ from rlpool.slots.writer import SlotWriter
 _UNTIL_FULL = attrgetter("steps_until_full")
 
 
-class ActivePlans:
-    """Plans that fit together, the queue that they come from, and what writes into their blocks.
-
-    Args:
-        env: The environments.
-        calls: The agent's calls.
-        record: Is told what lanes do.
-
-    Attributes:
-        active: The plans that run, the oldest first.
-        postponed: A plan that follows when all of these are over.
-        queue: Where plans come from, set by the rollout for as long as it runs.
-    """
-
-    queue: PlanQueue
-
-    def __init__(self, env: VecEnv, calls: AgentCalls, record: WorkerRecord) -> None:
-        self._env, self._calls, self._record = env, calls, record
-        self.active: list[ActivePlan] = []
-        self.postponed: Plan | None = None
-        self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
-
-    def end(self) -> None:
-        """Forget the queue, which may refer to the rollout, and what is left of its plans."""
-        self.active.clear()
-        self.postponed = None
-        del self.queue
-
-    def forget_writers(self) -> None:
-        """Write from other arrays from now on."""
-        self._writers.clear()
-
-    def bind(self, plan: Plan) -> ActivePlan:
-        """Let lanes run a plan."""
-        active = ActivePlan(plan, self._writer_of(plan), self._env.n_lanes, self._record)
-        self.active.append(active)
-        return active
-
-    def _writer_of(self, plan: Plan) -> SlotWriter:
-        """What writes into a plan's block; the next plan with the same block gets the same."""
-        writer = self._writers.get(plan.arrays)
-        if writer is None:
-            sources = self._calls.current, self._calls.driver.state
-            writer = self._writers[plan.arrays] = SlotWriter(plan.layout, plan.arrays, *sources)
-        return writer
-
-    def wait(self) -> bool:
-        """Wait for slots, when no lane can step; False if there is nothing to wait for."""
-        if not self.active:
-            return False
-        self._record.begin_wait()
-        has_waited = any(active.plan.wait() for active in self.active)
-        self._record.end_wait()
-        return has_waited
-
-    def drop(self, active: ActivePlan) -> None:
-        """Drop a plan of which lanes run nothing any more."""
-        self.active.remove(active)
-        self.queue.done(active.plan)
-
-    def drop_finished(self) -> None:
-        """Drop plans of which nothing is left to do."""
-        for active in list(self.active):
-            if not active.n_lanes and active.plan.is_over():
-                self.drop(active)
-
-
 class LaneTable:
     """The lanes of a rollout, and how they go from one episode and slot to the next.
 
@@ -103,14 +36,16 @@ class LaneTable:
                          v  |
                         parked
 
+    Plans that fit together run at the same time, each with a block of its own.
+
     Args:
         env: The environments.
         calls: The agent's calls.
-        plans: Where episodes and slots come from.
         record: Is told what the lanes do.
         worker: Number of the worker, for error messages.
 
     Attributes:
+        plans: The plans that run, the oldest first.
         running: Lane to what it runs, of those that are not idle.
         idle: The lanes that are, ascending.
         parked: What those run that are parked, likewise.
@@ -121,29 +56,33 @@ class LaneTable:
         steps_until_full: Lower bound of the steps until a slot is full; 0 if it is not known.
     """
 
-    def __init__(
-        self,
-        env: VecEnv,
-        calls: AgentCalls,
-        plans: ActivePlans,
-        record: WorkerRecord,
-        worker: int,
-    ) -> None:
-        self._env, self._calls, self._plans = env, calls, plans
-        self._record, self._worker = record, worker
+    def __init__(self, env: VecEnv, calls: AgentCalls, record: WorkerRecord, worker: int) -> None:
+        self._env, self._calls, self._record, self._worker = env, calls, record, worker
         self._n_lanes = env.n_lanes
+        self.plans: list[ActivePlan] = []
+        self._postponed: Plan | None = None  # follows when all of these are over
+        self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
         self.running: dict[int, Lane] = {}
         self.gives_up = False
         self.giving_up: list[int] = []
-        self.begin()
 
-    def begin(self) -> None:
-        """Let no lane be live: plans of another queue come next."""
+    def begin(self, queue: PlanQueue) -> None:
+        """Take plans from a queue; no lane is live until there is one."""
+        self._queue = queue
+        if self._calls.bind():
+            self._writers.clear()  # other arrays from now on
         self._note_waiting()
         self._at_stock = self.idle, self.parked
         self.live: list[int] = []
         self.live_rows: NDArray | None = None
         self.steps_until_full = 0
+
+    def end(self) -> None:
+        """Forget the queue, which may refer to the rollout, and what is left of its plans."""
+        self.plans.clear()
+        self._postponed = None
+        self.gives_up = False
+        del self._queue
 
     def _note_waiting(self) -> None:
         """Find the lanes that are idle, and those that are parked."""
@@ -159,28 +98,64 @@ class LaneTable:
         A batch has one set of keys, so ``agent_info`` with others has to wait; and so has a plan
         that begins with a reset of all lanes.
         """
-        plans = self._plans
-        plan = plans.postponed or plans.queue.next_plan()
-        plans.postponed = None
+        plan = self._postponed or self._queue.next_plan()
+        self._postponed = None
         if plan is None:
             return None
-        infos, is_first = plan.agent_info or {}, not plans.active
+        infos, is_first = plan.agent_info or {}, not self.plans
         keys = self._calls.infos
         if not is_first and (plan.begins_anew or row_specs(infos) != row_specs(keys.arrays)):
-            plans.postponed = plan
+            self._postponed = plan
             return None
         if plan.begins_anew:
             self._env.begin_anew()
-        active = plans.bind(plan)
+        active = ActivePlan(plan, self._writer_of(plan), self._n_lanes, self._record)
+        self.plans.append(active)
         if is_first:
             keys.declare(infos)
             self._continue_with(active)
         self.gives_up = self.gives_up or plan.gives_up
         if plan.tapes:
-            for lane in take_over(active, self._env, self._calls, Where(self._worker)):
-                self.running[lane.number] = lane
-            self._note_waiting()
+            self._take_over(active)
         return active
+
+    def _writer_of(self, plan: Plan) -> SlotWriter:
+        """What writes into a plan's block; the next plan with the same block gets the same."""
+        writer = self._writers.get(plan.arrays)
+        if writer is None:
+            sources = self._calls.current, self._calls.driver.state
+            writer = self._writers[plan.arrays] = SlotWriter(plan.layout, plan.arrays, *sources)
+        return writer
+
+    def _take_over(self, active: ActivePlan) -> None:
+        """Bring lanes to where another worker was with a plan's episodes; they are parked.
+
+        Raises:
+            EnvError: If an environment does not repeat what it did.
+        """
+        plan, env, calls = active.plan, self._env, self._calls
+        able: dict[int, Tape] = {}
+        wheres: dict[int, Where] = {}
+        for number, known in plan.tapes.items():
+            episode = replace(plan.resumed(number, known.n_restarts), options=known.options)
+            tape, n_steps = replace(known, seed=episode.seed), known.n_steps
+            lane = Lane(number, episode, active, episode.slot, steps_before=n_steps, tape=tape)
+            self.running[number] = lane
+            seed = tape.seed, tape.options
+            here = Where(self._worker, number, episode.number, None, 0, *seed)
+            if _can_begin(episode, tape, here):
+                able[number], wheres[number] = tape, here
+            else:
+                env.begin_lanes([number])
+        take_over_together(env, able, wheres, self._record.steps)
+        for number, known in plan.tapes.items():
+            episode = self.running[number].episode
+            calls.infos.show(plan.agent_info or {}, {number: episode.number})
+            if known.n_steps:
+                calls.driver.resume(number, known.state, episode)
+            else:
+                calls.driver.start([number], calls.infos.tensors, [episode])
+        self._note_waiting()
 
     def _continue_with(self, active: ActivePlan) -> None:
         """Let lanes that are parked go on with the next window, which may have other infos."""
@@ -205,14 +180,23 @@ class LaneTable:
 
     def have_news(self) -> bool:
         """Whether lanes that wait may get something."""
-        plans, have_slots = self._plans, False
-        for active in plans.active:
+        have_slots = False
+        for active in self.plans:
             have_slots |= active.plan.has_news()
-        return have_slots or (plans.postponed is None and plans.queue.has_next())
+        return have_slots or (self._postponed is None and self._queue.has_next())
+
+    def wait(self) -> bool:
+        """Wait for slots, when no lane can step; False if there is nothing to wait for."""
+        if not self.plans:
+            return False
+        self._record.begin_wait()
+        has_waited = any(active.plan.wait() for active in self.plans)
+        self._record.end_wait()
+        return has_waited
 
     def must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""
-        anew = [active.plan.lacks_slots for active in self._plans.active if active.plan.begins_anew]
+        anew = [active.plan.lacks_slots for active in self.plans if active.plan.begins_anew]
         return any(anew) or bool(self.parked)
 
     def drop(self, cancelled: ActivePlan) -> None:
@@ -222,11 +206,17 @@ class LaneTable:
                 cancelled.abandon(lane)
                 del self.running[lane.number]
         self._note_waiting()
-        self._plans.drop(cancelled)
+        self._end_plan(cancelled)
         self.fill()
+
+    def _end_plan(self, active: ActivePlan) -> None:
+        """Drop a plan of which lanes run nothing any more."""
+        self.plans.remove(active)
+        self._queue.done(active.plan)
 
     def begin_again(self, failed: ActivePlan) -> None:
         """Leave all slots: a plan has failed, and episodes of others begin again."""
+        self.plans.remove(failed)
         for lane in self.running.values():
             slot = None if lane.state is State.PARKED else lane.slot
             lane.active.abandon(lane)
@@ -237,7 +227,7 @@ class LaneTable:
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
         for lane in self.running.values():
-            if lane.active in self._plans.active:  # otherwise its block is no longer ours
+            if lane.active in self.plans:  # otherwise its block is no longer ours
                 lane.active.abandon(lane)
         self._clear()
 
@@ -281,10 +271,10 @@ class LaneTable:
             else:
                 self._leave_slots(lanes, is_last=True)
         if not self.steps_until_full:
-            for active in self._plans.active:
+            for active in self.plans:
                 if full := self._full_lanes(active):
                     self._leave_slots(full, is_last=False)
-        for active in self._plans.active:
+        for active in self.plans:
             active.plan.flush()
         self.fill()
 
@@ -294,7 +284,7 @@ class LaneTable:
 
     def _leave_slots(self, lanes: Sequence[Lane], is_last: bool) -> None:
         """Complete slots; their lanes become idle, or parked if the episodes continue."""
-        active_plans = self._plans.active
+        active_plans = self.plans
         for active in active_plans:
             mine = lanes
             if len(active_plans) > 1:
@@ -341,14 +331,20 @@ class LaneTable:
         if starting:
             starting.sort(key=by_number)  # plans may have been asked in turns
             self._begin_episodes(starting)
-        for active in self._plans.active:
+        for active in self.plans:
             if not active.n_lanes:
-                self._plans.drop_finished()
+                self._end_finished()
                 break
         # Usually the lanes that ended start again. Then nothing else changes, and
         # steps_until_full remains a lower bound.
         if (self.idle, self.parked) != self._at_stock or not self.steps_until_full:
             self._take_stock()
+
+    def _end_finished(self) -> None:
+        """Drop plans of which nothing is left to do."""
+        for active in list(self.plans):
+            if not active.n_lanes and active.plan.is_over():
+                self._end_plan(active)
 
     def _deal(self, starting: list[Lane]) -> None:
         """Deal out what there is to waiting lanes; notes those that start an episode.
@@ -358,7 +354,7 @@ class LaneTable:
         """
         if self.parked:
             self._enter_next_slots()
-        for active in self._plans.active if self.idle else ():
+        for active in self.plans if self.idle else ():
             episodes = active.plan.next_episodes(self.idle)
             if not episodes:
                 continue
@@ -377,7 +373,7 @@ class LaneTable:
     def _enter_next_slots(self) -> None:
         """Let parked lanes go on in their next slots, if there are any."""
         noise = self._calls.noise
-        for active in self._plans.active:
+        for active in self.plans:
             mine = {lane.number: lane for lane in self.parked if lane.active is active}
             slots = active.plan.next_slots(list(mine)) if mine else {}
             for number, slot in slots.items():
@@ -418,7 +414,7 @@ class LaneTable:
         if able:
             self._env.reset_lanes(able, seeds, options)
         record.env_ns[0] += monotonic_ns()
-        for active in self._plans.active if calls.infos.arrays else ():
+        for active in self.plans if calls.infos.arrays else ():
             self._show_infos(active, lanes)
         calls.begin(numbers, episodes)
 
@@ -430,7 +426,7 @@ class LaneTable:
             live.discard(lane.number)
         self.live = sorted(live)
         self.live_rows = rows_repeating(self.live, self._n_lanes) if self.live else None
-        self.steps_until_full = min(map(_UNTIL_FULL, self._plans.active), default=0)
+        self.steps_until_full = min(map(_UNTIL_FULL, self.plans), default=0)
         if self.gives_up:
             self._find_given_up()
 
@@ -510,44 +506,6 @@ class SelfRestartingLanes(LaneTable):
         super()._take_stock()
         if self._restarting:
             self.steps_until_full = 1  # after every step it is seen who has restarted
-
-
-def take_over(active: ActivePlan, env: VecEnv, calls: AgentCalls, where: Where) -> list[Lane]:
-    """Bring lanes to where another worker was with a plan's episodes.
-
-    Args:
-        active: The plan, with their tapes.
-        env: The environments.
-        calls: The agent's calls.
-        where: This worker.
-
-    Returns:
-        What the lanes run; they are parked.
-
-    Raises:
-        EnvError: If an environment does not repeat what it did.
-    """
-    plan = active.plan
-    lanes: list[Lane] = []
-    able: dict[int, Tape] = {}
-    wheres: dict[int, Where] = {}
-    for number, known in plan.tapes.items():
-        episode = replace(plan.resumed(number, known.n_restarts), options=known.options)
-        tape, n_steps = replace(known, seed=episode.seed), known.n_steps
-        lanes.append(Lane(number, episode, active, episode.slot, steps_before=n_steps, tape=tape))
-        here = Where(where.worker, number, episode.number, None, 0, tape.seed, tape.options)
-        if _can_begin(episode, tape, here):
-            able[number], wheres[number] = tape, here
-        else:
-            env.begin_lanes([number])
-    take_over_together(env, able, wheres, calls.record.steps)
-    for lane in lanes:
-        calls.infos.show(plan.agent_info or {}, {lane.number: lane.episode.number})
-        if lane.steps_before:
-            calls.driver.resume(lane.number, plan.tapes[lane.number].state, lane.episode)
-        else:
-            calls.driver.start([lane.number], calls.infos.tensors, [lane.episode])
-    return lanes
 
 
 def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:

@@ -11,7 +11,7 @@ from rlpool.data.specs import TensorSpec, is_action, row_specs
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import RlpoolError, SpecError, described
+from rlpool.errors import SpecError
 from rlpool.loop.agent_calls import AgentCalls, History
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
@@ -46,11 +46,7 @@ def probe(
         env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
     driver, noise = calls.driver, calls.noise
     wants_history = bool(driver.agent.require_history())
-    try:
-        _call_agent(env, calls, wants_history)
-    except AgentFailure as failure:
-        cause = _cause(driver, failure.__cause__)
-        raise AgentFailure(failure.lanes, failure.call) from cause
+    _call_agent(env, calls, wants_history)
     outputs = driver.output_specs or {}
     _match_actions(env, driver, outputs)
     steps = StepSpecs(
@@ -86,8 +82,6 @@ def _call_agent(env: VecEnv, calls: AgentCalls, wants_history: bool) -> None:
         history = _no_history(known) if wants_history else None
         known |= driver.act(*shown(), history, lanes) | driver.state
     driver.commit()  # idle lanes need a valid state
-    if driver.widened:  # does the agent take it?
-        driver.act(*shown(), history, lanes)
 
 
 def _match_actions(env: VecEnv, driver: AgentDriver, outputs: Mapping[str, TensorSpec]) -> None:
@@ -101,20 +95,6 @@ def _match_actions(env: VecEnv, driver: AgentDriver, outputs: Mapping[str, Tenso
     driver.converted_actions = {
         key: spec.dtype for key, spec in wanted.items() if spec.dtype != actions[key].dtype
     }
-
-
-def _cause(driver: AgentDriver, error: BaseException | None) -> BaseException | None:
-    """Why the agent failed, which may be a state that it does not take in float32."""
-    if not driver.widened or not isinstance(error, RuntimeError) or isinstance(error, RlpoolError):
-        return error
-    key = min(driver.widened)
-    problem = SpecError(
-        f"the agent returned {key!r} in its state as bfloat16, which is kept and given back as "
-        f"float32, and then raised {described(error)}",
-        fix=f'convert it in the call: state["{key}"].bfloat16()',
-    )
-    problem.__cause__ = error
-    return problem
 
 
 def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:

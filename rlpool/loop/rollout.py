@@ -27,7 +27,7 @@ from rlpool.errors import Where, WorkerError
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
-from rlpool.loop.lane_table import ActivePlans, LaneTable, SelfRestartingLanes
+from rlpool.loop.lane_table import LaneTable, SelfRestartingLanes
 from rlpool.loop.plan import PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.observe.control import WorkerRecord
@@ -60,10 +60,8 @@ class Rollout:
         self._record = record if record is not None else WorkerRecord.private()
         self._record.begin_lanes(env.n_lanes)
         self._calls = AgentCalls(agent, env, self._record, agent_rows)
-        self._plans = ActivePlans(env, self._calls, self._record)
         kind = LaneTable if env.seeding == "episode" else SelfRestartingLanes
-        context = self._calls, self._plans, self._record, worker
-        self._lanes = kind(env, *context)
+        self._lanes = kind(env, self._calls, self._record, worker)
 
     @torch.inference_mode()
     def probe(
@@ -107,13 +105,10 @@ class Rollout:
             EnvError: If an environment does not repeat what is on its tape.
             BaseException: What ``queue.failed`` raises. Either way all lanes are idle then.
         """
-        lanes, calls, is_at_end = self._lanes, self._calls, False
-        self._plans.queue = queue
+        lanes, is_at_end = self._lanes, False
         try:
             with torch.inference_mode():
-                lanes.begin()
-                if calls.bind():
-                    self._plans.forget_writers()
+                lanes.begin(queue)
                 while not is_at_end:
                     try:
                         self._go_on()
@@ -122,25 +117,23 @@ class Rollout:
                         self._record.end_calls()
                         failed, failure = self._ended_by(error)
                         failure.__cause__ = error.__cause__
-                        self._plans.active.remove(failed)
                         lanes.begin_again(failed)
                         queue.failed(failed.plan, failure)
         finally:
             if not is_at_end:
                 self._record.end_calls()
                 lanes.abandon()
-            lanes.gives_up = False
-            self._plans.end()
+            lanes.end()
 
     def _go_on(self) -> None:
         """Step until there is no further plan."""
-        lanes, plans, env = self._lanes, self._plans, self._env
+        lanes, env = self._lanes, self._env
         self._waits_for_all = env.min_ready is None or self._calls.history is not None
-        if not plans.active:
+        if not lanes.plans:
             lanes.bind_next()
         lanes.fill()
         while True:
-            for active in plans.active:
+            for active in lanes.plans:
                 if active.plan.cancelled[0]:
                     lanes.drop(active)
                     break
@@ -149,12 +142,12 @@ class Rollout:
                 self._step()
                 if (lanes.idle or lanes.parked) and lanes.have_news():
                     lanes.fill()
-            elif plans.wait() or lanes.bind_next() is not None:
+            elif lanes.wait() or lanes.bind_next() is not None:
                 lanes.fill()
-            elif plans.active and env.advance():
+            elif lanes.plans and env.advance():
                 self._record.steps[0] += 1
                 lanes.fill()
-            elif plans.active:
+            elif lanes.plans:
                 raise RuntimeError("no lane runs any of the plans, and they are not over")
             else:
                 return
@@ -172,7 +165,7 @@ class Rollout:
         lanes that do not take this step go to the spare slot. So episodes have the same bits,
         whichever lanes are ready at the same time.
         """
-        lanes, record, active_plans = self._lanes, self._record, self._plans.active
+        lanes, record, active_plans = self._lanes, self._record, self._lanes.plans
         live = free = stepped = lanes.live
         if self._waits_for_all:
             outputs = self._calls.act(active_plans, live, lanes.live_rows)
@@ -230,7 +223,7 @@ class Rollout:
         The agent is called for all lanes at once, so its error names all of the plan's rows in the
         call. If several plans took part, the oldest one ends and the others begin again.
         """
-        running, active_plans = self._lanes.running, self._plans.active
+        running, active_plans = self._lanes.running, self._lanes.plans
         numbers = error.lanes if isinstance(error, AgentFailure) else [error.lane]
         lanes = [running[number] for number in numbers if number in running]
         if not lanes:
