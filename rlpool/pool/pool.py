@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,13 +17,13 @@ from rlpool.data.storage import NDArray, allocate
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, whole_number
-from rlpool.pool import ingest, sampling
+from rlpool.pool import sampling
+from rlpool.pool.filling import Filler, Settings
+from rlpool.pool.ingest import TRANSITION_KEYS, transition_of
 from rlpool.pool.priorities import checked_exponent, checked_priorities
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.schema import Schema
-from rlpool.pool.store import Store, make_store
-from rlpool.pool.sub_pool import WindowRules, routes
-from rlpool.pool.transition import DONE_KEY, TRANSITION_KEYS, transition_of
+from rlpool.pool.store import Store
+from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
@@ -120,39 +117,37 @@ class Pool:
             n_workers = max(1, len(env)) if isinstance(env, Sequence) else 1
         n_workers = whole_number("n_workers", n_workers, 1)
         check_choice("random", random, (True, False))
-        self._rules = WindowRules(window_size, clearing_freq, window_size_)
         seed = None if seed is None else whole_number("seed", seed, 0)
-        self._info_keys = list(dict.fromkeys(listed(info_keys or (), str, "info_keys")))
         check_choice("storage", storage, _STORAGES)
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
-        self._storage, self._directory = storage, directory
         FailurePolicy(start_method=start_method)
-        self._arguments = {
-            "pool_size": whole_number("pool_size", pool_size, n_workers),
-            "n_workers": n_workers,
-            **self._rules.arguments(),
-            "random": bool(random),
-            "priority_exponent": checked_exponent(priority_exponent),
-            "keys": None if keys is None else list(dict.fromkeys(listed(keys, str, "keys"))),
-            "frame_stack": None
-            if frame_stack is None
-            else whole_number("frame_stack", frame_stack, 2),
-        }
-        if self._arguments["keys"] == []:
+        settings = Settings(
+            whole_number("pool_size", pool_size, n_workers),
+            n_workers,
+            WindowRules(window_size, clearing_freq, window_size_),
+            bool(random),
+            None if keys is None else list(dict.fromkeys(listed(keys, str, "keys"))),
+            list(dict.fromkeys(listed(info_keys or (), str, "info_keys"))),
+            storage,
+            directory,
+            checked_exponent(priority_exponent),
+            None if frame_stack is None else whole_number("frame_stack", frame_stack, 2),
+        )
+        if settings.keys == []:
             raise SpecError("keys are empty", fix="leave keys out to store all")
-        root = root_from(seed)
-        self._store = Store.of_nothing(n_workers)
-        self._generator, self._router = (
+        self._settings, root = settings, root_from(seed)
+        self._generator, router = (
             np.random.Generator(np.random.PCG64([purpose, root]))
             for purpose in (_SAMPLING, _ROUTING)
         )
-        self._max_priority = 1.0
-        # Sub-pool to its ``next`` when its newest transition was one that may be continued.
-        self._open: dict[int, int] = {}
-        self._has_stored = False  # store() has added the first transitions of all processes
+        self._filler = Filler(settings, router)
         self._runner = None
         if env is not None:
             self._runner = EpisodeRunner(env, n_workers, seed, policy, timeout, start_method)
+
+    @property
+    def _store(self) -> Store:
+        return self._filler.store
 
     # What there is ---------------------------------------------------------------------------
 
@@ -163,8 +158,7 @@ class Pool:
     @property
     def pool_size(self) -> int:
         """Transitions that fit in."""
-        size: int = self._arguments["pool_size"]
-        return size
+        return self._settings.pool_size
 
     @property
     def lengths(self) -> list[int]:
@@ -275,17 +269,7 @@ class Pool:
         """
         fix = "TemporalDictTensor.from_packed(transitions, lengths) makes one of transitions"
         instance(trajectories, TemporalDictTensor, "what extend() gets", fix)
-        index = self._checked_index(index)
-        if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
-            return
-        store, new = self._new_rows(trajectories)
-        if index is None and len(store.sub_pools) > 1:
-            sizes = trajectories.lengths.cpu().numpy()
-            sizes = sizes[sizes > 0]
-            self._distribute(store, new, sizes, self._router.random(len(sizes)).tolist())
-        else:
-            store.add(index or 0, new, self._max_priority)
-        self._store = store
+        self._filler.extend(trajectories, index)
 
     def pool(
         self,
@@ -325,25 +309,7 @@ class Pool:
             >>> len(pool)
             2
         """
-        index = self._checked_index(index)
-        values = transition_of(s, a, next_s, r, done, terminated)
-        keys = ingest.chosen(values, self._known_keys(), "the transition")
-        specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
-        store = self._store_for(specs, "the transition")
-        new = ingest.from_single(values, store.schema)
-        # In a sub-pool that was chosen here, the one before is of the same episode by chance.
-        is_chosen = index is None and len(store.sub_pools) > 1
-        if index is None:
-            index = int(np.argmin(store.sub_pools.lengths))
-            if is_chosen and self._arguments["random"]:
-                (index,) = routes(store.sub_pools, self._rules, [1], [self._router.random()])
-        sub_pool = store.sub_pools[index]
-        is_open = not is_chosen and self._open.get(index) == sub_pool.next
-        joined = is_open and store.ends_in(index, values)
-        store.add(index, new, self._max_priority, joined=joined)
-        if not is_chosen and not values[DONE_KEY]:
-            self._open[index] = sub_pool.next
-        self._store = store
+        self._filler.add(transition_of(s, a, next_s, r, done, terminated), index)
 
     __call__ = pool
 
@@ -374,21 +340,7 @@ class Pool:
             raise UsageError("the pool has no environments", fix="pass env=[...], or use extend()")
         if self._runner.closed:
             raise UsageError("the pool was closed", fix="make another one, close it later")
-        every, lengths = self._runner.run()
-        if not self._arguments["random"] or len(lengths) == 1:
-            for process, (length, stop) in enumerate(
-                zip(lengths, accumulate(lengths), strict=True)
-            ):
-                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
-            return
-        order = ingest.order_in_time(lengths)
-        store, new = self._new_rows(ingest.one_row(every))
-        new.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
-        draws: list[int | float] = self._router.random(len(order)).tolist()
-        if not self._has_stored:  # the first of each process goes into its own sub-pool
-            draws[: len(lengths)] = range(len(lengths))
-        self._distribute(store, new.part(order), np.ones(len(order), int), draws)
-        self._store, self._has_stored = store, True
+        self._filler.add_run(*self._runner.run())
 
     def clear(self) -> None:
         """Drop all transitions; their keys stay fixed.
@@ -402,63 +354,6 @@ class Pool:
             0
         """
         self._store.clear()
-
-    def _checked_index(self, index: Any) -> int | None:
-        n = len(self._store.sub_pools)
-        if index is not None and whole_number("index", index, 0) >= n:
-            raise SpecError(
-                f"index should be the number of a sub-pool, got {index!r}",
-                fix=f"there are {n} (n_workers), counted from 0",
-            )
-        return None if index is None else operator.index(index)
-
-    def _known_keys(self) -> Sequence[str] | None:
-        keys: list[str] | None = self._arguments["keys"]
-        return list(self.specs) if self._store.has_schema else keys
-
-    def _new_rows(self, trajectories: TemporalDictTensor) -> tuple[Store, ingest.NewRows]:
-        """Rows of some trajectories, and the store that they fit."""
-        known, schema, is_known = self._known_keys(), self._store.schema, self._store.has_schema
-        names = schema.infos if is_known else self._info_keys
-        infos = ingest.infos_of(trajectories, names, are_exact=is_known)
-        if known is not None:
-            known = [key for key in known if key not in infos]
-        specs = ingest.specs_of(trajectories, known)
-        specs |= {key: ingest.spec_of(key, tensor) for key, tensor in infos.items()}
-        store = self._store_for(specs, "the trajectories", tuple(infos))
-        return store, ingest.from_trajectories(trajectories, store.schema, infos)
-
-    def _store_for(
-        self, specs: Mapping[str, TensorSpec], what: str, infos: tuple[str, ...] = ()
-    ) -> Store:
-        """The store for transitions, a new one for the first ones: they decide what it holds."""
-        if self._store.has_schema:
-            self._store.schema.check(specs, what)
-            return self._store
-        taken = [key for key in sampling.RESULT_KEYS if key in specs]
-        if taken:
-            raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
-        schema = Schema.from_specs(specs, self._arguments["frame_stack"])
-        return self._new_store(replace(schema, infos=infos))
-
-    def _new_store(self, schema: Schema) -> Store:
-        return make_store(
-            schema,
-            self.pool_size,
-            len(self._store.sub_pools),
-            self._rules,
-            self._storage,
-            self._directory,
-            with_priorities=self._arguments["priority_exponent"] is not None,
-        )
-
-    def _distribute(
-        self, store: Store, new: ingest.NewRows, sizes: NDArray, draws: Sequence[int | float]
-    ) -> None:
-        """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
-        each = np.repeat(routes(store.sub_pools, self._rules, sizes.tolist(), draws), sizes)
-        for index in np.unique(each).tolist():
-            store.add(index, new.part(np.flatnonzero(each == index)), self._max_priority)
 
     # Drawing ---------------------------------------------------------------------------------
 
@@ -590,7 +485,7 @@ class Pool:
             >>> errors = torch.rand(4)  # how wrong the learner's prediction was
             >>> pool.update_priorities(batch["index"], errors + 1e-6)
         """
-        alpha = self._arguments["priority_exponent"]
+        alpha = self._settings.priority_exponent
         if alpha is None:
             raise UsageError(
                 "the pool samples uniformly and has no priorities",
@@ -606,7 +501,8 @@ class Pool:
         with store.changing():
             rows = store.sub_pools.rows_of(sub_pools[is_there], numbers[is_there])
             store.tree.set(rows, powers[is_there])
-        self._max_priority = max(self._max_priority, float(powers[is_there].max(initial=0.0)))
+        largest = float(powers[is_there].max(initial=0.0))
+        self._filler.max_priority = max(self._filler.max_priority, largest)
 
     # Saving ----------------------------------------------------------------------------------
 
@@ -628,16 +524,10 @@ class Pool:
             >>> len(other)
             4
         """
-        store = self._store
         return {
             "format": _FORMAT,
-            "arguments": dict(self._arguments),
-            "store": store.state_dict() if store.has_schema else None,
-            "open": [i for i, n in self._open.items() if n == store.sub_pools[i].next],
-            "has_stored": self._has_stored,
-            "max_priority": self._max_priority,
-            "sampling": self._generator.bit_generator.state,
-            "routing": self._router.bit_generator.state,
+            **self._filler.state_dict(),
+            "generator": self._generator.bit_generator.state,
             "runner": None if self._runner is None else self._runner.state_dict(),
         }
 
@@ -665,11 +555,8 @@ class Pool:
         try:
             if state["format"] != _FORMAT:
                 raise SpecError(f"this rlpool cannot read the pool format {state['format']!r}")
-            store = self._loaded(state["store"], state["arguments"])
-            generators = np.random.PCG64(), np.random.PCG64()
-            generators[0].state, generators[1].state = state["sampling"], state["routing"]
-            is_open = {int(i): store.sub_pools[i].next for i in state["open"]}
-            max_priority, has_stored = float(state["max_priority"]), bool(state["has_stored"])
+            filler, generator = self._filler.loaded(state), np.random.PCG64()
+            generator.state = state["generator"]
             if self._runner is not None and state["runner"] is not None:
                 self._runner.load_state_dict(state["runner"])
         except SpecError:
@@ -679,38 +566,7 @@ class Pool:
                 f"the state is damaged, or not that of a pool: {error!r:.200}",
                 fix="load another copy of what state_dict() returned; this pool is as it was",
             ) from error
-        self._store, self._open = store, is_open
-        self._max_priority, self._has_stored = max_priority, has_stored
-        self._generator, self._router = map(np.random.Generator, generators)
-
-    def _loaded(self, saved: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> Store:
-        """A new store of what was saved."""
-        for name, value in self._arguments.items():
-            # Without keys of its own, a pool takes what comes.
-            if arguments[name] != value and (name != "keys" or value is not None):
-                raise SpecError(
-                    f"the saved pool has {name} {arguments[name]}, this one has {value}",
-                    fix="load it into a pool that is made with the same arguments",
-                )
-        own = self._store.schema
-        if saved is None:  # there never was a transition
-            n = len(self._store.sub_pools)
-            return self._new_store(own) if self._store.has_schema else Store.of_nothing(n)
-        schema = Schema.from_plain(saved["schema"])
-        if self._store.has_schema and own != schema:
-            raise SpecError(
-                f"the saved pool holds {schema}; this one has {own}",
-                fix="load it into a pool that holds the same, or nothing yet",
-            )
-        missing = [n for n in self._info_keys if not ingest.matching(n, schema.infos)]
-        if missing:
-            raise SpecError(
-                f"the saved pool holds no {missing}, which info_keys of this one name",
-                fix="load it into a pool without info_keys: that one takes what is saved",
-            )
-        store = self._new_store(schema)
-        store.load_state_dict(saved)
-        return store
+        self._filler, self._generator = filler, np.random.Generator(generator)
 
     # Life ------------------------------------------------------------------------------------
 

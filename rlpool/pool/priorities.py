@@ -19,7 +19,7 @@ import torch
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import real_number
-from rlpool.pool.transition import as_array
+from rlpool.pool.ingest import as_array
 
 _FANOUT = 16
 _TOP_SIZE = 2**14  # nodes of the top level

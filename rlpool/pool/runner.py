@@ -28,7 +28,7 @@ from rlpool.envs.single_envs import check_is_env
 from rlpool.errors import SpecError, UsageError, Where
 from rlpool.machine.arguments import checked_timeout
 from rlpool.machine.limits import WORKER_DESCRIPTORS, refuse_too_many_workers
-from rlpool.pool.transition import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
+from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.seeding import LaneSeeds, root_from, worker_seed
 from rlpool.workers.process_start import memory_of
 from rlpool.workers.sharing import Parcel, pickled

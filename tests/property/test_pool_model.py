@@ -182,7 +182,7 @@ class PoolMachine(RuleBasedStateMachine):
             index %= self.options.processes
         episodes = [self.episode(row, only_inner=is_lazy) for row in rows]
         trajectories = self.trajectories(episodes, room, layout, is_lazy=is_lazy)
-        router = copy.deepcopy(self.pool._router)
+        router = copy.deepcopy(self.pool._filler.router)
         known = trajectories._steps._tensors
         before = {key: known[key].clone() for key in known if key != "_frame"}
         self.pool.extend(trajectories, index)
@@ -281,7 +281,7 @@ class PoolMachine(RuleBasedStateMachine):
         may_go_on = index is not None or processes == 1
         if index is not None:
             index %= processes
-        router = copy.deepcopy(self.pool._router)
+        router = copy.deepcopy(self.pool._filler.router)
         if index is not None:
             number = index
         elif random:

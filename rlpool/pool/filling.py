@@ -1,0 +1,241 @@
+"""Adding transitions to the store of a pool, which the first ones decide what it holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import NDArray
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import whole_number
+from rlpool.pool import ingest
+from rlpool.pool.sampling import RESULT_KEYS
+from rlpool.pool.schema import Schema
+from rlpool.pool.store import Store, make_store
+from rlpool.pool.sub_pool import WindowRules, routes
+
+_OTHER = "load it into a pool that is made with the same arguments"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a pool is made with; see ``Pool``."""
+
+    pool_size: int
+    n_workers: int
+    rules: WindowRules
+    random: bool
+    keys: list[str] | None
+    info_keys: list[str]
+    storage: str
+    directory: str | Path | None
+    priority_exponent: float | None
+    frame_stack: int | None
+
+    def saved(self) -> dict[str, Any]:
+        """Those that a saved pool and the one that loads it must have in common."""
+        names = ("pool_size", "n_workers", "random", "keys", "priority_exponent", "frame_stack")
+        return {**{name: getattr(self, name) for name in names}, **self.rules.arguments()}
+
+
+class Filler:
+    """Holds a store, and adds transitions to it.
+
+    Args:
+        settings: What the pool is made with.
+        router: Chooses sub-pools.
+
+    Attributes:
+        store: The store; one of nothing before the first transition.
+        router: As given.
+        max_priority: The largest priority so far, to the pool's power: that of new transitions.
+    """
+
+    def __init__(self, settings: Settings, router: np.random.Generator) -> None:
+        self._settings = settings
+        self.router = router
+        self.store = Store.of_nothing(settings.n_workers)
+        self.max_priority = 1.0
+        # Sub-pool to its ``next`` when its newest transition was one that may be continued.
+        self._open: dict[int, int] = {}
+        self._has_run = False  # the first transitions of all processes were added
+
+    @property
+    def n_sub_pools(self) -> int:
+        """Number of sub-pools."""
+        return self._settings.n_workers
+
+    # Adding ----------------------------------------------------------------------------------
+
+    def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
+        """Add trajectories: see ``Pool.extend``."""
+        index = self._checked_index(index)
+        if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
+            return
+        store, new = self._new_rows(trajectories)
+        if index is None and self.n_sub_pools > 1:
+            sizes = trajectories.lengths.cpu().numpy()
+            sizes = sizes[sizes > 0]
+            self._distribute(store, new, sizes, self.router.random(len(sizes)).tolist())
+        else:
+            store.add(index or 0, new, self.max_priority)
+        self.store = store
+
+    def add(self, values: Mapping[str, NDArray], index: int | None) -> None:
+        """Add a single transition, of arrays without a batch dimension: see ``Pool.pool``."""
+        index = self._checked_index(index)
+        keys = ingest.chosen(values, self._known_keys(), "the transition")
+        specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
+        store = self._store_for(specs, "the transition")
+        new = ingest.from_single(values, store.schema)
+        # In a sub-pool that was chosen here, the one before is of the same episode by chance.
+        is_chosen = index is None and self.n_sub_pools > 1
+        if index is None:
+            index = int(np.argmin(store.sub_pools.lengths))
+            if is_chosen and self._settings.random:
+                (index,) = routes(
+                    store.sub_pools, self._settings.rules, [1], [self.router.random()]
+                )
+        sub_pool = store.sub_pools[index]
+        is_open = not is_chosen and self._open.get(index) == sub_pool.next
+        joined = is_open and store.ends_in(index, values)
+        store.add(index, new, self.max_priority, joined=joined)
+        if not is_chosen and not values[ingest.DONE_KEY]:
+            self._open[index] = sub_pool.next
+        self.store = store
+
+    def add_run(self, every: DictTensor, lengths: Sequence[int]) -> None:
+        """Add what ``EpisodeRunner.run`` returned."""
+        if not self._settings.random or self.n_sub_pools == 1:
+            for process, (length, stop) in enumerate(
+                zip(lengths, accumulate(lengths), strict=True)
+            ):
+                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
+            return
+        order = ingest.order_in_time(lengths)
+        store, new = self._new_rows(ingest.one_row(every))
+        new.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
+        draws: list[int | float] = self.router.random(len(order)).tolist()
+        if not self._has_run:  # the first of each process goes into its own sub-pool
+            draws[: len(lengths)] = range(len(lengths))
+        self._distribute(store, new.part(order), np.ones(len(order), int), draws)
+        self.store, self._has_run = store, True
+
+    def _checked_index(self, index: Any) -> int | None:
+        n = self.n_sub_pools
+        if index is not None and whole_number("index", index, 0) >= n:
+            raise SpecError(
+                f"index should be the number of a sub-pool, got {index!r}",
+                fix=f"there are {n} (n_workers), counted from 0",
+            )
+        return None if index is None else operator.index(index)
+
+    def _known_keys(self) -> Sequence[str] | None:
+        return list(self.store.schema.specs) if self.store.has_schema else self._settings.keys
+
+    def _new_rows(self, trajectories: TemporalDictTensor) -> tuple[Store, ingest.NewRows]:
+        """Rows of some trajectories, and the store that they fit."""
+        known, schema, is_known = self._known_keys(), self.store.schema, self.store.has_schema
+        names = schema.infos if is_known else self._settings.info_keys
+        infos = ingest.infos_of(trajectories, names, are_exact=is_known)
+        if known is not None:
+            known = [key for key in known if key not in infos]
+        specs = ingest.specs_of(trajectories, known)
+        specs |= {key: ingest.spec_of(key, tensor) for key, tensor in infos.items()}
+        store = self._store_for(specs, "the trajectories", tuple(infos))
+        return store, ingest.from_trajectories(trajectories, store.schema, infos)
+
+    def _store_for(
+        self, specs: Mapping[str, TensorSpec], what: str, infos: tuple[str, ...] = ()
+    ) -> Store:
+        """The store for transitions, a new one for the first ones: they decide what it holds."""
+        if self.store.has_schema:
+            self.store.schema.check(specs, what)
+            return self.store
+        taken = [key for key in RESULT_KEYS if key in specs]
+        if taken:
+            raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
+        schema = Schema.from_specs(specs, self._settings.frame_stack)
+        return self._new_store(replace(schema, infos=infos))
+
+    def _new_store(self, schema: Schema) -> Store:
+        settings = self._settings
+        return make_store(
+            schema,
+            settings.pool_size,
+            settings.n_workers,
+            settings.rules,
+            settings.storage,
+            settings.directory,
+            with_priorities=settings.priority_exponent is not None,
+        )
+
+    def _distribute(
+        self, store: Store, new: ingest.NewRows, sizes: NDArray, draws: Sequence[int | float]
+    ) -> None:
+        """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
+        chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
+        each = np.repeat(chosen, sizes)
+        for index in np.unique(each).tolist():
+            store.add(index, new.part(np.flatnonzero(each == index)), self.max_priority)
+
+    # State -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next additions depend on; tensors are views."""
+        sub_pools = self.store.sub_pools
+        return {
+            "settings": self._settings.saved(),
+            "store": self.store.state_dict() if self.store.has_schema else None,
+            "open": [i for i, n in self._open.items() if n == sub_pools[i].next],
+            "has_run": self._has_run,
+            "max_priority": self.max_priority,
+            "router": self.router.bit_generator.state,
+        }
+
+    def loaded(self, state: Mapping[str, Any]) -> Filler:
+        """A filler with a store of its own that goes on where a saved one was.
+
+        Raises:
+            SpecError: If the other pool was made with other arguments, or holds something else.
+        """
+        for name, value in self._settings.saved().items():
+            found = state["settings"][name]
+            # Without keys of its own, a pool takes what comes.
+            if found != value and (name != "keys" or value is not None):
+                raise SpecError(f"the saved pool has {name} {found}, this one {value}", fix=_OTHER)
+        router = np.random.Generator(np.random.PCG64())
+        router.bit_generator.state = state["router"]
+        other = Filler(self._settings, router)
+        own, saved = self.store.schema, state["store"]
+        if saved is not None:
+            schema = Schema.from_plain(saved["schema"])
+            if self.store.has_schema and own != schema:
+                raise SpecError(
+                    f"the saved pool holds {schema}; this one has {own}",
+                    fix="load it into a pool that holds the same, or nothing yet",
+                )
+            infos = self._settings.info_keys
+            missing = [n for n in infos if not ingest.matching(n, schema.infos)]
+            if missing:
+                raise SpecError(
+                    f"the saved pool holds no {missing}, which info_keys of this one name",
+                    fix="load it into a pool without info_keys: that one takes what is saved",
+                )
+            other.store = self._new_store(schema)
+            other.store.load_state_dict(saved)
+        elif self.store.has_schema:
+            other.store = self._new_store(own)
+        other._open = {int(i): other.store.sub_pools[i].next for i in state["open"]}
+        other._has_run = bool(state["has_run"])
+        other.max_priority = float(state["max_priority"])
+        return other
