@@ -20,7 +20,7 @@ from rlpool.data.rows import kind
 from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, refuse_missing
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import imports_of
+from rlpool.machine.imports import imports_of
 
 with imports_of("sb3"):
     from stable_baselines3.common.base_class import BaseAlgorithm

@@ -152,7 +152,7 @@ class Store:
         """
         n_finals = self._final_places.n_used if n_finals is None else n_finals
         n_heads = self._head_places.n_used if n_heads is None else n_heads
-        parts = {}
+        parts: dict[str, NDArray] = {}
         for name, array in self._arrays.items():
             pieces = rows
             if name.startswith(("finals/", "heads/")):

@@ -144,9 +144,9 @@ class SubPools(list[SubPool]):
         self._n_spare = n_spare
         self._offsets = np.cumsum(self._n_rows) - self._n_rows
         self.numbers = np.zeros((n, 3), np.int64)
-        each = [array.tolist() for array in (self._offsets, capacities, self._n_rows)]
         super().__init__(
-            SubPool(*them, row.data) for *them, row in zip(*each, self.numbers, strict=True)
+            SubPool(int(offset), int(capacity), int(capacity) + n_spare, row.data)
+            for offset, capacity, row in zip(self._offsets, capacities, self.numbers, strict=True)
         )
 
     @property
