@@ -184,9 +184,9 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         return self._observation(self._strike(-1)), {}
 
     def step(self, action: Any) -> tuple[Any, Any, Any, bool, dict[str, Any]]:
+        self._wait()
         kind = self._strike(self._step)
         self._step += 1
-        self._wait()
         reward = WRONG_REWARDS.get(kind, float(self._step))
         terminated = WRONG_FLAGS.get(kind, self._step >= self._options.get("length", 3))
         return self._observation(kind), reward, terminated, False, {}
