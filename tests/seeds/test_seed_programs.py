@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from rlpool import DictTensor, GymEnv, ParallelEnvManager, Pool
 
@@ -148,10 +149,19 @@ def make_env() -> Any:
     return lambda: limit(kind(), max_episode_steps=100)
 
 
+NUMBER = spaces.Box(-np.inf, np.inf, (), np.float32)
+
+
 @pytest.mark.parametrize("is_parallel", variants([True], [False]))
 def test_the_documents_environment_can_be_driven_by_hand(make_env: Any, is_parallel: bool) -> None:
+    def with_spaces() -> Any:
+        env = make_env()
+        numbers = {"x": NUMBER, "identifier": NUMBER, "env_id": spaces.Discrete(9)}
+        env.observation_space, env.action_space = spaces.Dict(numbers), spaces.Discrete(2)
+        return env
+
     envs: Any = (
-        ParallelEnvManager([make_env] * 2, seed=1, envs_per_worker=2)
+        ParallelEnvManager([with_spaces] * 2, seed=1, envs_per_worker=2)
         if is_parallel
         else GymEnv([make_env(), make_env()], seed=1)
     )
