@@ -35,7 +35,6 @@ from support.agents import (
 )
 from support.envs import (
     assert_same_tensors,
-    counting_trajectories,
     create_counting,
 )
 
@@ -156,34 +155,6 @@ def test_rows_of_agent_info_follow_their_episodes_and_belong_to_their_request() 
             assert masked(trajectories, "first_id") == expected
             if info is not None:
                 assert trajectories.info["agent_info/id"].tolist() == ids
-
-
-# history
-
-
-@pytest.mark.parametrize("kind", [StepCounter, InitialStateCounter])
-def test_every_key_of_the_history_is_that_of_the_trajectory(kind: Any) -> None:
-    agent = Recorder(kind())
-    for name in ("initial_state", "makes_initial_states"):
-        setattr(agent, name, getattr(agent.inner, name))
-    agent.require_history = lambda: True  # type: ignore[method-assign]
-    collect(agent, n_timesteps=2)
-    whole = counting_trajectories(LENGTHS, range(1, len(LENGTHS) + 1))
-    longest = dict.fromkeys(range(1, len(LENGTHS) + 1), 0)
-    for call in agent.calls:
-        history = call.history
-        assert not history.lengths[call.observation["initial_state"]].any()
-        assert not any(tensor[history.mask() == 0].any() for tensor in history.values())
-        for row, length in enumerate(history.lengths.tolist()):
-            number = int(history["frame"][row, 0, 1]) if length else 0
-            if not length or length == LENGTHS[number - 1]:
-                continue  # a lane that starts, or an idle one, whose results are dropped
-            longest[number] = max(longest[number], length)
-            assert set(history.keys()) == set(whole)
-            for key, tensor in whole.items():
-                expected = tensor[number - 1, :length].tolist()
-                assert history[key][row, :length].tolist() == expected, key
-    assert list(longest.values()) == [length - 1 for length in LENGTHS]
 
 
 # Noise

@@ -91,11 +91,9 @@ def test_a_memmap_reserves_its_space(monkeypatch: pytest.MonkeyPatch) -> None:
         Array((1000,), "float64", storage="memmap")
 
 
-DTYPES = [bool, "uint8", np.int8, "int16", np.int32, "int64", np.float16, "float32", float, "c8"]
-TORCH_DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32]
-
-
-@pytest.mark.parametrize("dtype", DTYPES + TORCH_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [bool, "uint8", np.int32, "c8", torch.bool, torch.float16], ids=str
+)
 def test_every_number_type_and_bool_is_stored_and_read_back(dtype: Any) -> None:
     array = Array((2, 3), dtype)
     given = np.array([[1, 0, 1], [0, 1, 1]]).astype(array.dtype)

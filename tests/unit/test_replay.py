@@ -110,8 +110,8 @@ class LearnedStartAgent(CalledForStartAgent):
 
 
 LEARNED_START = [CalledForStartAgent, LearnedStartAgent]
-RECURRENT = [RecurrentAgent, *LEARNED_START]
-AGENTS = [*RECURRENT, FeedForwardAgent, HistoryAgent]
+RECURRENT = [RecurrentAgent, LearnedStartAgent]
+AGENTS = [RecurrentAgent, *LEARNED_START, FeedForwardAgent, HistoryAgent]
 each_agent = pytest.mark.parametrize("create_agent", AGENTS)
 each_source = pytest.mark.parametrize("state", ["recompute", "stored"])
 

@@ -56,17 +56,6 @@ def test_categorical_log_probabilities_are_those_of_torch_and_differentiable() -
     assert torch.allclose(gradient, one_hot - logits.softmax(-1), atol=1e-6)
 
 
-@pytest.mark.parametrize("extreme", [0.0, 0.5, LAST])
-@pytest.mark.parametrize("masked", [slice(1), slice(-1, None), slice(1, None, 2)])
-def test_an_impossible_category_is_never_drawn(extreme: float, masked: slice) -> None:
-    for n_actions in (2, 3, 10, 1000):
-        logits = normal(1000, n_actions) * 3
-        logits[:, masked] = -torch.inf
-        samples, log_probability = sample_categorical(logits, torch.full((1000,), extreme))
-        assert logits.gather(1, samples.unsqueeze(1)).isfinite().all(), n_actions
-        assert log_probability.isfinite().all(), n_actions
-
-
 def test_normal_samples_follow_the_inverse_distribution_function() -> None:
     middle = EVENLY[1:, None]
     mean, log_std = torch.full((N - 1, 1), 2.0), torch.tensor([[math.log(3.0)]])
@@ -76,7 +65,7 @@ def test_normal_samples_follow_the_inverse_distribution_function() -> None:
     assert 5.0 < last.item() == -first.item() < 6.0
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 5), (300, 1), (300, 5)])
+@pytest.mark.parametrize("shape", [(), (5,), (300, 1)])
 def test_normal_log_probabilities_are_those_of_torch_and_differentiable(shape: Any) -> None:
     mean, log_std = normal(300, 5).requires_grad_(), (normal(*shape, seed=1) / 2).requires_grad_()
     samples, log_probability = sample_normal(mean, log_std, uniform(300, 5))
@@ -89,31 +78,19 @@ def test_normal_log_probabilities_are_those_of_torch_and_differentiable(shape: A
     assert torch.allclose(gradients[1], of_log_std, atol=1e-3)
 
 
-def test_tanh_normal_log_probabilities_are_those_of_torch() -> None:
-    mean, log_std = normal(300, 3).double(), torch.full((3,), -0.5).double()
-    samples, log_probability = sample_tanh_normal(mean, log_std, uniform(300, 3).double())
-    base = Normal(mean, log_std.exp().expand(300, 3))
-    squashed = Independent(TransformedDistribution(base, [TanhTransform()]), 1)
-    assert torch.allclose(log_probability, squashed.log_prob(samples), atol=1e-6)
-    assert samples.abs().max() < 1
-
-
-@pytest.mark.parametrize("sample", [sample_normal, sample_tanh_normal])
-@pytest.mark.parametrize("extreme", [0.0, 0.3, LAST])
-@pytest.mark.parametrize("mean", [0.0, 50.0, -50.0])
-def test_extreme_noise_and_saturation_give_finite_samples(
-    sample: Any, extreme: float, mean: float
-) -> None:
-    given = torch.full((4, 2), mean), torch.zeros(2), torch.full((4, 2), extreme)
-    assert all(values.isfinite().all() for values in sample(*given))
-
-
 # Every dtype --------------------------------------------------------------------------------------
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-HALVES = DTYPES[:2]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_noise = pytest.mark.parametrize("of_noise", DTYPES, ids=str)
+HALVES = [torch.float16, torch.bfloat16]
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+every_pair = pytest.mark.parametrize(
+    ("dtype", "of_noise"),
+    [
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float64),
+    ],
+)
 
 
 def extremes(dtype: torch.dtype) -> torch.Tensor:
@@ -136,8 +113,7 @@ def test_a_thousand_equal_categories_are_equally_frequent(dtype: torch.dtype) ->
     assert torch.allclose(log_probability.exp(), torch.tensor(1e-3).to(wider(dtype)), rtol=1e-5)
 
 
-@every_dtype
-@every_noise
+@every_pair
 def test_categories_are_as_frequent_as_torch_says(
     dtype: torch.dtype, of_noise: torch.dtype
 ) -> None:
@@ -155,8 +131,7 @@ def test_categories_are_as_frequent_as_torch_says(
         assert close.all()
 
 
-@every_dtype
-@every_noise
+@every_pair
 def test_extreme_noise_draws_no_masked_category(dtype: torch.dtype, of_noise: torch.dtype) -> None:
     noise = extremes(of_noise)
     for n in (2, 3, 1000):
@@ -168,8 +143,7 @@ def test_extreme_noise_draws_no_masked_category(dtype: torch.dtype, of_noise: to
             assert logits.gather(1, samples.unsqueeze(1)).isfinite().all()
 
 
-@every_dtype
-@every_noise
+@every_pair
 @pytest.mark.parametrize("sample", [sample_normal, sample_tanh_normal])
 def test_extreme_noise_of_any_dtype_gives_finite_samples(
     sample: Any, dtype: torch.dtype, of_noise: torch.dtype
@@ -196,8 +170,7 @@ def test_noise_of_float64_reaches_its_last_bit() -> None:
     assert torch.allclose(tail, 1.0 - noise - 2.0**-54, rtol=1e-3)
 
 
-@every_dtype
-@every_noise
+@every_pair
 def test_normal_samples_are_the_quantiles_of_torch(
     dtype: torch.dtype, of_noise: torch.dtype
 ) -> None:
