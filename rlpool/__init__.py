@@ -40,11 +40,9 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
-from rlpool.evaluation.aggregates import Aggregate, aggregate
-from rlpool.evaluation.evaluate import evaluate
-from rlpool.evaluation.figures import Comparison, Estimate, Summary, compare
+from rlpool.evaluation.evaluate import Verification, evaluate, verify
+from rlpool.evaluation.figures import Comparison, Estimate, Summary, compare, plot
 from rlpool.evaluation.result import Evaluation
-from rlpool.evaluation.verification import Verification, verify
 from rlpool.machine.limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import AGENT_ARCHS
@@ -75,7 +73,6 @@ __all__ = [
     "Agent",
     "AgentError",
     "AgentSpecError",
-    "Aggregate",
     "Array",
     "Batcher",
     "Comparison",
@@ -114,7 +111,6 @@ __all__ = [
     "WorkerStartupError",
     "WorkerTimeoutError",
     "__version__",
-    "aggregate",
     "categorical_log_probability",
     "collect_rollouts_parallel",
     "compare",
@@ -129,6 +125,7 @@ __all__ = [
     "masked_tensor",
     "n_step_returns",
     "normal_log_probability",
+    "plot",
     "preload",
     "replay",
     "replay_agent",

@@ -8,7 +8,6 @@ import signal
 import sys
 
 from rlpool import demo, doctor
-from rlpool.evaluation import command as evaluation_command
 from rlpool.observe import top
 
 COMMANDS = {
@@ -24,8 +23,6 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: What follows ``python -m rlpool``.
     """
-    if arguments[:1] and arguments[0] in evaluation_command.COMMANDS:
-        return evaluation_command.main(arguments)
     parser = argparse.ArgumentParser(prog="python -m rlpool")
     version = f"rlpool {sys.modules['rlpool'].__version__}"
     parser.add_argument("--version", action="version", version=version)

@@ -6,15 +6,12 @@ You will learn
   population of policies at once (here: random search, Mania et al. 2018),
 - how ``evaluate`` runs exactly the episodes with the seeds that you name, with the same bits for
   any number of workers and environments,
-- what ``summary``, ``compare`` and ``verify`` say, and how to do the same from the command line.
+- what ``summary``, ``compare``, ``plot`` and ``verify`` say.
 
 References:
     Mania, Guy and Recht 2018, "Simple random search of static policies is competitive for
     reinforcement learning".
 """
-
-import subprocess
-import sys
 
 import gymnasium as gym
 import torch
@@ -29,6 +26,7 @@ from rlpool import (
     compare,
     episode_returns,
     evaluate,
+    plot,
     verify,
 )
 
@@ -125,12 +123,10 @@ def main():
 
     # Without workers, and with another number of environments: the same bits.
     other_args = {**env_args, "n_envs": 3}
-    print(verify(late, Linear(weights), create_env, n_episodes=3, env_args=other_args))
+    print(verify(late, lambda: Linear(weights), create_env, env_args=other_args))
 
-    # The same from the command line, with a picture.
-    command = [sys.executable, "-m", "rlpool", "compare", "late.json", "early.json"]
-    subprocess.run([*command, "--plot", "evaluation.png"], check=True, stdout=subprocess.DEVNULL)
-    print("evaluation.png shows returns, intervals and performance profiles")
+    plot(late, early, names=["late", "early"]).savefig("evaluation.png")
+    print("evaluation.png shows returns, intervals and the differences of pairs")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import torch
 
 from rlpool import evaluate
 
-# Flags with folders that are written to, and the package and the extra that write.
-FOLDERS = ("track", "tensorboard", "tutorials"), ("video", "moviepy", "video")
+# Flags with folders that are written to, the package that writes, and how to install it.
+FOLDERS = ("track", "tensorboard", '"rlpool[tutorials]"'), ("video", "moviepy", "moviepy")
 
 
 class Parser(argparse.ArgumentParser):
@@ -117,11 +117,11 @@ def check_arguments(arguments):
         Path(f"{path}.new").unlink()
     except OSError as error:
         refuse(f"--checkpoint: {error}; name a file in a folder that can be written")
-    for flag, package, extra in FOLDERS:
+    for flag, package, source in FOLDERS:
         if folder := getattr(arguments, flag, None):
             check_folder(flag, Path(folder))
             if find_spec(package) is None:
-                refuse(f'--{flag}: needs an extra, pip install "rlpool[{extra}]"')
+                refuse(f"--{flag}: needs {package}, pip install {source}")
 
 
 def check_folder(flag, path):
@@ -170,7 +170,16 @@ def save_curve(progress, path):
 
 def film(agent, create_env, folder, env_args, agent_info=None):
     """Write a film of an episode into a folder; ``create_env`` takes a ``render_mode``."""
-    env_args = {**env_args, "render_mode": "rgb_array"}
-    options = {"env_args": env_args, "agent_info": agent_info}
-    (path,) = evaluate(agent, create_env, n_episodes=1, video=folder, **options).videos
+
+    def filmed(env):
+        # Number 0 is the reset that shows which observations there are.
+        return gym.wrappers.RecordVideo(env, folder, episode_trigger=lambda number: number > 0)
+
+    def create_filmed_env(seed, **env_args):
+        env = create_env(seed=seed, **env_args, render_mode="rgb_array")
+        env.wrap(filmed)
+        return env
+
+    evaluate(agent, create_filmed_env, 1, env_args=env_args, agent_info=agent_info)
+    (path,) = sorted(Path(folder).glob("*.mp4"))[-1:]
     print(f"film of an episode: {path}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.messages import Probe, Report
@@ -24,11 +25,13 @@ class Agreement:
     Attributes:
         specs: What a step consists of, ``None`` before that is known.
         infos: What the workers are probed with, ``None`` if they are not.
+        environment: What the environments are.
     """
 
     def __init__(self, workers: Workers | LocalWorker) -> None:
         self.specs: StepSpecs | None = None
         self.infos: Packed | None = None
+        self.environment: Mapping[str, Any] = {}
         self._workers = workers
         self._reports: dict[int, Report] = {}
 
@@ -81,6 +84,7 @@ class Agreement:
     def conclude(self) -> RlpoolError | None:
         """Compare the reports of all workers; returns why there are no specs, if there are none."""
         reports = [self._reports[worker] for worker in range(self._workers.n_workers)]
+        self.environment = reports[0].environment
         problem = _disagreement(reports)
         if problem is None:
             self.specs = reports[0].specs

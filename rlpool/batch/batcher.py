@@ -115,6 +115,7 @@ class EpisodeBatcher(BatcherBase):
     """
 
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
+    _SLOTS_PER_LANE = 4  # of one worker, by default
     """Arguments that make blocks smaller."""
 
     _NAME = "EpisodeBatcher"
@@ -366,7 +367,9 @@ class EpisodeBatcher(BatcherBase):
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
         """See ``BatcherBase.layout``."""
-        layout = Layout(specs, n_slots or 4 * specs.n_lanes, n_timesteps, n_workers)
+        layout = Layout(
+            specs, n_slots or cls._SLOTS_PER_LANE * specs.n_lanes, n_timesteps, n_workers
+        )
         return layout.checked(cls._LOWERABLE)
 
 

@@ -158,6 +158,17 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return self._not_closed().n_lanes * self._n_workers
 
     @property
+    def environment(self) -> Mapping[str, Any]:
+        """Class, specification, wrappers and seeding of the environments; empty if not known yet.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
+            >>> batcher.environment["class"]
+            'CountingEnv'
+        """
+        return self._not_closed().environment
+
+    @property
     def policy_version(self) -> int:
         """How many updates there were: what ``info["policy_version"]`` of new requests will say.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -192,6 +192,11 @@ class Dispatcher:
     def step(self) -> StepSpecs | None:
         """What a step consists of, ``None`` before that is known."""
         return self._agreement.specs
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """What the environments are."""
+        return self._agreement.environment
 
     @property
     def records(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -130,11 +131,13 @@ class Report:
         specs: What a step consists of, ``None`` if that could not be found out.
         error: Why not: a ``WorkerError`` if the user's code failed, which may succeed with infos;
             any other error is final.
+        environment: What the environments are, see ``rlpool.envs.description``.
     """
 
     n_lanes: int
     specs: StepSpecs | None
     error: RlpoolError | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,6 @@ class EpisodeRequest(Request):
         self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
         self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
         self._in_place = True
-        self.n_repeats = np.zeros(self.n_rows, np.int64)  # how often a row began again
 
     def check(self, layout: Layout) -> None:
         """See ``Request.check``."""
@@ -348,8 +347,6 @@ class EpisodeRequest(Request):
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
         control = self.running_block.arrays.control
-        running = control["running"][worker]
-        self.n_repeats[running[running >= 0]] += 1
         if self.running_block.layout.step.resets_together:
             return self._give_back_share(worker)
         claims = Claims(control, self.n_rows, self.first)

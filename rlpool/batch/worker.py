@@ -26,6 +26,7 @@ from rlpool.batch.messages import (
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import Memory
+from rlpool.envs.description import described
 from rlpool.envs.single_envs import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
@@ -235,9 +236,10 @@ class Collector(Server):
         rows = {key: array[np.arange(n_lanes) % len(array)] for key, array in agent_info.items()}
         seed = probe_seed(self._place.root)
         try:
-            return Report(n_lanes, self._rollout.probe(seed, options, rows or None))
+            specs, problem = self._rollout.probe(seed, options, rows or None), None
         except RlpoolError as error:
-            return Report(n_lanes, None, self._advised(error))
+            specs, problem = None, self._advised(error)
+        return Report(n_lanes, specs, problem, described(self.env))
 
     def _update(self, message: Update, memory: Memory | None) -> None:
         if memory is None:

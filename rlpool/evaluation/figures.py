@@ -1,6 +1,7 @@
-"""Figures of evaluations with their uncertainty: of one, and of two on the same seeds.
+"""Figures of evaluations with their uncertainty: of one, and of two on the same seeds; and plots.
 
-SciPy computes them, by the extra ``evaluation``. Bootstraps are seeded, so that figures repeat.
+SciPy computes them and matplotlib draws, by the extra ``evaluation``. Bootstraps are
+seeded, so that figures repeat.
 
 References:
     Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
@@ -9,24 +10,22 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
-from rlpool.evaluation.protocol import environment_differences, refuse_unseeded
+from rlpool.evaluation.protocol import differences
 from rlpool.machine.arguments import real_number
 from rlpool.machine.imports import import_extra
 
 if TYPE_CHECKING:
     from rlpool.evaluation.result import Evaluation
 
-N_RESAMPLES = 9_999
-_SEED = 0
-_BATCH = 500  # resamples in memory at a time
 _LEVEL = 0.95
+_BOOTSTRAP = {"n_resamples": 9_999, "batch": 500, "vectorized": True, "confidence_level": _LEVEL}
 
 
 class Estimate(NamedTuple):
@@ -147,7 +146,7 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
     return Summary(
         n_episodes=len(returns),
         n_failed=evaluation.n_failed,
-        mean=interval((returns,), np.mean, "BCa"),
+        mean=_interval(returns, np.mean, "BCa"),
         median=float(np.median(returns)),
         interquartile_mean=float(stats.trim_mean(returns, 0.25)),
         std=float(returns.std(ddof=1)) if len(returns) > 1 else float("nan"),
@@ -178,7 +177,7 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
         failed = evaluation.failed.numpy()
         if failures is None:
             rows = np.flatnonzero(failed)
-            why = evaluation.failures[0].what if evaluation.failures else "unknown"
+            why = evaluation.entries[rows[0]]["error"] if evaluation.entries else "unknown"
             raise SpecError(
                 f"{len(rows)} of {len(returns)} episodes failed for good, the first is episode "
                 f"{rows[0]}: {why.splitlines()[0]}",
@@ -223,18 +222,7 @@ def compare(
         Estimate(value=0.0, low=0.0, high=0.0)
     """
     stats = scipy_stats()
-    refuse_no_evaluation("first", first)
-    refuse_no_evaluation("second", second)
-    _refuse_other_environments(first, second)
-    rows = [_by_seed(each, failures) for each in (first, second)]
-    seeds = [seed for seed in rows[0] if seed in rows[1]]
-    if not seeds:
-        names = [", ".join(map(str, list(each)[:3])) for each in rows]
-        raise SpecError(
-            f"the evaluations share no seed: {names[0]}, ... and {names[1]}, ...",
-            fix="evaluate both with the same seeds, or the same episode_seeds",
-        )
-    pairs = np.array([[rows[0][seed], rows[1][seed]] for seed in seeds])
+    pairs, n_unpaired = _pairs(first, second, failures)
     returns = pairs[:, :, 0]
     differences = returns[:, 0] - returns[:, 1]
     better = (np.sign(differences) + 1) / 2
@@ -246,10 +234,10 @@ def compare(
         success = float(one.mean() - other.mean())
         p_value = stats.binomtest(only_first, n_differing).pvalue if n_differing else 1.0
     return Comparison(
-        n_pairs=len(seeds),
-        n_unpaired=len(rows[0]) + len(rows[1]) - 2 * len(seeds),
-        difference=interval((differences,), np.mean, "BCa"),
-        probability_of_improvement=interval((better,), np.mean, "percentile"),
+        n_pairs=len(pairs),
+        n_unpaired=n_unpaired,
+        difference=_interval(differences, np.mean, "BCa"),
+        probability_of_improvement=_interval(better, np.mean, "percentile"),
         success_difference=success,
         mcnemar_p=None if p_value is None else float(p_value),
     )
@@ -267,38 +255,43 @@ def scipy_stats() -> Any:
     return import_extra("scipy.stats", "evaluation")
 
 
-def interval(
-    samples: tuple[NDArray, ...],
-    statistic: Callable[..., Any],
-    method: str,
-    n_resamples: int = N_RESAMPLES,
-) -> Estimate:
-    """A figure of samples, each of which is resampled on its own, and its bootstrap interval."""
-    value = float(statistic(*samples, axis=-1))
-    if any(len(sample) < 2 for sample in samples):
+def _interval(values: NDArray, statistic: Callable[..., Any], method: str) -> Estimate:
+    """A figure of values, and its bootstrap interval."""
+    value = float(statistic(values, axis=-1))
+    if len(values) < 2:
         return Estimate(value, float("nan"), float("nan"))
-    if all(np.ptp(sample) == 0 for sample in samples):
+    if np.ptp(values) == 0:
         return Estimate(value, value, value)
-    bounds = (
-        scipy_stats()
-        .bootstrap(
-            samples,
-            statistic,
-            n_resamples=n_resamples,
-            batch=_BATCH,
-            vectorized=True,
-            confidence_level=_LEVEL,
-            method=method,
-            random_state=np.random.default_rng(_SEED),
-        )
-        .confidence_interval
+    generator = np.random.default_rng(0)
+    found = scipy_stats().bootstrap(
+        (values,), statistic, method=method, random_state=generator, **_BOOTSTRAP
     )
+    bounds = found.confidence_interval
     return Estimate(value, float(bounds.low), float(bounds.high))
 
 
 def _rate(n_successes: int, n: int) -> Estimate:
     interval = scipy_stats().binomtest(n_successes, n).proportion_ci(_LEVEL, method="wilson")
     return Estimate(n_successes / n, float(interval.low), float(interval.high))
+
+
+def _pairs(
+    first: Evaluation, second: Evaluation, failures: str | float | None
+) -> tuple[NDArray, int]:
+    """Return and success of pairs with one seed, ``[n, 2, 2]``; how many episodes have no pair."""
+    refuse_no_evaluation("first", first)
+    refuse_no_evaluation("second", second)
+    _refuse_other_environments(first, second)
+    rows = [_by_seed(each, failures) for each in (first, second)]
+    seeds = [seed for seed in rows[0] if seed in rows[1]]
+    if not seeds:
+        names = [", ".join(map(str, list(each)[:3])) for each in rows]
+        raise SpecError(
+            f"the evaluations share no seed: {names[0]}, ... and {names[1]}, ...",
+            fix="evaluate both with the same seeds, or the same episode_seeds",
+        )
+    pairs = np.array([[rows[0][seed], rows[1][seed]] for seed in seeds])
+    return pairs, len(rows[0]) + len(rows[1]) - 2 * len(seeds)
 
 
 def _by_seed(evaluation: Evaluation, failures: str | float | None) -> dict[int, tuple[float, bool]]:
@@ -316,18 +309,67 @@ def _by_seed(evaluation: Evaluation, failures: str | float | None) -> dict[int, 
 
 
 def _refuse_other_environments(first: Evaluation, second: Evaluation) -> None:
-    """Raise for evaluations of different environments, or of pairs with different ``env_info``."""
-    one, other = (each.protocol.get("environment", {}) for each in (first, second))
-    for environment in (one, other):
-        refuse_unseeded(environment, "compare")
-    if differs := environment_differences(one, other, ("package", "n_lanes")):
+    """Raise for evaluations of different environments."""
+    one, other = (
+        {name: each.protocol.get(name) for name in ("environment", "env_args")}
+        for each in (first, second)
+    )
+    if differs := differences(one, other):
         what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
         raise SpecError(what, fix="compare policies on the same environment")
-    infos = [
-        {seed: each.env_info_of(i) for i, seed in enumerate(each.seeds.tolist())}
-        for each in (first, second)
-    ]
-    for seed in infos[0].keys() & infos[1].keys():
-        if infos[0][seed] != infos[1][seed]:
-            what = f"episodes of seed {seed} had env_info {infos[0][seed]} and {infos[1][seed]}"
-            raise SpecError(what, fix="evaluate both with the same env_info")
+
+
+def plot(
+    *evaluations: Evaluation,
+    names: Sequence[str] | None = None,
+    failures: str | float | None = None,
+) -> Any:
+    """Draw returns with mean and interval and, for two evaluations, the paired differences.
+
+    Needs the extra ``evaluation``.
+
+    Args:
+        *evaluations: One or more.
+        names: What to call them; their numbers by default.
+        failures: See ``Evaluation.summary``.
+
+    Returns:
+        A figure of matplotlib: ``plot(a, b).savefig("both.png")``.
+
+    Raises:
+        SpecError: If there is nothing to draw, and for two evaluations what ``compare`` raises.
+
+    Example:
+        >>> evaluation = evaluate(create_agent(), create_env, n_episodes=4)
+        >>> plot(evaluation).savefig("evaluation.png")
+    """
+    if not evaluations:
+        raise SpecError("there is nothing to plot", fix="pass evaluations: plot(a, b)")
+    names = [str(number) for number in range(len(evaluations))] if names is None else list(names)
+    for name, each in zip(names, evaluations, strict=True):
+        refuse_no_evaluation(f"evaluation {name!r}", each)
+    are_paired = len(evaluations) == 2
+    drawn = [(name, returns_of(e, failures)[0]) for name, e in zip(names, evaluations, strict=True)]
+    figure = import_extra("matplotlib.figure", "evaluation").Figure(
+        figsize=(10 if are_paired else 6, 4), layout="constrained"
+    )
+    axes = figure.subplots(1, 1 + are_paired, squeeze=False)[0]
+    _draw(axes[0], drawn)
+    axes[0].set(ylabel="return", title="returns, mean and its 95 % interval")
+    if are_paired:
+        pairs, _ = _pairs(*evaluations, failures)
+        _draw(axes[1], [(f"{names[0]} - {names[1]}", pairs[:, 0, 0] - pairs[:, 1, 0])])
+        axes[1].axhline(0.0, color="gray", linewidth=1)
+        axes[1].set(ylabel="difference of returns", title="pairs of the same seed")
+    return figure
+
+
+def _draw(axes: Any, columns: Sequence[tuple[str, NDArray]]) -> None:
+    """Draw values in columns, each with its mean and interval."""
+    for number, (_, values) in enumerate(columns):
+        mean = _interval(values, np.mean, "BCa")
+        spread = number + np.linspace(-0.2, 0.2, len(values))
+        axes.scatter(spread, np.sort(values), s=6, alpha=0.5)
+        bars = np.nan_to_num([[mean.value - mean.low], [mean.high - mean.value]])
+        axes.errorbar([number], [mean.value], bars, fmt="o", capsize=8, color="black")
+    axes.set_xticks(range(len(columns)), [name for name, _ in columns])

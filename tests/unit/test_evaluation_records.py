@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from rlpool import (
     sample_categorical,
     verify,
 )
-from rlpool.__main__ import main
 
 from support.agents import ConstantAgent, StepCounter
 from support.faults import FailingEnv
@@ -58,7 +58,7 @@ class Policy(nn.Module, Agent):
         return DictTensor(), DictTensor({"action": action}), DictTensor()
 
 
-def create_cartpoles(seed: int, n_lanes: int = 3) -> GymEnv:
+def create_cartpoles(seed: int, n_lanes: int = 3, speed: int = 1) -> GymEnv:
     return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=60) for _ in range(n_lanes)])
 
 
@@ -69,8 +69,17 @@ def same(one: Evaluation, other: Evaluation) -> bool:
     )
 
 
-def made(scale: float = 1.0, **options: Any) -> Evaluation:
-    return evaluate(Policy(scale), create_cartpoles, episode_seeds=SEEDS, **options)
+def made(create_env: Any = create_cartpoles, **options: Any) -> Evaluation:
+    return evaluate(Policy(), create_env, episode_seeds=SEEDS, **options)
+
+
+def create_shorter(seed: int) -> GymEnv:
+    return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=50)])
+
+
+def create_wrapped(seed: int) -> GymEnv:
+    env = gymnasium.make("CartPole-v1", max_episode_steps=60)
+    return GymEnv([gymnasium.wrappers.TransformReward(env, lambda reward: 2 * reward)])
 
 
 @pytest.mark.parametrize(("n_lanes", "n_workers"), [(1, 0), (7, 0), (20, 0), (7, 2)])
@@ -87,34 +96,23 @@ def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
     loaded = Evaluation.load(tmp_path / "evaluation.json")
     assert same(evaluation, loaded)
     assert loaded.protocol == evaluation.protocol
+    assert json.loads((tmp_path / "evaluation.json").read_text())["protocol"] == loaded.protocol
     assert np.float32(loaded.entries[7]["agent_info"]["sharpness"]) == info["sharpness"][7].numpy()
-    assert {entry["terminated"] for entry in loaded.entries} <= {True, False}
     spec = loaded.protocol["environment"]["spec"]
     assert (spec["id"], spec["max_episode_steps"]) == ("CartPole-v1", 60)
-    assert loaded.protocol["agent_rows"] == 16
-    assert loaded.protocol["machine"]["torch"]
-    assert loaded.protocol["parameters"] != made(2.0).protocol["parameters"]
-
-
-def test_torch_loads_it_with_weights_only(tmp_path: Path) -> None:
-    evaluation = made()
-    torch.save(evaluation, tmp_path / "evaluation.pt")
-    assert same(evaluation, torch.load(tmp_path / "evaluation.pt", weights_only=True))
-    by_hand = Evaluation(torch.tensor([1.0]), torch.tensor([3]), None, torch.tensor([7]))
-    torch.save(by_hand, tmp_path / "by_hand.pt")
-    assert same(by_hand, torch.load(tmp_path / "by_hand.pt", weights_only=True))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda whole: {**whole, "format": "other"}, "its format is 'other'"),
-        (lambda whole: {**whole, "version": 2}, "has version 2 of the format, this is 1"),
+        (lambda whole: {**whole, "format": "other"}, "not a record"),
+        (lambda whole: {**whole, "version": 1}, "in version 2"),
         (lambda whole: {**whole, "episodes": whole["episodes"][:3]}, "3 of 20 episodes"),
-        (lambda whole: [], "no record of an evaluation"),
+        (lambda whole: {**whole, "episodes": whole["episodes"][1:]}, "missing or repeated"),
+        (lambda whole: [], "not a record"),
     ],
 )
-def test_what_is_no_record_of_this_version_is_refused(
+def test_what_is_not_a_record_of_this_version_is_refused(
     change: Any, message: str, tmp_path: Path
 ) -> None:
     made().save(tmp_path / "a.json")
@@ -124,19 +122,6 @@ def test_what_is_no_record_of_this_version_is_refused(
         Evaluation.load(tmp_path / "a.json")
 
 
-def test_what_is_no_file_of_its_kind_is_told(tmp_path: Path) -> None:
-    made().save(tmp_path / "saved.json")
-    with pytest.raises(SpecError, match=r"(?s)line 1 of .*saved.json.*what save\(\) wrote is no"):
-        made(record=tmp_path / "saved.json")
-    (tmp_path / "torn.jsonl").write_text('{"format": "rlp')
-    with pytest.raises(SpecError, match="its format is missing or incomplete"):
-        Evaluation.load(tmp_path / "torn.jsonl")
-    with pytest.raises(SpecError, match="path should be a path, got 5"):
-        Evaluation.load(5)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"evaluation should be an Evaluation, got 'a.json'"):
-        verify("a.json", Policy(), create_cartpoles)  # type: ignore[arg-type]
-
-
 # Verifying ---------------------------------------------------------------------------------------
 
 
@@ -144,59 +129,143 @@ def test_what_is_no_file_of_its_kind_is_told(tmp_path: Path) -> None:
 def test_episodes_that_are_run_again_agree(agent_rows: int | None) -> None:
     info = {"sharpness": torch.linspace(0.1, 3, 20)}
     evaluation = made(agent_rows=agent_rows, agent_info=info)
-    verification = verify(evaluation, Policy(), create_cartpoles, n_episodes=7)
-    assert verification.differences == []
-    assert verification.episodes[0] == 0
-    assert verification.episodes[-1] == 19
+    for create_agent in (Policy, Policy()):
+        found = verify(evaluation, create_agent, create_cartpoles)
+        assert (found.n_episodes, found.episodes, found.differences) == (20, [], [])
 
 
-def test_an_episode_that_was_changed_is_found() -> None:
+def test_the_seeds_of_the_protocol_are_run_and_changed_episodes_are_found() -> None:
     evaluation = made()
     entries = [dict(entry) for entry in evaluation.entries]
+    entries[7]["seed"] = 99
     entries[19]["return"] += 1
     changed = Evaluation.of_entries(entries, evaluation.protocol)
-    (difference,) = verify(changed, Policy(), create_cartpoles).differences
-    assert "episode 19, return" in difference
+    found = verify(changed, Policy, create_cartpoles, n_workers=1)
+    assert found.episodes == [7, 19]
+    assert "episode 7, seed: 99 and 7" in found.differences
+    assert "18 agree" in str(found)
 
 
-def test_another_agent_or_environment_is_refused_with_both_sides() -> None:
-    def create_others(seed: int) -> GymEnv:
-        return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=50)])
-
+def test_another_agent_or_environment_is_named_with_both_sides() -> None:
     evaluation = made()
-    with pytest.raises(SpecError, match=r"parameters are sha256:.*were sha256:"):
-        verify(evaluation, Policy(2.0), create_cartpoles)
-    with pytest.raises(SpecError, match="max_episode_steps: 60 and 50"):
-        verify(evaluation, Policy(), create_others)
+    found = verify(evaluation, lambda: Policy(2.0), create_cartpoles)
+    assert re.search(r"parameters: 'sha256:.*' and 'sha256:", found.differences[0])
+    assert found.episodes
+    found = verify(evaluation, Policy, create_shorter)
+    assert "environment.spec.max_episode_steps: 60 and 50" in found.differences
 
 
 # Going on ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_kept", [0, 1, 8, 20])
-@pytest.mark.parametrize("tail", [b"", b'{"episode": 3, "se'])
-def test_what_is_missing_is_run_and_nothing_else(n_kept: int, tail: bytes, tmp_path: Path) -> None:
-    whole, path = made(record=tmp_path / "whole.jsonl"), tmp_path / "run.jsonl"
-    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+@pytest.mark.parametrize("agent_rows", [16, None])
+@pytest.mark.parametrize("n_kept", [0, 1, 13, 20])
+def test_what_is_missing_is_run_and_nothing_else(
+    n_kept: int, agent_rows: int | None, tmp_path: Path
+) -> None:
+    whole = made(record=tmp_path / "whole.jsonl", agent_rows=agent_rows)
+    data = (tmp_path / "whole.jsonl").read_bytes()
+    lines = data.splitlines(keepends=True)
     assert len(lines) == 21
-    path.write_bytes(b"".join(lines[: 1 + n_kept]) + tail)
-    again = made(record=path)
-    assert same(whole, again)
-    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    path = tmp_path / "run.jsonl"
+    for tail in (b"", lines[-1][:30], lines[-1][:-1]):
+        path.write_bytes(b"".join(lines[: 1 + n_kept]) + tail * (n_kept < 20))
+        counted = Counting()
+        again = made(record=path, agent_rows=agent_rows, create_env=counted)
+        n_whole = n_kept if agent_rows or n_kept == 20 else n_kept // 12 * 12
+        assert counted.n_episodes == 20 - n_whole
+        assert same(whole, again)
+        assert path.read_bytes() == data
     assert same(Evaluation.load(path), whole)
 
 
-def test_a_record_of_another_evaluation_is_left_as_it_is(tmp_path: Path) -> None:
+class Counting:
+    """A ``create_env`` that counts the episodes of its environments."""
+
+    __module__, __qualname__ = create_cartpoles.__module__, create_cartpoles.__qualname__
+
+    def __init__(self) -> None:
+        self.seeds: set[int] = set()
+
+    @property
+    def n_episodes(self) -> int:
+        return len(self.seeds.intersection(SEEDS))
+
+    def __call__(self, seed: int) -> GymEnv:
+        env = create_cartpoles(seed)
+        reset_lanes = env.reset_lanes
+
+        def counted(lanes: Any, seeds: Any, options: Any) -> None:
+            self.seeds.update(seeds)
+            reset_lanes(lanes, seeds, options)
+
+        env.reset_lanes = counted  # type: ignore[method-assign]
+        return env
+
+
+def test_a_record_that_was_cut_anywhere_in_its_first_line_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    whole = made(record=path)
+    data = path.read_bytes()
+    n_first = data.index(b"\n") + 1
+    for n_bytes in (0, 1, n_first // 2, n_first - 1, n_first):
+        path.write_bytes(data[:n_bytes])
+        assert same(made(record=path), whole)
+        assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("agent", "options", "key"),
+    [
+        (Policy(2.0), {}, "parameters"),
+        (Policy(), {"agent_info": {"sharpness": [2.0] * 20}}, "infos_digest"),
+        (Policy(), {"create_env": lambda seed: create_shorter(seed)}, "max_episode_steps"),
+        (Policy(), {"create_env": lambda seed: create_wrapped(seed)}, "wrappers"),
+        (Policy(), {"env_args": {"n_lanes": 5, "speed": 3}}, "speed"),
+        (Policy(), {"seeds": 1}, "seeds"),
+        (Policy(), {"episode_seeds": range(1, 21)}, "episode_seeds"),
+        (Policy(), {"agent_rows": 8}, "agent_rows"),
+        (Policy(), {"infos": ["reward"]}, "infos"),
+    ],
+)
+def test_a_record_of_another_evaluation_is_left_as_it_is(
+    agent: Any, options: Any, key: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.jsonl"
     made(record=path)
     before = path.read_bytes()
-    with pytest.raises(SpecError, match=r"another evaluation: parameters: 'sha256:.* and 'sha256:"):
-        made(2.0, record=path)
-    path.with_name("notes").write_text("mine")
-    with pytest.raises(SpecError, match="no record of an evaluation"):
-        made(record=path.with_name("notes"))
+    arguments = {"create_env": create_cartpoles, "episode_seeds": SEEDS, **options}
+    with pytest.raises(SpecError, match=f"another evaluation: .*{key}"):
+        evaluate(agent, record=path, **arguments)
     assert path.read_bytes() == before
-    assert path.with_name("notes").read_text() == "mine"
+
+
+def test_the_scores_of_an_agent_without_parameters_do_not_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for _ in range(2):
+        evaluate(ConstantAgent(0), create_cartpoles, 3, record=path)
+    with pytest.raises(SpecError, match="another evaluation: parameters"):
+        evaluate(ConstantAgent(1), create_cartpoles, 3, record=path)
+
+
+def test_other_files_are_left_as_they_are(tmp_path: Path) -> None:
+    made().save(tmp_path / "saved.json")
+    (tmp_path / "notes").write_text("mine")
+    for name in ("saved.json", "notes"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(SpecError, match="not a record"):
+            made(record=tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+
+
+def test_the_number_of_environments_and_training_mode_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    whole = evaluate(Policy(), create_cartpoles, 4, record=path, env_args={"n_lanes": 3})
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    again = evaluate(
+        Policy().eval(), create_cartpoles, 4, record=path, env_args={"n_lanes": 1}, n_workers=1
+    )
+    assert same(whole, again)
 
 
 PROGRAM = """
@@ -223,7 +292,7 @@ def test_an_evaluation_that_was_killed_goes_on_with_the_same_bits(program_folder
     assert same(made(record=path), made())
 
 
-# Failures ----------------------------------------------------------------------------------------
+# Failures ---------------------------------------------------------------------------------------
 
 
 class Broken(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -256,23 +325,13 @@ def test_episodes_that_failed_count_as_they_are_told_to(tmp_path: Path) -> None:
     found.save(tmp_path / "a.json")
     loaded = Evaluation.load(tmp_path / "a.json")
     assert loaded.failed.tolist() == found.failed.tolist()
-    assert "broken" in loaded.failures[0].what
+    assert "broken" in loaded.entries[3]["error"]
+    assert found.failures[0].where.episode == 3
     with pytest.raises(SpecError, match=r"first is episode 3: env.step raised.*broken") as told:
         loaded.summary()
     assert str(told.value).count("fix:") == 1
     with pytest.raises(SpecError, match="failures should be a number"):
         found.summary(failures="leave out")
-
-
-def test_restarts_are_recorded() -> None:
-    found = evaluate(
-        Policy(), create_broken, episode_seeds=range(6), n_workers=1, on_env_error="restart",
-        max_episode_restarts=2,
-    )  # fmt: skip
-    restarts = {entry["seed"]: entry["restarts"] for entry in found.entries}
-    assert restarts[3] >= 1
-    assert found.failed is not None
-    assert found.failed.tolist()[3]
 
 
 def create_deadly(seed: int) -> GymEnv:
@@ -291,7 +350,6 @@ def test_a_death_is_listed_with_seed_and_step() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"episode_seeds": [1, 2, 1]}, "has the seed 1 2 times"),
         ({"episode_seeds": [1, 2], "n_episodes": 3}, "has 2 seeds for 3 episodes"),
         ({"episode_seeds": []}, "episode_seeds has 0 seeds for at least one episode"),
         ({"episode_seeds": 5}, "episode_seeds should be a list of ints, got 5"),
@@ -321,162 +379,9 @@ def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_the_start(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_agent_without_modules_has_no_digest() -> None:
-    found = evaluate(ConstantAgent(), create_cartpoles, 2)
-    assert found.protocol["parameters"] is None
-    assert verify(found, ConstantAgent(), create_cartpoles).differences == []
-
-
 def test_evaluations_of_other_environments_are_not_compared() -> None:
-    def create_others(seed: int) -> GymEnv:
-        return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=50)])
-
-    other = evaluate(Policy(), create_others, episode_seeds=SEEDS)
+    other = evaluate(Policy(), create_shorter, episode_seeds=SEEDS)
     with pytest.raises(SpecError, match="different environments"):
         compare(made(), other)
     with pytest.raises(SpecError, match="share no seed"):
         compare(made(), evaluate(Policy(), create_cartpoles, episode_seeds=range(30, 40)))
-
-
-# The command line --------------------------------------------------------------------------------
-
-MODULE = """
-from unit.test_evaluation_records import Policy, create_cartpoles
-
-def sharper():
-    return Policy(5.0)
-"""
-
-
-def test_the_commands_evaluate_compare_and_verify(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("subjects.py").write_text(MODULE)
-    for name, loader in (("a", "Policy"), ("b", "sharper")):
-        subject = ["subjects:create_cartpoles", f"subjects:{loader}"]
-        arguments = ["evaluate", *subject, "--episode-seeds", "0:12", "--out", f"{name}.json"]
-        assert main([*arguments, "--plot", f"{name}.png"]) == 0
-        assert main(["verify", f"{name}.json", *subject, "--n-workers", "0"]) == 0
-    out = capsys.readouterr().out
-    assert "mean return" in out
-    assert "5 episodes were run again: 5 agree" in out
-    assert main(["compare", "a.json", "b.json", "--plot", "both.png"]) == 0
-    assert "probability of improvement" in capsys.readouterr().out
-    assert Path("both.png").stat().st_size > 1000
-    assert main(["verify", "a.json", "subjects:create_cartpoles", "subjects:sharper"]) == 2
-    assert "the agent's parameters are" in capsys.readouterr().err
-    assert main(["evaluate", "subjects", "subjects:Policy"]) == 2
-    assert main(["compare", "a.json", "missing.json"]) == 2
-    capsys.readouterr()
-    for flag in ("--out", "--plot"):  # before anything is run
-        assert main([*arguments, flag, "no/such/file"]) == 2
-        out, error = capsys.readouterr()
-        assert f"{flag}='no/such/file' is in a folder that does not exist" in error
-        assert out == ""
-
-
-BROKEN = """
-import sys
-from unit.test_evaluation_records import Policy, create_cartpoles
-
-VALUE, AGENT = 3, Policy()
-
-def lacks_file():
-    raise FileNotFoundError("checkpoint.pt")
-
-def lacks_key():
-    raise KeyError("policy")
-
-def exits():
-    sys.exit(1)
-
-def returns_none():
-    pass
-"""
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Any:
-    """Runs a command in a folder with modules; returns its exit code and what it says is wrong."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("broken_subjects.py").write_text(BROKEN)
-    Path("bad_syntax.py").write_text("def f(:")
-    Path("bad_import.py").write_text("import nonexistent_thing")
-
-    def run(*arguments: str) -> tuple[int, str]:
-        try:
-            return main(list(arguments)), capsys.readouterr().err
-        except SystemExit as error:  # of argparse
-            return int(error.code or 0), capsys.readouterr().err
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("broken_subjects:lacks_file", "FileNotFoundError: checkpoint.pt\n"),
-        ("broken_subjects:lacks_key", "KeyError: 'policy'\n"),
-        ("broken_subjects:exits", "SystemExit: 1\n"),
-        ("broken_subjects:returns_none", "agent is a NoneType, not an Agent\n"),
-        ("broken_subjects:VALUE", "it is of type int\n  fix:   name a function"),
-        ("broken_subjects:AGENT", "it is of type Policy\n  fix:   name a function"),
-        ("broken_subjects:missing", "AttributeError: module 'broken_subjects' has no attribute"),
-        ("bad_syntax:f", "SyntaxError: invalid syntax"),
-        ("bad_import:f", "ModuleNotFoundError: No module named 'nonexistent_thing'\n"),
-        (":f", "it is not module:function"),
-        (".broken_subjects:f", "it is not module:function"),
-        ("broken_subjects", "it is not module:function"),
-    ],
-)
-def test_a_subject_that_cannot_be_loaded_is_told_by_argument(
-    name: str, message: str, command: Any
-) -> None:
-    code, error = command("evaluate", "broken_subjects:create_cartpoles", name, "--episodes", "1")
-    assert (code, error[: len(name) + 13]) == (2, f"load_agent {name}: ")
-    assert message in error
-
-
-def test_a_create_env_that_is_no_function_is_told_before_the_agent_is_loaded(command: Any) -> None:
-    code, error = command("evaluate", "broken_subjects:VALUE", "broken_subjects:lacks_file")
-    assert (code, error.splitlines()[0]) == (
-        2,
-        "create_env broken_subjects:VALUE: it is of type int",
-    )
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("--env-args", "[1]", """takes a JSON object such as {"size": 3}, got '[1]'"""),
-        ("--env-args", "5", "takes a JSON object"),
-        ("--env-args", "{n: 5}", "takes a JSON object"),
-        ("--episode-seeds", "0:8:0", "takes a range such as 0:200, or seeds such as 3,5,8"),
-        ("--failures", "excl", "takes exclude or a finite number, got 'excl'"),
-        ("--failures", "nan", "takes exclude or a finite number"),
-        ("--plot", "a.xyz", "--plot='a.xyz' does not end as pictures do"),
-        ("--plot", "noext", "--plot='noext' does not end as pictures do"),
-    ],
-)
-def test_flags_are_refused_before_anything_is_loaded(
-    flag: str, value: str, message: str, command: Any
-) -> None:
-    code, error = command("evaluate", "no_module:f", "no_module:g", flag, value)
-    assert code == 2
-    assert message in error
-
-
-def test_files_that_are_no_text_end_commands_with_2(command: Any) -> None:
-    Path("binary.json").write_bytes(b"\x89PNG\xff\x00")
-    subject = "broken_subjects:create_cartpoles", "broken_subjects:Policy", "--episodes", "1"
-    for arguments in (
-        ("compare", "binary.json", "binary.json"),
-        ("verify", "binary.json", *subject),
-        ("evaluate", *subject, "--record", "binary.json"),
-    ):
-        assert command(*arguments)[0] == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import Estimate, Evaluation, SpecError, aggregate, compare
+from rlpool import Estimate, Evaluation, SpecError, compare, plot
 
 RETURNS = [1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 3.0, 6.0]
 
@@ -104,69 +104,26 @@ def test_seeds_that_repeat_cannot_be_paired() -> None:
         compare(twice, twice)
 
 
-def test_aggregates_follow_their_definitions() -> None:
-    generator = np.random.default_rng(0)
-    scores = generator.uniform(0, 1.5, (5, 4))
-    found = aggregate(scores, thresholds=[0.0, 0.5, 2.0], n_resamples=200)
-    flat = sorted(scores.reshape(-1))
-    assert found.interquartile_mean.value == pytest.approx(np.mean(flat[5:15]))
-    assert found.mean.value == pytest.approx(scores.mean())
-    assert found.median.value == pytest.approx(np.median(scores.mean(0)))
-    assert found.optimality_gap.value == pytest.approx(1 - np.minimum(scores, 1).mean())
-    assert [point.value for point in found.profile] == [1.0, (scores > 0.5).mean(), 0.0]
-    for estimate in (found.interquartile_mean, found.mean, found.optimality_gap):
-        assert estimate.low < estimate.value < estimate.high
-
-
-def test_runs_are_drawn_within_their_tasks() -> None:
-    # Between tasks everything differs, within them nothing: nothing is left to chance.
-    found = aggregate([[0.0, 1.0, 5.0]] * 3, n_resamples=50)
-    assert found.mean == Estimate(2.0, 2.0, 2.0)
-
-
-def test_evaluations_by_task_are_normalised() -> None:
-    runs = {"one": [[1.0, 3.0], [3.0, 5.0]], "two": [[10.0, 10.0], [20.0, 30.0]]}
-    tasks = {task: [evaluation_of(run) for run in each] for task, each in runs.items()}
-    found = aggregate(tasks, normalize={"one": (0, 4), "two": (10, 20)}, n_resamples=50)
-    assert found.scores.tolist() == [[0.5, 0.0], [1.0, 1.5]]
-    for runs in (tasks["one"], [2.0, 4.0], np.array([2, 4]), [tasks["one"][0], 4.0]):
-        assert aggregate(runs, n_resamples=50).scores.tolist() == [[2.0], [4.0]]
-    assert math.isnan(aggregate([[1.0, 2.0]]).mean.low)
+def test_a_plot_has_all_returns_and_the_paired_differences() -> None:
+    one, other = evaluation_of(RETURNS), evaluation_of([0.0] * 8)
+    (axes,) = plot(one).axes
+    (points,) = axes.collections[:1]
+    assert sorted(points.get_offsets()[:, 1]) == sorted(RETURNS)
+    assert len(plot(one, other, one).axes) == 1
+    left, right = plot(one, other, names=["a", "b"]).axes
+    assert [label.get_text() for label in left.get_xticklabels()] == ["a", "b"]
+    assert right.get_xticklabels()[0].get_text() == "a - b"
+    assert sorted(right.collections[0].get_offsets()[:, 1]) == sorted(RETURNS)
 
 
 @pytest.mark.parametrize(
-    ("scores", "options", "message"),
+    ("evaluations", "options", "words"),
     [
-        ({"one": [1.0], "two": [1.0, 2.0]}, {}, "numbers of runs by task"),
-        (
-            [[1.0, float("nan")]],
-            {},
-            "each run of task 1 should be a number that is finite, got nan",
-        ),
-        ([[1.0], [2.0]], {"normalize": (3, 3)}, r"the range \[3.0, 3.0\] for the task 0"),
-        ([[1.0], [2.0]], {"gamma": "one"}, "gamma should be a number"),
-        (ONE, {}, r"(?s)scores should be a list, got Evaluation.*pass \{task: \[evaluation"),
-        ({"a": ONE}, {}, r"scores\['a'\] should be a list, got Evaluation"),
-        ((each for each in [ONE]), {}, "scores should be a list, got <generator"),
-        ("12", {}, "scores should be a list, got '12'"),
-        ([[1.0], ONE], {}, r"scores\[1\] should be a list, got Evaluation"),
-        ([[1.0, 2.0], [3.0]], {}, r"numbers of runs by task: \{'0': 2, '1': 1\}"),
-        ([], {}, "numbers of runs by task"),
-        (np.zeros((2, 2, 2)), {}, r"each run of task 0 should be a number.*got \[0.0, 0.0\]"),
-        ({"a": [1.0, "x"]}, {}, "each run of task 'a' should be a number that is finite, got 'x'"),
-        ({"a": [1.0]}, {"normalize": {"b": (0, 1)}}, r"lacks the task 'a': it has \['b'\]"),
-        ([1.0], {"normalize": 5}, "normalize should be a list, got 5"),
-        ([1.0], {"normalize": (0,)}, r"the range \[0.0\]"),
-        ([1.0], {"normalize": (0, math.inf)}, "number of normalize should be a number that is fin"),
-        ([1.0], {"normalize": ((0, 1), (0, 2))}, r"number of normalize .* got \(0, 1\)"),
-        ([1.0], {"thresholds": 0.5}, "thresholds should be a list, got 0.5"),
-        ([1.0], {"thresholds": [math.nan]}, "each number of thresholds .* got nan"),
-        ([1.0], {"n_resamples": 0}, "n_resamples should be an int of at least 1, got 0"),
-        ([1.0], {"n_resamples": 1.5}, "n_resamples should be an int"),
+        ([], {}, "nothing to plot"),
+        (["a.json"], {}, "evaluation '0'"),
+        ([ONE, evaluation_of([1.0], seeds=[99])], {}, "share no seed"),
     ],
 )
-def test_scores_that_cannot_be_aggregated_are_refused(
-    scores: Any, options: Any, message: str
-) -> None:
-    with pytest.raises(SpecError, match=message):
-        aggregate(scores, **options)
+def test_what_cannot_be_plotted_is_refused(evaluations: Any, options: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        plot(*evaluations, **options)
