@@ -100,7 +100,7 @@ class GymEnv(VecEnv):
         self._decode: Callable[[Mapping[str, NDArray]], list[Any]] = undeclared_actions
         if self.action_space is not None:
             self.action_structure = self._structure("action_space")
-            self._action_leaves = leaves_of({"action": self.action_structure}, "")
+            self.action_leaves = leaves_of({"action": self.action_structure}, "")
             native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
             self._decode = action_decoder(native)
             specs = self.native_action_specs() or {}
@@ -167,10 +167,10 @@ class GymEnv(VecEnv):
                     result = result, {}
                 results.append(result)
             observations, infos = zip(*results, strict=True)
-            if self._columns is None:
+            if self.columns is None:
                 self._learn(lanes, observations)
             else:
-                self._columns.write(lanes, observations)
+                self.columns.write(lanes, observations)
             if self._infos is not None:
                 self._infos.write(lanes, infos)
         except BaseException as error:
@@ -187,8 +187,8 @@ class GymEnv(VecEnv):
                 lane_in_use[0] = lane
                 results.append(steps[lane](decoded[lane]))
             observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-            if self._columns is not None:
-                self._columns.write(lanes, observations)
+            if self.columns is not None:
+                self.columns.write(lanes, observations)
             if self._infos is not None:
                 self._infos.write(lanes, infos)
         except BaseException as error:

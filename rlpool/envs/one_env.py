@@ -173,11 +173,11 @@ class OneEnv(GymEnv):
         Args:
             observation: Key to tensor ``[1, ...]``.
         """
-        if self._columns is None:
+        if self.columns is None:
             raise LookupError("no state before the first reset")
-        rows = [observation[key].numpy()[0] for key in self._columns.observed]
+        rows = [observation[key].numpy()[0] for key in self.columns.observed]
         copies = [np.array(row) if np.ndim(row) else row for row in rows]
-        return nester(self._columns.structure)(copies)
+        return nester(self.columns.structure)(copies)
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -187,7 +187,7 @@ class OneEnv(GymEnv):
             raise failure
         if self.is_fresh:
             return
-        is_first = self._columns is None
+        is_first = self.columns is None
         given = (options[0] or {}).get("seed", seeds[0])
         self._seed = given if self._first_seed is None else self._first_seed
         self._first_seed = None
@@ -210,7 +210,7 @@ class OneEnv(GymEnv):
             structure = merged_structures(before, after, STATE_KEY)
             actions = _described(action, ACTION_KEY)
             self._taken = Columns(actions, "", 1, widens=True, prefix=ACTION_KEY)
-            self._action_leaves = self._taken.leaves
+            self.action_leaves = self._taken.leaves
             self._decode = lambda actions: [None]
             self._steps = [self._step_and_note]
             self._declare_structure(structure).write(lanes, [state])
@@ -233,7 +233,7 @@ class OneEnv(GymEnv):
         try:
             super()._fail(self._env.call if call == "reset" else call, error)
         except LaneError as failure:
-            self._failure = failure if self._columns is None else None
+            self._failure = failure if self.columns is None else None
             raise
 
 

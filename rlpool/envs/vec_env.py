@@ -80,6 +80,9 @@ class VecEnv(ABC):
             ``declare_actions``.
         flags: bool ``[4, n_lanes]``. Its rows are ``terminated``, ``truncated``, ``done`` and
             ``initial_state`` of ``current``, as views.
+        columns: The columns of observations and infos, ``None`` before a first reset that shows
+            them.
+        action_leaves: Keys of the actions, ``None`` if the environments declare no action space.
         is_declared: Whether spaces declare the observations; else the first reset shows them.
         steps_all_lanes: Whether every step steps all lanes. A lane that is left out goes on unseen,
             and needs a reset before it can be stepped again.
@@ -109,10 +112,10 @@ class VecEnv(ABC):
     requires_info_keys = False
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
-    _columns: Columns | None = None
+    columns: Columns | None = None
     _info_specs: Mapping[str, TensorSpec] = {}
     _infos: InfoColumns | None = None  # where keys of the infos are asked for
-    _action_leaves: dict[str, Leaf] | None = None
+    action_leaves: dict[str, Leaf] | None = None
     _action_dtypes: Mapping[str, np.dtype[Any]] = {}  # which actions have to fit
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
@@ -161,26 +164,16 @@ class VecEnv(ABC):
     # The lane contract ---------------------------------------------------------------------
 
     @property
-    def columns(self) -> Columns | None:
-        """The columns of observations and infos, ``None`` before a first reset that shows them."""
-        return self._columns
-
-    @property
     def declaration(self) -> Declaration | None:
         """What observations and infos consist of, ``None`` while it is unknown."""
-        if self._columns is None:
+        if self.columns is None:
             return None
-        return Declaration(self._columns.structure, self._info_specs)
+        return Declaration(self.columns.structure, self._info_specs)
 
     def declare(self, declaration: Declaration) -> Columns:
         """Adopt what other environments of the same kind have shown."""
         self._info_specs = declaration.infos
         return self._declare_structure(declaration.observation)
-
-    @property
-    def action_leaves(self) -> dict[str, Leaf] | None:
-        """Keys of the actions, ``None`` if the environments declare no action space."""
-        return self._action_leaves
 
     @abstractmethod
     def _reset_lanes(
@@ -230,14 +223,14 @@ class VecEnv(ABC):
         )
         observed, asked = list(columns.observed), list(self._info_specs)
         refuse_collisions({"rlpool": own, "the observation": observed, "info_keys": asked})
-        self._columns = columns
+        self.columns = columns
         self.current = {**columns.arrays, **self.current}
         return columns
 
     def _forget_columns(self) -> None:
-        for key in self._columns.leaves if self._columns is not None else ():
+        for key in self.columns.leaves if self.columns is not None else ():
             del self.current[key]
-        self._columns = None
+        self.columns = None
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
         """Arrays for the last actions."""

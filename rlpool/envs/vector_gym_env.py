@@ -119,7 +119,7 @@ class VectorGymEnv(VecEnv):
             structure_of_space(self.action_space, keep_float64=wide, name="single_action_space")
             for wide in (keep_float64, True)
         )
-        self._action_leaves = leaves_of({"action": stored}, "")
+        self.action_leaves = leaves_of({"action": stored}, "")
         self._native_actions = leaves_of({"action": native}, "")
         self._action_dtypes = {key: leaf.spec.dtype for key, leaf in self._native_actions.items()}
         self._nest_action = nester(native)
@@ -494,7 +494,7 @@ def _all_repeat(env: VectorEnv[Any, Any, Any]) -> bool:
         for _ in range(n_steps):
             run += _parts(env.step(_some_action(env))[:4])
         runs.append(run)
-    return _same(*runs, 0, env.num_envs)
+    return _same(runs[0], runs[1], 0, env.num_envs)
 
 
 def _some_action(env: VectorEnv[Any, Any, Any]) -> Any:

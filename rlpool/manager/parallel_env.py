@@ -198,7 +198,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
                     )
         self.observation_space, self.action_space = pickle.loads(first.spaces)
         self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
-        self._action_leaves = leaves_of({"action": first.action}, "")
+        self.action_leaves = leaves_of({"action": first.action}, "")
         leaves = self.declare(first.declaration).leaves
         actions = action_specs(first.native_action, self.n_lanes)
         workers.begin(observation_specs(leaves, self.n_lanes) | actions)
