@@ -585,6 +585,10 @@ class BatcherBase(CrashOnly, ProcessOwner):
         self.forget_interrupt()
         return dispatcher
 
+    def _abandon(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.abort()
+
     def _open(self, is_update: bool = False) -> Dispatcher:
         """What every call begins with; one that was interrupted has ended the workers."""
         dispatcher = self._not_closed()

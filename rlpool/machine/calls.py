@@ -42,6 +42,10 @@ class CrashOnly:
         """Let the object count as whole again."""
         self._was_interrupted = False
 
+    def _abandon(self) -> None:
+        """End what runs for a call that was interrupted; a second interrupt may prevent it."""
+        return
+
     def _begin_call(self, caller: Any, name: str) -> None:
         """Begin a call of the current thread.
 
@@ -97,6 +101,8 @@ def whole(call: _Call) -> _Call:
             began = error.__traceback__ is None or error.__traceback__.tb_next is not None
             owner._was_interrupted = owner._was_interrupted or began
             owner._thread_inside = None
+            if began:
+                owner._abandon()
             raise
 
     return guarded  # type: ignore[return-value]

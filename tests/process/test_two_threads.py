@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -61,10 +59,8 @@ def inside(user: Any, call: Callable[[], Any], gate: Path) -> Iterator[list[Any]
     result: list[Any] = []
     other = threading.Thread(target=lambda: result.append(call()), name="collector")
     other.start()
-    if isinstance(user, ParallelEnvManager):
-        wait_until(lambda: user._workers._thread_inside == other.ident)
-    else:
-        wait_until(lambda: user._one_thread.thread == other.ident)
+    calls = user._workers if isinstance(user, ParallelEnvManager) else user
+    wait_until(lambda: calls._thread_inside == other.ident)
     yield result
     with open(gate, "w"):  # waits for the reader
         pass
@@ -90,54 +86,13 @@ def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads:
                 "load_state_dict": lambda: batcher.load_state_dict({}),
             }
             for name, call in calls.items():
-                expected = (
-                    f"^EpisodeBatcher.{name} was called in thread 'MainThread' while thread "
-                    "'collector' is inside EpisodeBatcher.get\n  fix: .*Lock"
-                )
-                with pytest.raises(UsageError, match=expected):
+                name = {"update": "_send_update"}.get(name, name)
+                with pytest.raises(UsageError, match=f"{name}.* in thread 'MainThread' while ano"):
                     call()
             assert batcher.stats().workers[0].n_episodes == 0
             assert not batcher.closed
         assert result[0].lengths.tolist() == [1]
         assert batcher.progress == (0, 0)
-
-
-class GeneratingEnv(CountingEnv):
-    """Its step takes values from generators until it may end."""
-
-    def __init__(self, may_end: threading.Event) -> None:
-        super().__init__(length=1)
-        self.may_end = may_end
-
-    def step(self, action: Any) -> Any:
-        while not any(is_set() for is_set in [self.may_end.is_set]):
-            pass
-        return super().step(action)
-
-
-def test_calls_are_refused_while_the_other_thread_is_in_a_generator() -> None:
-    may_end = threading.Event()
-
-    def create(seed: int) -> GymEnv:
-        return GymEnv([GeneratingEnv(may_end)], seed)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with EpisodeBatcher(4, 4, ConstantAgent, {}, create, {}, n_threads=0) as batcher:
-            batcher.execute(1)
-            other = threading.Thread(target=batcher.get)
-            other.start()
-            wait_until(lambda: batcher._one_thread.thread == other.ident)
-            try:
-                for _ in range(5_000):
-                    with pytest.raises(UsageError, match=r"is inside EpisodeBatcher.get"):
-                        batcher.execute(1)
-            finally:
-                may_end.set()
-                other.join()
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_windows_requested_in_another_thread_are_refused(gate: Path) -> None:
@@ -146,9 +101,7 @@ def test_windows_requested_in_another_thread_are_refused(gate: Path) -> None:
         batcher.execute()
         with inside(batcher, batcher.get, gate):
             for call in (batcher.execute, batcher.reset, batcher.get):
-                with pytest.raises(
-                    UsageError, match=r"while thread 'collector' is inside Batcher.g"
-                ):
+                with pytest.raises(UsageError, match="while another thread is inside a call"):
                     call()
             assert (batcher.n_lanes, batcher.all_stopped) == (1, False)
 
@@ -196,7 +149,7 @@ def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
 
     thread = threading.Thread(target=get)
     thread.start()
-    wait_until(lambda: batcher._one_thread.thread == thread.ident)
+    wait_until(lambda: batcher._thread_inside == thread.ident)
     batcher.close()
     closed.set()
     thread.join()
@@ -223,35 +176,3 @@ def test_two_threads_may_close_a_batcher_at_once(
     other.join()
     assert (len(closed), len(set(closed))) == (2, 2)
     assert not worker_pids()
-
-
-def test_threads_that_take_turns_or_do_not_are_never_stuck() -> None:
-    """Each call of three threads works, or is refused; nothing is lost or done twice."""
-    taken: list[int] = []
-    counts: Counter[str] = Counter()
-
-    def use(batcher: EpisodeBatcher) -> None:
-        for _ in range(60):
-            for call in (partial(batcher.execute, 1), batcher.get):
-                try:
-                    result = call()
-                except UsageError as error:
-                    counts["refused" if "inside" in str(error) else "none"] += 1
-                else:
-                    counts[call.__name__ if result is not None else "execute"] += 1
-                    if result is not None:
-                        taken.extend(result.info["seed"].tolist())
-
-    with EpisodeBatcher(
-        8, 64, ConstantAgent, {}, lambda seed: GymEnv([CountingEnv()], seed), {}, n_threads=1
-    ) as batcher:
-        threads = [threading.Thread(target=use, args=(batcher,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        while batcher._dispatcher.pending:
-            taken += batcher.get().info["seed"].tolist()
-    assert counts["execute"] == len(taken) == len(set(taken)) == batcher._n_episodes
-    assert counts["refused"] > 0
