@@ -125,6 +125,7 @@ class EnvWorkers(CrashOnly):
         buffers: The shared memory.
         issued: For each worker the number of its last command.
         commanded: For each worker the lanes of its last command.
+        resets: For each worker its last reset.
         requests: Requests to single lanes whose replies the user has not received.
         closed_lanes: Lanes that were closed one by one.
         announced: For each worker the episodes that will come.
@@ -178,7 +179,7 @@ class EnvWorkers(CrashOnly):
         self.announced: dict[int, Announce] = {}
         self.troubles: dict[int, LaneTrouble] = {}
         self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
-        self._resets: dict[int, Reset] = {}  # the last of each worker
+        self.resets: dict[int, Reset] = {}  # the last of each worker
 
     def _start(self) -> None:
         """Start all workers and wait until they are ready."""
@@ -230,13 +231,6 @@ class EnvWorkers(CrashOnly):
         for worker in range(self.n_workers):
             self.processes.send(worker, *self._mapped)
             self.processes.send(worker, Begin())
-
-    def reset(self, worker: int, message: Reset) -> None:
-        """Let a worker reset lanes."""
-        self.processes.send(worker, message)
-        self._resets[worker] = message
-        self.issued[worker] = message.number
-        self.commanded[worker] = [self.lanes_of[worker][lane] for lane in message.lanes]
 
     # What lanes are doing -----------------------------------------------------------------------
 
@@ -386,7 +380,7 @@ class EnvWorkers(CrashOnly):
         send(worker, Begin(step - 1 if is_step else step, packed.payload), packed.memory)
         packed.memory.close_fd()
         if is_busy and not is_step:
-            send(worker, self._resets[worker])
+            send(worker, self.resets[worker])
         for lane in filter(self.is_unanswered, own):
             send(worker, self.requests[lane].call)
 

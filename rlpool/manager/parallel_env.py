@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _ALL = slice(None)
-_SPACES = ("observation_space", "action_space")
 
 
 class ParallelEnvManager(ProcessOwner, VecEnv):
@@ -174,29 +173,18 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             SpecError: If they do not agree.
         """
         workers = self._workers
-        first = workers.reports[0]
-        for worker in range(workers.n_workers):
-            report = workers.reports[worker]
-            for name, ours, others in (
-                ("action_space", first.action, report.action),
-                (
-                    "observation_space",
-                    first.declaration.observation,
-                    report.declaration.observation,
-                ),
-            ):
-                if ours != others:
-                    spaces = (
-                        dict(zip(_SPACES, pickle.loads(r.spaces), strict=True))[name]
-                        for r in (report, first)
-                    )
-                    theirs, mine = spaces
+        reports = [workers.reports[worker] for worker in range(workers.n_workers)]
+        found = [(pickle.loads(r.spaces), (r.declaration.observation, r.action)) for r in reports]
+        first, (ours, known) = reports[0], found[0]
+        for worker, (theirs, structures) in enumerate(found):
+            for number, name in enumerate(("observation_space", "action_space")):
+                if structures[number] != known[number]:
                     raise SpecError(
-                        f"{name} of environment {workers.lanes_of[worker][0]} is {theirs}, "
-                        f"that of environment 0 is {mine}",
+                        f"{name} of environment {workers.lanes_of[worker][0]} is "
+                        f"{theirs[number]}, that of environment 0 is {ours[number]}",
                         fix="put only environments with equal spaces into one manager",
                     )
-        self.observation_space, self.action_space = pickle.loads(first.spaces)
+        self.observation_space, self.action_space = ours
         self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
         self.action_leaves = leaves_of({"action": first.action}, "")
         leaves = self.declare(first.declaration).leaves
@@ -325,8 +313,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         if lanes:
             lanes = list(lanes)
             self._stepper.let_go(self._begin(lanes, actions or {}))
-        elif not min_ready:
-            self._stepper.look()
         return self._stepper.take_ready(min_ready)
 
     def _begin(self, lanes: list[int], actions: Mapping[str, NDArray]) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from multiprocessing.context import SpawnProcess
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 import gymnasium
 
@@ -26,19 +26,7 @@ from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.sharing import ByValue
 
 
-class _OfManager:
-    """What a ``ParallelEnvManager`` has one of; a copy would share its requests and replies."""
-
-    def __reduce__(self) -> NoReturn:
-        name = type(self).__name__
-        raise UsageError(
-            f"a {name} is part of a ParallelEnvManager and cannot be copied or pickled",
-            fix="hand on its number, and use the manager's remotes and workers in the process that "
-            "made it",
-        )
-
-
-class Remote(_OfManager):
+class Remote:
     """One environment in a worker process: send a request, receive its reply.
 
     ====================================== ======================================================
@@ -206,7 +194,7 @@ class Remote(_OfManager):
             workers.close()
 
 
-class WorkerHandle(_OfManager):
+class WorkerHandle:
     """A worker process, or the one that replaced it.
 
     Args:
@@ -244,13 +232,6 @@ class WorkerHandle(_OfManager):
         """Its exit code, ``None`` while it runs or once the manager is closed."""
         process = self._process
         return None if process is None else process.exitcode
-
-    def __repr__(self) -> str:
-        try:
-            state = "alive" if self.is_alive() else "ended"
-        except UsageError:
-            state = "of another process"
-        return f"WorkerHandle(pid={self.pid}, {state})"
 
 
 def _named(data: Any, key: str, command: str) -> Any:

@@ -138,7 +138,9 @@ class Stepper:
                 [seeds[row] for row in mine],
                 [sent[row] for row in mine],
             )
-            workers.reset(worker, message)
+            workers.processes.send(worker, message)
+            workers.resets[worker], self._issued[worker] = message, message.number
+            workers.commanded[worker] = [lanes[row] for row in mine]
         for lane, seed, option in zip(lanes, seeds, options, strict=True):
             workers.tapes.record_reset(lane, seed, option)
         return list(rows)
@@ -253,15 +255,6 @@ class Stepper:
 
     # First come, first served -----------------------------------------------------------------
 
-    def look(self) -> None:
-        """Handle deaths and hangs, for callers that never wait.
-
-        Raises:
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-        """
-        if self._pending:
-            self._workers.look()
-
     def take_ready(self, min_ready: int) -> list[int]:
         """Wait until that many lanes have stepped, or all; returns those that have, ascending.
 
@@ -269,6 +262,8 @@ class Stepper:
             LaneFailure: If an environment failed; lanes of other workers are returned by the next
                 call.
         """
+        if not min_ready and self._pending:
+            self._workers.look()  # for callers that never wait
         wanted = min(min_ready, sum(len(pending.lanes) for pending in self._pending))
 
         def done() -> list[Pending]:

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rlpool.data.specs import Declaration, TensorSpec, structure_of_space
+from rlpool.data.specs import Declaration, structure_of_space
 from rlpool.data.storage import Memory
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import all_tasks, how_to_make_one, is_environment, is_of_agents
@@ -124,13 +124,9 @@ def _declare(env: GymEnv, setup: Setup) -> None:
                 "environments take and return before they run",
             )
     if env.declaration is None:
-        keep_float64 = setup.options["keep_float64"]
-        space = structure_of_space(
-            env.observation_space, keep_float64=keep_float64, name="observation_space"
-        )
-        number = TensorSpec((), np.dtype(np.float32))
-        infos = {k: spec or number for k, spec in setup.options["info_keys"].items()}
-        env.declare(Declaration(space, infos))
+        keep_float64, space = setup.options["keep_float64"], env.observation_space
+        structure = structure_of_space(space, keep_float64=keep_float64, name="observation_space")
+        env.declare(Declaration(structure, setup.options["info_keys"]))
 
 
 def report_of(env: GymEnv, worker: int) -> Report:
@@ -317,14 +313,12 @@ class EnvServer(Server):
             else:
                 self._given_up.pop(lane, None)
                 able.append(number)
-        arguments = (
-            [values[n] for n in able] for values in (message.lanes, message.seeds, message.options)
-        )
+        lanes, seeds = [message.lanes[n] for n in able], [message.seeds[n] for n in able]
         outcome = NONE_ENDED
         try:
             if able:
                 with self._timed():
-                    self._env.reset_lanes(*arguments)
+                    self._env.reset_lanes(lanes, seeds, [message.options[n] for n in able])
         except LaneError as error:
             self._report(message.number, error)
             outcome = FAILED

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -136,16 +134,6 @@ def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_
         storage.pids = lambda: [worker.pid for worker in env.workers]
         assert collect(env, storage) == expected
         assert pids != [worker.pid for worker in env.workers]
-
-
-def test_a_remote_and_a_worker_are_neither_copied_nor_pickled(two: ParallelEnvManager) -> None:
-    for part in (two.remotes[0], two.workers[0]):
-        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(UsageError, match=r"is part of a ParallelEnvManager.*\n  fix:"):
-                attempt(part)
-    remote = two.remotes[0]
-    with pytest.raises(WorkerStartupError, match=r"closure 'remote'> is a .*Remote \(UsageError"):
-        ParallelEnvManager([lambda: remote])
 
 
 @pytest.mark.parametrize("made", [None, 3])
