@@ -165,13 +165,12 @@ class Template:
         self._n_requests += 1
         request = pickle.dumps((len(fds), list(map(int, blocked)), self._n_requests))
         try:
-            with InterruptsHeld():
-                try:
-                    for start in range(0, len(fds), MAX_FDS):
-                        words = b"+" if start else request
-                        socket.send_fds(self._connection, [words], fds[start : start + MAX_FDS])
-                except OSError as error:
-                    raise TemplateLostError(str(error)) from error
+            try:
+                for start in range(0, len(fds), MAX_FDS):
+                    words = b"+" if start else request
+                    socket.send_fds(self._connection, [words], fds[start : start + MAX_FDS])
+            except OSError as error:
+                raise TemplateLostError(str(error)) from error
             number, answer = 0, 0
             while number != self._n_requests:  # but a second answer to an earlier one
                 number, answer = self._received(_FORK_S)

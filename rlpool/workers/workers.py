@@ -241,7 +241,8 @@ class Workers:
     def _send(self, life: Life, message: Message, memory: Memory | None = None) -> None:
         pipe = life.pipe
         if pipe is not None:
-            with InterruptsHeld(), suppress(ConnectionError):  # poll() notices its death
+            # Descriptors that are sent must not leak. poll() notices a worker's death.
+            with InterruptsHeld(), suppress(ConnectionError):
                 pipe.send(message, memory)
             if pipe.events & select.POLLOUT:
                 self._poller.watch_writing(pipe)
@@ -303,10 +304,10 @@ class Workers:
 
     def _bury(self, life: Life, pipe: CallerPipe, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
-        life.pipe = None
+        reap(process)  # first: if it is interrupted, close() ends what is left
         self._poller.unwatch(pipe, process)
         pipe.close()
-        reap(process)
+        life.pipe = None
         self._set_state(life, State.DOWN)
         if self.fatal is None and not life.is_dismissed:
             self._judge(life, process.exitcode)
@@ -470,8 +471,7 @@ class Workers:
         self._deliver_all(events)
         self.deliver_logs()
         if not self.all_up:
-            with InterruptsHeld():
-                self._advance()
+            self._advance()
         return is_woken
 
     def _rest_at_exit(self) -> None:
@@ -495,20 +495,19 @@ class Workers:
             reap_template()
         if not ready:
             return
-        with InterruptsHeld():
-            try:
-                for worker in sorted(ready):
-                    self._deliver_from(self._lives[worker])
-            except BaseException as error:
-                if isinstance(error, ValueError) and self.fatal is not None:
-                    return  # another thread has closed them meanwhile, processes included
-                self.abort()  # a message may be lost
-                raise
+        try:
+            for worker in sorted(ready):
+                self._deliver_from(self._lives[worker])
+        except BaseException as error:
+            if isinstance(error, ValueError) and self.fatal is not None:
+                return  # another thread has closed them meanwhile, processes included
+            self.abort()  # a message may be lost
+            raise
 
     def _deliver_from(self, life: Life) -> None:
         """Handle a worker's messages, its last words before its death."""
         if life.pipe is not None and life.pipe.events & select.POLLOUT:
-            with suppress(OSError):  # it is gone, which is handled below
+            with InterruptsHeld(), suppress(ConnectionError):  # a death is handled below
                 life.pipe.flush()
             self._poller.watch_writing(life.pipe)
         while life.pipe is not None and life.process is not None:
@@ -518,7 +517,7 @@ class Workers:
                     return
                 if message is None:
                     message = life.pipe.receive()  # sent just before the death
-            except (EOFError, OSError):
+            except (EOFError, ConnectionError):
                 message = None
             if message is not None:
                 self._take(life, message)
