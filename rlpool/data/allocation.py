@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +13,6 @@ import numpy as np
 import torch
 
 from rlpool.data.array_view import Values, View
-from rlpool.data.sequence_lock import SequenceLock
 from rlpool.data.specs import numpy_dtype
 from rlpool.data.storage import Memory, allocate
 from rlpool.errors import SpecError, UsageError
@@ -21,6 +22,8 @@ _T = TypeVar("_T")
 
 _WORD_BYTES = 8
 _N_WORDS = 2  # after the values: the start of the window, and the version of the sequence lock
+
+_N_OPTIMISTIC = 8  # attempts before a reader takes the lock; both sides take microseconds
 
 
 class Layout(NamedTuple):
@@ -54,6 +57,61 @@ class Layout(NamedTuple):
         """A view of some rows, counted from the first of ``full_size``."""
         start += self.padding
         return View(self.sizes, (range(start, start + n_rows), *map(range, self.sizes[1:])))
+
+
+class SequenceLock:
+    """Lets one process at a time change shared memory, while others read it.
+
+    Args:
+        cell: An int64 of the memory, for the version.
+        fd: Descriptor of the memory, which has to stay open; ``None`` for memory that no other
+            process sees, which is not locked.
+    """
+
+    def __init__(self, cell: memoryview, fd: int | None) -> None:
+        self._cell = cell
+        self._fd = fd
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the memory in this context; waits while another process does."""
+        if self._fd is None:
+            yield
+            return
+        with _locked(self._fd):
+            self._cell[0] |= 1  # odd already if a process died during a change
+            try:
+                yield
+            finally:
+                self._cell[0] += 1
+
+    def read(self, look: Callable[[], _T]) -> _T:
+        """Call ``look`` until the memory does not change meanwhile; returns its result."""
+        if self._fd is None:
+            return look()
+        for _ in range(_N_OPTIMISTIC):
+            version = self._cell[0]
+            if version % 2:
+                continue
+            try:
+                result = look()
+            except Exception:
+                if self._cell[0] == version:
+                    raise
+            else:
+                if self._cell[0] == version:
+                    return result
+        with _locked(self._fd):
+            return look()
+
+
+@contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 class Allocation:

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from rlpool.data import rows as base
 from rlpool.data.rows import Rows, instance, kind, resolve_rows, selected, write_rows_
 from rlpool.errors import SpecError
+from rlpool.machine.imports import import_extra
 
 BatchT = TypeVar("BatchT", bound="DictTensorBase")
 
@@ -433,18 +434,8 @@ class DictTensor(DictTensorBase):
             torch.Size([3])
         """
         sizes = {tensor.shape[:1] for tensor in self._tensors.values()} or {torch.Size([0])}
-        return base.to_tensordict(self._tensors, sizes.pop() if len(sizes) == 1 else [])
-
-    @staticmethod
-    def from_tensordict(tensordict: Any) -> DictTensor:
-        """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``.
-
-        Example:
-            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
-            >>> list(DictTensor.from_tensordict(batch.to_tensordict()))
-            ['frame', 'action']
-        """
-        return DictTensor(base.from_tensordict(tensordict))
+        size = sizes.pop() if len(sizes) == 1 else []
+        return import_extra("tensordict", "tensordict").TensorDict(self._tensors, list(size))
 
     def __reduce__(self) -> tuple[Callable[..., DictTensor], tuple[Any, ...]]:
         return _rebuild, ({key: base.compact(tensor) for key, tensor in self._tensors.items()},)

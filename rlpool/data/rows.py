@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlpool.errors import SpecError
-from rlpool.machine.imports import import_extra
 
 _T = TypeVar("_T")
 
@@ -73,13 +72,6 @@ def write_rows_(changes: Iterable[tuple[str, Tensor, Tensor]], rows: Tensor) -> 
             except RuntimeError as error:
                 what = f"key {name!r} cannot be written in place: {error}"
                 raise SpecError(what, fix="copy into a detached clone") from error
-
-
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors are equal, NaN and NaN included."""
-    if one.shape != other.shape:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 # Steps -------------------------------------------------------------------------------------------
@@ -241,21 +233,3 @@ def compact(value: Any) -> Any:
         return value
     values = value.detach().clone(memory_format=torch.contiguous_format)
     return values.requires_grad_(value.requires_grad)
-
-
-# TensorDict ---------------------------------------------------------------------------------------
-
-
-def to_tensordict(values: Mapping[str, Any], batch_size: Sequence[int]) -> Any:
-    """A ``TensorDict`` of these values, not copied, with these leading dimensions."""
-    tensordict = import_extra("tensordict", "tensordict")
-    return tensordict.TensorDict(dict(values), batch_size=list(batch_size))
-
-
-def from_tensordict(tensordict: Any) -> dict[str, Tensor]:
-    """All tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
-    try:
-        items = dict(tensordict.items(include_nested=True, leaves_only=True)).items()
-    except (AttributeError, TypeError):
-        raise SpecError(f"got {type(tensordict).__name__}", fix="pass a TensorDict") from None
-    return {key if isinstance(key, str) else "/".join(key): tensor for key, tensor in items}

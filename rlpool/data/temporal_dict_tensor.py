@@ -19,7 +19,6 @@ from rlpool.data.rows import (
     kind,
     longest,
     padded,
-    same_values,
     selected,
     steps_within,
     taken,
@@ -27,6 +26,7 @@ from rlpool.data.rows import (
 )
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
+from rlpool.machine.imports import import_extra
 
 
 class TemporalDictTensor(DictTensorBase):
@@ -402,22 +402,6 @@ class TemporalDictTensor(DictTensorBase):
             self._lengths = TemporalDictTensor({key: tensor}, lengths, self._info)._lengths
         self._tensors[key] = tensor
 
-    def __add__(self, other: TemporalDictTensor) -> TemporalDictTensor:
-        """Union of the keys of the same trajectories, sharing tensors.
-
-        ``SpecError`` for common keys, different lengths, or different values in ``info``.
-        """
-        if not isinstance(other, TemporalDictTensor):
-            return NotImplemented
-        steps = self._steps + other._steps  # refuses other devices
-        if not torch.equal(self._lengths, other._lengths):
-            raise SpecError("the lengths differ", fix="add keys of the same rows")
-        for key in self._info:
-            if key in other._info and not same_values(self._info[key], other._info[key]):
-                raise SpecError(f"info key {key!r} differs", fix="add keys of the same rows")
-        info = {**self._info._tensors, **other._info._tensors}
-        return TemporalDictTensor(steps, self._lengths, info)
-
     def copy_(
         self, source: TemporalDictTensor, source_indexes: Tensor, destination_indexes: Tensor
     ) -> None:
@@ -535,29 +519,10 @@ class TemporalDictTensor(DictTensorBase):
             >>> batch.to_tensordict()["steps"].batch_size
             torch.Size([2, 3])
         """
-        size = [self.n_elems()]
-        steps = base.to_tensordict(self._tensors, [*size, self.n_timesteps()])
-        info = base.to_tensordict(self._info._tensors, size)
-        return base.to_tensordict({"steps": steps, "lengths": self._lengths, "info": info}, size)
-
-    @staticmethod
-    def from_tensordict(tensordict: Any) -> TemporalDictTensor:
-        """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied.
-
-        Example:
-            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
-            >>> TemporalDictTensor.from_tensordict(batch.to_tensordict()).lengths
-            tensor([3, 1])
-        """
-        entries = {key.partition("/")[0] for key in base.from_tensordict(tensordict)}
-        if not {"steps", "lengths"} <= entries:
-            raise SpecError(
-                f"the TensorDict has the entries {sorted(entries)}",
-                fix="it needs steps [B, T], lengths [B] and optionally info [B]",
-            )
-        info = base.from_tensordict(tensordict["info"]) if "info" in entries else None
-        steps = base.from_tensordict(tensordict["steps"])
-        return TemporalDictTensor(steps, tensordict["lengths"], info)
+        make, size = import_extra("tensordict", "tensordict").TensorDict, [self.n_elems()]
+        steps = make(self._tensors, [*size, self.n_timesteps()])
+        info = make(self._info._tensors, size)
+        return make({"steps": steps, "lengths": self._lengths, "info": info}, size)
 
     def __reduce__(self) -> tuple[Callable[..., TemporalDictTensor], tuple[Any, ...]]:
         return _from_parts, (self._steps, base.compact(self._lengths), self._info)
