@@ -1,7 +1,17 @@
 """From one root seed to every random number: root, episode, step.
 
 Nothing here depends on who runs an episode or on the clock, so that the same root gives the same
-data for any number of workers.
+data for any number of workers::
+
+    seeds=...      -> root_from     -> the root, 128 bits
+    root, purpose  -> _seed_keys    -> a permutation of all seeds, of which the purpose numbers some
+        EPISODE_SEEDS   number of the episode in the batcher's life     -> env.reset(seed=)
+        LANE_SEEDS      lane and number of the restart                  -> env.reset(seed=)
+        WORKERS         number of the worker                            -> create_env, agent.seed
+        PROBES          0                                               -> the reset that is dropped
+        STREAMS         seed of an episode, for a further generator
+    root, purpose  -> _derive       -> two words of 64 bits, hashed with a number into keys of noise
+        EPISODES, LANES, and which task a rollout gets: TASKS; EVALUATIONS: another root
 
 **Seeds** are what environments, agents and users see. They are below 2**31, since
 ``np.random.seed``, ``RandomState`` and simulators in C take no more. Among so few numbers hashes
@@ -26,6 +36,7 @@ import functools
 import itertools
 import secrets
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -63,9 +74,20 @@ _SEED_BITS = N_SEEDS.bit_length() - 1
 _PERMUTATION_ROUNDS = 5  # with four, differences of neighbours are already uniform
 _PERMUTATION_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  # of MurmurHash3's finaliser: odd
 
-# First word of a spawn key: what the derived words are for.
-_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS = range(6)
-_EPISODE_SEEDS, _LANE_SEEDS, _EVALUATIONS = range(6, 9)
+
+class Purpose(IntEnum):
+    """What numbers are derived for: the first word of a spawn key."""
+
+    EPISODES = 0
+    LANES = 1
+    WORKERS = 2
+    PROBES = 3
+    STREAMS = 4
+    TASKS = 5
+    EPISODE_SEEDS = 6
+    LANE_SEEDS = 7
+    EVALUATIONS = 8
+
 
 _Numbers = TypeVar("_Numbers", int, Words)
 
@@ -97,7 +119,7 @@ def evaluation_root(seed: int) -> int:
     Args:
         seed: What the user gave, a non-negative int.
     """
-    return _joined(_derive(root_from(seed), _EVALUATIONS))
+    return _joined(_derive(root_from(seed), Purpose.EVALUATIONS))
 
 
 def _joined(words: Words) -> int:
@@ -134,7 +156,7 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
         n_episodes: How many.
     """
     numbers = np.arange(n_episodes, dtype=np.uint64) + np.uint64(first % N_SEEDS)
-    seeds: list[int] = permuted(numbers, _seed_keys(root, _EPISODE_SEEDS)).tolist()
+    seeds: list[int] = permuted(numbers, _seed_keys(root, Purpose.EPISODE_SEEDS)).tolist()
     return seeds
 
 
@@ -172,12 +194,12 @@ def noise_keys(root: int, first: int, n_episodes: int) -> Words:
         first: Number of the first episode: how many were requested before.
         n_episodes: How many.
     """
-    return _hashes(root, _EPISODES, 0, n_episodes, first)
+    return _hashes(root, Purpose.EPISODES, 0, n_episodes, first)
 
 
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
     """Which of ``n_tasks`` tasks each rollout of a collection gets, int in ``[0, n_tasks)``."""
-    draws = _hashes(root, _TASKS, collection, n_rollouts) % np.uint64(n_tasks)
+    draws = _hashes(root, Purpose.TASKS, collection, n_rollouts) % np.uint64(n_tasks)
     return [int(draw) for draw in draws]
 
 
@@ -203,8 +225,8 @@ class LaneSeeds:
     """
 
     def __init__(self, root: int, n_resets: int, n_restarts: int = 0) -> None:
-        self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
-        self._seed_keys = _seed_keys(root, _LANE_SEEDS)
+        self._noise_key, self._noise_salt = _derive(root, Purpose.LANES, n_resets).tolist()
+        self._seed_keys = _seed_keys(root, Purpose.LANE_SEEDS)
         self._first = n_resets + n_restarts
 
     def seed(self, lane: int, n_restarts: int) -> int:
@@ -225,8 +247,10 @@ class LaneSeeds:
         derived_from = self._noise_key, self._noise_salt, block
         kept = _lane_noise.get((lane, n_noise))
         if kept is None or kept[0] != derived_from:
-            first = _mix(_mix(self._noise_key ^ lane) ^ self._noise_salt) + block * n_at_once
-            keys = _mix_(np.uint64(first & _WORD_MASK) + np.arange(n_at_once, dtype=np.uint64))
+            first = mix64(mix64(self._noise_key ^ lane) ^ self._noise_salt) + block * n_at_once
+            keys = mix64_inplace_(
+                np.uint64(first & _WORD_MASK) + np.arange(n_at_once, dtype=np.uint64)
+            )
             kept = derived_from, keys, noise_chunks(keys, 0, n_noise)
             if n_at_once > 1:  # otherwise it is used once
                 if len(_lane_noise) == _MAX_LANES:
@@ -251,12 +275,12 @@ def worker_seed(root: int, worker: int) -> int:
     The only numbers that depend on the worker: they seed what the library does not control, where
     equal seeds would make all workers draw the same.
     """
-    return permuted(worker, _seed_keys(root, _WORKERS))
+    return permuted(worker, _seed_keys(root, Purpose.WORKERS))
 
 
 def probe_seed(root: int) -> int:
     """Seed of the reset that shows which keys observations have; its data are dropped."""
-    return permuted(0, _seed_keys(root, _PROBES))
+    return permuted(0, _seed_keys(root, Purpose.PROBES))
 
 
 def stream_seed(seed: int, stream: int) -> int:
@@ -269,7 +293,7 @@ def stream_seed(seed: int, stream: int) -> int:
         seed: The episode's seed.
         stream: Number of the generator.
     """
-    return permuted(seed, _seed_keys(stream, _STREAMS))
+    return permuted(seed, _seed_keys(stream, Purpose.STREAMS))
 
 
 class NoiseStart(NamedTuple):
@@ -290,10 +314,10 @@ def noise_chunks(keys: Words, steps: Any, n_noise: int) -> Words:
     first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
     words = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)  # the counters
     words *= _GOLDEN
-    words = words + _mix_(keys ^ _START_SALT)
+    words = words + mix64_inplace_(keys ^ _START_SALT)
     # The stream keeps apart episodes whose counters come close.
-    words ^= _mix_(keys ^ _STREAM_SALT)
-    _mix_(words)
+    words ^= mix64_inplace_(keys ^ _STREAM_SALT)
+    mix64_inplace_(words)
     words >>= _NOISE_SHIFT
     numbers: Words = words.astype(np.float32)
     numbers *= _NOISE_UNIT
@@ -318,17 +342,19 @@ def _derive(root: int, *path: int) -> Words:
 def _hashes(root: int, purpose: int, number: int, n: int, start: int = 0) -> Words:
     """``n`` words, uint64, from the ``start``-th on, for the ``number``-th request of a purpose."""
     key, salt = _derive(root, purpose, number)
-    return _mix_(_mix_(key + np.arange(start, start + n, dtype=np.uint64) * _GOLDEN) ^ salt)
+    return mix64_inplace_(
+        mix64_inplace_(key + np.arange(start, start + n, dtype=np.uint64) * _GOLDEN) ^ salt
+    )
 
 
-def _mix(word: int) -> int:
+def mix64(word: int) -> int:
     """The finaliser of SplitMix64."""
     for shift, factor in zip((30, 27), _MIX_FACTORS, strict=True):
         word = ((word ^ (word >> shift)) * factor) & _WORD_MASK
     return word ^ (word >> 31)
 
 
-def _mix_(words: Words) -> Words:
+def mix64_inplace_(words: Words) -> Words:
     """The same of uint64 of any shape, in place; returns them."""
     shifted = words >> np.uint64(30)
     for factor, shift in zip(_MIX_FACTORS, (27, 31), strict=True):
