@@ -23,43 +23,43 @@ agent's last observation is still shown where the step after its last one begins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
+from gymnasium.vector.utils import batch_differing_spaces
 
 from rlpool.data.specs import (
+    DEFAULT_OBSERVATION_KEY,
     TensorSpec,
+    flattener,
+    join_key,
+    leaves_of,
+    nester,
     refuse_collisions,
+    structure_of_space,
 )
-from rlpool.envs.columns import BadValue, checked_results, wrong_count
+from rlpool.data.storage import NDArray
+from rlpool.envs.columns import BadValue, checked_results, converted, wrong_count
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.info_keys import InfoKeys, info_specs
+from rlpool.envs.info_keys import InfoKeys, info_specs, value_of
 from rlpool.envs.single_envs import check_all_differ, is_of_agents
 from rlpool.errors import SpecError
-from rlpool.integrations.pettingzoo_groups import (
-    AGENT_FLAGS,
-    OF_A_STEP,
-    STATE,
-    TURN,
-    AgentGroup,
-    Groups,
-    grouped,
-    in_parallel,
-    state_space,
-)
 from rlpool.machine.arguments import check_choice
+from rlpool.machine.imports import import_extra
 
 __all__ = ["JointEnv", "PettingZooEnv", "PettingZooEnvInf"]
 
+_OBSERVATION, _MASK, _STATE = "observation", "action_mask", "state"
+_AGENT_FLAGS = ("alive", "born", "terminations", "truncations")
+_TURN = "acting"
+_OF_A_STEP = ("rewards", "terminations", "truncations", "born")
 _BY_AGENT = ("rewards", "terminations", "truncations")
-Reward = str | Callable[[dict[str, float]], float]
-
-_COMBINED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "sum": lambda rewards: sum(rewards.values()),
-    "mean": lambda rewards: sum(rewards.values()) / max(1, len(rewards)),
-}
+_REWARDS = ("sum", "mean")
 
 
 class JointEnv(gymnasium.Env[dict[str, Any], Any]):
@@ -70,7 +70,6 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
 
     Args:
         env: A ``pettingzoo.ParallelEnv`` or ``AECEnv``. This object closes it.
-        groups: See ``PettingZooEnv``.
         reward: See ``PettingZooEnv``.
         state: See ``PettingZooEnv``.
         info_keys: Keys of the agents' infos that are put together in the infos of this
@@ -84,7 +83,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
 
     Raises:
         SpecError: For what is no such environment, one that does not say which agents there can
-            be, groups that do not fit, and spaces without a fixed shape.
+            be, and for spaces without a fixed shape.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -99,20 +98,17 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self,
         env: Any,
         *,
-        groups: Groups = None,
-        reward: Reward = "sum",
+        reward: str = "sum",
         state: bool = False,
         info_keys: InfoKeys = None,
     ) -> None:
-        self.env, self._in_turns = in_parallel(env)
+        self.env, self._in_turns = _in_parallel(env)
         self.metadata = {**getattr(env, "metadata", {})}
         self.render_mode = getattr(env, "render_mode", None)
-        if not callable(reward) and reward not in [*_COMBINED]:
-            fix = 'reward="sum", "mean", or a function of a dict with the reward of every agent'
-            raise SpecError(f"reward should combine the rewards, got {reward!r:.60}", fix=fix)
-        self._combine = reward if callable(reward) else _COMBINED[reward]
-        members = grouped(self.env, groups)
-        self._groups = [AgentGroup(self.env, name, agents) for name, agents in members.items()]
+        check_choice("reward", reward, _REWARDS)
+        self._is_mean = reward == "mean"
+        members = _grouped(self.env)
+        self._groups = [_AgentGroup(self.env, name, agents) for name, agents in members.items()]
         self.groups = {group.name: group.agents for group in self._groups}
         self._agents = [agent for agents in self.groups.values() for agent in agents]
         check_choice("state", state, (True, False))
@@ -120,15 +116,17 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._alive: list[str] = []
         self._gone: set[str] = set()
         self._listed: set[str] = set()  # in env.agents one step before
-        flags = [*AGENT_FLAGS, TURN] if self._in_turns else AGENT_FLAGS
+        flags = [*_AGENT_FLAGS, _TURN] if self._in_turns else _AGENT_FLAGS
         seen = {key: space for group in self._groups for key, space in group.spaces.items()}
         spaces = {key: space for group in self._groups for key, space in group.own(flags).items()}
         if state:
-            spaces[STATE] = state_space(env)
+            spaces[_STATE] = getattr(env, "state_space", None)
+            if spaces[_STATE] is None:
+                raise SpecError(f"{env!r:.60} has no state_space", fix="leave out state=True")
         refuse_collisions({"PettingZooEnv": list(spaces), "the observation": list(seen)})
         spaces |= seen
         self.observation_space = gymnasium.spaces.Dict(spaces)
-        self.step_keys = [group.key(key) for group in self._groups for key in OF_A_STEP]
+        self.step_keys = [group.key(key) for group in self._groups for key in _OF_A_STEP]
         actions = {group.name: group.action_space for group in self._groups}
         self.action_space = gymnasium.spaces.Dict(actions) if len(actions) > 1 else actions[""]
         self.info_specs = self._specs_of_infos(info_keys)
@@ -202,7 +200,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         was_cut = any(truncations[agent] and not terminations[agent] for agent in ending)
         return (
             self._observed(observations, rewards, terminations, truncations),
-            self._combine(rewards),
+            sum(rewards.values()) / (max(1, len(rewards)) if self._is_mean else 1),
             is_over and not was_cut,
             is_over and was_cut,
             self._infos(infos),
@@ -275,14 +273,14 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
             "truncations": [agent for agent, flag in truncations.items() if flag],
         }
         if self._in_turns:
-            flags[TURN] = [a for a in self._alive if a == self.env.aec_env.agent_selection]
+            flags[_TURN] = [a for a in self._alive if a == self.env.aec_env.agent_selection]
         arrays: dict[str, Any] = {}
         for group in self._groups:
             arrays |= group.observed(observations)
             arrays |= {group.key(key): group.flags(agents) for key, agents in flags.items()}
             arrays[group.key("rewards")] = group.numbers(rewards)
         if self._has_state:
-            arrays[STATE] = self.env.state()
+            arrays[_STATE] = self.env.state()
         return arrays
 
     def _infos(self, infos: Any) -> dict[str, Any]:
@@ -297,12 +295,9 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
     def _specs_of_infos(self, info_keys: InfoKeys) -> dict[str, Any]:
         """What a ``GymEnv`` has to be asked for, to get some keys of all agents' infos."""
         specs: dict[str, Any] = {}
-        self._wanted: list[tuple[AgentGroup, str, str]] = []
+        self._wanted: list[tuple[_AgentGroup, str, str]] = []
         for name, spec in info_specs(info_keys, keep_float64=True).items():
             head = name.partition("/")[0]
-            if head in self._agents:  # of one agent
-                specs[name] = spec
-                continue
             for group in self._groups:
                 if head in self.groups and head != group.name:
                     continue
@@ -323,25 +318,23 @@ class PettingZooEnv(GymEnv):
             acts, bool ``acting [A]`` says which, and the actions of the others are ignored. This
             object closes them.
         seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
-        groups: Name to names of agents, each agent in one group; the spaces of a group may differ
-            in their bounds. By default agents with equal spaces form a group, called like its
-            first agent without the number: ``adversary`` for ``adversary_0``. If there is only
-            one group, keys have no prefix.
         reward: What the reward of the joint episode is: ``"sum"`` or ``"mean"`` of the agents'
-            rewards in this step, or a function of a dict that holds them.
+            rewards in this step.
         state: Whether ``env.state()`` is a key.
         max_episode_steps: Truncate episodes after this many steps.
         keep_float64: See ``GymEnv``.
         info_keys: Keys of the infos of agents that become keys ``[A, ...]`` of a step, see
             ``GymEnv``; shapes are those of one agent. Zero where an agent's info has no such key.
-            ``"adversary/x"`` is asked of one group, ``"adversary_0/x"`` of one agent, without an
-            axis of agents.
+            ``"adversary/x"`` is asked of one group.
 
     Attributes:
         groups: Name to agents, in the order of the axis of agents; one group has the name ``""``.
 
     Raises:
         SpecError: See ``JointEnv``, and for environments whose agents or spaces differ.
+
+    Agents with equal spaces form a group, called like its first agent without the number:
+    ``adversary`` for ``adversary_0``. If there is only one group, keys have no prefix.
 
     An observation that is a ``Dict`` of ``observation`` and ``action_mask`` gives ``frame`` and
     ``action_mask``. The joint episode ends when no agent is left; it is truncated if one of those
@@ -362,8 +355,7 @@ class PettingZooEnv(GymEnv):
         envs: Sequence[Any],
         seed: int | Sequence[int] | None = None,
         *,
-        groups: Groups = None,
-        reward: Reward = "sum",
+        reward: str = "sum",
         state: bool = False,
         max_episode_steps: int | None = None,
         keep_float64: bool = False,
@@ -373,7 +365,7 @@ class PettingZooEnv(GymEnv):
             fix = "PettingZooEnv([make() for _ in range(n)], seed)"
             raise SpecError(f"PettingZooEnv got {envs!r:.60}, not a list of environments", fix=fix)
         check_all_differ(envs := list(envs), "PettingZooEnv([make() for _ in range(n)], seed)")
-        joint = partial(JointEnv, groups=groups, reward=reward, state=state, info_keys=info_keys)
+        joint = partial(JointEnv, reward=reward, state=state, info_keys=info_keys)
         lanes = [joint(env) for env in envs]
         for number, lane in enumerate(lanes):
             if lane.groups != lanes[0].groups:
@@ -408,3 +400,162 @@ class PettingZooEnvInf(PettingZooEnv):
     """
 
     auto_reset = True
+
+
+# Agents -------------------------------------------------------------------------------------------
+
+
+class _AgentGroup:
+    """Agents with equal spaces: their places in arrays ``[A, ...]``.
+
+    Args:
+        env: The environment.
+        name: The group's name, the first part of its keys.
+        agents: Its agents.
+
+    Attributes:
+        spaces: Key to space of what they observe, with an axis of agents.
+        action_space: The space of what they do.
+    """
+
+    def __init__(self, env: Any, name: str, agents: Sequence[str]) -> None:
+        self.name, self.agents = name, tuple(agents)
+        self._places = {agent: place for place, agent in enumerate(agents)}
+        n, space = len(agents), env.observation_space(agents[0])
+        what = f"observation_space({agents[0]!r})"
+        observation = structure_of_space(space, keep_float64=True, name=what)
+        leaves = leaves_of(observation, DEFAULT_OBSERVATION_KEY)
+        if leaves.keys() == {_OBSERVATION, _MASK}:
+            leaves = {
+                key.replace(_OBSERVATION, DEFAULT_OBSERVATION_KEY): leaf
+                for key, leaf in leaves.items()
+            }
+        self._specs = {self.key(key): leaf.spec for key, leaf in leaves.items()}
+        self._flatten = flattener(observation, "observation")
+        parts = [batch_differing_spaces([part] * n) for part in _leaf_spaces(space)]
+        self.spaces = dict(zip(self._specs, parts, strict=True))
+        space = env.action_space(agents[0])
+        action = structure_of_space(space, keep_float64=True, name=f"action_space({agents[0]!r})")
+        self.action_space = batch_differing_spaces([space] * n)
+        batched = structure_of_space(self.action_space, keep_float64=True, name="action_space")
+        self._split, self._nest = flattener(batched, "action"), nester(action)
+
+    def key(self, key: str) -> str:
+        """A key of this group."""
+        return join_key(self.name, key)
+
+    def own(self, flags: Iterable[str]) -> dict[str, gymnasium.Space[Any]]:
+        """The space of what each of its agents has beside an observation: flags, and a reward."""
+        shape: Any = (len(self.agents),)
+        flag: Any = np.bool_
+        own: dict[str, Any] = {self.key(key): Box(0, 1, shape, flag) for key in flags}
+        return own | {self.key("rewards"): Box(-np.inf, np.inf, shape)}
+
+    def observed(self, observations: Mapping[str, Any]) -> dict[str, NDArray]:
+        """What the agents have observed, zero for those without an observation.
+
+        Raises:
+            SpecError: If an observation does not fit the space of its agent.
+        """
+        specs = self._specs
+        arrays = {key: np.zeros((len(self.agents), *s.shape), s.dtype) for key, s in specs.items()}
+        for agent, place in self._places.items():
+            observation = observations.get(agent)
+            if observation is None:
+                continue
+            values = self._flatten(observation)
+            for (key, spec), value in zip(specs.items(), values, strict=True):
+                is_alike = type(value) is np.ndarray and value.dtype == spec.dtype
+                if not is_alike or value.shape != spec.shape:
+                    value = converted(value, spec, f"{key} of {agent}")
+                arrays[key][place] = value
+        return arrays
+
+    def split(self, action: Any, alive: Iterable[str]) -> dict[str, Any]:
+        """The actions of those of its agents that are alive."""
+        parts = self._split(action)
+        places = [(agent, self._places[agent]) for agent in alive if agent in self._places]
+        return {agent: self._nest([part[place] for part in parts]) for agent, place in places}
+
+    def flags(self, agents: Iterable[str]) -> NDArray:
+        """Which agents are among these, bool ``[A]``."""
+        flags = np.zeros(len(self.agents), np.bool_)
+        flags[[self._places[agent] for agent in agents if agent in self._places]] = True
+        return flags
+
+    def numbers(self, values: Mapping[str, float]) -> NDArray:
+        """A number of each agent, float32 ``[A]``; 0 for others."""
+        return np.array([values.get(agent, 0.0) for agent in self.agents], np.float32)
+
+    def stacked(self, key: str, infos: Mapping[str, Any]) -> NDArray | None:
+        """What infos of its agents hold under a key ``[A, ...]``, ``None`` if none of them has it.
+
+        Raises:
+            SpecError: If shapes differ.
+        """
+        found = [infos.get(agent) for agent in self.agents]
+        values = [value_of(info, key) if isinstance(info, Mapping) else None for info in found]
+        there = [np.asarray(value) for value in values if value is not None]
+        if not there:
+            return None
+        try:
+            filled = [np.zeros_like(there[0]) if v is None else np.asarray(v) for v in values]
+            return np.stack(filled)
+        except ValueError as error:
+            shapes = [list(value.shape) for value in there]
+            raise SpecError(f"info {key!r} has the shapes {shapes} for different agents") from error
+
+
+def _in_parallel(env: Any) -> tuple[Any, bool]:
+    """An environment with the parallel interface, and whether its agents act one at a time."""
+    if not is_of_agents(env):
+        raise SpecError(
+            f"{env!r:.60} is no environment of PettingZoo",
+            fix="pass a ParallelEnv or AECEnv; GymEnv takes environments of Gymnasium",
+        )
+    if not hasattr(env, "possible_agents"):
+        raise SpecError(
+            f"{env!r:.60} does not say which agents there can be, so their arrays have no size",
+            fix="give it the attribute possible_agents",
+        )
+    if not hasattr(env, "agent_iter"):
+        return env, False
+    conversions = import_extra("pettingzoo.utils.conversions", "pettingzoo")
+    if getattr(env, "metadata", {}).get("is_parallelizable", False):
+        return conversions.aec_to_parallel(env), False
+    return conversions.turn_based_aec_to_parallel(env), True
+
+
+def _grouped(env: Any) -> dict[str, list[str]]:
+    """Groups of agents with equal spaces, by name; a single group is called ``""``."""
+    groups: dict[str, list[str]] = {}
+    spaces: dict[str, tuple[Any, Any]] = {}
+    for agent in env.possible_agents:
+        both = env.observation_space(agent), env.action_space(agent)
+        name = next((name for name, known in spaces.items() if known == both), "")
+        if not name:
+            stem = re.sub(r"[_-]?\d+$", "", str(agent)) or str(agent)
+            name = str(agent) if stem in spaces else stem
+            spaces[name] = both
+        groups.setdefault(name, []).append(agent)
+    if not groups:
+        raise SpecError(f"{env!r:.60} has no agents", fix="list them in possible_agents")
+    if len(groups) == 1:
+        return {"": next(iter(groups.values()))}
+    for name in groups:
+        if not re.fullmatch("[^_/][^/]*", name) or name in ("action", "last_action"):
+            raise SpecError(
+                f"{name!r} cannot be the first part of keys, as the name of a group of agents",
+                fix="give agents names without '/' or a leading '_', other than 'action'",
+            )
+    return groups
+
+
+def _leaf_spaces(space: Any) -> Iterator[Any]:
+    """The parts of a space that are no ``Dict`` or ``Tuple``, in order."""
+    if isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
+        parts: Any = space.spaces
+        for part in parts.values() if isinstance(parts, Mapping) else parts:
+            yield from _leaf_spaces(part)
+    else:
+        yield space
