@@ -70,15 +70,14 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
     Raises:
         SpecError: Naming the key and both sides.
     """
+    what, fix = f"{key!r} should have shape {list(spec.shape)}", f"if it varies: {PADDING}"
     try:
         array = as_array(value)
     except ValueError as error:  # nested lists of different lengths
-        what = f"{key!r} should have shape {list(spec.shape)}, got {value!r:.60}: {error}"
-        raise SpecError(what, fix=f"if it varies from step to step: {PADDING}") from error
+        raise SpecError(f"{what}, got {value!r:.60}: {error}", fix=fix) from error
     if array.shape != spec.shape:
-        what = f"{key!r} should have shape {list(spec.shape)}, got {list(array.shape)}"
         is_ragged = bool(spec.shape) and array.ndim == len(spec.shape) and not is_action(key)
-        raise SpecError(what, fix=f"if it varies from step to step: {PADDING}" if is_ragged else "")
+        raise SpecError(f"{what}, got {list(array.shape)}", fix=fix if is_ragged else "")
     source, target = array.dtype.kind, spec.dtype.kind
     # Python numbers have no dtype: any int may become a float.
     has_dtype = isinstance(value, np.ndarray | np.generic)

@@ -465,13 +465,6 @@ class FixedRowsDriver(AgentDriver):
             all_lanes[key][call.lanes] = array[call.rows]
 
 
-def driver_of(agent: Agent, n_lanes: int, n_rows: int | None) -> AgentDriver:
-    """What calls an agent, with a fixed number of rows or one per lane."""
-    if n_rows is None:
-        return AgentDriver(agent, n_lanes)
-    return FixedRowsDriver(agent, n_lanes, n_rows)
-
-
 def _so_far(history: TemporalDictTensor, shown: NDArray, lane: int) -> Any:
     """The history of lanes that have taken as many steps as one of them."""
     n_steps = int(history.lengths[lane])

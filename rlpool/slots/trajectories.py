@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import FLAGS
-from rlpool.data.storage import NDArray
+from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
 from rlpool.slots.blocks import Arrays, Layout, successor_key
@@ -86,30 +86,21 @@ class Slice:
 
     def part(self, index: slice | NDArray) -> Slice:
         """Some rows, cut to the longest: views for a slice, copies for numbers or a mask."""
-        return _part(self.rows, self.finals, self.lengths, self.starts, index)
-
-
-def _part(
-    rows: Mapping[str, NDArray],
-    finals: Mapping[str, NDArray],
-    lengths: NDArray,
-    starts: NDArray,
-    index: slice | NDArray,
-) -> Slice:
-    lengths = np.array(lengths[index])
-    longest = int(np.maximum.reduce(lengths, initial=0))
-    return Slice(
-        {key: array[index, :longest] for key, array in rows.items()},
-        {key: array[index] for key, array in finals.items()},
-        lengths,
-        np.array(starts[index]),
-    )
+        lengths = np.array(self.lengths[index])
+        longest = int(np.maximum.reduce(lengths, initial=0))
+        return Slice(
+            {key: array[index, :longest] for key, array in self.rows.items()},
+            {key: array[index] for key, array in self.finals.items()},
+            lengths,
+            np.array(self.starts[index]),
+        )
 
 
 def slots_of(arrays: Arrays, slots: slice | NDArray) -> Slice:
     """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
     control = arrays.control
-    part = _part(arrays.rows, arrays.finals, control["length"], control["starts"], slots)
+    whole = Slice(arrays.rows, arrays.finals, control["length"], control["starts"])
+    part = whole.part(slots)
     if isinstance(slots, slice):  # views: the user may change all that they show
         dirty = control["dirty"][slots]
         np.maximum(dirty, part.lengths.max(initial=0), out=dirty)
@@ -135,7 +126,6 @@ class Glue:
         self._n_rows = n_rows
         self.n_steps = 0
         self._parts: list[tuple[NDArray, int, Slice]] = []
-        self._joined: Slice | None = None
 
     def add(self, episodes: NDArray, chunk: int, part: Slice) -> None:
         """Add chunk number ``chunk`` of some episodes."""
@@ -163,16 +153,15 @@ class Glue:
         """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory.
 
         What is copied is dropped at once, and what is still in the block copied in parts: so little
-        is held twice. If that is interrupted, another call goes on with the rest.
+        is held twice.
 
         Args:
             arrays: The block.
             at_home: Episodes that were never copied out of it; each is in the slot of its number.
         """
-        joined = self._joined = self._joined or self._empty(arrays, at_home)
+        joined = self._empty(arrays, at_home)
         while self._parts:
-            self._copy(joined, *self._parts[-1])
-            self._parts.pop()
+            self._copy(joined, *self._parts.pop())
         for episodes in np.array_split(at_home, self._N_PARTS):
             self._copy(joined, episodes, 0, slots_of(arrays, episodes))
         return joined
@@ -194,16 +183,14 @@ class Glue:
             lengths[episodes] += part.lengths
             if offset == 0:
                 starts[episodes] = part.starts
-        longest = int(lengths.max(initial=0))
-        rows = {
-            key: np.zeros((self._n_rows, longest, *spec.shape), spec.dtype)
-            for key, spec in self._layout.rows.items()
-        }
-        finals = {
-            key: np.zeros((self._n_rows, *spec.shape), spec.dtype)
-            for key, spec in self._layout.finals.items()
-        }
-        return Slice(rows, finals, lengths, starts)
+        shape = self._n_rows, int(lengths.max(initial=0))
+        specs, finals = self._layout.rows.items(), self._layout.finals.items()
+        return Slice(
+            {key: np.zeros((*shape, *spec.shape), spec.dtype) for key, spec in specs},
+            {key: batch_array(spec, self._n_rows) for key, spec in finals},
+            lengths,
+            starts,
+        )
 
 
 def trajectories_of(
