@@ -586,8 +586,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return dispatcher
 
     def _abandon(self) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.abort()
+        if self._dispatcher is not None and not self._is_private:
+            self._dispatcher.close(at_once=True)
 
     def _open(self, is_update: bool = False) -> Dispatcher:
         """What every call begins with; one that was interrupted has ended the workers."""

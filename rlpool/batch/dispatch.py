@@ -278,11 +278,6 @@ class Dispatcher:
             for request in self.running:
                 self._stop(request)
 
-    def abort(self) -> None:
-        """Kill the workers, for ``close`` to clear away what is left."""
-        if os.getpid() == self._owner_pid:
-            self._processes.abort()
-
     def close(self, at_once: bool = False) -> None:
         """Stop what runs and end the workers. May be repeated, as all that it calls.
 

@@ -114,6 +114,7 @@ def test_a_batcher_can_be_used_after_any_interrupt(call: str, kind: Any, n_worke
             assert set(result["number"][result.mask() > 0].tolist()) == {number}
     assert batcher.closed
     wait_until(lambda: worker_pids() == before[1])
+    del strike, result  # a strike knows a frame
     gc.collect()
     assert n_descriptors() <= before[0]
 
