@@ -120,9 +120,9 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         seen = {key: space for group in self._groups for key, space in group.spaces.items()}
         spaces = {key: space for group in self._groups for key, space in group.own(flags).items()}
         if state:
-            spaces[_STATE] = getattr(env, "state_space", None)
-            if spaces[_STATE] is None:
+            if getattr(env, "state_space", None) is None:
                 raise SpecError(f"{env!r:.60} has no state_space", fix="leave out state=True")
+            spaces[_STATE] = env.state_space
         refuse_collisions({"PettingZooEnv": list(spaces), "the observation": list(seen)})
         spaces |= seen
         self.observation_space = gymnasium.spaces.Dict(spaces)

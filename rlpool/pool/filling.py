@@ -43,8 +43,8 @@ class Settings:
 
     def saved(self) -> dict[str, Any]:
         """Those that a saved pool and the one that loads it must have in common."""
-        names = ("pool_size", "n_workers", "random", "keys", "priority_exponent", "frame_stack")
-        return {**{name: getattr(self, name) for name in names}, **self.rules.arguments()}
+        kept = {k: v for k, v in vars(self).items() if k not in ("rules", "storage", "directory")}
+        return {**kept, **vars(self.rules)}
 
 
 class Filler:
@@ -206,35 +206,19 @@ class Filler:
         """A filler with a store of its own that goes on where a saved one was.
 
         Raises:
-            SpecError: If the other pool was made with other arguments, or holds something else.
+            SpecError: If the other pool was made with other arguments.
         """
         for name, value in self._settings.saved().items():
             found = state["settings"][name]
-            # Without keys of its own, a pool takes what comes.
-            if found != value and (name != "keys" or value is not None):
+            # A pool that names no keys takes what comes.
+            if found != value and (value or name not in ("keys", "info_keys")):
                 raise SpecError(f"the saved pool has {name} {found}, this one {value}", fix=_OTHER)
         router = np.random.Generator(np.random.PCG64())
         router.bit_generator.state = state["router"]
         other = Filler(self._settings, router)
-        own, saved = self.store.schema, state["store"]
-        if saved is not None:
-            schema = Schema.from_plain(saved["schema"])
-            if self.store.has_schema and own != schema:
-                raise SpecError(
-                    f"the saved pool holds {schema}; this one has {own}",
-                    fix="load it into a pool that holds the same, or nothing yet",
-                )
-            infos = self._settings.info_keys
-            missing = [n for n in infos if not ingest.matching(n, schema.infos)]
-            if missing:
-                raise SpecError(
-                    f"the saved pool holds no {missing}, which info_keys of this one name",
-                    fix="load it into a pool without info_keys: that one takes what is saved",
-                )
-            other.store = self._new_store(schema)
+        if (saved := state["store"]) is not None:
+            other.store = self._new_store(Schema.from_plain(saved["schema"]))
             other.store.load_state_dict(saved)
-        elif self.store.has_schema:
-            other.store = self._new_store(own)
         other._open = {int(i): other.store.sub_pools[i].next for i in state["open"]}
         other._has_run = bool(state["has_run"])
         other.max_priority = float(state["max_priority"])

@@ -539,9 +539,9 @@ class Pool:
                 have room for both.
 
         Raises:
-            SpecError: If the state is damaged, the other pool was made with other sizes, rules,
-                keys or another ``priority_exponent`` or ``frame_stack``, or holds other keys than
-                this one, which keeps what it has. ``seed`` and ``storage`` may differ.
+            SpecError: If the state is damaged, or the other pool was made with other sizes, rules,
+                keys or another ``priority_exponent`` or ``frame_stack``. This one then keeps what
+                it has. ``seed`` and ``storage`` may differ.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)

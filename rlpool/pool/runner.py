@@ -241,13 +241,12 @@ class WorkerFactory:
         root = root_from(self.root)
         number = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
         self._where = Where(worker=number)
-
-        def load() -> OneEnv:
-            return OneEnv(self.envs[number].load(), self.seeds[number], owns_process=True)
-
-        env: OneEnv = called(self._where, f"loading environment {number}", load)
-        self._env = env
-        return env
+        self._env: OneEnv = called(
+            self._where,
+            f"loading environment {number}",
+            lambda: OneEnv(self.envs[number].load(), self.seeds[number], owns_process=True),
+        )
+        return self._env
 
     def create_agent(self) -> ActionChooser:
         """The agent of that environment."""

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory, NDArray, allocate, carve, carved_bytes
 from rlpool.errors import SpecError
 from rlpool.machine.limits import check_size
@@ -448,7 +447,7 @@ def make_store(
     """
     sub_pools = SubPools(pool_size, n_sub_pools, schema.n_frames - 1)
     n_rows = sub_pools.n_rows
-    sizes: Mapping[str, int] = carved_bytes(_row_specs(schema), n_rows)
+    sizes = carved_bytes(schema.rows, n_rows)  # finals and heads are fewer
 
     def advice(n_free: int) -> str:
         fits = pool_size * n_free // sum(sizes.values())
@@ -460,8 +459,3 @@ def make_store(
     n_bytes = store_bytes(schema, n_rows)
     memory = allocate(storage, n_bytes, directory=directory, n_used=sum(sizes.values()))
     return Store(schema, sub_pools, memory, rules, with_priorities=with_priorities)
-
-
-def _row_specs(schema: Schema) -> Mapping[str, TensorSpec]:
-    """What every row needs; finals and heads are fewer."""
-    return schema.rows

@@ -33,17 +33,12 @@ class WindowRules:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None:
-                whole_number(name, value, 1)
+                object.__setattr__(self, name, whole_number(name, value, 1))
         if (self.clearing_freq is None) != (self.window_size_ is None):
             raise SpecError(
                 f"clearing_freq is {self.clearing_freq}, window_size_ is {self.window_size_}",
                 fix="give both, or neither",
             )
-
-    def arguments(self) -> dict[str, int | None]:
-        """The numbers by name, as the state of a pool has them."""
-        whole = {name: value and int(value) for name, value in vars(self).items()}
-        return {**whole, "window_size_": whole["window_size_"] or 0}
 
     def length_after(self, capacity: int, length: int, n_before: int, n_added: int) -> int:
         """Transitions that a sub-pool holds after some were added one by one.
