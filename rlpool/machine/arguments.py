@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
@@ -24,29 +24,6 @@ _LIMITS = {
     "that is finite": (-sys.float_info.max, sys.float_info.max),
 }
 """The smallest and the largest number that an argument may be."""
-
-
-def refuse_other_states(state: Any, of: str, keys: Iterable[str], version: int) -> None:
-    """Refuse what is no state, was saved by another version of rlpool, or lacks something.
-
-    Args:
-        state: What was returned by a ``state_dict``, or is said to have been.
-        of: Whose.
-        keys: What has to be in it, beside its ``format``.
-        version: The ``format`` that is known here.
-
-    Raises:
-        SpecError: If it is.
-    """
-    of = f"{'an' if of[0] in 'AEIOU' else 'a'} {of}"
-    fix = f"pass what state_dict() of {of} of this version of rlpool has returned, all of it"
-    if not isinstance(state, Mapping):
-        raise SpecError(f"got {type(state).__name__}, no state of {of}", fix=fix)
-    if missing := sorted({"format", *keys}.difference(state)):
-        raise SpecError(f"this state of {of} lacks {', '.join(missing)}", fix=fix)
-    if state["format"] != version:
-        what = f"this state of {of} has format {state['format']!r}, here it is {version}"
-        raise SpecError(what, fix=fix)
 
 
 def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cached_property, partial
 from itertools import islice
@@ -43,7 +43,7 @@ from rlpool.seeding import episode_seeds, root_from, worker_seed
 _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds
 _RNG = "let reset(seed=...) restore all state, draw from self.np_random alone, and share nothing"
 
-Problems = Iterator[tuple[bool, str, str]]
+Problems = Generator[tuple[bool, str, str], None, None]
 """What a check yields: whether it is an error or only doubtful, what is wrong, and the fix."""
 
 

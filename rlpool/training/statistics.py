@@ -153,8 +153,8 @@ class EpisodeStatistics:
                 ended.append((sums[rows], n_steps[rows], rows))
                 sums[rows], n_steps[rows] = 0, 0
         self._sums[lanes], self._n_steps[lanes] = sums, n_steps
-        returns, counts, rows = map(torch.from_numpy, map(np.concatenate, zip(*ended, strict=True)))
-        return EndedEpisodes(returns.to(dtype), counts, rows)
+        parts = [torch.from_numpy(np.concatenate(part)) for part in zip(*ended, strict=True)]
+        return EndedEpisodes(parts[0].to(dtype), parts[1], parts[2])
 
     def _lanes_of(self, window: TemporalDictTensor) -> Any:
         """The lane of each row; there is a place for the sums of each."""
