@@ -56,9 +56,6 @@ PARTS = ("step", "loop")
 N_WORKERS, N_LANES = 2, 8
 """Of ``step``: processes, and environments in each."""
 
-N_ANNOUNCED = 16_000
-"""Episodes announced at a time in ``step``."""
-
 
 class Batch(gymnasium.Env[Any, Any]):
     """Several environments as one, for libraries with one environment per process.
@@ -123,23 +120,14 @@ def over_lanes(env: VecEnv, workload: Workload) -> Iterator[Window]:
     lanes = list(range(env.n_lanes))
     episodes = list(lanes)  # each lane's
 
-    def begin() -> None:
-        env.announce_episodes(range(N_ANNOUNCED), {})
-        episodes[:] = lanes
-        env.reset_lanes(lanes, episodes, [None] * len(lanes))
-
     def step(actions: Any) -> None:
         ended = env.step_lanes(lanes, {"action": actions})
         if ended:
             for lane in ended:
                 episodes[lane] += len(lanes)
-            if max(episodes) >= N_ANNOUNCED:
-                begin()
-            else:
-                env.reset_lanes(ended, [episodes[lane] for lane in ended], [None] * len(ended))
+            env.reset_lanes(ended, [episodes[lane] for lane in ended], [None] * len(ended))
 
-    begin()
-
+    env.reset_lanes(lanes, episodes, [None] * len(lanes))
     try:
         yield loop_of(step, actions_of(workload, env.n_lanes))
     finally:

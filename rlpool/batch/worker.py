@@ -349,11 +349,7 @@ class Collector(Server):
             if message.is_first or tapes:
                 self._rollout.abandon()
             return WindowPlan(message, block, infos, tapes, self._site)
-        plan = EpisodePlan(message, block, infos, self._site)
-        # Nobody else takes any of them, and no others are under way.
-        if self._place.n_workers == 1 and len(self._plans) == 1:
-            self.env.announce_episodes(plan.seeds, plan.env_info, message.first)
-        return plan
+        return EpisodePlan(message, block, infos, self._site)
 
     def _take_slots(self, credit: Credit) -> None:
         plan = self._plans.get(credit.number)

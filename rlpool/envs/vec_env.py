@@ -236,19 +236,6 @@ class VecEnv(ABC):
         """Arrays for the last actions."""
         return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
 
-    def announce_episodes(  # noqa: B027  (optional)
-        self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
-    ) -> None:
-        """Announce the next resets: episode *i* in lane *i* % n_lanes.
-
-        This is a hint. Episodes may be cancelled, and other resets may come instead.
-
-        Args:
-            seeds: Seed of each episode.
-            env_info: ``[len(seeds), ...]`` per key, one row per episode.
-            first: Number of the first episode.
-        """
-
     def seed_used(self, lane: int) -> int | None:
         """The seed of a lane's episode, if it differs from the one that was passed to reset."""
         return None

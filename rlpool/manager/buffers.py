@@ -4,10 +4,9 @@ Every key of ``VecEnv.current`` lies there once, ``[n_lanes, ...]``. A worker se
 own lanes, the caller sees all of them::
 
     observation/frame  [n_lanes, 4]   written by the workers
-    ahead/frame                       first observations of episodes that were begun ahead of time
     reward, flags                     written by the workers; cleared when a lane is reset
     action/action  [n_lanes]          written by the caller
-    seed, is_ahead, asked             bookkeeping per lane
+    seed, asked                       bookkeeping per lane
     step, finished, ...               bookkeeping per worker
     asleep                            who has to be woken: every worker, then the caller
 
@@ -35,7 +34,6 @@ _BOOL = TensorSpec((), np.dtype(bool))
 _PER_LANE = {
     "reward": REWARD_SPEC,
     "seed": _INT64,  # of the last reset
-    "is_ahead": _INT64,  # index of the announced episode of the lane that was begun, or -1
     "asked": _BOOL,  # whether the lane takes part in a partial step
 }
 _PER_WORKER = (
@@ -56,9 +54,8 @@ def bookkeeping_specs(n_lanes: int, n_workers: int) -> dict[str, TensorSpec]:
 
 
 def observation_specs(leaves: Mapping[str, Leaf], n_lanes: int) -> dict[str, TensorSpec]:
-    """Specs of observations, and of those of episodes begun ahead."""
-    specs = {key: leaf.spec for key, leaf in leaves.items()}
-    return _of_lanes("observation/", specs, n_lanes) | _of_lanes("ahead/", specs, n_lanes)
+    """Specs of the observations."""
+    return _of_lanes("observation/", {key: leaf.spec for key, leaf in leaves.items()}, n_lanes)
 
 
 def action_specs(specs: Mapping[str, TensorSpec], n_lanes: int) -> dict[str, TensorSpec]:
@@ -78,11 +75,10 @@ class Buffers:
 
     Attributes:
         observation: Key to array ``[lanes, ...]``: current observations.
-        ahead: The same keys: first observations of episodes begun ahead.
         action: Key to array ``[lanes, ...]``.
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
-        seed, is_ahead, asked: ``[lanes]``.
+        seed, asked: ``[lanes]``.
         step, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
             are read faster than arrays.
         asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
@@ -91,7 +87,6 @@ class Buffers:
     reward: NDArray
     flags: NDArray
     seed: NDArray
-    is_ahead: NDArray
     asked: NDArray
     step: memoryview
     partial: memoryview
@@ -103,13 +98,12 @@ class Buffers:
     def __init__(self, lanes: slice = slice(None)) -> None:
         self._lanes = lanes
         self.observation: dict[str, NDArray] = {}
-        self.ahead: dict[str, NDArray] = {}
         self.action: dict[str, NDArray] = {}
 
     def map(self, specs: Mapping[str, TensorSpec], memory: Memory) -> None:
         """Use the arrays in a memory."""
         arrays = {key: array[0] for key, array in carve(memory.root(), specs, 1).items()}
-        for group in ("observation", "ahead", "action"):
+        for group in ("observation", "action"):
             prefix = f"{group}/"
             keys = [key for key in arrays if key.startswith(prefix)]
             found = {key.removeprefix(prefix): arrays[key][self._lanes] for key in keys}

@@ -30,7 +30,6 @@ from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
 from rlpool.manager.buffers import FAILED, Buffers, bookkeeping_specs
 from rlpool.manager.messages import (
-    Announce,
     Begin,
     Call,
     LaneFailed,
@@ -128,7 +127,6 @@ class EnvWorkers(CrashOnly):
         resets: For each worker its last reset.
         requests: Requests to single lanes whose replies the user has not received.
         closed_lanes: Lanes that were closed one by one.
-        announced: For each worker the episodes that will come.
         troubles: Lane to what failed in it.
         reports_failures: Whether no episode is truncated here, see ``VecEnv.report_failures``.
     """
@@ -176,7 +174,6 @@ class EnvWorkers(CrashOnly):
         self.commanded: list[Sequence[int]] = [()] * self.n_workers
         self.requests: dict[int, Request] = {}
         self.closed_lanes: set[int] = set()
-        self.announced: dict[int, Announce] = {}
         self.troubles: dict[int, LaneTrouble] = {}
         self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
         self.resets: dict[int, Reset] = {}  # the last of each worker
@@ -202,7 +199,6 @@ class EnvWorkers(CrashOnly):
         self.processes.close()
         self._forget_lanes()
         self.tapes.bind(self.buffers.action)
-        self.buffers.is_ahead[:] = -1
         for worker in range(self.n_workers):
             self.issued[worker] = self.buffers.step[worker] = self.buffers.finished[worker] = 0
             self.buffers.writing[worker] = 0
@@ -223,7 +219,6 @@ class EnvWorkers(CrashOnly):
         )
         memory = Memory.shared(n_bytes, "rlpool-buffers")
         self.buffers.map(specs, memory)
-        self.buffers.is_ahead[:] = -1
         self.tapes.bind(self.buffers.action)
         for cell, wake in enumerate((*self.wakes, self._done)):
             wake.share(self.buffers.asleep[cell : cell + 1])
@@ -275,15 +270,11 @@ class EnvWorkers(CrashOnly):
 
     def _where(self, lane: int, call: str) -> Where:
         """Where a lane is; if ``call`` is a step, it is not finished or has failed."""
-        tape, worker, seed = self.tapes.peek(lane), self.worker_of[lane], self.buffers.seed[lane]
+        tape, worker = self.tapes.peek(lane), self.worker_of[lane]
         if tape is None:
-            return Where(worker, lane, step=0, seed=int(seed))
+            return Where(worker, lane, step=0, seed=int(self.buffers.seed[lane]))
         step = self.tapes.n_steps(lane) - (call == "step")
-        if call == "reset":
-            seed = tape.seed
-        elif seed != tape.seed:  # that of an episode begun ahead of time
-            step = 0
-        return Where(worker, lane, step=step, seed=int(seed), env_info=tape.options or None)
+        return Where(worker, lane, step=step, seed=tape.seed, env_info=tape.options or None)
 
     # Waiting ------------------------------------------------------------------------------------
 
@@ -372,8 +363,6 @@ class EnvWorkers(CrashOnly):
             return
         send, own = self.processes.send, self.lanes_of[worker]
         send(worker, *self._mapped)
-        if worker in self.announced:
-            send(worker, self.announced[worker])
         packed = pack(self._predecessor(worker), Memory.shared)
         is_busy, step = self._is_busy(worker), self.buffers.step[worker]
         is_step = is_busy and step == self.issued[worker]
@@ -411,11 +400,7 @@ class EnvWorkers(CrashOnly):
         return n_steps == max(trouble.step, 0)
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
-        """Forget the episodes that a worker has begun ahead of time: its successor has not."""
-        for lane in self.lanes_of[worker] if self.issued[worker] else ():
-            if self.buffers.is_ahead[lane] >= 0:
-                self.buffers.is_ahead[lane] = -1
-                self.tapes.forget(lane)
+        """See ``Client``: the successor is told everything in ``brief``."""
 
     def forget_troubles(self, lanes: Sequence[int]) -> None:
         """Forget what failed in episodes of lanes that are in others now."""

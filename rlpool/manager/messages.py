@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlpool.data.infos import options_of
 from rlpool.data.specs import Declaration, Structure, TensorSpec
-from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
 from rlpool.record.tape import Tape
@@ -79,24 +77,6 @@ class Predecessor:
     closed: Sequence[int]
     not_compared: Sequence[int]
     given_up: Mapping[int, tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Announce:
-    """The episodes to come, for each lane of the worker in order.
-
-    Attributes:
-        seeds: Their seeds, int64 ``[n]`` per lane.
-        env_info: Their rows, ``[n, ...]`` per key and lane.
-    """
-
-    seeds: Sequence[NDArray]
-    env_info: Sequence[Mapping[str, NDArray]]
-
-    def episode(self, lane: int, index: int) -> tuple[int, Options]:
-        """Seed and options of a lane's episode."""
-        info = self.env_info[lane]
-        return int(self.seeds[lane][index]), options_of(info, index) if info else None
 
 
 @dataclass(frozen=True)

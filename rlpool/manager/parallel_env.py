@@ -59,9 +59,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     Environments declare both of their spaces: what they take and return has to be known before
     they run.
 
-    If a batcher knows the next episodes of a lane, its environment may be reset for the next one
-    as soon as an episode ends, which saves a round trip.
-
     If a signal handler raises inside a call, the workers are ended. Then ``reset`` begins with new
     ones, and any other call but ``close`` is refused.
 
@@ -209,14 +206,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
         self._workers.reports_failures = True
 
-    @whole
-    def announce_episodes(
-        self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
-    ) -> None:
-        """Announce the next episodes, so that the workers can begin them ahead of time."""
-        self._workers.check_open()
-        self._stepper.announce(seeds, env_info, first)
-
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
         handed = self._buffers.action
         arrays = super()._action_arrays(specs)
@@ -237,8 +226,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._stepper.settle(lanes)
         workers = self._stepper.reset(lanes, seeds, options)
         self.begin_lanes(lanes)
-        if workers:  # else all lanes had begun ahead of time
-            self._stepper.finish(workers)
+        self._stepper.finish(workers)
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]

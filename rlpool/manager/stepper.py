@@ -9,19 +9,18 @@ pipe. Either way the worker reports the end with a number in the buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
 from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
-from rlpool.manager.messages import Announce, Reset
+from rlpool.manager.messages import Reset
 from rlpool.workers.sharing import ByValue
 
 
@@ -62,21 +61,6 @@ class Stepper:
         self._workers.begin_again()
         self._last_lanes, self._pending = None, []
 
-    def announce(
-        self, seeds: Sequence[int], env_info: Mapping[str, NDArray], first: int = 0
-    ) -> None:
-        """Tell every worker which episodes will come: episode *i* in lane *i* % n_lanes."""
-        workers, n_lanes = self._workers, self._workers.n_lanes
-        self.settle(range(n_lanes))
-        words = np.asarray(seeds, np.int64)
-        self._buffers.is_ahead[:] = -1
-        for worker, own in enumerate(workers.lanes_of):
-            parts = [slice((lane - first) % n_lanes, None, n_lanes) for lane in own]
-            infos = [{k: array[part] for k, array in env_info.items()} for part in parts]
-            message = Announce([words[part] for part in parts], infos)
-            workers.announced[worker] = message
-            workers.processes.send(worker, message)
-
     # Commands ---------------------------------------------------------------------------------
 
     def workers_of(self, lanes: list[int]) -> list[int]:
@@ -112,24 +96,13 @@ class Stepper:
     def reset(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> list[int]:
-        """Let lanes begin episodes, and return the workers to wait for.
-
-        Lanes that have begun the same episode ahead of time are not reset again.
-        """
-        workers, buffers = self._workers, self._buffers
+        """Let lanes begin episodes, and return the workers to wait for."""
+        workers = self._workers
         rows: dict[int, list[int]] = {}
         sent: list[Any] = [option and ByValue("options", option) for option in options]
         for row, lane in enumerate(lanes):
-            index, worker = int(buffers.is_ahead[lane]), workers.worker_of[lane]
-            own, wanted = lane - workers.lanes_of[worker].start, (seeds[row], options[row] or None)
-            if index >= 0 and workers.announced[worker].episode(own, index) == wanted:
-                for key, array in buffers.observation.items():
-                    array[lane] = buffers.ahead[key][lane]
-                buffers.is_ahead[lane] = -1
-            else:
-                rows.setdefault(worker, []).append(row)
-        if rows:
-            self.divide_anew()
+            rows.setdefault(workers.worker_of[lane], []).append(row)
+        self.divide_anew()
         for worker, mine in rows.items():
             first = workers.lanes_of[worker].start
             message = Reset(

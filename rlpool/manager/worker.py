@@ -22,7 +22,6 @@ from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError, descri
 from rlpool.machine.generators import seed_generators
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
 from rlpool.manager.messages import (
-    Announce,
     Begin,
     Call,
     LaneFailed,
@@ -187,8 +186,6 @@ class EnvServer(Server):
         self._has_begun = False  # all arrays are mapped, and the predecessor's place is taken
         self._is_over = False
         self._n_seen = 0  # number of the last step
-        self._announced: Announce | None = None
-        self._next: dict[int, int] = {}  # lane: index of its next announced episode
         self._not_restored: dict[int, str] = {}  # lane: why it could not be restored
         self._given_up: dict[int, tuple[int, int]] = {}  # see Predecessor
 
@@ -237,8 +234,6 @@ class EnvServer(Server):
             self._reset(message)
         elif isinstance(message, Call):
             self._answer(message)
-        elif isinstance(message, Announce):
-            self._announced, self._next = message, {}
         elif isinstance(message, MapArrays) and memory is not None:
             self._map(message, memory)
         elif isinstance(message, Begin):
@@ -290,7 +285,6 @@ class EnvServer(Server):
         if number != self._n_seen and buffers.writing[me] == number:
             not_compared.update(self._asked())  # their observations may be partly written
         for lane, tape in predecessor.tapes.items():
-            self._find_next(lane, tape.seed)
             if not tape.n_steps and self._given_up.get(lane) == (tape.seed, -1):
                 self._env.begin_lanes([lane])  # its reset fails again
                 continue
@@ -329,8 +323,6 @@ class EnvServer(Server):
         self._not_restored.pop(lane, None)
         self._recycling.n_begun += 1
         self._buffers.seed[lane] = seed
-        self._buffers.is_ahead[lane] = -1
-        self._find_next(lane, seed)
 
     def _asked(self) -> list[int]:
         """Lanes that the caller wants to step."""
@@ -364,8 +356,6 @@ class EnvServer(Server):
         else:
             if ended:
                 outcome = SOME_ENDED
-                for lane in ended:
-                    self._begin_ahead(lane)
         self._conclude(number, outcome)
 
     def _step_or_truncate(self, lanes: list[int]) -> list[int]:
@@ -404,38 +394,6 @@ class EnvServer(Server):
         failure = env_error(error, self._here)
         self._send(LaneFailed(number, error.lane, error.call, failure))
         self._is_over = self._place.policy.restarts_on_env_errors
-
-    def _find_next(self, lane: int, seed: int) -> None:
-        """Look which episode comes behind that with this seed, if that was announced."""
-        self._next.pop(lane, None)
-        if self._announced is not None:
-            found = np.flatnonzero(self._announced.seeds[lane] == seed)
-            if found.size:
-                self._next[lane] = int(found[0]) + 1
-
-    def _begin_ahead(self, lane: int) -> None:
-        """Reset a lane for its next announced episode, leaving its last values in place."""
-        if self._recycling.is_due():
-            return  # a successor will run it
-        number, announced = self._next.get(lane), self._announced
-        if announced is None or number is None or number >= len(announced.seeds[lane]):
-            return
-        self._next[lane] = number + 1
-        self._recycling.n_begun += 1
-        seed, options = announced.episode(lane, number)
-        buffers, env = self._buffers, self._env
-        buffers.seed[lane] = seed
-        last = {key: np.array(array[lane]) for key, array in buffers.observation.items()}
-        try:
-            with self._timed():
-                env._reset_lanes([lane], [seed], [options])
-        except LaneError:
-            return  # the reset will be issued, fail again, and be reported
-        finally:
-            for key, array in buffers.observation.items():
-                buffers.ahead[key][lane] = array[lane]
-                array[lane] = last[key]
-        buffers.is_ahead[lane] = number
 
     # Requests of remotes ----------------------------------------------------------------------
 

@@ -147,5 +147,5 @@ class DefaultEnv(CountingEnv):
 
 def test_in_processes_too_an_environments_own_default_applies(runs: MakeRuns) -> None:
     over = runs(lambda seed: ParallelEnvManager([DefaultEnv] * 2, seed=seed))
-    over.batcher.execute(6)  # whose later episodes are begun ahead
+    over.batcher.execute(6)
     assert over.batcher.get()["frame"][:, 0].tolist() == [[0, 8]] * 6

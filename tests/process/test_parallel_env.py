@@ -187,34 +187,6 @@ def test_the_loop_goes_on_without_slow_lanes_and_results_stay_in_order() -> None
         assert time.monotonic() - start < 1.2
 
 
-@pytest.mark.promise("I1")
-def test_an_episode_begun_ahead_is_used_only_if_it_is_the_one_asked_for(
-    echoing: ParallelEnvManager,
-) -> None:
-    lanes, options = [0, 1], [{"id": number, "length": 1} for number in range(6)]
-    info = {"id": np.arange(6), "length": np.ones(6, np.int64)}
-
-    def end_episodes() -> list[int]:
-        """End an episode in each lane; returns how often each was reset by then."""
-        assert echoing.step_lanes(lanes, no_actions(echoing)) == lanes
-        assert echoing.current["step"].tolist() == [1, 1]  # still that of the last step
-        return [ask(echoing, lane, "get_attr", {"attr": "n_resets"}) for lane in lanes]
-
-    echoing.announce_episodes(range(100, 106), info)
-    echoing.reset_lanes(lanes, [100, 101], options[:2])
-    before = end_episodes()
-    # The seed is that of episode 2, the options are others; what lane 1 asks for is as announced.
-    echoing.reset_lanes(lanes, [102, 103], [{"id": 9, "length": 1}, options[3]])
-    assert echoing.current["id"].tolist() == [9, 3]
-    assert echoing.current["seed"].tolist() == [102, 103]
-    assert echoing.current["n_resets"].tolist() == [before[0] + 1, before[1]]
-    assert echoing.current["initial_state"].tolist() == [True, True]
-    end_episodes()
-    echoing.reset_lanes([1], [7], [{"length": 1}])  # not announced at all
-    assert (echoing.current["id"][1], echoing.current["seed"][1]) == (0, 7)
-    echoing.announce_episodes([], {})
-
-
 # By hand --------------------------------------------------------------------------------------
 
 

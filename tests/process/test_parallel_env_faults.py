@@ -337,7 +337,6 @@ def test_after_close_every_call_is_refused() -> None:
         lambda: manager.reset_lanes([0], [1], [None]),
         lambda: manager.step_lanes([0, 1], actions),
         lambda: manager.step_some(1),
-        lambda: manager.announce_episodes([1], {}),
         lambda: manager.remotes[0].send(("reset", None)),
         lambda: manager.remotes[0].recv(),
         lambda: manager.remotes[0].poll(),

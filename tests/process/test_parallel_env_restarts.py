@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from process.watching import n_descriptors, wait_until
 
@@ -133,22 +132,6 @@ def test_workers_that_are_hit_from_outside_are_replaced() -> None:
         assert_same_rows(played(manager, {}, before_step=hit), undisturbed({}))
         assert not set(first) & set(pids(manager))
         assert n_descriptors() == before
-
-
-def test_an_episode_begun_ahead_is_forgotten_with_its_worker() -> None:
-    with open_manager(FragileEnv, 2, envs_per_worker=2) as manager:
-        serial = GymEnv([FragileEnv(), FragileEnv()], 1)
-        actions = {"action": np.array([3, 4])}
-        manager.announce_episodes([0, 1, 2, 3], {})
-        for env in (manager, serial):
-            env.reset_lanes([0, 1], [0, 1], [None, None])
-            assert [env.step_lanes([0, 1], actions) for _ in range(3)] == [[], [], [0]]
-        kill(manager, 0)
-        for env in (manager, serial):
-            assert env.step_lanes([1], actions) == [1]
-            env.reset_lanes([0], [2], [None])
-            env.step_lanes([0], actions)
-        assert manager.current["frame"].tobytes() == serial.current["frame"].tobytes()
 
 
 @pytest.mark.promise("I4")

@@ -95,7 +95,6 @@ def test_what_a_stopped_worker_is_sent_waits_and_arrives_when_it_goes_on() -> No
         first, second = manager.remotes
         with stopped(manager.workers[0].pid):
             with within(AT_ONCE_S):
-                manager.announce_episodes(range(200_000), {"task": np.arange(200_000)})
                 first.send(LARGE_REQUEST)
                 assert not first.poll()
             with within(AT_ONCE_S):

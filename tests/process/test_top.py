@@ -246,20 +246,13 @@ def test_all_steps_and_resets_of_a_managers_environments_are_counted_and_timed()
                 manager.remotes[1].send(request)
                 assert manager.remotes[1].recv()[0] != "error"
 
-        def run_ahead() -> None:
-            manager.step_lanes([0, 1], actions)
-            # The reply comes after the worker has begun the episodes that follow.
-            ask(("get_attr", {"attr": "t"}))
-
         calls: list[tuple[Callable[[], Any], int, int]] = [  # their steps, and their resets
             (manager.reset, 0, 2),
             (lambda: manager.step_lanes([0, 1], actions), 2, 0),
             (lambda: ask(("step", 0)), 1, 0),
             (lambda: ask(("reset", None), ("step", 0), ("step", 0)), 2, 1),
-            (lambda: manager.announce_episodes([5, 6, 7, 8], {}), 0, 0),
             (lambda: manager.reset_lanes([0, 1], [5, 6], [None] * 2), 0, 2),
             (lambda: manager.step_lanes([0, 1], actions), 2, 0),
-            (run_ahead, 2, 2),
         ]
         for call, n_steps, n_resets in calls:
             n_before, ns_before = manager.stats().n_steps, int(row[Word.ENV_NS])
