@@ -5,7 +5,7 @@ You will learn
 - how a ``Pool`` takes the windows of a ``Batcher`` and gives random transitions to learn from,
 - how ``agent_info`` changes exploration from window to window, in the middle of episodes,
 - why a time limit is not an end: only ``_terminated`` cuts off the value of what comes next,
-- how networks, pool and environments are saved together, so that a run resumes bit by bit.
+- how networks, pool and seeds are saved together, so that a run goes on from there.
 
 References:
     Mnih et al. 2015, "Human-level control through deep reinforcement learning".
@@ -131,11 +131,11 @@ def main():
             env_args=env_args,
         ) as batcher,
     ):
-        batcher.reset()
         parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
         parts |= {"pool": pool, "batcher": batcher, "episodes": episodes}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
+        batcher.reset()  # a run that goes on begins new episodes
         total, window_size = arguments.total_timesteps, N_STEPS * batcher.n_lanes
         bar = tqdm(desc="DQN", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + window_size <= total and not ctrl_c.is_pressed:

@@ -129,7 +129,7 @@ def main():
         ) as batcher,
     ):
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
-        if arguments.resume:  # the batcher makes the requests that were in flight again
+        if arguments.resume:  # what was in flight is collected again, with this policy
             progress = running.load_checkpoint(arguments.checkpoint, parts)
         total, n_before, start = arguments.n_updates, progress["n_steps"], time.perf_counter()
         requests = batcher.stream(n_episodes=N_EPISODES, n_pending=arguments.n_pending)

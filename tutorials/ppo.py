@@ -4,7 +4,7 @@ You will learn
 
 - how a ``Batcher`` over ``GymEnvInf`` gives windows: the next steps of environments that restart,
 - how to learn from one window several times, with ``gae`` for the advantages,
-- how a run is saved so that it resumes bit by bit, in the middle of episodes.
+- how a run is saved, and goes on from there with new episodes.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
@@ -147,10 +147,10 @@ def main():
             env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
         ) as batcher,
     ):
-        batcher.reset()
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
+        batcher.reset()  # a run that goes on begins new episodes
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:

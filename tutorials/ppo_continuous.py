@@ -183,11 +183,11 @@ def main():
             env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
         ) as batcher,
     ):
-        batcher.reset()
         parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}
         parts |= {"batcher": batcher, "episodes": episodes}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
+        batcher.reset()  # a run that goes on begins new episodes
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:

@@ -4,7 +4,7 @@ You will learn
 
 - how flags are checked, so that a run does not fail after hours for what was known at its start,
 - how all that a run consists of is saved in one file, of which there is a complete one at any time,
-- how Ctrl-C ends a run between two rounds of learning, so that it resumes bit by bit,
+- how Ctrl-C ends a run between two rounds of learning, so that none is lost,
 - how a film of a policy is made.
 """
 
@@ -61,8 +61,8 @@ class CtrlC:
     At the end of the section the program exits then. A second Ctrl-C interrupts at once: what was
     saved until then stays.
 
-    A batcher's state may be saved whatever Ctrl-C interrupts. What learns has no such promise: an
-    optimizer that is interrupted has changed some parameters and not others.
+    An interrupted batcher drops what is in flight, and an interrupted optimizer has changed some
+    parameters and not others. So a run is saved between two rounds.
     """
 
     is_pressed = False
@@ -79,7 +79,7 @@ class CtrlC:
     def __exit__(self, kind, *_):
         signal.signal(signal.SIGINT, self._before)
         if self.is_pressed and kind is None:
-            sys.exit("interrupted; --resume goes on with the same bits")
+            sys.exit("interrupted; --resume goes on from here")
 
 
 def save_checkpoint(path, parts, progress):

@@ -205,11 +205,11 @@ def main():
             env_args=env_args,
         ) as batcher,
     ):
-        batcher.reset()
         parts = {"learner": learner, "pool": pool, "batcher": batcher, "episodes": episodes}
         parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
+        batcher.reset()  # a run that goes on begins new episodes
         total, n_envs = hyper.total_timesteps, batcher.n_lanes
         bar = tqdm(desc="SAC", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + n_envs <= total and not ctrl_c.is_pressed:

@@ -3,7 +3,7 @@
 You will learn
 
 - how a policy without randomness explores: with noise that its agent adds, or does not,
-- how networks, pool and environments are saved together, so that a run resumes bit by bit,
+- how networks, pool and seeds are saved together, so that a run goes on from there,
 - what else differs from soft actor-critic: compare with sac.py.
 
 References:
@@ -206,11 +206,11 @@ def main():
             env_args=env_args,
         ) as batcher,
     ):
-        batcher.reset()
         parts = {"learner": learner, "pool": pool, "batcher": batcher, "episodes": episodes}
         parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
+        batcher.reset()  # a run that goes on begins new episodes
         total, n_envs = hyper.total_timesteps, batcher.n_lanes
         bar = tqdm(desc="TD3", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + n_envs <= total and not ctrl_c.is_pressed:
