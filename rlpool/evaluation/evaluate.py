@@ -122,11 +122,10 @@ def evaluate(
         checked_target("record", record)  # now, not after the workers have started
     seeds = whole_number("seeds", seeds, 0)
     rows = as_infos(agent_info, env_info, n_episodes)
+    slots: Any = (_N_TIMESTEPS, None)  # as many as its layout says
     functions = _in_evaluation_mode, {"agent": _copied(agent, n_workers)}, create_env, env_args
-    with _Evaluator(
-        _N_TIMESTEPS, None, *functions, n_workers, evaluation_root(seeds), agent_rows=agent_rows,
-        timeout=timeout, **policy,
-    ) as batcher:  # fmt: skip
+    rest: Any = {"agent_rows": agent_rows, "timeout": timeout, **policy}
+    with _Evaluator(*slots, *functions, n_workers, evaluation_root(seeds), **rest) as batcher:
         n_lanes = batcher.n_lanes // max(1, n_workers)
         protocol = protocol_of(
             agent,

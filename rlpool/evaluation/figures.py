@@ -357,7 +357,7 @@ def plot(
     _draw(axes[0], drawn)
     axes[0].set(ylabel="return", title="returns, mean and its 95 % interval")
     if are_paired:
-        pairs, _ = _pairs(*evaluations, failures)
+        pairs, _ = _pairs(evaluations[0], evaluations[1], failures)
         _draw(axes[1], [(f"{names[0]} - {names[1]}", pairs[:, 0, 0] - pairs[:, 1, 0])])
         axes[1].axhline(0.0, color="gray", linewidth=1)
         axes[1].set(ylabel="difference of returns", title="pairs of the same seed")

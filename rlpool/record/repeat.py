@@ -250,6 +250,13 @@ class Replay(NamedTuple):
         observation: What its last ``step`` or ``reset`` returned.
         n_steps: Steps made.
         has_ended: Whether the last of them ended the episode.
+
+    Example:
+        >>> where = Where(seed=1)
+        >>> error = EnvError("it broke", where=where, actions=np.array([0, 0]))
+        >>> replayed = replay(CountingEnv(length=5), error)
+        >>> replayed.observation, replayed.n_steps, replayed.has_ended
+        (array([2.], dtype=float32), 2, False)
     """
 
     env: Any
