@@ -56,8 +56,7 @@ class Recipe:
 
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
-        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, a ``Parcel`` if
-            there are worker processes.
+        functions: Both functions and their arguments, a ``Parcel`` if there are worker processes.
         owner_name: What advice calls the class that does the same in the caller's process.
 
     Attributes:

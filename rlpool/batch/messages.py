@@ -19,8 +19,8 @@ class Setup:
     """What a worker has to create, its first message.
 
     Attributes:
-        functions: ``(create_env, env_args, create_agent, agent_args, agent_rows)``, pickled for
-            another process; ``None`` if the pickle is in the memory that follows.
+        functions: Both functions and their arguments, pickled for another process; ``None`` if the
+            pickle is in the memory that follows.
         hint: What stands in place of ``DEBUG_HINT``.
         in_process: Whether the worker runs in the caller's process, where Ctrl-C may reach it.
     """

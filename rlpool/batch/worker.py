@@ -197,7 +197,7 @@ class Collector(Server):
             functions = called(
                 self._here, "loading create_env and create_agent", pickle.loads, functions
             )
-        create_env, env_args, create_agent, agent_args, agent_rows = functions
+        create_env, env_args, create_agent, agent_args, agent_rows, requires_info_keys = functions
         # Only now: modules that were imported to load the functions may have seeded generators. In
         # the caller's process these are not the caller's generators, see LocalWorker.
         seed_generators(seed)
@@ -210,6 +210,7 @@ class Collector(Server):
             what = f"create_env returned {type(env).__name__}, not a VecEnv"
             raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
         self._closers.append(env.close)
+        env.requires_info_keys = requires_info_keys
 
         agent = called(self._here, "create_agent", lambda: create_agent(**agent_args))
         if isinstance(agent, Agent):

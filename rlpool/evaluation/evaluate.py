@@ -71,7 +71,8 @@ def evaluate(
 
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
-    ``info_keys`` of ``GymEnv``: without it there are no successes. NaN is an error.
+    ``info_keys`` of ``GymEnv``: without it there are no successes. NaN is an error, and so is a
+    key of ``info_keys`` that is in no info of the first episodes.
 
     Args:
         agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
@@ -163,6 +164,7 @@ class _Evaluator(EpisodeBatcher):
     """A batcher that has slots for two requests; its errors advise about ``evaluate``."""
 
     _NAME = "evaluate"
+    _REQUIRES_INFO_KEYS = True
     _LOWERABLE = ()
     _SLOTS_PER_LANE = 2 * _PER_LANE
 

@@ -14,6 +14,7 @@ from torch import nn
 from rlpool import (
     Agent,
     DictTensor,
+    EnvSpecError,
     EpisodeBatcher,
     GymEnv,
     SpecError,
@@ -166,6 +167,15 @@ def test_successes_may_be_arrays_of_one_element(key: str, expected: list[bool]) 
     result = evaluate(StepCounter(), create_env, 3, env_info={"length": [1, 2, 3]})
     assert result.successes is not None
     assert result.successes.tolist() == expected
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_key_that_is_in_no_info_is_an_error(n_workers: int) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([TellingEnv()], seed, info_keys=["succes"])
+
+    with pytest.raises(EnvSpecError, match="no 'succes' in any info"):
+        evaluate(StepCounter(), create_env, 3, n_workers=n_workers)
 
 
 def test_infos_reach_their_episodes_whatever_the_size_of_a_request() -> None:

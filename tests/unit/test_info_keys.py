@@ -338,18 +338,6 @@ def test_a_key_that_never_appears_is_warned_of_once(
     assert "'success'" in told[0]
 
 
-def test_a_key_that_never_appears_is_an_error_where_it_is_required() -> None:
-    def create_env(seed: int) -> VecEnv:
-        env = GymEnv([TellingEnv()], seed, info_keys=["succes"])
-        env.requires_info_keys = True
-        return env
-
-    with EpisodeBatcher(5, 1, BinaryAgent, {}, create_env, {}, 0, seeds=1) as batcher:
-        batcher.execute(1)
-        with pytest.raises(EnvSpecError, match=r"no 'succes' in any info.*'success'"):
-            batcher.get()
-
-
 def test_checks_of_environments_know_them() -> None:
     check_env(create_telling)
     assert set(KEYS) <= set(episodes(n=1).keys())
