@@ -14,8 +14,9 @@ import pytest
 import torch
 from process.watching import is_running, n_descriptors, worker_pids
 
-from rlpool import DictTensor, ParallelEnvManager, UsageError
+from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, UsageError
 
+from support.agents import ConstantAgent
 from support.parallel import create_manager, create_serial, make_cartpole
 from support.striking import Alarm, Strike, alarms
 
@@ -142,3 +143,28 @@ def test_an_interrupted_constructor_or_close_leaves_nothing() -> None:
     manager.close()
     assert worker_pids() == others
     assert n_descriptors() <= n_fds + 2  # the tracker of multiprocessing
+
+
+def test_a_batcher_over_a_manager_begins_again_with_another_one() -> None:
+    env_args = {"make_env": make_cartpole, "n_lanes": 2}
+    others = worker_pids()
+    with EpisodeBatcher(
+        16, 16, ConstantAgent, create_env=create_manager, env_args=env_args, n_workers=0, seeds=1
+    ) as batcher:
+        batcher.execute(3)
+        points, n_struck = numbers(batcher.get, "batcher"), 0
+        for number in points:
+            batcher.execute(3)
+            try:
+                with without_stall(), Strike(number, lines=True):
+                    batcher.get()
+            except Alarm:
+                n_struck += 1
+            batcher.execute(3)
+            result = batcher.get()
+            while batcher.n_pending:  # it was struck before it had begun
+                result = batcher.get()
+            assert result.lengths.shape == (3,)
+            assert len(worker_pids() - others) == 2
+    assert n_struck > len(points) // 2
+    assert worker_pids() == others
