@@ -154,12 +154,3 @@ def is_hidden(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def until_done(call: Callable[[], Any], strike: Strike) -> Any:
-    """What a function returns, called again if a handler has raised in it."""
-    try:
-        with strike:
-            return call()
-    except Alarm:
-        return call()
