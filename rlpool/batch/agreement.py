@@ -61,7 +61,6 @@ class Agreement:
         """
         self._reports[worker] = report
         if self.specs in (None, report.specs):
-            self._workers.restarts.note_ready(worker)
             is_probed = self.specs is None and self.infos is not None
             return is_probed and len(self._reports) == self._workers.n_workers
         if isinstance(report.error, WorkerError):

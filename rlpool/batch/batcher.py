@@ -72,7 +72,7 @@ class EpisodeBatcher(BatcherBase):
             on, and its successor runs the unfinished episodes again, with the same result;
             ``"raise"`` reports it, and the batcher is of no further use.
         max_restarts: The most replacements in all; ``None`` for no limit. Workers that fail again
-            and again before they are ready are given up in any case.
+            and again without having done any work are given up in any case.
         on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
             worker, which counts as one of ``max_restarts``, and runs the episode again;
             ``"truncate"`` replaces it and ends the episode with the step that failed, whose reward

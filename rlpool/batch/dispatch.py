@@ -525,8 +525,8 @@ class Dispatcher:
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
 
-    def blames(self, worker: int, failure: WorkerError) -> int | None:
-        """Whether an episode will not be run again that has failed; see ``Client.blames``."""
+    def judge(self, worker: int, failure: WorkerError) -> int:
+        """Truncate or refuse an episode that has failed too often; see ``Client.judge``."""
         where, number = failure.where, self._failing.pop(worker, None)
         owed = [
             request
@@ -534,16 +534,16 @@ class Dispatcher:
             if number == request.number or (not number and where.lane in request.lanes_in(worker))
         ]
         if not owed or owed[0].running_block.layout.step.resets_together:
-            return None
+            return 0
         request, where = owed[0], where._replace(worker=worker)
         n = request.count_failure(where)
         if not self._policy.gives_up(failure, n):
-            return None
+            return 0
         if self._policy.restarts_on_env_errors:
             request.truncate(where, failure)
         else:
             self._note_failure(request.number, failure)
-        return n - 1
+        return n
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do.

@@ -18,10 +18,10 @@ from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.generators import OwnGenerators
 from rlpool.observe.control import Control, State, Word
-from rlpool.workers.failure_policy import FailurePolicy, Restarts
+from rlpool.workers.failure_policy import FailurePolicy, Restarts, given_up
 from rlpool.workers.wire import Failed, Message, Ready
 from rlpool.workers.worker_process import Place
-from rlpool.workers.workers import Client, given_up
+from rlpool.workers.workers import Client
 
 _LOG = logging.getLogger("rlpool")
 
@@ -163,12 +163,12 @@ class LocalWorker:
     def expect_end(self, worker: int, failure: WorkerError) -> None:
         """Make environments and agent again before anything else is carried out."""
         self._failure = failure
-        n_before = self._client.blames(worker, failure)
+        n_failures = self._client.judge(worker, failure)
         where = f" ({failure.where})" if str(failure.where) else ""
-        if n_before is None:
+        if not n_failures:
             self.fail(failure)
         else:
-            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
+            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_failures))
 
     def abort(self) -> None:
         """Do nothing: it does not run now."""

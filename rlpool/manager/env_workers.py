@@ -354,7 +354,6 @@ class EnvWorkers(CrashOnly):
 
     def brief(self, worker: int, report: Report) -> None:
         """Send a worker that has made its environments all outstanding work."""
-        self.processes.restarts.note_ready(worker)
         first = self.reports.setdefault(worker, report)
         if (first.declaration, first.action) != (report.declaration, report.action):
             what = "and its environments have other spaces now"
@@ -429,27 +428,27 @@ class EnvWorkers(CrashOnly):
         else:
             self._refuse_request(lane, error)
 
-    def blames(self, worker: int, failure: WorkerError) -> int | None:
-        """See ``Client.blames``: where the call failed before, the lane is truncated instead."""
+    def judge(self, worker: int, failure: WorkerError) -> int:
+        """See ``Client.judge``: where the call failed before, the lane is truncated instead."""
         lane = failure.where.lane
         call = "" if lane is None else self._call_of(lane)
         tape = self.tapes.peek(lane) if lane is not None and call else None
         if lane is None or tape is None:
-            return None
+            return 0
         step = self.tapes.n_steps(lane) - 1 if call == "step" else -1
         trouble = self.troubles.get(lane)
         if trouble is None or trouble.tape is not tape or trouble.step != step:
             trouble = self.troubles[lane] = LaneTrouble(tape, step, 0, failure)
         trouble.n_failures += 1
         if not self._policy.gives_up(failure, trouble.n_failures):
-            return None
+            return 0
         may_truncate = self._policy.restarts_on_env_errors and not self.reports_failures
         # An episode that is to be truncated and fails again did so while its tape was repeated.
         if may_truncate and not trouble.truncates and not self.is_unanswered(lane):
             trouble.truncates, trouble.error = True, failure
         else:
             self._end_call(worker, lane, failure)
-        return trouble.n_failures - 1
+        return trouble.n_failures
 
     def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
         """Let what a worker was doing have failed, instead of its successor doing it again."""

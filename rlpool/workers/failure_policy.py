@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypedDict
 
-from rlpool.errors import EnvError, Where, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rlpool.errors import EnvError, WorkerDiedError, WorkerError
 from rlpool.machine.arguments import check_choice, whole_number
 
 START_METHODS = ("auto", "spawn")
@@ -20,19 +19,14 @@ DEFAULT_MAX_RESTARTS = 16
 """Restarts of all workers of one owner: enough for odd deaths, few enough to be noticed."""
 
 _FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 5.0
+_LONGEST_DELAY_S = 2.0
 """Delays before the second and later restarts in a row of one worker: they double up to here."""
 
-_MOST_FAILED_STARTS = 3
-_MOST_BROKEN_STARTS = 10
-_MOST_BROKEN_RESTARTS = 25
-"""Failures in a row before a worker is ready after which it is given up: the first number is for
-failures of its own, and for crashes and hangs where no worker was ever ready; the second for
-signals that may come from outside; the third for signals and hangs where one was ready before,
-which with the delays takes a minute and a half."""
-
-_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
-"""Signals that a process mostly sends itself."""
+_MOST_AT_FIRST = 3
+_MOST_IN_A_ROW = 10
+"""Failures in a row of one worker, without any work done in between, after which it is not started
+again: before all workers were ready for the first time, and later, when so many kills from outside
+do not meet by chance, and the delays add up to ten seconds."""
 
 DEFAULT_MAX_EPISODE_RESTARTS = 2
 """Failures of one episode: the first may be an accident, a second is not."""
@@ -135,30 +129,11 @@ class BatcherOptions(PolicyOptions, total=False):
     n_threads: int
 
 
-@dataclass
-class _Record:
-    """The failures in a row of one worker.
-
-    Attributes:
-        n: All of them, without any work done in between.
-        is_ready: Whether it got ready since the last one.
-        n_failed_starts: Failures of its own before it was ready.
-        n_broken_starts: Failures before it was ready that may come from outside.
-    """
-
-    n: int = 0
-    is_ready: bool = False
-    n_failed_starts: int = 0
-    n_broken_starts: int = 0
-
-
 class Restarts:
     """Decides when workers that failed start again.
 
     A worker's first failure is followed by a restart at once. While it fails again without having
-    done any work, each restart waits twice as long as the one before. A worker that fails again and
-    again before it is ready is given up: soon if it fails by itself, later if signals end it and
-    starting has worked before.
+    done any work, each restart waits twice as long as the one before, until it is given up.
 
     Args:
         n_workers: Number of workers.
@@ -166,114 +141,81 @@ class Restarts:
 
     Attributes:
         n_restarts: Restarts so far.
+        has_started: Whether all workers were ready once.
     """
 
     def __init__(self, n_workers: int, max_restarts: int | None) -> None:
         self.n_restarts = 0
+        self.has_started = False
         self._max_restarts = max_restarts
-        self._records = [_Record() for _ in range(n_workers)]
+        self._n_in_a_row = [0] * n_workers
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
-        self._was_any_ready = False
-        self._has_failed_starts = False  # in any record
 
     @property
     def failures(self) -> tuple[WorkerError, ...]:
         """All failures so far, of the last ones only if they are very many."""
         return tuple(self._history)
 
-    def __str__(self) -> str:
-        most = self._max_restarts
-        return f"{self.n_restarts}" if most is None else f"{self.n_restarts} of {most}"
-
-    def delay_s(self, worker: int, failure: WorkerError) -> float:
-        """Record a failure; returns how long to wait before the worker starts again.
+    def judge(self, worker: int, failure: WorkerError, n_failures: int = 0) -> tuple[float, str]:
+        """Decide what follows from a failure.
 
         Args:
-            worker: Which worker.
-            failure: Why it failed.
+            worker: Which worker failed.
+            failure: Why.
+            n_failures: How often the episode has failed that it was running, if that is not run
+                again: these failures will not come again and do not count.
+
+        Returns:
+            How long to wait before the worker starts again, and words for the log.
 
         Raises:
             WorkerDiedError: If it does not; its ``history`` has all failures.
         """
-        record = self._records[worker]
+        if n_failures:
+            self.n_restarts = max(0, self.n_restarts - n_failures + 1)
+            self._n_in_a_row[worker] = 0
+            return 0.0, given_up(n_failures)
         self._history.append(failure)
-        record.n += 1
-        if self._max_restarts is not None and self.n_restarts >= self._max_restarts:
-            if not self._max_restarts:
-                raise self._final(failure, "max_restarts=0 allows no restart")
-            why = f"all {self._max_restarts} restarts (max_restarts) are used up"
+        n = self._n_in_a_row[worker] = self._n_in_a_row[worker] + 1
+        most = self._max_restarts
+        if most == 0:
+            raise self._final(failure, "max_restarts=0 allows no restart")
+        if most is not None and self.n_restarts >= most:
+            why = f"all {most} restarts (max_restarts) are used up"
             advice = "; if that many failures are expected, pass a larger max_restarts"
             raise self._final(failure, why, advice)
-        if not record.is_ready and self._start_is_hopeless(record, failure):
-            n_starts = record.n_failed_starts + record.n_broken_starts
-            raise self._final(failure, f"it failed {n_starts} times before it was ready")
-        record.is_ready = False
+        if n >= (_MOST_IN_A_ROW if self.has_started else _MOST_AT_FIRST):
+            raise self._final(failure, f"it failed {n} times without having done any work")
         self.n_restarts += 1
-        if record.n == 1:
-            return 0.0
-        return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(record.n - 2, 16)))
-
-    def forgive(self, worker: int, n_before: int) -> None:
-        """Record a failure that will not come again, like ``n_before`` earlier ones."""
-        self.n_restarts = max(0, self.n_restarts - n_before)
-        self._records[worker] = _Record()
-
-    def note_ready(self, worker: int) -> None:
-        """Record that a worker has its environments, before it has done any work."""
-        record = self._records[worker]
-        record.is_ready, record.n_failed_starts, record.n_broken_starts = True, 0, 0
-        self._was_any_ready = True
+        delay_s = 0.0 if n == 1 else min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (n - 2))
+        of_how_many = "" if most is None else f" of {most}"
+        return delay_s, f"restart {self.n_restarts}{of_how_many}"
 
     def note_success(self, worker: int) -> None:
         """Record that a worker has done some work: its next failure counts as a first one."""
-        self._records[worker].n = 0
-        if self._has_failed_starts:  # where one can work, so can the others
-            for record in self._records:
-                record.n_failed_starts = record.n_broken_starts = 0
-            self._has_failed_starts = False
-        self._was_any_ready = True
-
-    def _start_is_hopeless(self, record: _Record, failure: WorkerError) -> bool:
-        """Whether a worker has failed too often in a row before it was ready."""
-        signal_name = getattr(failure, "signal_name", None)
-        hangs = isinstance(failure, WorkerTimeoutError)
-        self._has_failed_starts = True
-        may_be_its_own = not self._was_any_ready and (hangs or signal_name in _CRASHES)
-        if may_be_its_own or not (hangs or signal_name):
-            record.n_failed_starts += 1
-            return record.n_failed_starts >= _MOST_FAILED_STARTS
-        record.n_broken_starts += 1
-        most = _MOST_BROKEN_RESTARTS if self._was_any_ready else _MOST_BROKEN_STARTS
-        return record.n_broken_starts >= most
+        self._n_in_a_row[worker] = 0
 
     def _final(self, failure: WorkerError, why: str, advice: str = "") -> WorkerDiedError:
         n = self.n_restarts
         after = "" if not n else f" after {n} restart{'s' * (n > 1)} in all"
         fix = failure.fix or "look at the failures in this error's .history"
         what = f"{failure.what}{after}, and is not started again: {why}"
-        return final_error(what, failure, self.failures, fix + advice)
+        return WorkerDiedError(
+            what,
+            exitcode=getattr(failure, "exitcode", None),
+            signal_name=getattr(failure, "signal_name", None),
+            where=failure.where,
+            fix=fix + advice,
+            traceback_text=failure.traceback_text,
+            history=self.failures,
+        )
 
 
-def final_error(
-    what: str, latest: WorkerError | None, history: Iterable[WorkerError], fix: str
-) -> WorkerDiedError:
-    """The error of an owner that starts what has failed no more.
-
-    Args:
-        what: What has happened.
-        latest: The last failure, whose place and traceback it has.
-        history: All failures.
-        fix: What to do.
-    """
-    return WorkerDiedError(
-        what,
-        exitcode=getattr(latest, "exitcode", None),
-        signal_name=getattr(latest, "signal_name", None),
-        where=getattr(latest, "where", Where()),
-        fix=fix,
-        traceback_text=getattr(latest, "traceback_text", ""),
-        history=tuple(history),
-    )
+def given_up(n_failures: int) -> str:
+    """Words for the log about an episode that is not run again."""
+    if n_failures == 1:
+        return "the episode is given up"
+    return f"the same episode failed {n_failures} times: it is given up"
 
 
 class Recycling:

@@ -120,10 +120,12 @@ class Client(Protocol):
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """A worker is gone and will be replaced; ``failure`` says why, if it failed."""
 
-    def blames(self, worker: int, failure: WorkerError) -> int | None:
-        """How often what a worker was running had failed before, if it will not run it again.
+    def judge(self, worker: int, failure: WorkerError) -> int:
+        """Decide about the work of a worker that failed, before ``lost``.
 
-        The failure does not count as the worker's then; ``None`` if it does.
+        Returns:
+            How often the episode has failed that it was running, if that is not run again; 0 if
+            the successor does everything again.
         """
 
     def busy(self) -> Collection[int]:
@@ -180,7 +182,6 @@ class Workers:
         self._debug_hint = debug_hint
         self.restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
-        self._has_started = False
         self._look_for_ends_s = 0.0
         self._lives = [Life(worker) for worker in range(n_workers)]
         self._poller = Poller()
@@ -337,17 +338,12 @@ class Workers:
     def _restart(self, life: Life, failure: WorkerError) -> None:
         """Let a worker that failed start again when it is due."""
         where = f" ({failure.where})" if str(failure.where) else ""
-        n_before = self._client.blames(life.worker, failure)
-        if n_before is not None:
-            self.restarts.forgive(life.worker, n_before)
-            delay_s, what = 0.0, given_up(n_before)
-        else:
-            try:
-                delay_s = self.restarts.delay_s(life.worker, failure)
-            except WorkerDiedError as error:
-                self.fatal = error
-                return
-            what = f"restart {self.restarts}"
+        n_failures = self._client.judge(life.worker, failure)
+        try:
+            delay_s, what = self.restarts.judge(life.worker, failure, n_failures)
+        except WorkerDiedError as error:
+            self.fatal = error
+            return
         self._set_state(life, State.DOWN, delay_s)
         _LOG.warning("%s%s: %s", failure.what, where, what)
         self._client.lost(life.worker, failure)
@@ -402,7 +398,7 @@ class Workers:
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
-        self._has_started = True
+        self.restarts.has_started = True
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Send a message to a worker that is ready; any other is briefed when it is.
@@ -533,7 +529,7 @@ class Workers:
             self._let_leave(life)
         elif isinstance(message, Failed) and message.command is None:
             self.expect_end(life.worker, message.error)
-            if not self._has_started:
+            if not self.restarts.has_started:
                 self.fail(message.error)
         elif isinstance(message, Logged | Dropped):
             self._logs.add(life.worker, message)
@@ -550,7 +546,7 @@ class Workers:
         """Kill a worker that has something to do and makes no progress."""
         if self._timeout_s is None or self.fatal is not None or not self._watch.is_due():
             return
-        busy = self._client.busy() if self._has_started else ()
+        busy = self._client.busy() if self.restarts.has_started else ()
         watched = {
             life.worker
             for life in self._lives
@@ -580,13 +576,6 @@ class Workers:
             if not rows[life.worker, Word.STEPS] and life.pipe is not None and life.process:
                 progress[life.worker] = -process_activity(life.process.pid)
         return progress
-
-
-def given_up(n_before: int) -> str:
-    """Why an episode is not run again that had failed ``n_before`` times before."""
-    if not n_before:
-        return "the episode is given up"
-    return f"the same episode failed {n_before + 1} times: it is given up"
 
 
 def _close(lives: list[Life], logs: Logs, closing: threading.RLock) -> None:

@@ -13,7 +13,6 @@ from rlpool.errors import (
     SpecError,
     Where,
     WorkerDiedError,
-    WorkerError,
     WorkerStartupError,
     WorkerTimeoutError,
 )
@@ -25,21 +24,10 @@ START_ERROR = WorkerStartupError("create_env raised KeyError: 3", where=Where(wo
 HANG = WorkerTimeoutError("worker 0 made no progress for 5 s")
 
 
-def fail_ready(restarts: Restarts, worker: int = 0) -> float:
-    """Let a worker fail that gets ready again."""
-    delay_s = restarts.delay_s(worker, death(worker))
-    restarts.note_ready(worker)
-    return delay_s
-
-
-def n_starts(restarts: Restarts, failure: WorkerError) -> int:
-    """After how many starts that fail worker 0 is given up."""
-    for number in range(1, 100):
-        try:
-            restarts.delay_s(0, failure)
-        except WorkerDiedError:
-            return number
-    return 100
+def started(n_workers: int, max_restarts: int | None) -> Restarts:
+    restarts = Restarts(n_workers, max_restarts)
+    restarts.has_started = True
+    return restarts
 
 
 def death(worker: int = 0, signal_name: str | None = "SIGKILL") -> WorkerDiedError:
@@ -47,23 +35,35 @@ def death(worker: int = 0, signal_name: str | None = "SIGKILL") -> WorkerDiedErr
     return WorkerDiedError(what, exitcode=-9, signal_name=signal_name, where=where, fix="step it")
 
 
-def test_the_first_restart_is_at_once_and_delays_double_from_a_tenth_to_five_seconds() -> None:
-    restarts = Restarts(2, None)
-    delays = [fail_ready(restarts) for _ in range(10)]
-    assert delays == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5])
-    assert fail_ready(restarts, 1) == 0.0
+def test_the_first_restart_is_at_once_and_delays_double_to_two_seconds() -> None:
+    restarts = started(2, None)
+    delays = [restarts.judge(0, death())[0] for _ in range(8)]
+    assert delays == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 2, 2])
+    assert restarts.judge(1, death())[0] == 0.0
     restarts.note_success(0)
-    assert fail_ready(restarts) == 0.0
-    assert fail_ready(restarts) == pytest.approx(0.1)
+    assert restarts.judge(0, death())[0] == 0.0
+    assert restarts.judge(0, death())[0] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("has_started", "most"), [(False, 3), (True, 10)])
+def test_a_worker_that_does_no_work_is_given_up(has_started: bool, most: int) -> None:
+    restarts = Restarts(2, None)
+    restarts.has_started = has_started
+    restarts.judge(1, death(1))
+    for _ in range(most - 1):
+        restarts.judge(0, START_ERROR)
+        restarts.note_success(1)
+    with pytest.raises(WorkerDiedError, match=f"failed {most} times without having done any"):
+        restarts.judge(0, START_ERROR)
 
 
 def test_the_budget_counts_the_restarts_of_all_workers() -> None:
-    restarts = Restarts(2, 2)
-    fail_ready(restarts, 0)
-    fail_ready(restarts, 1)
+    restarts = started(2, 2)
+    restarts.judge(0, death(0))
+    assert restarts.judge(1, death(1))[1] == "restart 2 of 2"
     restarts.note_success(0)
     with pytest.raises(WorkerDiedError, match=r"worker 0 died \(SIGKILL\) after 2 .*max_rest") as e:
-        restarts.delay_s(0, death())
+        restarts.judge(0, death())
     error = pickle.loads(pickle.dumps(e.value))
     assert (error.exitcode, error.signal_name) == (-9, "SIGKILL")
     assert error.fix == "step it; if that many failures are expected, pass a larger max_restarts"
@@ -71,61 +71,35 @@ def test_the_budget_counts_the_restarts_of_all_workers() -> None:
     assert [failure.where.worker for failure in error.history] == [0, 1, 0]
     assert error.reworded(what="other", fix="").history[2].signal_name == "SIGKILL"
     with pytest.raises(WorkerDiedError, match="max_restarts=0"):
-        Restarts(2, 0).delay_s(0, death())
+        Restarts(2, 0).judge(0, death())
 
 
-@pytest.mark.parametrize(
-    ("failure", "most", "most_later"),
-    [(START_ERROR, 3, 3), (death(signal_name="SIGSEGV"), 3, 25), (HANG, 3, 25), (death(), 10, 25)],
-    ids=["raises", "crashes", "hangs", "is killed"],
-)
-def test_a_worker_that_does_not_get_ready_is_given_up(
-    failure: WorkerError, most: int, most_later: int
-) -> None:
-    restarts = Restarts(2, None)
-    assert n_starts(restarts, failure) == most
-    with pytest.raises(WorkerDiedError, match=f"{most + 1} times before it was ready"):
-        restarts.delay_s(0, failure)
-    # Where starting has worked before, signals and hangs may come from outside.
-    restarts = Restarts(2, None)
-    restarts.note_ready(0)
-    restarts.delay_s(0, death())  # of a worker that was ready, so not a failed start
-    assert n_starts(restarts, failure) == most_later
-
-
-def test_signals_in_between_do_not_hide_a_start_that_fails_by_itself() -> None:
-    restarts = Restarts(2, None)
-    fail_ready(restarts)
-    for failure in [death(), START_ERROR, death(), death(), START_ERROR]:
-        restarts.delay_s(0, failure)
-    with pytest.raises(WorkerDiedError, match="5 times before it was ready"):
-        restarts.delay_s(0, START_ERROR)
-
-
-def test_where_another_worker_succeeds_one_that_does_not_get_ready_is_not_given_up() -> None:
-    restarts = Restarts(2, None)
-    for _ in range(20):
-        restarts.delay_s(0, death(0, "SIGSEGV"))
-        restarts.note_success(1)
-    assert restarts.n_restarts == 20
+def test_failures_of_an_episode_that_is_given_up_do_not_count() -> None:
+    restarts = started(1, 1)
+    for _ in range(5):
+        restarts.judge(0, death())
+        assert restarts.judge(0, death(), 2)[1].startswith("the same episode failed 2 times")
+        assert restarts.n_restarts == 0
+        assert restarts.judge(0, death(), 1) == (0.0, "the episode is given up")
 
 
 def test_failures_that_are_no_deaths_keep_what_they_say() -> None:
     with pytest.raises(WorkerDiedError, match=r"^worker 0 made no progress for 5 s") as caught:
-        Restarts(2, 0).delay_s(0, HANG)
+        Restarts(2, 0).judge(0, HANG)
     assert (caught.value.exitcode, caught.value.signal_name) == (None, None)
     assert isinstance(caught.value.history[0], WorkerTimeoutError)
     with pytest.raises(WorkerDiedError) as caught:
-        Restarts(2, 0).delay_s(1, EnvError("env.step raised X", traceback_text="Traceback: X"))
+        Restarts(2, 0).judge(1, EnvError("env.step raised X", traceback_text="Traceback: X"))
     assert "Traceback: X" in str(caught.value.__cause__)
 
 
 def test_the_history_is_bounded() -> None:
-    restarts = Restarts(1, 1100)
+    restarts = started(1, 1100)
     for _ in range(1100):
-        fail_ready(restarts)
+        restarts.judge(0, death())
+        restarts.note_success(0)
     with pytest.raises(WorkerDiedError) as caught:
-        restarts.delay_s(0, death())
+        restarts.judge(0, death())
     assert len(caught.value.history) == 1000
 
 
