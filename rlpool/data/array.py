@@ -383,6 +383,13 @@ class Array:
     def __copy__(self) -> Array:
         return _array(self._allocation, self._region)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        source = self._allocation
+        copied = Allocation.new(self.storage, source.layout, None)
+        target = copied.open_memory().root()
+        source.unrotated(lambda: np.copyto(target, source.open_memory().root()))
+        return _array(copied, self._bound)
+
 
 def plain(value: Any) -> Any:
     """A value to write or compare, in a form that NumPy accepts."""

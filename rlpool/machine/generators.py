@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.machine.interrupts import InterruptsHeld
-
 _NUMPY: Any = np.random  # its stubs lack some of what it has
 
 
@@ -69,31 +67,20 @@ class OwnGenerators:
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
         self._own: Generators | None = None
-        self._callers: Generators | None = None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """A section with these generators, which always ends with the caller's restored."""
+        callers = current_generators()
+        own = self._own or callers._replace(bit_generator=copy.deepcopy(callers.bit_generator))
         try:
-            try:
-                with InterruptsHeld():
-                    self._callers = now = current_generators()
-                    own = self._own or now._replace(bit_generator=copy.deepcopy(now.bit_generator))
-                    use_generators(own)
-                    if self._own is None and self._seed is not None:
-                        seed_generators(self._seed)
-                yield
-            finally:
-                with InterruptsHeld():
-                    self._give_back()
+            use_generators(own)
+            if self._own is None and self._seed is not None:
+                seed_generators(self._seed)
+            yield
         finally:
-            self._give_back()  # if an interrupt came just before they were held
-
-    def _give_back(self) -> None:
-        if self._callers is not None:
             self._own = current_generators()
-            use_generators(self._callers)
-            self._callers = None
+            use_generators(callers)
 
 
 def seeded_generators(seed: int | None) -> AbstractContextManager[None]:

@@ -406,6 +406,16 @@ def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
     assert tensor.tolist() == [10, 2, 3]
 
 
+@each_storage
+def test_a_deep_copy_has_memory_of_its_own(storage: str) -> None:
+    array = counted(2, padding=1, full_size=4, storage=storage)
+    array.rotate()
+    copied, part = copy.deepcopy(array), copy.deepcopy(array[1:])
+    copied[0] = part[0] = 7
+    assert (values(array), values(copied), values(part)) == ([2, 3], [7, 3], [7])
+    assert copied.storage == storage
+
+
 def test_a_local_array_cannot_be_pickled_and_says_what_can() -> None:
     for array in (counted(3), counted(3)[1:]):
         with pytest.raises(UsageError, match=r'storage="shared"(.|\n)*to_ndarray'):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from rlpool import (
 from rlpool.machine.generators import OwnGenerators
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
-from support.striking import Strike
 
 pytestmark = pytest.mark.promise("I6")
 
@@ -196,14 +194,3 @@ def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well(n_norm
 
 KEEPERS = ("/generators.py", "/interrupts.py")
 """The modules that keep the generators."""
-
-
-def test_an_interruption_anywhere_gives_the_callers_generators_back() -> None:
-    generators, number, strike = OwnGenerators(), 0, Strike(0)
-    with untouched():
-        while strike.has_struck or not number:
-            strike = Strike(number, files=KEEPERS, signal_number=signal.SIGINT, lines=True)
-            with suppress(KeyboardInterrupt), strike, generators.in_use():
-                drawn()
-            number += 1
-    assert number > 100
