@@ -228,21 +228,67 @@ def trajectories_of(
     return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), told)
 
 
-def slice_of(trajectories: TemporalDictTensor) -> Slice:
-    """The inverse of ``trajectories_of``, for complete episodes that nobody has changed."""
-    tensors: Any = trajectories._tensors
-    lengths = trajectories.lengths.numpy()
-    last = np.arange(len(lengths)), lengths - 1
-    rows, finals = {}, {}
-    for key in tensors:
-        derivation, before = tensors.derivation(key), key[1:]
-        if derivation is None:
-            rows[key] = tensors[key].numpy()
-        elif isinstance(derivation, Successor):
-            finals[before] = derivation.finals()
-        elif key == successor_key(before) and before in FLAGS and before != "initial_state":
-            finals[before] = tensors[key].numpy()[last]
-    return Slice(rows, finals, lengths, np.ones_like(lengths))
+@dataclass(frozen=True)
+class Unpadded:
+    """Complete episodes as they travel: without padding and without what can be derived.
+
+    Attributes:
+        rows: Key to ``[sum(lengths), ...]``, row after row.
+        finals: Key to ``[B, ...]``: the value after the last step.
+        lengths: int64 ``[B]``.
+    """
+
+    rows: dict[str, NDArray]
+    finals: dict[str, NDArray]
+    lengths: NDArray
+
+    @classmethod
+    def of(cls, trajectories: TemporalDictTensor) -> Unpadded:
+        """Those of ``trajectories_of`` that nobody has changed; copies."""
+        tensors: Any = trajectories._tensors
+        lengths = trajectories.lengths.numpy()
+        is_step, last = _steps_in(lengths), (np.arange(len(lengths)), lengths - 1)
+        rows, finals = {}, {}
+        for key in tensors:
+            derivation, before = tensors.derivation(key), key[1:]
+            if derivation is None:
+                rows[key] = tensors[key].numpy()[is_step]
+            elif isinstance(derivation, Successor):
+                finals[before] = np.ascontiguousarray(derivation.finals())
+            elif key == successor_key(before) and before in FLAGS and before != "initial_state":
+                finals[before] = tensors[key].numpy()[last]
+        return cls(rows, finals, lengths)
+
+    def copy(self) -> Unpadded:
+        """The same in memory of its own."""
+        rows, finals = (
+            {key: np.array(array) for key, array in arrays.items()}
+            for arrays in (self.rows, self.finals)
+        )
+        return Unpadded(rows, finals, np.array(self.lengths))
+
+    @staticmethod
+    def joined(parts: Sequence[Unpadded]) -> Slice:
+        """The rows of all parts, one after the other, in new memory."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        shape = len(lengths), int(lengths.max())
+        like = parts[0]
+        rows = {key: np.zeros((*shape, *a.shape[1:]), a.dtype) for key, a in like.rows.items()}
+        first = 0
+        for part in parts:
+            is_step = _steps_in(part.lengths)
+            stop = first + len(is_step)
+            for key, array in part.rows.items():
+                rows[key][first:stop, : is_step.shape[1]][is_step] = array
+            first = stop
+        finals = {key: np.concatenate([part.finals[key] for part in parts]) for key in like.finals}
+        return Slice(rows, finals, lengths, np.ones_like(lengths))
+
+
+def _steps_in(lengths: NDArray) -> NDArray:
+    """Where rows have steps: bool ``[B, longest]``."""
+    is_step: NDArray = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    return is_step
 
 
 def _version(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -222,6 +223,7 @@ def test_failed_episodes_are_marked_as_on_one_machine(tmp_path: Path) -> None:
     with make(env_args=arguments, on_env_error="truncate") as batcher:
         batcher.execute(30, None, faults_at(30, 20, "raise", 2, length=5))
         assert batcher.get().info["failed"].nonzero().tolist() == [[20]]
+        assert [failure.where.row for failure in batcher.failures] == [20]
 
 
 def test_a_get_that_takes_too_long_loses_nothing() -> None:
@@ -239,6 +241,8 @@ def test_a_get_that_takes_too_long_loses_nothing() -> None:
         assert seen[-1] == (10, 10)
         with pytest.raises(UsageError, match="nothing is pending"):
             batcher.get()
+        with pytest.raises(UsageError, match="no process of this machine"):
+            batcher.stats()
 
 
 def first_hundred() -> Any:
@@ -272,7 +276,7 @@ def create_frames(seed: int) -> GymEnv:
 
 
 class FrameEnv(FragileEnv):
-    observation_space: Any = __import__("gymnasium").spaces.Box(0, 255, (100_000,), np.uint8)
+    observation_space: Any = gymnasium.spaces.Box(0, 255, (100_000,), np.uint8)
 
     def _observation(self) -> Any:
         return np.full(100_000, self.t, np.uint8)
@@ -283,11 +287,8 @@ class IdleAgent(RecurrentAgent):
         return DictTensor()
 
     def __call__(self, state, observation, agent_info=None, history=None):
-        return (
-            state,
-            DictTensor({"action": torch.zeros(len(observation), dtype=torch.int64)}),
-            state,
-        )
+        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
 
 
 def test_results_larger_than_the_store_are_collected() -> None:
