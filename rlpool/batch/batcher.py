@@ -356,8 +356,8 @@ class EpisodeBatcher(BatcherBase):
         self._open().drop_pending()
 
     def _first_pending(self, dispatcher: Dispatcher) -> int:
-        oldest = next(iter(dispatcher.pending), None)
-        return oldest.first if isinstance(oldest, EpisodeRequest) else self._next_episode
+        oldest: Any = next(iter(dispatcher.pending), None)
+        return self._next_episode if oldest is None else oldest.first
 
     def _go_to(self, number: int) -> None:
         self._next_episode = number

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 import pickle
 import sys
@@ -50,8 +49,7 @@ _MOST_RANGES = 2  # that an actor has at once: one that it runs, and the next
 _MOST_LOSSES = 20  # of ranges of one request with their nodes
 _MOST_FAILED = 5  # starts of an actor in a row if none is there
 _RETRY_S = 0.2  # how often to ask whether an actor is back
-_AWAY_S = 30.0  # how long to wait for any actor if none is there
-_ROOM_S = 30.0  # how long to wait for nodes with enough free processors
+_PATIENCE_S = 30.0  # how long to wait for any actor, or for free processors
 _CLOSE_S = 3.0  # how long actors may take to close their environments
 
 
@@ -146,7 +144,8 @@ class Nodes:
         self._actors: list[_Actor] = []
         self._group: Any = None
         self._policy: _Policy = 0, ()
-        self._last_loss, self._n_failed, self._asked_s, self._seen_s = "", 0, 0.0, math.inf
+        self._last_loss, self._n_failed = "", 0
+        self._asked_s, self._seen_s = 0.0, time.monotonic()
         if not self._ray.is_initialized():
             self._ray.init()
         try:
@@ -168,7 +167,7 @@ class Nodes:
         if 0 < n <= sum(large):
             module = import_extra("ray.util.placement_group", "ray")
             self._group = module.placement_group([bundle] * n, strategy="STRICT_SPREAD")
-            if self._group.wait(_ROOM_S):
+            if self._group.wait(_PATIENCE_S):
                 return n
         raise SpecError(
             f"the cluster has no free {bundle} on {n or 1} of its {len(sizes)} nodes",
@@ -254,7 +253,7 @@ class Nodes:
         now_s = time.monotonic()
         if any(actor.is_up for actor in self._actors):
             self._seen_s, self._n_failed = now_s, 0
-        elif self._n_failed > _MOST_FAILED * self.n_nodes and now_s > self._seen_s + _AWAY_S:
+        elif self._n_failed > _MOST_FAILED * self.n_nodes and now_s > self._seen_s + _PATIENCE_S:
             what, why = f"all {self.n_nodes} nodes are gone", self._last_loss
             self.fatal = WorkerDiedError(what, exitcode=None, traceback_text=why)
         if now_s > self._asked_s + _RETRY_S:
@@ -286,8 +285,8 @@ class Nodes:
 
     def is_settled(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
-        request = self.pending[0]
-        return request.is_complete or (request.error or self.fatal) is not None
+        first = next(iter(self.pending), None)
+        return first is None or first.is_complete or (first.error or self.fatal) is not None
 
     def hand_out(self) -> _Gathering:
         """Take the oldest request off, with its ``trajectories``.
@@ -295,9 +294,9 @@ class Nodes:
         Raises:
             RlpoolError: If it failed.
         """
-        request = self.pending.popleft()
-        if not request.is_complete:
-            raise request.error or self.fatal or UsageError("it was cancelled")
+        request = self.pending.popleft() if self.pending else None
+        if request is None or not request.is_complete:
+            raise (request and request.error) or self.fatal or UsageError("it was cancelled")
         request.trajectories = request.result()
         return request
 
@@ -332,6 +331,7 @@ class Nodes:
             at_once: Whether not to wait until idle ones have closed their environments.
         """
         self.is_closed, self.fatal = True, UsageError("the batcher was closed meanwhile")
+        self.pending.clear()
         if not self._ray.is_initialized():
             return
         with suppress(self._ray.exceptions.RayError):  # an actor has died
@@ -416,13 +416,14 @@ class _Gathering:
         seeds = request.given_seeds and request.given_seeds[rows.start : rows.stop]
         execute = {"n_episodes": len(rows), "agent_info": agent_info, "env_info": env_info}
         execute["episode_seeds"] = seeds
-        row, first = rows.start, self.first + rows.start
-        return "run", row, first, row, request.root, self._policy, execute
+        first = self.first + rows.start
+        return "run", rows.start, first, rows.start, request.root, self._policy, execute
 
     def lose(self, rows: range, why: str) -> None:
         """Let rows run again."""
         self._n_losses += 1
-        self.left.insert(0, rows)
+        if self.error is None:
+            self.left.insert(0, rows)
         if self._n_losses > _MOST_LOSSES:
             what = f"nodes that ran this request were lost {self._n_losses} times"
             self.take(rows, WorkerDiedError(what, exitcode=None, traceback_text=why))
@@ -434,21 +435,19 @@ class _Gathering:
             answer = SpecError("environments or agents of two nodes have different keys")
         if isinstance(answer, RlpoolError):
             self.error = self.error or answer
-        if self.error is not None or isinstance(answer, RlpoolError):
             self.left.clear()
-            return
-        self._parts[rows.start] = answer._replace(episodes=answer.episodes.copy())
-        self.failures.update(answer.failures)
-        self.n_there += len(rows)
+        elif self.error is None:
+            self._parts[rows.start] = answer._replace(episodes=answer.episodes.copy())
+            self.failures.update(answer.failures)
+            self.n_there += len(rows)
 
     def result(self) -> TemporalDictTensor:
         """The rows, once all are there: views of one block."""
         parts = [part for _, part in sorted(self._parts.items())]
-        names, step = parts[0].info, parts[0].step
-        info = {name: np.concatenate([part.info[name] for part in parts]) for name in names}
+        info = {key: np.concatenate([part.info[key] for part in parts]) for key in parts[0].info}
         rows = Unpadded.joined([part.episodes for part in parts])
-        layout = Layout(step, self.n_rows, int(rows.lengths.max()), 1)
-        tensors = {name: partial(torch.from_numpy, array) for name, array in info.items()}
+        layout = Layout(parts[0].step, self.n_rows, int(rows.lengths.max()), 1)
+        tensors = {key: partial(torch.from_numpy, array) for key, array in info.items()}
         return trajectories_of(layout, rows, tensors)
 
 

@@ -353,11 +353,11 @@ def test_bad_calls_are_refused() -> None:
 def test_nodes_that_are_gone_for_good_are_an_error(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpool.cluster.ray_batcher._AWAY_S", 3.0)
+    monkeypatch.setattr("rlpool.cluster.ray_batcher._PATIENCE_S", 3.0)
     node = add_node(cluster, resources={"doomed": 1})
     with make(1, resources={"doomed": 1}) as batcher:
-        batcher.execute(20)
         cluster.remove_node(node, allow_graceful=False)
+        batcher.execute(20)
         with pytest.raises(WorkerDiedError, match="gone"):
             batcher.get(timeout=60)
 
