@@ -258,9 +258,8 @@ class Nodes:
             self.fatal = WorkerDiedError(what, exitcode=None, traceback_text=why)
         if now_s > self._asked_s + _RETRY_S:
             self._asked_s = now_s
-            for actor in self._actors:
-                if not (actor.calls or actor.is_up):
-                    actor.calls[actor.handle.call.remote("start", 0)] = None
+            for actor in (each for each in self._actors if not (each.calls or each.is_up)):
+                actor.calls[actor.handle.call.remote("start", 0)] = None
 
     # As of a Dispatcher -------------------------------------------------------------------------
 
@@ -380,14 +379,14 @@ class _Gathering:
     """
 
     def __init__(self, request: EpisodeRequest, policy: _Policy) -> None:
-        self.n_rows, self.first, self.n_there = request.n_rows, request.first, 0
+        self.n_rows, self.first = request.n_rows, request.first
+        self.n_there = self._n_losses = 0
         self.left = [range(self.n_rows)]
         self.error: RlpoolError | None = None
         self.failures: dict[int, RlpoolError] = {}
         self.trajectories: TemporalDictTensor | None = None
         self._request, self._policy = request, policy
         self._parts: dict[int, Rows] = {}
-        self._n_losses = 0
 
     @property
     def is_complete(self) -> bool:
@@ -414,10 +413,10 @@ class _Gathering:
         """The arguments of ``NodeActor.run``."""
         request, (agent_info, env_info) = self._request, part_of(self._request.infos, rows)
         seeds = request.given_seeds and request.given_seeds[rows.start : rows.stop]
-        execute = {"n_episodes": len(rows), "agent_info": agent_info, "env_info": env_info}
-        execute["episode_seeds"] = seeds
-        first = self.first + rows.start
-        return "run", rows.start, first, rows.start, request.root, self._policy, execute
+        infos = {"agent_info": agent_info, "env_info": env_info}
+        execute = {"n_episodes": len(rows), "episode_seeds": seeds, **infos}
+        place = rows.start, self.first + rows.start, rows.start
+        return "run", *place, request.root, self._policy, execute
 
     def lose(self, rows: range, why: str) -> None:
         """Let rows run again."""
