@@ -158,12 +158,6 @@ def test_empty_rows_add_nothing_and_keys_that_are_not_held_are_left_out() -> Non
     assert list(pool.sample(4).keys()) == ["number"]
 
 
-def test_steps_are_found_in_arrays_with_steps_between_rows_that_are_no_whole_number() -> None:
-    whole = torch.arange(60.0)
-    stored({"frame": whole.as_strided((3, 4, 2), (11, 2, 1))})
-    stored({"frame": whole.as_strided((3, 4, 2), (2, 2, 1))})  # rows overlap
-
-
 def test_tensors_that_need_gradients_or_are_inferred_are_stored() -> None:
     with torch.inference_mode():
         inferred = torch.rand(2, 3, 4)

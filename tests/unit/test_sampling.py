@@ -81,14 +81,12 @@ def test_normal_log_probabilities_are_those_of_torch_and_differentiable(shape: A
 # Every dtype --------------------------------------------------------------------------------------
 
 HALVES = [torch.float16, torch.bfloat16]
-every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 every_pair = pytest.mark.parametrize(
     ("dtype", "of_noise"),
     [
         (torch.float16, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float64),
-        (torch.float64, torch.float64),
+        (torch.float64, torch.bfloat16),
     ],
 )
 
