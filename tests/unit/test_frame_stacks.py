@@ -153,3 +153,15 @@ def test_a_disk_that_is_full_keeps_the_frames(
     assert_same_tensors(pool.transitions(), before)
     pool.extend(steps(20, 3800))
     assert torch.equal(pool.transitions()["frame"], steps(0, 3800)["frame"][0])
+
+
+def test_a_full_pool_is_saved_with_the_frames_before_its_oldest_transitions() -> None:
+    pools = [Pool(pool_size=20, seed=0, frame_stack=4) for _ in range(2)]
+    for start, stop in ((0, 20), (20, 25)):
+        pools[0].extend(steps(start, stop))
+    pools[1].load_state_dict(pools[0].state_dict())
+    for pool in pools:
+        assert torch.equal(pool.transitions()["frame"], stacks(5, 25))
+        pool.extend(steps(25, 30))
+    assert_same_tensors(pools[1].transitions(), pools[0].transitions())
+    assert_same_tensors(pools[1].sample(20), pools[0].sample(20))
