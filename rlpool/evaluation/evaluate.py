@@ -123,10 +123,11 @@ def evaluate(
         checked_target("record", record)  # now, not after the workers have started
     seeds = whole_number("seeds", seeds, 0)
     rows = as_infos(agent_info, env_info, n_episodes)
-    slots: Any = (_N_TIMESTEPS, None)  # as many as its layout says
-    functions = _in_evaluation_mode, {"agent": _copied(agent, n_workers)}, create_env, env_args
+    n_slots: Any = None  # as many as its layout says
+    copied, root = {"agent": _copied(agent, n_workers)}, evaluation_root(seeds)
+    functions: tuple[Any, Any, Any, Any] = _in_evaluation_mode, copied, create_env, env_args
     rest: Any = {"agent_rows": agent_rows, "timeout": timeout, **policy}
-    with _Evaluator(*slots, *functions, n_workers, evaluation_root(seeds), **rest) as batcher:
+    with _Evaluator(_N_TIMESTEPS, n_slots, *functions, n_workers, root, **rest) as batcher:
         n_lanes = batcher.n_lanes // max(1, n_workers)
         protocol = protocol_of(
             agent,
@@ -147,12 +148,9 @@ def evaluate(
             entries = begin_record(record, protocol, 1 if agent_rows is not None else size)
         numbers = range(len(entries), n_episodes)
         parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-        found: Iterable[list[Entry]] = _run(batcher, parts, rows, given, protocol["infos"])
-        if progress:
-            tqdm = import_extra("tqdm.auto", "evaluation").tqdm
-            found = tqdm(found, total=len(parts), unit="request")
         failures: list[WorkerError] = []
-        for part in found:
+        found = _run(batcher, parts, rows, given, protocol["infos"])
+        for part in _shown(found, len(parts)) if progress else found:
             failures += batcher.failures
             entries += part
             if record is not None:
@@ -183,8 +181,19 @@ def _run(
         batcher.execute(len(part), *part_of(infos, part), episode_seeds=seeds)
     for part in parts:
         trajectories = batcher.get()
-        errors = {failure.where.row: _error_of(failure) for failure in batcher.failures}
+        errors: dict[int | None, str] = {}
+        for failure in batcher.failures:  # which worker ran the episode does not matter
+            worker = f"worker {failure.where.worker} "
+            errors[failure.where.row] = failure.what.replace(worker, "its worker ", 1)
         yield _entries(part, trajectories, errors, infos, keys)
+
+
+def _shown(found: Iterable[list[Entry]], n_requests: int) -> Iterable[list[Entry]]:
+    """The same, while a bar shows how many requests are done."""
+    bar: Iterable[list[Entry]] = import_extra("tqdm.auto", "evaluation").tqdm(
+        found, total=n_requests, unit="request"
+    )
+    return bar
 
 
 def _entries(
@@ -235,11 +244,6 @@ def _successes(part: TemporalDictTensor, numbers: range) -> Tensor | None:
         what = f"the success of episode {numbers[row]} is nan"
         raise SpecError(what, fix="let the environment report a bool, in every step")
     return found != 0
-
-
-def _error_of(failure: WorkerError) -> str:
-    """What is recorded of a failure: nothing that depends on which worker ran the episode."""
-    return failure.what.replace(f"worker {failure.where.worker} ", "its worker ", 1)
 
 
 # Doing it again ----------------------------------------------------------------------------------
@@ -330,8 +334,6 @@ def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | Non
     """How many episodes, and their seeds if the user has named them."""
     if given is None:
         return whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds"), None
-    if n_episodes is not None:
-        n_episodes = whole_number("n_episodes", n_episodes, 1)
     seeds = checked_seeds(given, n_episodes)
     return len(seeds), seeds
 

@@ -350,9 +350,8 @@ def plot(
         refuse_no_evaluation(f"evaluation {name!r}", each)
     are_paired = len(evaluations) == 2
     drawn = [(name, returns_of(e, failures)[0]) for name, e in zip(names, evaluations, strict=True)]
-    figure = import_extra("matplotlib.figure", "evaluation").Figure(
-        figsize=(10 if are_paired else 6, 4), layout="constrained"
-    )
+    figure = import_extra("matplotlib.figure", "evaluation").Figure(layout="constrained")
+    figure.set_size_inches(10 if are_paired else 6, 4)
     axes = figure.subplots(1, 1 + are_paired, squeeze=False)[0]
     _draw(axes[0], drawn)
     axes[0].set(ylabel="return", title="returns, mean and its 95 % interval")

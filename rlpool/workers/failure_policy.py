@@ -205,6 +205,8 @@ class Restarts:
             exitcode=getattr(failure, "exitcode", None),
             signal_name=getattr(failure, "signal_name", None),
             where=failure.where,
+            options=failure.options,
+            actions=failure.actions,
             fix=fix + advice,
             traceback_text=failure.traceback_text,
             history=self.failures,

@@ -178,10 +178,10 @@ def create_mortal(seed: int, **arguments: Any) -> GymEnv:
     return GymEnv([Mortal(**arguments)], seed)
 
 
+@pytest.mark.parametrize("policy", [{"on_worker_failure": "raise"}, {"max_restarts": 0}, {}])
 @pytest.mark.parametrize("step", [3, 12])
-def test_the_actions_of_an_episode_survive_its_worker(step: int) -> None:
-    arguments: Any = {"n_workers": 1, "on_worker_failure": "raise"}
-    error = failure_of(create_mortal, {"step": step}, **arguments)
+def test_the_actions_of_an_episode_survive_its_worker(step: int, policy: dict[str, Any]) -> None:
+    error = failure_of(create_mortal, {"step": step}, n_workers=1, **policy)
     assert isinstance(error, WorkerDiedError)
     assert error.where.step == step
     assert error.actions.tolist() == list(range(1, step + 2))
