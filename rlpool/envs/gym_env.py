@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import gymnasium
@@ -52,6 +53,7 @@ class GymEnv(VecEnv):
         observation_space: The environments' space of observations, ``None`` if they have none.
         action_space: Their space of actions, ``None`` if they have none.
         action_structure: Structure of an action, ``None`` without an action space.
+        native_actions: Keys of the actions with the dtypes that the environments take.
         keeps_results: Whether to keep ``results``.
         results: What the environments returned from the last call, one entry per lane.
 
@@ -97,14 +99,16 @@ class GymEnv(VecEnv):
         if self.is_declared:
             self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
+        self.native_actions: dict[str, TensorSpec] = {}
         self._decode: Callable[[Mapping[str, NDArray]], list[Any]] = undeclared_actions
         if self.action_space is not None:
             self.action_structure = self._structure("action_space")
             self.action_leaves = leaves_of({"action": self.action_structure}, "")
             native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
             self._decode = action_decoder(native)
-            specs = self.native_action_specs() or {}
-            self._action_dtypes = {key: spec.dtype for key, spec in specs.items()}
+            leaves = leaves_of({"action": native}, "")
+            self.native_actions = {key: leaf.spec for key, leaf in leaves.items()}
+            self._action_dtypes = {key: spec.dtype for key, spec in self.native_actions.items()}
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
         """Put a wrapper around each environment, outermost; before the first reset."""
@@ -113,19 +117,10 @@ class GymEnv(VecEnv):
         self._resets = [env.reset for env in self._envs]
 
     def close(self) -> None:
-        """Close all environments.
-
-        Raises:
-            BaseException: The first exception of an environment, after all were closed.
-        """
-        failures: list[BaseException] = []
-        for lane in range(self.n_lanes):
-            try:
-                self.close_lane(lane)
-            except BaseException as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        """Close all environments, also if some fail to close; one exception comes out."""
+        with ExitStack() as all_lanes:
+            for lane in range(self.n_lanes):
+                all_lanes.callback(self.close_lane, lane)
 
     def close_lane(self, lane: int) -> None:
         """Close one environment, unless it is closed."""
@@ -142,13 +137,6 @@ class GymEnv(VecEnv):
     def outermost(self, lane: int) -> Any:
         """An environment with all its wrappers."""
         return self._envs[lane]
-
-    def native_action_specs(self) -> dict[str, TensorSpec] | None:
-        """Keys of the actions with the dtypes that the environments take."""
-        structure = _native(self.action_space, "action_space")
-        if structure is None:
-            return None
-        return {key: leaf.spec for key, leaf in leaves_of({"action": structure}, "").items()}
 
     def _structure(self, name: str) -> Structure:
         space = getattr(self, name)

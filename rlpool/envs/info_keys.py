@@ -116,11 +116,8 @@ def batch_of(infos: Mapping[str, Any], key: str) -> tuple[Any, NDArray | None]:
 
 
 def _mask(infos: Mapping[str, Any], key: str) -> NDArray | None:
-    mask = infos.get(f"_{key}")
-    if isinstance(mask, torch.Tensor):
-        mask = as_array(mask)
-    is_mask = isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.ndim == 1
-    return mask if is_mask else None
+    mask = as_array(infos.get(f"_{key}"))
+    return mask if mask.dtype == np.bool_ and mask.ndim == 1 else None
 
 
 def _fitted(value: Any, spec: TensorSpec, key: str) -> NDArray:

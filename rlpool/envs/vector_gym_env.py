@@ -263,7 +263,6 @@ class VectorGymEnv(VecEnv):
         self.lane_in_use[0] = lanes[0] if lanes else 0
         try:
             if self.seeding == "episode":
-                self._refuse_left_out(lanes, in_episode)
                 if not all_step:
                     self._reset_idle(rows)
             elif not np.count_nonzero(self._in_episode) and not np.count_nonzero(self._has_ended):
@@ -349,17 +348,6 @@ class VectorGymEnv(VecEnv):
             self._observations.write_batch(ended, final)
         if self._infos is not None:
             self._infos.write_final(ended, infos)
-
-    def _refuse_left_out(self, lanes: Sequence[int], in_episode: NDArray) -> None:
-        """Lanes that a step left out have gone on: their episodes must not be continued."""
-        if np.count_nonzero(in_episode) < len(in_episode):
-            lane = lanes[int(in_episode.argmin())]
-            self.lane_in_use[0] = lane
-            raise UsageError(
-                f"lane {lane} has ended, or was left out of a step, and a vector environment "
-                "steps all its lanes",
-                fix="reset the lane, or step all lanes whose episodes go on together",
-            )
 
 
 def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:

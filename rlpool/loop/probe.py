@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -111,26 +112,12 @@ def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorS
             raise AgentFailure([0], "agent") from problem
 
 
-class _NoSteps(dict[str, torch.Tensor]):
-    """Tensors ``[n_lanes, 0, ...]``, also for keys that are not known yet: the agent's own.
-
-    Args:
-        known: Keys whose shapes are known.
-        n_lanes: Rows of all other keys, which are assumed to be scalars.
-    """
-
-    def __init__(self, known: Mapping[str, torch.Tensor], n_lanes: int) -> None:
-        super().__init__(known)
-        self._n_lanes = n_lanes
-
-    def __missing__(self, key: str) -> torch.Tensor:
-        return torch.zeros(self._n_lanes, 0, device="cpu")
-
-
 def _no_history(current: Mapping[str, NDArray]) -> TemporalDictTensor:
     """A history without steps."""
     known = {key: torch.from_numpy(array)[:, None][:, :0] for key, array in current.items()}
     known |= {successor_key(key): tensor for key, tensor in known.items()}
     n_lanes = len(current["reward"])
     lengths = torch.zeros(n_lanes, dtype=torch.int64, device="cpu")
-    return TemporalDictTensor._wrap(_NoSteps(known, n_lanes), lengths, DictTensor())
+    # The agent's own keys are not known yet.
+    tensors = defaultdict(lambda: torch.zeros(n_lanes, 0, device="cpu"), known)
+    return TemporalDictTensor._wrap(tensors, lengths, DictTensor())

@@ -143,7 +143,7 @@ def report_of(env: GymEnv, worker: int) -> Report:
     # _declare() has seen to it that these are there.
     declaration: Any = env.declaration
     action: Any = env.action_structure
-    return Report(declaration, action, env.native_action_specs() or {}, spaces, tasks_of(env))
+    return Report(declaration, action, env.native_actions, spaces, tasks_of(env))
 
 
 def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:

@@ -23,7 +23,6 @@ from rlpool import (
     GymEnv,
     SpecError,
     TemporalDictTensor,
-    UsageError,
     VectorGymEnv,
     WorkerStartupError,
 )
@@ -153,18 +152,6 @@ def test_lanes_without_an_episode_are_never_seen_and_stop_nobody(mode: Autoreset
         for key in ("frame", "reward", "done"):
             assert vec.current[key][1].tobytes() == alone.current[key][1].tobytes()
             assert np.array_equal(vec.current[key][[0, 2]], others[key])
-
-
-def test_a_lane_that_was_left_out_of_a_step_cannot_go_on() -> None:
-    vec = lanes_of(counting(5, 5, 5))
-    vec.step_lanes([0, 2], ZEROS)
-    with pytest.raises(LaneError) as caught:
-        vec.step_lanes(ALL, ZEROS)
-    assert caught.value.lane == 1
-    assert isinstance(caught.value.__cause__, UsageError)
-    vec.reset_lanes([1], [3], [None])
-    vec.step_lanes(ALL, ZEROS)
-    assert vec.current["frame"][:, 0].tolist() == [2, 1, 2]
 
 
 def test_reset_and_step_with_tensors_work_as_for_a_gym_env() -> None:
