@@ -103,7 +103,7 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
     """
     if seeds is None:
         return secrets.randbits(128)
-    # A list is told apart from an int, [7] from 7: its length is part of the hash.
+    # A list differs from an int, [7] from 7: its length is part of the hash.
     is_list = isinstance(seeds, Sequence)
     each = seeds if isinstance(seeds, Sequence) else [seeds]
     words = [2, len(each)] if is_list else [1]
@@ -168,7 +168,7 @@ def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
         n_episodes: How many there should be; ``None`` for any number but 0.
 
     Raises:
-        SpecError: For another number of them, and for what is no seed below ``N_SEEDS``.
+        SpecError: For another number of them, and for seeds that are not below ``N_SEEDS``.
     """
     is_list = isinstance(seeds, Sequence | np.ndarray | torch.Tensor)
     if not is_list or isinstance(seeds, str | bytes) or getattr(seeds, "ndim", 1) == 0:

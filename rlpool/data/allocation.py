@@ -205,7 +205,7 @@ def layout_of(
     if n_padding > window:
         raise SpecError(f"padding={n_padding} is more than the rows of batch_shape {batch}")
     if n_full < window or n_full % window:
-        raise SpecError(f"full_size={n_full} is no multiple of the rows of batch_shape {batch}")
+        raise SpecError(f"full_size={n_full} is not a multiple of the rows of batch_shape {batch}")
     sizes = (n_full + 2 * n_padding, *batch[1:], *features)
     return Layout(sizes, _dtype(dtype), len(batch), n_padding, window)
 

@@ -340,11 +340,11 @@ class Array:
                 written = np.array(written)  # earlier NumPy reads what it has overwritten
             target[place] = written
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-            told = error.what if isinstance(error, SpecError) else error
+            reason = error.what if isinstance(error, SpecError) else error
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise SpecError(
                 f"cannot write {type(value).__name__}{shape} to elements of shape "
-                f"{list(region.shape)} and dtype {self.dtype}: {told}",
+                f"{list(region.shape)} and dtype {self.dtype}: {reason}",
                 fix="write what it holds, or make an array of another shape or dtype",
             ) from error
 

@@ -74,7 +74,7 @@ class View:
         """What an indexed view shows.
 
         Raises:
-            IndexError: If the key is no index, or leaves the memory.
+            IndexError: If the key is not an index, or leaves the memory.
         """
         if not self.axes and (element := self._at_ints(key if type(key) is tuple else (key,))):
             return element
@@ -258,7 +258,7 @@ def read_key(key: Any, shape: tuple[int, ...]) -> list[Part]:
     """One part for each dimension of a view.
 
     Raises:
-        IndexError: If the key is no index for it.
+        IndexError: If the key is not an index for it.
     """
     entries = [_entry(entry) for entry in (key if isinstance(key, tuple) else (key,))]
     if not shape and isinstance(key, slice) and key == EVERYTHING:
@@ -308,7 +308,7 @@ def _entry(entry: Any) -> Any:
         return array
     raise IndexError(
         compose(
-            f"{type(entry).__name__} {str(entry)[:60]!r} is no index",
+            f"{type(entry).__name__} {str(entry)[:60]!r} is not an index",
             fix="index with ints, slices of ints, '...', arrays of ints or masks, or a tuple of "
             "these; to_ndarray() and to_tensor() can get new dimensions",
         )

@@ -25,7 +25,7 @@ NAME_BYTES = 16
 """Length of the random name."""
 
 N_TICKETS = 4096 - NAME_BYTES
-"""Pickles that are told apart: their bytes share a page with the name."""
+"""Pickles that can be distinguished: their bytes share a page with the name."""
 
 MAX_KEPT = 32
 """Dropped descriptors, and with them their memory, that are kept for pickles on their way."""

@@ -221,7 +221,7 @@ class DictTensor(DictTensorBase):
         tensors: Tensors ``[B, ...]`` of any dtype by name; ``None`` gives an empty ``DictTensor``.
 
     Raises:
-        SpecError: If a value is no tensor, or first dimensions or devices differ.
+        SpecError: If a value is not a tensor, or first dimensions or devices differ.
 
     Example:
         >>> batch = DictTensor({"frame": torch.zeros(8, 4), "action": torch.arange(8)})
@@ -350,7 +350,7 @@ class DictTensor(DictTensorBase):
             tensor: ``[B, ...]`` on the same device. Without keys, B can be any.
 
         Raises:
-            SpecError: If it is no tensor, or its first dimension or device differs.
+            SpecError: If it is not a tensor, or its first dimension or device differs.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})

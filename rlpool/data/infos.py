@@ -94,7 +94,7 @@ def options_of(env_info: DictTensor | Mapping[str, Any], row: int) -> dict[str, 
 def _copied(name: str, key: Any, value: Any) -> Tensor:
     """A copy of a value as a tensor."""
     if not isinstance(key, str):
-        raise SpecError(f"key {key!r} in {name} is no string", fix="name values by strings")
+        raise SpecError(f"key {key!r} in {name} is not a string", fix="name values by strings")
     try:
         tensor = _tensor(value)
         tensor.numpy()  # fails for dtypes that NumPy lacks

@@ -102,7 +102,7 @@ def padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
 
 
 def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
-    """Refuse values that are no tensors, or differ in device or in their first dimensions.
+    """Refuse values that are not tensors, or differ in device or in their first dimensions.
 
     Args:
         tensors: Pairs of key and value.

@@ -181,7 +181,7 @@ class Memory:
     def root(self) -> NDArray:
         """A new uint8 array over the whole block.
 
-        Everything carved out of it keeps this array object alive, so a weak reference to it tells
+        Everything carved out of it keeps this array object alive, so a weak reference to it shows
         when the last user is gone.
         """
         return self._mapped.numpy()
@@ -242,12 +242,12 @@ _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 
 
 def _refused(error: OSError, what: str) -> SpecError:
-    name, told = errno.errorcode.get(error.errno or 0, "OSError"), f"could not allocate {what}"
+    name, problem = errno.errorcode.get(error.errno or 0, "OSError"), f"could not allocate {what}"
     fix = "pass a directory that exists and that this process may write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        told = f"the disk has no room for {what}"
+        problem = f"the disk has no room for {what}"
         fix = "free some space, choose another directory, or make it smaller"
-    return SpecError(f"{told}: {error.strerror} ({name})", fix=fix)
+    return SpecError(f"{problem}: {error.strerror} ({name})", fix=fix)
 
 
 def anonymous_file(name: str) -> int:

@@ -46,7 +46,7 @@ class TemporalDictTensor(DictTensorBase):
         info: Tensors ``[B, ...]``. By default an empty ``DictTensor``.
 
     Raises:
-        SpecError: If a value is no tensor, or shapes, devices, dtypes or lengths do not match.
+        SpecError: If a value is not a tensor, or shapes, devices, dtypes or lengths do not match.
 
     Example:
         >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -392,7 +392,7 @@ class TemporalDictTensor(DictTensorBase):
                 sets B and T, and every row is full.
 
         Raises:
-            SpecError: If it is no tensor, or its first two dimensions or its device differ.
+            SpecError: If it is not a tensor, or its first two dimensions or its device differ.
         """
         n_elems = self.n_elems()
         steps = [*self._tensors.items(), (key, tensor)]

@@ -148,7 +148,7 @@ def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = 
         function: The function.
         name: The keyword.
         otherwise: The answer if the signature leaves it open: for ``**kwargs``, unless
-            ``functools.wraps`` tells where they go, and for objects without a signature.
+            ``functools.wraps`` shows where they go, and for objects without a signature.
     """
     for follow_wrapped in (False, True):
         try:

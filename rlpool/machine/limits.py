@@ -159,7 +159,7 @@ def resident_bytes(pid: int | str | None = "self") -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is no more, or waits for its parent to notice its end."""
+    """Whether a process has ended, or waits for its parent to notice its end."""
     fields = stat_fields(pid)
     return not fields or fields[0] in "ZX"
 

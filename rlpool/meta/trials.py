@@ -60,7 +60,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         done_mdp: Whether the last step ended an episode.
 
     Raises:
-        SpecError: For what is no environment, fewer than one episode, no time limit, an observation
+        SpecError: For anything but an environment, fewer than one episode, no time limit, an observation
             that is not a vector but would be extended, actions without bounds, or an oracle without
             tasks.
 

@@ -100,8 +100,8 @@ class WorkerRecord:
     """A worker's part of the shared record, as it writes it.
 
     The three times count the nanoseconds spent in calls of a kind. While such a call runs, the time
-    at which it began is subtracted already, and the number is negative. So a single word tells a
-    reader everything, whenever it looks.
+    at which it began is subtracted already, and the number is negative. So a single word is
+    enough for a reader, whenever it looks.
 
     Args:
         header: int64 ``[HEADER_WORDS]``.
@@ -135,7 +135,7 @@ class WorkerRecord:
 
     @classmethod
     def private(cls) -> WorkerRecord:
-        """A record that nobody else reads."""
+        """A record without other readers."""
         header, row = np.zeros(HEADER_WORDS, np.int64), np.zeros(ROW_WORDS, np.int64)
         return cls(header, row, np.zeros((_LANE_WORDS, 1), np.int64))
 
@@ -252,7 +252,7 @@ class Control:
         return self._memory.fd
 
     def close(self) -> None:
-        """Close the descriptor: nobody finds it any more."""
+        """Close the descriptor, so that the record can no longer be found."""
         if self._memory is not None:
             self._memory.close_fd()
 
@@ -320,7 +320,7 @@ class Control:
         return sum(int(self.rows[:, Word.N_FINISHED + e].sum()) for e in self._entries(number))
 
     def forget_finished(self, number: int, worker: int) -> None:
-        """Let a worker's successor run all of its share of a request anew."""
+        """Forget what a worker has finished of a request: its successor runs all of it."""
         for entry in self._entries(number):
             self.rows[worker, Word.N_FINISHED + entry] = 0
 

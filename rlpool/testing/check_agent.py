@@ -129,7 +129,7 @@ class AgentChecks(Checks):
                     tensor[:] = tensor[row].clone()
                 one, other = (_call(agent, each, row) for each in (inputs, alike))
                 fix = "use no statistics over the batch (call eval()), and no indices of rows"
-                yield from self.differing(f"row {row} beside others, and alone", one, other, fix)
+                yield from self.differing(f"row {row} with others, and alone", one, other, fix)
 
     def deterministic(self) -> Problems:
         """The same arguments give the same bits, whatever was called in between."""

@@ -175,7 +175,7 @@ class EnvChecks(Checks):
         return made
 
     def lanes(self, number: int = 0, n_lanes: int = 1) -> VecEnv:
-        """Lanes that nobody has used; ``n_lanes`` if single environments are made."""
+        """New lanes; ``n_lanes`` if single environments are made."""
         envs = [self.make(number + lane) for lane in range(n_lanes)]
         return envs[0] if isinstance(envs[0], VecEnv) else GymEnv(envs)
 
@@ -264,7 +264,7 @@ class EnvChecks(Checks):
         yield from self._differing(one, again, "the same actions twice")
 
     def fresh_instance_repeats(self) -> Problems:
-        """So does another instance, as after a crash, in each of its lanes, beside others."""
+        """So does another instance, as after a crash, in each of its lanes, while others run."""
         with seeded_generators(1):
             vec = self.lanes(1, n_lanes=2)
             n_lanes = vec.n_lanes if vec.seeding == "episode" else 1

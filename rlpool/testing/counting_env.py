@@ -32,7 +32,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         t: Steps since the reset.
 
     Raises:
-        SpecError: If ``length`` or ``n_actions`` is no int of at least 1.
+        SpecError: If ``length`` or ``n_actions`` is not an int of at least 1.
 
     Example:
         >>> env = CountingEnv(length=2)

@@ -1,1 +1,1 @@
-"""What training scripts need beside experience: returns, and statistics of episodes."""
+"""Returns, advantages, and statistics of episodes."""

@@ -146,7 +146,7 @@ def gae(
 
     The target of the value function is ``advantage + value``.
 
-    Rewards of many agents with a common end, ``[..., T, A]`` beside ``done`` ``[..., T]``, give
+    Rewards of many agents with a common end, ``[..., T, A]`` with ``done`` ``[..., T]``, give
     advantages ``[..., T, A]``; values are then those of each agent, or ``[..., T]`` for all. Where
     agents have ends of their own, ``[..., T, A]``, all tensors have to be transposed to
     ``[..., A, T]``: of two alike dimensions, the last one is time.
@@ -378,7 +378,7 @@ def summed_backwards(terms: Tensor, factor: Tensor) -> Tensor:
 
 
 def check_reward(reward: object) -> None:
-    """Refuse rewards that are no float32 or float64 ``[..., T]``."""
+    """Refuse rewards that are not float32 or float64 ``[..., T]``."""
     if not isinstance(reward, Tensor) or reward.dtype not in _DTYPES or not reward.ndim:
         what = f"reward is {kind(reward)}, not float32 or float64 [..., T]"
         raise SpecError(what, fix="pass tensors such as window['_reward'], converted by float()")
@@ -404,7 +404,7 @@ def _ends_of_rows(lengths: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
         low, high = map(int, lengths.aminmax())
         if low < 0 or high > n_timesteps:
             what = f"lengths go from {low} to {high}, rows have {n_timesteps} steps"
-            raise SpecError(what, fix="give how many steps of each row are no padding")
+            raise SpecError(what, fix="pass the number of valid (unpadded) steps per row")
     step = torch.arange(n_timesteps, device=reward.device)
     last = lengths.to(reward.device).unsqueeze(-1) - 1
     return step > last, step == last

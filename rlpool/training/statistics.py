@@ -85,7 +85,7 @@ class EpisodeStatistics:
 
     Args:
         key: What is summed up: one number per step, ``[B, T]`` or ``[B, T, 1]``. ``"_success"`` or
-            ``"_cost"``, say, in another object beside the one for rewards.
+            ``"_cost"``, say, in a second object.
 
     Example:
         >>> def create_endless_env(seed):

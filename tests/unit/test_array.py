@@ -191,9 +191,9 @@ def test_every_kind_of_index_gives_an_array_that_writes_here(key: Any) -> None:
 @pytest.mark.parametrize(
     ("index", "text"),
     [
-        *((entry, "no index") for entry in (None, 1.0, "a", True, [0.5], [[1], [1, 2]])),
-        (torch.tensor([1.0], dtype=torch.bfloat16), "no index"),
-        (slice(0.5, 2), "no index"),
+        *((entry, "not an index") for entry in (None, 1.0, "a", True, [0.5], [[1], [1, 2]])),
+        (torch.tensor([1.0], dtype=torch.bfloat16), "not an index"),
+        (slice(0.5, 2), "not an index"),
         ((0, 0, 0), "too many indices"),
         ((..., 0, ...), "only one ellipsis"),
         ([True, False], "mask of shape"),

@@ -40,7 +40,7 @@ NOT_NUMBERS: dict[str, list[Any]] = {
 REFUSED: list[tuple[Any, str]] = [
     *(({"length": 1, "key": value}, text) for text, bad in NOT_NUMBERS.items() for value in bad),
     *((info, "env_info should be a DictTensor") for info in ([1, 2], torch.arange(N), "task")),
-    ({3: [1, 2, 3, 4]}, "key 3 in env_info is no string"),
+    ({3: [1, 2, 3, 4]}, "key 3 in env_info is not a string"),
 ]
 
 
