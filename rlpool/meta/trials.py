@@ -60,9 +60,9 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         done_mdp: Whether the last step ended an episode.
 
     Raises:
-        SpecError: For anything but an environment, fewer than one episode, no time limit, an observation
-            that is not a vector but would be extended, actions without bounds, or an oracle without
-            tasks.
+        SpecError: For anything but an environment, fewer than one episode, no time limit, an
+            observation that is not a vector but would be extended, actions without bounds, or an
+            oracle without tasks.
 
     References:
         Zintgraf et al. 2020, "VariBAD: a very good method for Bayes-adaptive deep RL via

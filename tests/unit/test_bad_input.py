@@ -107,7 +107,7 @@ USES: dict[str, tuple[type[Exception], ...]] = {
             *("pool(priority_exponent=0.5).sample(2, beta=v)", "pool().sample_sequences(v, 2)"),
             *("pool().sample_sequences(2, v)", "next(pool().batches(v))"),
             *("list(islice(pool().batches(2, v), 2))", "pool().transitions(v)"),
-            *("pool().transitions([v])", "pool().load(v)"),
+            "pool().transitions([v])",
             "pool(priority_exponent=1).update_priorities(v, [1.0, 1.0])",
             "pool(priority_exponent=1).update_priorities([0, 1], v)",
             *("pool().load_state_dict(v)", "pool().load_state_dict({'metadata': v})"),
