@@ -77,9 +77,9 @@ class EpisodeBatcher(BatcherBase):
             worker, which counts as one of ``max_restarts``, and runs the episode again;
             ``"truncate"`` replaces it and ends the episode with the step that failed, whose reward
             is 0: ``info["failed"]`` and ``failures`` say so.
-        max_episode_restarts: An episode that fails this often, whether its environment raises or
-            its worker dies or hangs, is not run again: it is truncated, or an error of its request
-            with ``on_env_error="raise"``. ``None`` for no limit.
+        max_episode_restarts: An episode that fails this often at one step, whether its environment
+            raises or its worker dies or hangs, is not run again: it is truncated, or an error of
+            its request with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: Replace a worker after this many episodes; ``None`` for never.
             This does not count as a failure. A worker with more environments than
             this runs only this many of them at a time.

@@ -84,7 +84,8 @@ class Request(ABC):
     failures: dict[int, WorkerError] = field(default_factory=dict)
     tells_failures: bool = False
     trajectories: TemporalDictTensor | None = None
-    _n_failures: dict[Any, int] = field(default_factory=dict, init=False)  # by episode
+    # By episode: the step at which it failed last, and how often in a row it did there.
+    _n_failures: dict[Any, tuple[int | None, int]] = field(default_factory=dict, init=False)
     _truncated: dict[Any, int] = field(default_factory=dict, init=False)  # episode to failing step
 
     @property
@@ -152,11 +153,12 @@ class Request(ABC):
         """Record that an episode failed, which some lane of a worker runs.
 
         Returns:
-            How often it has failed.
+            How often in a row it has failed at the same step: elsewhere it is not to blame.
         """
         episode = self._episode_at(where)
-        n = self._n_failures[episode] = self._n_failures.get(episode, 0) + 1
-        return n
+        step, n = self._n_failures.get(episode, (None, 0))
+        self._n_failures[episode] = where.step, (n if step == where.step else 0) + 1
+        return self._n_failures[episode][1]
 
     def truncate(self, where: Where, failure: WorkerError) -> None:
         """Let an episode end at the step at which it has failed."""

@@ -45,7 +45,7 @@ class FailurePolicy:
         max_restarts: The most replacements in all, ``None`` for no limit.
         on_env_error: ``"raise"`` reports an environment that raises, ``"restart"`` replaces its
             worker and runs the episode again, ``"truncate"`` replaces it and ends the episode.
-        max_episode_restarts: An episode that fails this often is not run again:
+        max_episode_restarts: An episode that fails this often at one step is not run again:
             it is truncated, or reported with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: A worker is replaced after this many episodes, ``None`` for never.
         start_method: How processes are started, one of ``START_METHODS``.

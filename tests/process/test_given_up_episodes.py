@@ -21,6 +21,7 @@ from rlpool import (
     DictTensor,
     EnvError,
     EpisodeBatcher,
+    GymEnv,
     NotRepeatedError,
     ParallelEnvManager,
     WorkerDiedError,
@@ -28,6 +29,8 @@ from rlpool import (
     evaluate,
 )
 
+from support.agents import ConstantAgent
+from support.envs import CountingEnv
 from support.faults import KINDS
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile, failing
 from support.meta import LaggingLanes
@@ -144,6 +147,33 @@ def test_an_episode_that_fails_twice_is_given_up(
         result, failures = collected(tmp_path, infos(kind, 1, (3, 4, 8)), **policy)
     assert_truncated(result, failures, whole, 1, (3, 4, 8))
     assert caplog.text.count("the same episode failed 2 times") == 3
+
+
+class UnluckyEnv(CountingEnv):
+    """Its process is killed in each of its first steps once."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__(length=5)
+        self.marks = Path(marks)
+
+    def step(self, action: Any) -> Any:
+        mark = self.marks / str(self.t)
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_an_episode_whose_worker_is_killed_at_another_step_each_time_is_not_lost(
+    tmp_path: Path,
+) -> None:
+    def create(seed: int) -> GymEnv:
+        return GymEnv([UnluckyEnv(str(tmp_path))], seed)
+
+    with EpisodeBatcher(8, 8, ConstantAgent, create_env=create, n_workers=1, seeds=5) as batcher:
+        batcher.execute(1)
+        assert batcher.get().lengths.tolist() == [5]
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 @pytest.mark.parametrize("kind", variants(["sigkill"], ["hang"]))
