@@ -27,6 +27,7 @@ from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     BatcherOptions,
     FailurePolicy,
+    policy_of,
 )
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class EpisodeBatcher(BatcherBase):
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, FailurePolicy(**policy)
+        failing = timeout, policy_of(policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @whole

@@ -18,7 +18,7 @@ from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     BatcherOptions,
-    FailurePolicy,
+    policy_of,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Batcher(BatcherBase):
         **policy: Unpack[BatcherOptions],
     ) -> None:
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, FailurePolicy(**policy)
+        failing = timeout, policy_of(policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @property

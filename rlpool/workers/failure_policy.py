@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from rlpool.errors import EnvError, WorkerDiedError, WorkerError
 from rlpool.machine.arguments import check_choice, whole_number
@@ -127,6 +128,11 @@ class BatcherOptions(PolicyOptions, total=False):
 
     seed: int | None
     n_threads: int
+
+
+def policy_of(options: Mapping[str, Any]) -> FailurePolicy:
+    """The policy of a function that takes its arguments as keywords."""
+    return FailurePolicy(**options)
 
 
 class Restarts:

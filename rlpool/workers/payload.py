@@ -18,7 +18,6 @@ import cloudpickle
 import numpy as np
 import torch
 
-from rlpool.data.specs import numpy_dtype
 from rlpool.data.storage import Memory
 from rlpool.workers.sharing import ONLY_AT_START
 
@@ -98,27 +97,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(value)
         if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:
             words = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            dtype = _NUMPY_DTYPES.get(words.dtype)
-            data = (words.view(-1).view(torch.uint8) if dtype is None else words).numpy()
-            return _tensor, (pickle.PickleBuffer(data), dtype or words.dtype, tuple(words.shape))
+            data = words.view(-1).view(torch.uint8).numpy()
+            return _tensor, (pickle.PickleBuffer(data), words.dtype, tuple(words.shape))
         if kind is Connection:  # it would arrive as the number of this process's descriptor
             raise TypeError(ONLY_AT_START)
         return super().reducer_override(value)
 
 
-# Those that both know, as NumPy writes them: the pickle of a dtype is longer, and takes longer.
-_NUMPY_DTYPES = {
-    dtype: numpy_dtype(dtype).str
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bool, torch.uint8),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-    )
-}
-
-
-def _tensor(
-    data: np.ndarray[Any, Any], dtype: str | torch.dtype, shape: Sequence[int]
-) -> torch.Tensor:
-    if isinstance(dtype, str):
-        return torch.from_numpy(np.ndarray(shape, dtype, data))
+def _tensor(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).view(shape)

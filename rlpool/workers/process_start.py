@@ -49,9 +49,9 @@ def preload(*modules: str) -> None:
 
     The template process imports them, once, before the next worker starts. An import must not start
     threads or use a GPU. A module that does, or fails, is named in the log and left out: workers
-    import it when they need it. What an import does to environment variables, ``sys.path``, the
-    umask, and signal handlers holds in every worker, and each worker runs the ``atexit`` handlers
-    that it registers; what it does to the working directory and to limits does not hold. Later
+    import it when they need it. What an import does to environment variables, the umask, and
+    signal handlers holds in every worker, and each worker runs the ``atexit`` handlers that it
+    registers; what it does to ``sys.path``, the working directory and limits does not hold. Later
     changes to the modules' files are seen only after ``shutdown()``.
 
     Args:

@@ -222,7 +222,8 @@ class _PretendedPopen:
 @contextmanager
 def _pretended_start() -> Iterator[None]:
     """Try within this what can be pickled while a process is spawned."""
-    context.set_spawning_popen(_PretendedPopen())
+    popen: Any = _PretendedPopen()
+    context.set_spawning_popen(popen)
     try:
         yield
     finally:

@@ -150,7 +150,6 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
             caller starts another template without it.
     """
     _drop_stdio(0)  # spawned workers have no input either
-    path = list(sys.path)
     # An import that starts processes is refused, as in a worker.
     this_process: Any = multiprocessing.current_process()
     this_process._inheriting = True
@@ -164,18 +163,6 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
     _tell(caller, "importing", "")
     del this_process._inheriting
     gc.disable()  # an import may have enabled it
-    if sys.path != path:
-        _keep_search_path(list(map(str, sys.path)))
-
-
-def _keep_search_path(path: list[str]) -> None:
-    """Let workers have what imports made of ``sys.path``, not the caller's."""
-    prepare = spawn.prepare
-
-    def prepare_with_path(data: Any) -> None:
-        prepare({**data, "sys_path": path})
-
-    spawn.prepare = prepare_with_path
 
 
 def _refuse_if_unsafe() -> None:

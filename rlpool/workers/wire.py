@@ -132,9 +132,8 @@ _READ_BYTES = 2**16
 _LOCK_S = 0.1
 """How long a log record waits for its turn: a signal handler may log in the middle of a send."""
 
-_LONGEST_INT = 2**31 - 1
-"""``Connection``, which is at the worker's end, puts the size before a message: as an int, or for
-more than this as -1 and a long."""
+_HEAD = struct.Struct("!i")
+"""``Connection``, which is at the worker's end, puts the size before a message."""
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
@@ -172,9 +171,7 @@ class CallerPipe:
         size = None if memory is None else memory.n_bytes
         fd = None if memory is None else os.dup(memory.fd)  # before anything is announced
         body = pickle.dumps((message, size), pickle.HIGHEST_PROTOCOL)
-        is_long = len(body) > _LONGEST_INT
-        head = struct.pack("!iQ", -1, len(body)) if is_long else struct.pack("!i", len(body))
-        self._unsent.append((memoryview(head + body), None))
+        self._unsent.append((memoryview(_HEAD.pack(len(body)) + body), None))
         if fd is not None:
             self._unsent.append((memoryview(b"m"), fd))
         self.flush()
@@ -226,16 +223,13 @@ class CallerPipe:
     def _next_body(self) -> bytearray | None:
         """Take a message off what was received, if there is one."""
         received = self._received
-        for start, form, offset in ((4, "!i", 0), (12, "!Q", 4)):
-            if len(received) < start:
-                return None
-            (size,) = struct.unpack_from(form, received, offset)
-            if size >= 0:
-                break
-        if len(received) < start + size:
+        if len(received) < _HEAD.size:
             return None
-        body = received[start : start + size]
-        del received[: start + size]
+        end = _HEAD.size + _HEAD.unpack_from(received)[0]
+        if len(received) < end:
+            return None
+        body = received[_HEAD.size : end]
+        del received[:end]
         return body
 
     def finish(self, message: Message) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -35,17 +34,6 @@ def memory_of(number: int) -> Memory:
     memory = Memory.shared(8)
     memory.root()[0] = number
     return memory
-
-
-def test_the_size_of_a_message_may_be_written_as_a_long(ends: Ends) -> None:
-    here, _, connection = ends
-    words = b"\x80\x04K\x05."  # the pickle of 5
-    for cut in (2, 4, 9, 12, 15):
-        parts = struct.pack("!iQ", -1, len(words)) + words
-        os.write(connection.fileno(), parts[:cut])
-        assert here.receive() is None
-        os.write(connection.fileno(), parts[cut:])
-        assert here.receive() == 5
 
 
 def test_what_was_sent_before_the_end_is_received(ends: Ends) -> None:
