@@ -1,1 +1,1 @@
-"""Evaluating agents: episodes with records, figures with intervals, and the commands for both."""
+"""Evaluating agents: episodes with records, and figures with intervals."""

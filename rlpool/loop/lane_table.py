@@ -17,7 +17,7 @@ from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import rows_repeating
 from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.repeat import take_over_together
+from rlpool.record.repeat import take_over
 from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_steps
 from rlpool.slots.blocks import Arrays
 from rlpool.slots.writer import SlotWriter
@@ -147,7 +147,7 @@ class LaneTable:
                 able[number], wheres[number] = tape, here
             else:
                 env.begin_lanes([number])
-        take_over_together(env, able, wheres, self._record.steps)
+        take_over(env, able, wheres, self._record.steps)
         for number, known in plan.tapes.items():
             episode = self.running[number].episode
             calls.infos.show(plan.agent_info or {}, {number: episode.number})

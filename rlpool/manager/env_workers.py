@@ -379,7 +379,7 @@ class EnvWorkers(CrashOnly):
         for lane in own:
             tape, call = self.tapes.tape(lane), self._call_of(lane)
             if tape is not None and call != "reset" and lane not in self.closed_lanes:
-                tapes[lane - own.start] = tape.without_last()[0] if call == "step" else tape
+                tapes[lane - own.start] = tape.without_last() if call == "step" else tape
         closed = [lane - own.start for lane in self.closed_lanes.intersection(own)]
         unanswered = filter(self.is_unanswered, own)
         stepping = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]

@@ -291,7 +291,8 @@ class EnvServer(Server):
             if lane not in not_compared:
                 tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
             try:
-                take_over(self._env, lane, tape, Where(), self._control.steps, may_end=True)
+                place = {lane: Where()}
+                take_over(self._env, {lane: tape}, place, self._control.steps, may_end=True)
             except EnvError as error:
                 self._not_restored[lane] = error.what
 

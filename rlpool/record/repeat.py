@@ -31,16 +31,11 @@ class Divergence(NamedTuple):
 
     Attributes:
         step: The step.
-        key: What differed: ``"reward"``, or the key of the observation.
-        what: The same in words.
+        what: What differed.
     """
 
     step: int
-    key: str
     what: str
-
-    def __str__(self) -> str:
-        return f"from step {self.step} on ({self.what})"
 
 
 class Reached(NamedTuple):
@@ -145,19 +140,6 @@ def _rows_of(tape: Tape) -> Iterator[Actions]:
 
 def take_over(
     env: VecEnv,
-    lane: int,
-    tape: Tape,
-    where: Where,
-    progress: MutableSequence[int] | memoryview,
-    *,
-    may_end: bool = False,
-) -> None:
-    """Bring one lane to where an episode was in a worker that died, see ``take_over_together``."""
-    take_over_together(env, {lane: tape}, {lane: where}, progress, may_end=may_end)
-
-
-def take_over_together(
-    env: VecEnv,
     tapes: Mapping[int, Tape],
     wheres: Mapping[int, Where],
     progress: MutableSequence[int] | memoryview,
@@ -195,7 +177,7 @@ def take_over_together(
 def _refuse_divergence(reached: Reached, tape: Tape, where: Where, may_end: bool) -> None:
     n_steps, has_ended, divergence = reached
     if has_ended and not may_end:
-        divergence = divergence or Divergence(n_steps - 1, "done", "the episode ended")
+        divergence = divergence or Divergence(n_steps - 1, "the episode ended")
     if divergence is not None:
         raise NotRepeatedError(
             f"the environment did not repeat an episode: {divergence.what}, after "
@@ -220,7 +202,7 @@ def batch_of(actions: Mapping[int, Actions], env: VecEnv) -> Actions:
 def _other_reward(reward: NDArray, recorded: NDArray, step: int) -> Divergence | None:
     if np.isnan(recorded) or _is_same(reward, recorded):
         return None
-    return Divergence(step, REWARD, f"the reward is {reward}, it was {recorded}")
+    return Divergence(step, f"the reward is {reward}, it was {recorded}")
 
 
 def _other_observation(env: VecEnv, lane: int, tape: Tape) -> Divergence | None:
@@ -228,7 +210,7 @@ def _other_observation(env: VecEnv, lane: int, tape: Tape) -> Divergence | None:
         # Another kind of batch has other names for some keys.
         if key in env.current and not _is_same(env.current[key][lane], recorded):
             what = f"{key!r} is not what it was after the same actions"
-            return Divergence(tape.n_steps, key, what)
+            return Divergence(tape.n_steps, what)
     return None
 
 

@@ -169,15 +169,14 @@ class Tape:
         """A tape to go on with, while this one stays as it is."""
         return replace(self, chunks=list(self.chunks))
 
-    def without_last(self) -> tuple[Tape, Actions]:
-        """The tape without its last step, and that step's action, ``[1, ...]`` per key."""
+    def without_last(self) -> Tape:
+        """The tape without its last step."""
         if not self.chunks:
-            return self, {}
+            return self
         *chunks, last = self.chunks
-        action = {key: array[-1:] for key, array in last.items() if key != REWARD}
         if n_rows(last) > 1:
             chunks.append({key: array[:-1] for key, array in last.items()})
-        return replace(self, chunks=chunks, observation={}, state={}), action
+        return replace(self, chunks=chunks, observation={}, state={})
 
 
 class LaneTapes:
@@ -196,9 +195,8 @@ class LaneTapes:
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
         self._most_bytes = most_bytes // n_lanes
         self._tapes: dict[int, Tape] = {}
-        self._blocks: dict[
-            str, tuple[NDArray, NDArray]
-        ] = {}  # where actions are put, and their block
+        # Where actions are put, and their block:
+        self._blocks: dict[str, tuple[NDArray, NDArray]] = {}
         self._stepped = np.zeros((0, n_lanes), bool)  # rows that are on no tape yet
         self._row = 0
 

@@ -14,7 +14,7 @@ from rlpool import EnvError, GymEnv, VectorGymEnv, Where
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory
 from rlpool.envs.vec_env import LaneError
-from rlpool.record.repeat import repeat, take_over_together
+from rlpool.record.repeat import repeat, take_over
 from rlpool.record.tape import LaneTapes, Tape, WindowTapes
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs
 
@@ -50,8 +50,8 @@ def test_steps_are_kept_in_order_however_they_arrive(n_small: int) -> None:
     assert tape.n_steps == len(expected)
     found = [step.tolist() for chunk in tape.chunks for step in chunk["action"]]
     assert found == expected
-    before, last = tape.without_last()
-    assert (before.n_steps, last["action"].tolist()) == (tape.n_steps - 1, [[1, 2]])
+    before = tape.without_last()
+    assert before.n_steps == tape.n_steps - 1
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -131,7 +131,7 @@ def test_lanes_are_repeated_together_and_get_to_the_end_at_the_same_time(makes: 
     env, tapes = makes(), {0: recorded(2), 1: recorded(5)}
     where = {lane: Where(0, lane) for lane in tapes}
     progress = [0]
-    take_over_together(env, tapes, where, progress)
+    take_over(env, tapes, where, progress)
     for lane, tape in tapes.items():
         for key in ("frame", "reward", "initial_state"):
             assert env.current[key][lane].tobytes() == tape.observation[key].tobytes()
@@ -140,7 +140,7 @@ def test_lanes_are_repeated_together_and_get_to_the_end_at_the_same_time(makes: 
     assert env.current["frame"][:, 0].tolist() == [3, 6]
     tapes[0].chunks[0]["reward"][1] += 1
     with pytest.raises(EnvError, match="did not repeat") as caught:
-        take_over_together(env, tapes, where, progress)
+        take_over(env, tapes, where, progress)
     assert (caught.value.where.lane, caught.value.where.step) == (0, 1)
 
 
@@ -153,7 +153,7 @@ def test_the_first_difference_is_found(step: int) -> None:
     *_, last = repeat(make_env(), 1, tape)
     assert last.divergence is not None
     assert last.divergence.step == (step or 5)
-    assert ("reward" if step else "'frame'") in str(last.divergence)
+    assert ("reward" if step else "'frame'") in last.divergence.what
 
 
 # Rows of the shared buffers of a manager ----------------------------------------------------------
@@ -179,7 +179,7 @@ def first_of(tapes: LaneTapes, lane: int) -> list[float]:
 lanes = st.integers(0, N_LANES - 1)
 events = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["reset", "remote", "look", "forget"]), lanes),
+        st.tuples(st.sampled_from(["reset", "look", "forget"]), lanes),
         st.tuples(st.just("step"), st.lists(lanes, min_size=1, unique=True).map(sorted)),
     ),
     max_size=80,
@@ -199,10 +199,6 @@ def test_the_tapes_of_lanes_are_what_lists_of_actions_are(
             tapes.record_reset(who, number, options)
             options["number"].append(-1)  # a change by the caller, afterwards
             expected[who] = []
-        elif what == "remote":
-            tapes.record_action(who, {"action": np.full((1, 2), float(number))})
-            if who in expected:
-                expected[who].append(number)
         elif what == "step":
             action[:] = np.arange(N_LANES)[:, None] + 10 * number
             tapes.record_step(who)
@@ -246,7 +242,7 @@ def test_a_lane_that_is_lost_has_no_steps_until_its_next_reset() -> None:
     assert tapes.tape(2) is None
     tape = tapes.tape(1)
     assert tape is not None
-    assert (tape.why_lost, tape.n_steps, tape.without_last()[1]) == ("it broke", 1, {})
+    assert (tape.why_lost, tape.n_steps, tape.without_last()) == ("it broke", 1, tape)
     tapes.record_reset(1, 6, None)
     tapes.record_step([1])
     assert first_of(tapes, 1) == [0]
