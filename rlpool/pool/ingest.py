@@ -208,7 +208,8 @@ def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
     finals = {key: rows_of(successor_key(key), schema.columns[key]) for key in schema.paired}
     if not values[DONE_KEY]:
         for key in finals.keys() & set(schema.stacks):
-            _check_shifted(key, columns[key], finals[key])
+            both = np.concatenate([columns[key].values(), finals[key].values()])
+            _check_shifted(key, both, np.zeros(1, bool))
     return _new_rows(schema, columns, np.ones(1, bool), finals)
 
 
@@ -222,21 +223,27 @@ def _new_rows(
     """Rows of whole values, with the newest frames in place of stacks."""
     stacks = {key: columns[key] for key in schema.stacks}
     for key, values in stacks.items():
-        for some in _parts(len(is_last), values.array):
-            inner = np.flatnonzero(~is_last[some]) + some.start
-            _check_shifted(key, values.part(inner), values.part(inner + 1))
+        for some in _parts(len(is_last) - 1, values.array):
+            with_next = values.part(slice(some.start, some.stop + 1)).values()
+            _check_shifted(key, with_next, is_last[some])
         columns[key] = values.newest_frames()
     return NewRows(columns, is_last, finals, stacks, ends_known)
 
 
-def _check_shifted(key: str, old: LazyRows, new: LazyRows) -> None:
-    """Refuse stacks from which a step does more than to drop the oldest frame and add a newer one.
+def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
+    """Refuse stacks ``[n + 1, ...]`` that are not each the one before without its oldest frame.
+
+    Args:
+        key: Their key.
+        stacks: The stacks.
+        is_last: bool ``[n]``: which of them may be followed by anything.
 
     Raises:
         SpecError: Naming the key.
     """
-    before, after = (_as_words(each.values(), 2) for each in (old, new))
-    if (before[:, 1:] != after[:, :-1]).any():
+    words = _as_words(stacks, 2)
+    differs = (words[:-1, 1:] != words[1:, :-1]).any(axis=(1, 2))
+    if (differs & ~is_last).any():
         raise SpecError(
             f"a step within an episode does not shift the stack {key!r} by one frame, and a pool "
             "with frame_stack stores the newest frame only",

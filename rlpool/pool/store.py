@@ -389,23 +389,24 @@ class Store:
         ends = self.is_last.take(rows, 0, None, "wrap").nonzero()[0]
         final_rows = self.final_row.take(rows.take(ends), 0, None, "wrap")
         for key in wanted:
-            values = self.columns[key].take(next_rows, 0, None, "wrap")
             if key in self._heads:
-                older = self._stacked(key, rows)[:, 1:]
-                values = np.concatenate([older, values[:, None]], axis=1)
+                values = self._stacked(key, rows, 1)
+            else:
+                values = self.columns[key].take(next_rows, 0, None, "wrap")
             values[ends] = self.finals[key].take(final_rows, 0)
             taken[successor_key(key)] = values
         return taken
 
-    def _stacked(self, key: str, rows: NDArray) -> NDArray:
-        """Stacks of frames, whose newest ones are in some rows."""
+    def _stacked(self, key: str, rows: NDArray, n_ahead: int = 0) -> NDArray:
+        """Stacks of frames, whose newest ones are so many rows ahead of some rows: 0 or 1."""
         n_frames = self.schema.n_frames
-        back = np.arange(n_frames - 1, -1, -1)
-        stacks = self.columns[key].take(self.sub_pools.ahead(rows[:, None], -back), 0, None, "wrap")
+        back = np.arange(n_frames - 1, -1, -1) - n_ahead
+        sources = self.sub_pools.ahead(rows[:, None], -back)
+        stacks: NDArray = self.columns[key].take(sources, 0, None, "wrap")
         age = self._age.take(rows, 0, None, "wrap")
         numbers, frames = (back > age[:, None]).nonzero()
         heads = self._head_row.take(rows[numbers], 0, None, "wrap")
-        stacks[numbers, frames] = self._heads[key][heads, frames + age[numbers]]
+        stacks[numbers, frames] = self._heads[key][heads, frames + n_ahead + age[numbers]]
         return stacks
 
     def ends_in(self, index: int, state: Mapping[str, NDArray]) -> bool:
