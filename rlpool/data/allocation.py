@@ -123,10 +123,11 @@ class Allocation:
         memory: Holds the values; ``None`` after ``close``.
     """
 
-    def __init__(self, memory: Memory, layout: Layout) -> None:
+    def __init__(self, memory: Memory, layout: Layout, directory: str | Path | None = None) -> None:
         self.memory: Memory | None = memory
         self.layout = layout
         self.storage = memory.kind
+        self._directory = directory
         root = memory.root()
         self._values = root[: layout.n_bytes].view(layout.dtype).reshape(layout.sizes)
         self._words: Any = root[-_N_WORDS * _WORD_BYTES :].view(np.int64).data
@@ -140,7 +141,7 @@ class Allocation:
         memory = allocate(storage, n_bytes, directory=directory)
         # Writing to a page for which a disk has no space would kill the process.
         memory.reserve(0, n_bytes)
-        return cls(memory, layout)
+        return cls(memory, layout, directory)
 
     def open_memory(self) -> Memory:
         """The memory; UsageError after ``close``."""
@@ -175,6 +176,12 @@ class Allocation:
             # Last, and in one store: readers without a lock see the old window or the new one.
             self._words[0] = start
 
+    def go_to_end(self) -> None:
+        """Move the window to the end; UsageError after ``close``."""
+        self.open_memory()
+        with self._version.changing():
+            self._words[0] = self.layout.full_size - self.layout.window
+
     def unrotated(self, look: Callable[[], _T]) -> _T:
         """Call ``look`` while no process rotates, repeatedly if need be; returns its result."""
         self.open_memory()
@@ -188,6 +195,13 @@ class Allocation:
             self.memory = self._version = None
             self._values = self._values[:0].copy()
             self._words = self._words.tolist()  # closed arrays still have a shape
+
+    def copied(self) -> Allocation:
+        """Another allocation of the same kind, with the same values and window."""
+        copy = Allocation.new(self.storage, self.layout, self._directory)
+        target, source = copy.open_memory().root(), self.open_memory().root()
+        self.unrotated(lambda: np.copyto(target, source))
+        return copy
 
     def __reduce__(self) -> tuple[Callable[..., Allocation], tuple[Any, ...]]:
         return Allocation, (self.open_memory(), self.layout)

@@ -30,8 +30,9 @@ class Array:
     before the first, ``array[array.last + 1]`` the one after the last. Slices are clipped to the
     rows that exist; ``array[:]`` and ``array[...]`` are the visible rows. In all other dimensions
     indices mean what they mean to NumPy. Indexing never copies and always gives an ``Array``, also
-    for single elements, index arrays and masks: writing to it writes to this array.
-    ``copy.copy`` gives a view, like ``array[...]``.
+    for single elements, index arrays and masks: writing to it writes to this array. ``copy.copy``
+    gives a view, like ``array[...]``; ``copy.deepcopy`` copies the values to new memory of the same
+    kind.
 
     Args:
         batch_shape: Sizes of the batch dimensions. The first one is the time: this many rows are
@@ -243,12 +244,36 @@ class Array:
             >>> array.full
             Array([1,2,3,4], storage=local, dtype=int64, padding=0)
         """
+        self._refuse_if_view("rotate")
+        self._allocation.rotate()
+
+    def reset(self) -> None:
+        """Move the window to the end of ``full_size``; the next ``rotate`` goes to the front.
+
+        For samplers that rotate before every batch, including the first. No value changes.
+
+        Raises:
+            UsageError: On a view, or after ``close``.
+
+        Example:
+            >>> array = Array((2,), "int64", full_size=4)
+            >>> array.full[...] = [1, 2, 3, 4]
+            >>> array.reset()
+            >>> for _ in range(2):
+            ...     array.rotate()
+            ...     print(array)
+            Array([1,2], storage=local, dtype=int64, padding=0)
+            Array([3,4], storage=local, dtype=int64, padding=0)
+        """
+        self._refuse_if_view("reset")
+        self._allocation.go_to_end()
+
+    def _refuse_if_view(self, method: str) -> None:
         if self._bound is not None:
             raise UsageError(
-                "rotate() moves the window of a whole array, and this is a view of one",
-                fix="call rotate() on the array that was not indexed, and index it again",
+                f"{method}() moves the window of a whole array, and this is a view of one",
+                fix=f"call {method}() on the array that was not indexed, and index it again",
             )
-        self._allocation.rotate()
 
     # Values -------------------------------------------------------------------------------------
 
@@ -384,11 +409,10 @@ class Array:
         return _array(self._allocation, self._region)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
-        source = self._allocation
-        copied = Allocation.new(self.storage, source.layout, None)
-        target = copied.open_memory().root()
-        source.unrotated(lambda: np.copyto(target, source.open_memory().root()))
-        return _array(copied, self._bound)
+        number = id(self._allocation)
+        if number not in memo:
+            memo[number] = self._allocation.copied()
+        return _array(memo[number], self._bound)
 
 
 def plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ counting, and leaves all other dimensions to NumPy.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -267,12 +268,16 @@ def test_any_sequence_of_indexing_writing_rotating_and_shifting_is_that_of_the_m
             )
         elif operation == "rotate":
             moved = data.draw(st.sampled_from([array, twin]), "moved")
-            moved.rotate()
-            start += window
-            if start == padding + full_size:
-                start = padding
-                n = model.row_size
-                values[: 2 * padding * n] = values[full_size * n :].copy()
+            if data.draw(st.integers(0, 5), "reset") == 0:
+                moved.reset()
+                start = padding + full_size - window
+            else:
+                moved.rotate()
+                start += window
+                if start == padding + full_size:
+                    start = padding
+                    n = model.row_size
+                    values[: 2 * padding * n] = values[full_size * n :].copy()
             model = window_of(array, start)
         elif operation == "full":
             found = view.full, window_of(array.full, padding)
@@ -286,3 +291,4 @@ def test_any_sequence_of_indexing_writing_rotating_and_shifting_is_that_of_the_m
             check(*other, values)
         check(twin, model, values)
     assert (array._allocation.values.ravel() == values).all()
+    assert (copy.deepcopy(array).full == array.full).all()

@@ -338,20 +338,25 @@ def test_printing_shows_values_storage_dtype_and_padding() -> None:
 # Windows ----------------------------------------------------------------------------------------
 
 
-def test_only_a_whole_array_moves_its_window() -> None:
+@pytest.mark.parametrize("method", ["rotate", "reset"])
+def test_only_a_whole_array_moves_its_window(method: str) -> None:
     array = counted(2, padding=1, full_size=4)
     for view in (array[:], array[0:1], array.full, array.next, array[[0, 1]], copy.copy(array)):
         with pytest.raises(UsageError, match="view"):
-            view.rotate()
+            getattr(view, method)()
 
 
-def test_the_window_moves_in_every_pickle_of_the_array() -> None:
+def test_the_window_moves_in_every_pickle_of_the_array_and_in_no_copy() -> None:
     array = counted(2, padding=1, full_size=4, storage="shared")
-    view, rows = array[...], iter(array)
+    view, rows, copied = array[...], iter(array), copy.deepcopy(array)
     again, sent_view = pickle.loads(pickle.dumps((array, view)))
     again.rotate()
     assert values(array) == values(again) == [2, 3]
-    assert values(view) == values(sent_view) == [*map(values, rows)] == [0, 1]
+    assert values(view) == values(sent_view) == values(copied) == [*map(values, rows)] == [0, 1]
+    copied.rotate()
+    copied[0] = 7
+    assert values(copy.deepcopy(copied)) == [7, 3]  # with its window
+    assert values(array) == [2, 3]
 
 
 def test_neighbours_of_selected_rows() -> None:
@@ -372,7 +377,7 @@ ACCESSES: list[Any] = [
     *(lambda array: array[0], lambda array: array[:], lambda array: array.__setitem__(9, 1)),
     *(Array.to_ndarray, Array.to_tensor, np.asarray, lambda array: array == 1, list),
     *(lambda array: 1 in array, lambda array: array.full, lambda array: array.next),
-    *(Array.rotate, pickle.dumps),
+    *(Array.rotate, Array.reset, pickle.dumps, copy.deepcopy),
 ]
 
 
@@ -392,6 +397,7 @@ def test_access_after_close_raises(access: Any) -> None:
 def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
     array = counted(4, padding=1, storage=storage)
     memory = weakref.ref(array._allocation.memory)
+    twin, part = copy.deepcopy((array, array[1:3]))
     view, plain, tensor = array[1:3], array.to_ndarray(), array[1:].to_tensor()
     copy.copy(array)[1] = 5
     del array
@@ -404,6 +410,9 @@ def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
     assert memory() is None
     plain[1] = 10
     assert tensor.tolist() == [10, 2, 3]
+    assert (values(twin[-1:5]), twin.storage) == ([-1, 0, 1, 2, 3, 4], storage)
+    twin[1] = 7
+    assert values(part) == [7, 2]
 
 
 @each_storage
