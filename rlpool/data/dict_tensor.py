@@ -437,6 +437,17 @@ class DictTensor(DictTensorBase):
         size = sizes.pop() if len(sizes) == 1 else []
         return import_extra("tensordict", "tensordict").TensorDict(self._tensors, list(size))
 
+    @staticmethod
+    def from_tensordict(tensordict: Any) -> DictTensor:
+        """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> list(DictTensor.from_tensordict(batch.to_tensordict()))
+            ['frame', 'action']
+        """
+        return DictTensor(base.of_tensordict(tensordict))
+
     def __reduce__(self) -> tuple[Callable[..., DictTensor], tuple[Any, ...]]:
         return _rebuild, ({key: base.compact(tensor) for key, tensor in self._tensors.items()},)
 

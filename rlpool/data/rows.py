@@ -233,3 +233,12 @@ def compact(value: Any) -> Any:
         return value
     values = value.detach().clone(memory_format=torch.contiguous_format)
     return values.requires_grad_(value.requires_grad)
+
+
+def of_tensordict(tensordict: Any) -> dict[str, Tensor]:
+    """All tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
+    try:
+        items = dict(tensordict.items(include_nested=True, leaves_only=True)).items()
+    except (AttributeError, TypeError):
+        raise SpecError(f"got {type(tensordict).__name__}", fix="pass a TensorDict") from None
+    return {key if isinstance(key, str) else "/".join(key): tensor for key, tensor in items}

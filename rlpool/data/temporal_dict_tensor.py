@@ -524,6 +524,26 @@ class TemporalDictTensor(DictTensorBase):
         info = make(self._info._tensors, size)
         return make({"steps": steps, "lengths": self._lengths, "info": info}, size)
 
+    @staticmethod
+    def from_tensordict(tensordict: Any) -> TemporalDictTensor:
+        """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> TemporalDictTensor.from_tensordict(batch.to_tensordict()).lengths
+            tensor([3, 1])
+        """
+        entries = {key.partition("/")[0] for key in base.of_tensordict(tensordict)}
+        if not {"steps", "lengths"} <= entries:
+            raise SpecError(
+                f"the TensorDict has the entries {sorted(entries)}",
+                fix="it needs steps [B, T], lengths [B] and optionally info [B]",
+            )
+        info = base.of_tensordict(tensordict["info"]) if "info" in entries else None
+        return TemporalDictTensor(
+            base.of_tensordict(tensordict["steps"]), tensordict["lengths"], info
+        )
+
     def __reduce__(self) -> tuple[Callable[..., TemporalDictTensor], tuple[Any, ...]]:
         return _from_parts, (self._steps, base.compact(self._lengths), self._info)
 

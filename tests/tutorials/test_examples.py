@@ -34,7 +34,7 @@ CONSTANTS = {"__version__": "rlpool"}
 MAIN_CLASSES = Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
 """Those whose methods may have examples, too."""
 
-NEEDS = {"to_tensordict": "tensordict"}
+NEEDS = {"to_tensordict": "tensordict", "from_tensordict": "tensordict"}
 """Last part of a name to the package without which its example is skipped."""
 
 

@@ -466,9 +466,17 @@ def test_printing_shows_key_shape_and_dtype() -> None:
 
 
 def test_tensordicts_share_the_tensors() -> None:
-    pytest.importorskip("tensordict")
+    tensordict = pytest.importorskip("tensordict")
     for batch, size in ((batch_of(), (4,)), (batch_of()[1], ()), (steps_of(), (4,))):
         converted = batch.to_tensordict()
         assert converted.batch_size == size
-        steps = converted["steps"] if isinstance(batch, TemporalDictTensor) else converted
-        assert all(address(steps[key]) == address(batch[key]) for key in batch)
+        again = type(batch).from_tensordict(converted)
+        pairs = zip(_pytree.tree_leaves(again), _pytree.tree_leaves(batch), strict=True)
+        assert all(address(one) == address(other) for one, other in pairs)
+    assert DictTensor.from_tensordict(DictTensor().to_tensordict()).empty()
+    nested = tensordict.TensorDict({"a": ZERO(2), "b": {"c": ZERO(2, 3)}}, batch_size=[2])
+    assert set(DictTensor.from_tensordict(nested)) == {"a", "b/c"}
+    part = steps_of().to_tensordict().exclude("info")[:2]
+    assert TemporalDictTensor.from_tensordict(part).info.empty()
+    with pytest.raises(SpecError, match="it needs steps"):
+        TemporalDictTensor.from_tensordict(part["steps"])
