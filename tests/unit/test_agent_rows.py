@@ -11,7 +11,6 @@ from torch import nn
 
 from rlpool import (
     Agent,
-    AgentError,
     Batcher,
     DictTensor,
     EpisodeBatcher,
@@ -177,29 +176,6 @@ def test_a_manager_in_the_place_of_environments_has_the_same_episodes() -> None:
         batcher.execute(N_EPISODES, BIASES)
         found = batcher.get()
     assert same(collected(Recurrent, 8, 0)[0], found)
-
-
-class Failing(Recurrent):
-    """Fails for a row with a large bias."""
-
-    def __call__(
-        self, state: Any, observation: Any, agent_info: Any = None, history: Any = None
-    ) -> Any:
-        if agent_info is not None and (agent_info["bias"] > 0.75).any():
-            raise ValueError("too large")
-        return super().__call__(state, observation, agent_info, history)
-
-
-@pytest.mark.parametrize("n_lanes", [3, 20])
-def test_the_rows_are_named_for_which_the_agent_fails(n_lanes: int) -> None:
-    biases = torch.zeros(N_EPISODES)
-    biases[17] = 1
-    with EpisodeBatcher(
-        16, 64, Failing, None, create_pendulums, {"n_lanes": n_lanes}, 0, agent_rows=8
-    ) as batcher:
-        batcher.execute(N_EPISODES, {"bias": biases})
-        with pytest.raises(AgentError, match=r"too large \(in one call for the rows .*\b17\b"):
-            batcher.get()
 
 
 @pytest.mark.parametrize("rows", [0, 1.5, True, "8"])
