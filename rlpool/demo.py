@@ -32,7 +32,6 @@ from rlpool.training.statistics import EpisodeStatistics
 
 N_ENVS, N_STEPS = 16, 64  # a window: this many steps of each environment
 DISCOUNT, LAMBDA, CLIP = 0.99, 0.95, 0.2
-N_ROWS = 8  # height of the curve, in lines
 FULL = 500.0  # the most that an episode of CartPole-v1 can return
 
 
@@ -93,7 +92,7 @@ def learn(agent: ActorCritic, optimizer: torch.optim.Optimizer, window: Temporal
 
 
 def run(seconds: float) -> list[float]:
-    """Collect and learn for some seconds, with a line per second; returns the average returns."""
+    """Collect and learn for some seconds, and print how; returns the average returns."""
     torch.manual_seed(1)
     agent, episodes = ActorCritic(), EpisodeStatistics()
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3)
@@ -117,23 +116,12 @@ def run(seconds: float) -> list[float]:
             returns += episodes.update(window).returns.tolist()
             if returns:
                 curve.append(fmean(returns[-30:]))
-                if now_s - shown_s >= 1.0:
+                if now_s - shown_s >= 0.5:
                     shown_s = now_s
                     bar = "#" * round(30 * curve[-1] / FULL)
                     sys.stdout.write(f"{now_s - began_s:4.1f} s  return {curve[-1]:5.1f}  {bar}\n")
                     sys.stdout.flush()
     return curve
-
-
-def drawn(curve: Sequence[float], width: int = 64) -> str:
-    """A curve from 0 to the best return as lines of text."""
-    points = [curve[n * len(curve) // width] for n in range(width)] if len(curve) > width else curve
-    heights = [round(point / FULL * N_ROWS * 8) for point in points]
-    lines = []
-    for row in reversed(range(N_ROWS)):
-        bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, height - 8 * row))] for height in heights)
-        lines.append(f"{FULL * (row + 1) / N_ROWS:5.0f} |{bars}")
-    return "\n".join([*lines, f"    0 +{'-' * width}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,7 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(threads)
     average = f"from {curve[0]:.0f} to {curve[-1]:.0f}" if curve else "unknown: no episode ended"
     sys.stdout.write(
-        f"{drawn(curve)}\n"
         f"Average return {average}, of {N_ENVS} CartPole-v1 environments in worker processes.\n"
         f"This process learned from them by PPO: {__file__}\n"
         "Next: docs/tour.md goes through a first program of your own.\n"

@@ -112,19 +112,10 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
 
 
 def _tensor(value: Any) -> Tensor:
-    if isinstance(value, str | bytes):
-        raise TypeError("it is text")
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
-    if isinstance(value, list | tuple):
-        if any(isinstance(part, Tensor) for part in value):
-            return torch.stack([_tensor(part) for part in value])
-        if any(isinstance(part, np.ndarray | np.generic) for part in value):
-            value = np.array(value)
-    if hasattr(value, "__array__"):
-        array = np.asarray(value)
-        return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
-    if np.asarray(value).dtype.kind != "f":
-        return torch.tensor(value, device="cpu")
-    # The same, where torch would make infinities of finite floats.
-    return torch.from_numpy(fitted("it", value, torch.empty(0, device="cpu").numpy().dtype))
+    array = np.array(value)
+    array = array.astype(array.dtype.newbyteorder("="))
+    if not hasattr(value, "__array__") and array.dtype.kind == "f":  # Python's floats
+        array = fitted("it", array, torch.empty(0, device="cpu").numpy().dtype)
+    return torch.from_numpy(array)

@@ -36,7 +36,7 @@ from rlpool.errors import (
 )
 from rlpool.machine.arguments import takes_keyword, whole_number
 from rlpool.machine.generators import seeded_generators
-from rlpool.record.failures import env_error, what_and_fix
+from rlpool.record.failures import env_error
 from rlpool.record.tape import action_row
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 
@@ -107,11 +107,7 @@ class Checks:
         seed = worker_seed(self.root, number)
         with seeded_generators(seed):
             own = {"seed": seed} if self.takes_seed else {}
-            try:
-                self.made.append(self.source(**{**own, **self.arguments}))
-            except (Exception, SystemExit) as reason:
-                what, fix = what_and_fix(self.name, reason)
-                raise SpecError(what, fix=fix) from reason
+            self.made.append(self.source(**{**own, **self.arguments}))
         return self.made[-1]
 
     def close(self) -> None:
@@ -285,8 +281,7 @@ def outside(space: Any, what: str, value: Any) -> Problems:
     """Whether a value is outside a space; a warning where it may only exceed bounds."""
     if not space.contains(value):
         fix = "return what the space declares, or declare what is returned"
-        is_error = isinstance(space, _CHOICES)
-        yield is_error, f"{what} is {value!r:.99}, not in {space}", fix
+        yield isinstance(space, _CHOICES), f"{what} is {value!r:.99}, not in {space}", fix
 
 
 def check_env(
