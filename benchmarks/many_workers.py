@@ -57,7 +57,7 @@ from workloads import (
     show,
 )
 
-from rlpool.batch.claims import Claims
+from rlpool.batch.plans import Claims
 from rlpool.data.storage import Memory
 
 MOST_FITTED = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlpool.batch.batcher_base import (
+from rlpool.batch.batcher_base import BatcherBase
+from rlpool.batch.checks import (
     LAST_NUMBER,
-    BatcherBase,
     CreateAgent,
     CreateEnv,
     Seeds,
@@ -116,8 +116,9 @@ class EpisodeBatcher(BatcherBase):
     """
 
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
-    _SLOTS_PER_LANE = 4  # of one worker, by default
     """Arguments that make blocks smaller."""
+
+    _SLOTS_PER_LANE = 4  # of one worker, by default
 
     _NAME = "EpisodeBatcher"
 

@@ -5,24 +5,32 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
-from rlpool.agents.agent import Agent, refuse_no_factory
-from rlpool.batch.dispatch import Dispatcher, Recipe, packed
+from rlpool.agents.agent import refuse_no_factory
+from rlpool.batch.checks import (
+    CreateAgent,
+    CreateEnv,
+    Seeds,
+    ShowProgress,
+    State,
+    checked_batcher_seeds,
+    checked_progress,
+    checked_state,
+    shown,
+)
+from rlpool.batch.dispatch import Dispatcher, packed_update
+from rlpool.batch.messages import Recipe
 from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import (
     BatcherClosedError,
     ResultTimeoutError,
     RlpoolError,
-    SpecError,
     UsageError,
     WorkerError,
 )
@@ -36,7 +44,6 @@ from rlpool.machine.arguments import (
 from rlpool.machine.calls import CrashOnly, whole
 from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
-from rlpool.machine.pickling import why_not
 from rlpool.observe.stats import Stats
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -47,9 +54,6 @@ from rlpool.workers.sharing import pickled
 
 _LOG = logging.getLogger("rlpool")
 
-LAST_NUMBER = 2**62
-"""Numbers of episodes and policies are 64-bit words in workers."""
-
 _SHOW_EVERY_S = 0.25
 """A few times a second: what people can follow, and costs nothing."""
 
@@ -57,17 +61,6 @@ _HOW_TO_PICKLE = (
     "create it inside create_env or create_agent, which run in the worker, or leave it out in "
     "the __getstate__ of what holds it"
 )
-
-Show = Callable[[int, int], object]
-
-ShowProgress = bool | Show
-"""True for a bar, False for nothing, or a function of the rows that are finished and requested."""
-
-State = dict[str, int]
-
-CreateEnv = Callable[..., VecEnv]
-CreateAgent = Callable[..., Agent]
-Seeds = int | Sequence[int] | None
 
 
 class BatcherBase(CrashOnly, ProcessOwner):
@@ -359,7 +352,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         """Wait until the oldest request is settled; returns whether it is."""
         until_s = math.inf if timeout is None else time.monotonic() + timeout
         is_settled = dispatcher.is_settled
-        with _shown(progress) as show:
+        with shown(progress) as show:
             if show is None:
                 dispatcher.look()
                 if blocking:
@@ -430,11 +423,10 @@ class BatcherBase(CrashOnly, ProcessOwner):
             return
         (info,) = self._update
         try:
-            policy = Policy(self._policy.version + 1, packed(info, self._is_private))
-        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            policy = Policy(self._policy.version + 1, packed_update(info, self._is_private))
+        except RlpoolError:
             self._update = None
-            fix = "send only what the agents need, such as model.state_dict()"
-            raise SpecError(why_not({"info": info}, error), fix=fix) from error
+            raise
         self._policy, self._update = policy, None
 
     @whole
@@ -493,7 +485,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             True
         """
         self._refuse_pending("load_state_dict()")
-        state = _checked_state(state)
+        state = checked_state(state)
         # Workers tell policies apart by their versions: none may come back with other parameters.
         version = max(self._policy.version, state["policy_version"])
         self._policy = self._policy._replace(version=version)
@@ -615,82 +607,3 @@ class BatcherBase(CrashOnly, ProcessOwner):
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
         return self._dispatcher
-
-
-def checked_progress(progress: Any) -> ShowProgress:
-    """An argument ``progress``.
-
-    Raises:
-        SpecError: If it is neither a bool nor a function.
-    """
-    if not isinstance(progress, bool) and not callable(progress):
-        what = f"progress should be True, False or a function, got {progress!r:.60}"
-        raise SpecError(what, fix="pass True for a bar, or a function of (done, asked)")
-    shown: ShowProgress = progress
-    return shown
-
-
-@contextmanager
-def _shown(progress: ShowProgress) -> Iterator[Show | None]:
-    """What to call with the rows that are finished and requested, ``None`` for nothing.
-
-    Raises:
-        UsageError: If there should be a bar, and tqdm is not installed.
-    """
-    if not isinstance(progress, bool):
-        yield progress
-    elif not progress:
-        yield None
-    else:
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            what = "progress=True shows a bar of tqdm, which is not installed"
-            fix = 'pip install "rlpool[evaluation]", or pass a function'
-            raise UsageError(what, fix=fix) from None
-        with tqdm(unit=" episodes", leave=False) as bar:
-
-            def show(done: int, asked: int) -> None:
-                bar.total, bar.n = asked, done
-                bar.refresh()
-
-            yield show
-
-
-def _checked_state(state: Any) -> State:
-    """Refuse what no batcher can go on from.
-
-    Raises:
-        SpecError: If it is not exactly what ``state_dict`` returns.
-    """
-    names = ("root", "next_episode", "policy_version")
-    fix = "pass what state_dict() of a batcher returned"
-    if not isinstance(state, Mapping) or set(state) != set(names):
-        found = (
-            f"the keys {sorted(map(str, state))}"
-            if isinstance(state, Mapping)
-            else f"{state!r:.60}"
-        )
-        raise SpecError(f"a batcher's state has the keys {list(names)}, got {found}", fix=fix)
-    checked = {name: whole_number(name, state[name], 0, fix=fix) for name in names}
-    for name in names[1:]:
-        if checked[name] > LAST_NUMBER:
-            raise SpecError(f"{name} is {checked[name]}, the largest is 2**62", fix=fix)
-    return checked
-
-
-def checked_batcher_seeds(seeds: Any, n_workers: int = 0) -> Seeds:
-    """Seeds as an int, or a list of them that is as long as there are workers, if there are any."""
-    if seeds is None:
-        return None
-    try:
-        numbers = [whole_number("each of seeds", seed, 0) for seed in seeds]
-    except TypeError:
-        return whole_number("seeds", seeds, 0, fix="give one int, or one per worker")
-    # In this process any list is fine: one from a run with workers gives the same data.
-    if not numbers or (n_workers and len(numbers) != n_workers):
-        raise SpecError(
-            f"seeds has {len(numbers)} entries, n_workers is {n_workers}",
-            fix="give one int, or one per worker",
-        )
-    return numbers

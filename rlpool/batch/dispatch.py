@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from rlpool.batch.messages import (
     ChunksDone,
     Credit,
     MapBlock,
+    Recipe,
     Report,
     Setup,
     Update,
@@ -33,55 +35,18 @@ from rlpool.batch.requests import Request
 from rlpool.batch.worker import main
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
+from rlpool.machine.pickling import why_not
 from rlpool.observe.control import MAX_REQUESTS, Word
 from rlpool.observe.stats import StatsReader
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import Packed, pack
-from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Done, Failed, Message
 from rlpool.workers.workers import Workers
 
 _LOG = logging.getLogger("rlpool")
 
-_LARGE_BYTES = 2**14
-"""Larger pickled functions travel in shared memory, once for all workers."""
-
 LayoutMaker = Callable[[StepSpecs], Layout]
-
-
-class Recipe:
-    """What workers are started with, now or after an interrupt.
-
-    Args:
-        n_workers: Number of worker processes, 0 for one worker in this process.
-        functions: Both functions and their arguments, a ``Parcel`` if there are worker processes.
-        owner_name: What advice calls the class that does the same in the caller's process.
-
-    Attributes:
-        shared: What the functions share with this process.
-        memory: Where their pickle is, if it is large.
-        setup: The first message to each worker.
-    """
-
-    def __init__(self, n_workers: int, functions: Any, owner_name: str) -> None:
-        self.n_workers, self.shared = n_workers, Shared()
-        self.memory: Memory | None = None
-        if n_workers:
-            functions, self.shared = functions
-            if len(functions) > _LARGE_BYTES:
-                self.memory = Memory.shared(len(functions), "rlpool-setup")
-                self.memory.root()[:] = memoryview(functions)
-                functions = None
-        hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
-        self.setup = Setup(functions, hint, in_process=not n_workers)
-
-    def close(self) -> None:
-        """Close the descriptors. May be repeated."""
-        self.shared.close()
-        if self.memory is not None:
-            self.memory.close_fd()
 
 
 @dataclass
@@ -602,6 +567,21 @@ def packed(value: Any, is_private: bool) -> Packed:
             ) from error
 
     return pack(value, allocate)
+
+
+def packed_update(info: Any, is_private: bool) -> Packed:
+    """``packed``, of what a user has given to ``update``.
+
+    Raises:
+        SpecError: Also if it cannot be pickled.
+    """
+    try:
+        return packed(info, is_private)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        if isinstance(error, RlpoolError):
+            raise
+        fix = "send only what the agents need, such as model.state_dict()"
+        raise SpecError(why_not({"info": info}, error), fix=fix) from error
 
 
 def _cannot_go_on(worker: int) -> WorkerError:

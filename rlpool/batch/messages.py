@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError
+from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload
+from rlpool.workers.sharing import Shared
+
+_LARGE_BYTES = 2**14
+"""Larger pickled functions travel in shared memory, once for all workers."""
 
 # From the caller to a worker ----------------------------------------------------------------
 
@@ -28,6 +34,39 @@ class Setup:
     functions: Any
     hint: str
     in_process: bool = False
+
+
+class Recipe:
+    """What workers are started with, now or after an interrupt.
+
+    Args:
+        n_workers: Number of worker processes, 0 for one worker in this process.
+        functions: Both functions and their arguments, a ``Parcel`` if there are worker processes.
+        owner_name: What advice calls the class that does the same in the caller's process.
+
+    Attributes:
+        shared: What the functions share with this process.
+        memory: Where their pickle is, if it is large.
+        setup: The first message to each worker.
+    """
+
+    def __init__(self, n_workers: int, functions: Any, owner_name: str) -> None:
+        self.n_workers, self.shared = n_workers, Shared()
+        self.memory: Memory | None = None
+        if n_workers:
+            functions, self.shared = functions
+            if len(functions) > _LARGE_BYTES:
+                self.memory = Memory.shared(len(functions), "rlpool-setup")
+                self.memory.root()[:] = memoryview(functions)
+                functions = None
+        hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
+        self.setup = Setup(functions, hint, in_process=not n_workers)
+
+    def close(self) -> None:
+        """Close the descriptors. May be repeated."""
+        self.shared.close()
+        if self.memory is not None:
+            self.memory.close_fd()
 
 
 @dataclass(frozen=True)

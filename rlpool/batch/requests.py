@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.batch.claims import Claims, Shares, check_shares
 from rlpool.batch.messages import Execute, Window
+from rlpool.batch.plans import Claims, Shares, check_shares
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
-from rlpool.batch.claims import check_rows
+from rlpool.batch.batcher_base import BatcherBase
+from rlpool.batch.checks import CreateAgent, CreateEnv, Seeds
 from rlpool.batch.dispatch import Dispatcher
+from rlpool.batch.plans import check_rows
 from rlpool.batch.requests import Policy, Request, WindowRequest
 from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.errors import RlpoolError, UsageError

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from rlpool.batch.batcher import EpisodeBatcher
-from rlpool.batch.batcher_base import checked_batcher_seeds, checked_progress
+from rlpool.batch.checks import checked_batcher_seeds, checked_progress
 from rlpool.batch.requests import EpisodeRequest
 from rlpool.data.infos import part_of
 from rlpool.data.storage import NDArray

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.batcher import EpisodeBatcher
-from rlpool.batch.batcher_base import CreateEnv
+from rlpool.batch.checks import CreateEnv
 from rlpool.data.infos import Info, Infos, as_infos, options_of, part_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError, described

@@ -1,8 +1,7 @@
-"""Sections of bookkeeping that Ctrl-C, SIGTERM and SIGALRM do not interrupt.
+"""Sections that Ctrl-C, SIGTERM and SIGALRM do not interrupt.
 
 Python runs signal handlers between any two instructions of the main thread. A handler that raises,
-as Ctrl-C's does, would leave the bookkeeping half done, such as a message taken off a pipe and
-lost. Waiting may be interrupted anywhere; the bookkeeping after it may not.
+as Ctrl-C's does, may leave a process, a descriptor or memory behind that nothing refers to yet.
 """
 
 from __future__ import annotations

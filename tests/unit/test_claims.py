@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rlpool.batch.claims import MAX_CLAIM, Claims
+from rlpool.batch.plans import MAX_CLAIM, Claims
 from rlpool.data.storage import Memory
 
 pytestmark = pytest.mark.promise("I1")

@@ -1,0 +1,105 @@
+"""What arguments of batchers and their states may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlpool.agents.agent import Agent
+from rlpool.envs.vec_env import VecEnv
+from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import whole_number
+
+LAST_NUMBER = 2**62
+"""Numbers of episodes and policies are 64-bit words in workers."""
+
+Show = Callable[[int, int], object]
+
+ShowProgress = bool | Show
+"""True for a bar, False for nothing, or a function of the rows that are finished and requested."""
+
+State = dict[str, int]
+
+CreateEnv = Callable[..., VecEnv]
+CreateAgent = Callable[..., Agent]
+Seeds = int | Sequence[int] | None
+
+
+def checked_progress(progress: Any) -> ShowProgress:
+    """An argument ``progress``.
+
+    Raises:
+        SpecError: If it is neither a bool nor a function.
+    """
+    if not isinstance(progress, bool) and not callable(progress):
+        what = f"progress should be True, False or a function, got {progress!r:.60}"
+        raise SpecError(what, fix="pass True for a bar, or a function of (done, asked)")
+    shown: ShowProgress = progress
+    return shown
+
+
+@contextmanager
+def shown(progress: ShowProgress) -> Iterator[Show | None]:
+    """What to call with the rows that are finished and requested, ``None`` for nothing.
+
+    Raises:
+        UsageError: If there should be a bar, and tqdm is not installed.
+    """
+    if not isinstance(progress, bool):
+        yield progress
+    elif not progress:
+        yield None
+    else:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            what = "progress=True shows a bar of tqdm, which is not installed"
+            fix = 'pip install "rlpool[evaluation]", or pass a function'
+            raise UsageError(what, fix=fix) from None
+        with tqdm(unit=" episodes", leave=False) as bar:
+
+            def show(done: int, asked: int) -> None:
+                bar.total, bar.n = asked, done
+                bar.refresh()
+
+            yield show
+
+
+def checked_state(state: Any) -> State:
+    """Refuse what no batcher can go on from.
+
+    Raises:
+        SpecError: If it is not exactly what ``state_dict`` returns.
+    """
+    names = ("root", "next_episode", "policy_version")
+    fix = "pass what state_dict() of a batcher returned"
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        found = (
+            f"the keys {sorted(map(str, state))}"
+            if isinstance(state, Mapping)
+            else f"{state!r:.60}"
+        )
+        raise SpecError(f"a batcher's state has the keys {list(names)}, got {found}", fix=fix)
+    checked = {name: whole_number(name, state[name], 0, fix=fix) for name in names}
+    for name in names[1:]:
+        if checked[name] > LAST_NUMBER:
+            raise SpecError(f"{name} is {checked[name]}, the largest is 2**62", fix=fix)
+    return checked
+
+
+def checked_batcher_seeds(seeds: Any, n_workers: int = 0) -> Seeds:
+    """Seeds as an int, or a list of them that is as long as there are workers, if there are any."""
+    if seeds is None:
+        return None
+    try:
+        numbers = [whole_number("each of seeds", seed, 0) for seed in seeds]
+    except TypeError:
+        return whole_number("seeds", seeds, 0, fix="give one int, or one per worker")
+    # In this process any list is fine: one from a run with workers gives the same data.
+    if not numbers or (n_workers and len(numbers) != n_workers):
+        raise SpecError(
+            f"seeds has {len(numbers)} entries, n_workers is {n_workers}",
+            fix="give one int, or one per worker",
+        )
+    return numbers
