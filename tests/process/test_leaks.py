@@ -237,26 +237,6 @@ def test_kept_results_never_change_and_dropped_ones_are_recycled() -> None:
         assert all((row["episode"] == torch.arange(4)).all() for row in info)
 
 
-@pytest.mark.promise("I7")
-def test_what_is_written_into_a_result_does_not_show_in_later_ones() -> None:
-    with open_batcher() as batcher:
-        first = run(batcher, 4, 1)
-        first["frame"][:] = 99.0
-        del first
-        second, third = run(batcher, 4, 2), run(batcher, 4, 3)
-        for result, identity in ((second, 2), (third, 3)):
-            assert (result["frame"][:, :, 0] == identity).all()
-        for row, length in enumerate((1, 2, 3, 4)):
-            second["reward"][row, length:] = 5.0
-        del second, third
-        lengths = torch.tensor([1, 2, 3, 1])
-        batcher.execute(4, env_info=DictTensor({"id": torch.ones(4), "length": lengths}))
-        result = result_of(batcher)
-    for row, length in enumerate(lengths.tolist()):
-        for key, values in result.items():
-            assert not values[row, length:].any(), key
-
-
 CHANGES: list[Callable[[torch.Tensor], Any]] = [
     lambda tensor: tensor.fill_(1),
     lambda tensor: tensor.numpy().fill(1),

@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from process.watching import Script, Struck, is_running, n_descriptors, wait_until, worker_pids
+from process.watching import Script, Struck, is_running, wait_until, worker_pids
 
 from rlpool import (
     DictTensor,
     EpisodeBatcher,
     GymEnv,
-    ParallelEnvManager,
     UsageError,
     WorkerDiedError,
     WorkerError,
@@ -32,7 +31,6 @@ from rlpool import (
 
 from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults_at
-from support.striking import Strike
 from support.variants import variants
 
 pytestmark = [
@@ -107,41 +105,6 @@ def test_a_batcher_that_is_dropped_or_left_by_an_exception_ends_its_workers() ->
     with pytest.raises(ZeroDivisionError), open_batcher():
         raise ZeroDivisionError
     assert worker_pids() == before
-
-
-ENDING_FILES = (
-    "/dispatch.py",
-    "/env_workers.py",
-    "/process_end.py",
-    "/lifecycle.py",
-    "/poller.py",
-)
-ENDING = ("close", "_cancel", "_close", "end_all", "reap", "_end_group_of")
-
-
-@pytest.mark.parametrize(
-    ("owner", "every"),
-    variants([("batcher", 17), ("manager", 19)], [("batcher", 1), ("manager", 1)]),
-)
-def test_close_that_was_interrupted_anywhere_ends_the_workers_when_it_is_repeated(
-    owner: str, every: int
-) -> None:
-    before, n_before, n_struck = worker_pids(), 0, 0
-    for point in range(0, 200, every):
-        opened: Any = open_batcher() if owner == "batcher" else ParallelEnvManager([CountingEnv])
-        strike = Strike(point, ENDING, files=ENDING_FILES, signal_number=signal.SIGINT, lines=True)
-        try:
-            with strike:
-                opened.close()
-        except KeyboardInterrupt:
-            n_struck += 1
-        opened.close()
-        assert worker_pids() == before
-        n_before = n_before or n_descriptors()
-        assert n_descriptors() == n_before
-        if not strike.has_struck:  # it has fewer points
-            break
-    assert n_struck > 3
 
 
 # Several batchers, threads --------------------------------------------------------------------

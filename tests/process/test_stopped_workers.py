@@ -14,7 +14,7 @@ import pytest
 import torch
 from process.watching import wait_until
 
-from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, WorkerTimeoutError
+from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager
 
 from support.faults import create_agent, create_env, faults_at
 from support.parallel import TaskEnv
@@ -121,18 +121,6 @@ def test_replies_that_nobody_reads_do_not_keep_large_requests_from_being_sent() 
             assert manager.remotes[1].recv()[0] == "obs"
 
 
-def test_many_slots_for_a_stopped_worker_are_sent_at_once() -> None:
-    with opened_batcher(n_slots=200_000) as (batcher, pid), stopped(pid):
-        with within(2 * AT_ONCE_S):  # making 200,000 slots takes its time
-            batcher.update(5)
-            batcher.execute(150_000)
-            batcher.execute(40_000)
-            assert batcher.get(blocking=False) is None
-            assert batcher.progress[1] == 150_000
-        with within(CLOSE_S):
-            batcher.close()
-
-
 @pytest.mark.promise("I1")
 def test_requests_to_a_stopped_worker_keep_their_order_and_their_policy() -> None:
     with opened_batcher(n_slots=50_000, n_threads=1) as (batcher, pid):
@@ -171,16 +159,6 @@ def test_half_a_reply_is_not_waited_for_and_the_rest_is_received() -> None:
         assert manager.remotes[0].recv()[1].tolist() == list(range(REPLY_BYTES // 8))
         with stopped_in_the_middle_of_a_reply(manager), within(CLOSE_S):
             manager.close()
-
-
-def test_half_a_reply_is_not_waited_for_longer_than_the_timeout() -> None:
-    with (
-        open_manager(timeout=0.7, on_worker_failure="raise") as manager,
-        stopped_in_the_middle_of_a_reply(manager),
-        within(CLOSE_S),
-        pytest.raises(WorkerTimeoutError),
-    ):
-        manager.remotes[0].recv()
 
 
 @pytest.mark.promise("I3")
