@@ -69,11 +69,6 @@ class Filler:
         self._open: dict[int, int] = {}
         self._has_run = False  # the first transitions of all processes were added
 
-    @property
-    def n_sub_pools(self) -> int:
-        """Number of sub-pools."""
-        return self._settings.n_workers
-
     # Adding ----------------------------------------------------------------------------------
 
     def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
@@ -82,7 +77,7 @@ class Filler:
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
         store, new = self._new_rows(trajectories)
-        if index is None and self.n_sub_pools > 1:
+        if index is None and self._settings.n_workers > 1:
             sizes = trajectories.lengths.cpu().numpy()
             sizes = sizes[sizes > 0]
             self._distribute(store, new, sizes, self.router.random(len(sizes)).tolist())
@@ -98,7 +93,7 @@ class Filler:
         store = self._store_for(specs, "the transition")
         new = ingest.from_single(values, store.schema)
         # In a sub-pool that was chosen here, the one before is of the same episode by chance.
-        is_chosen = index is None and self.n_sub_pools > 1
+        is_chosen = index is None and self._settings.n_workers > 1
         if index is None:
             index = int(np.argmin(store.sub_pools.lengths))
             if is_chosen and self._settings.random:
@@ -115,13 +110,14 @@ class Filler:
 
     def add_run(self, every: DictTensor, lengths: Sequence[int]) -> None:
         """Add what ``EpisodeRunner.run`` returned."""
-        if not self._settings.random or self.n_sub_pools == 1:
+        if not self._settings.random or self._settings.n_workers == 1:
             for process, (length, stop) in enumerate(
                 zip(lengths, accumulate(lengths), strict=True)
             ):
                 self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
             return
-        order = ingest.order_in_time(lengths)
+        # The order in which the steps were made, as the episodes began together.
+        order = np.argsort(np.concatenate([np.arange(length) for length in lengths]), kind="stable")
         store, new = self._new_rows(ingest.one_row(every))
         new.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
         draws: list[int | float] = self.router.random(len(order)).tolist()
@@ -131,7 +127,7 @@ class Filler:
         self.store, self._has_run = store, True
 
     def _checked_index(self, index: Any) -> int | None:
-        n = self.n_sub_pools
+        n = self._settings.n_workers
         if index is not None and whole_number("index", index, 0) >= n:
             raise SpecError(
                 f"index should be the number of a sub-pool, got {index!r}",
@@ -146,7 +142,7 @@ class Filler:
         """Rows of some trajectories, and the store that they fit."""
         known, schema, is_known = self._known_keys(), self.store.schema, self.store.has_schema
         names = schema.infos if is_known else self._settings.info_keys
-        infos = ingest.infos_of(trajectories, names, are_exact=is_known)
+        infos = ingest.infos_of(trajectories, names)
         if known is not None:
             known = [key for key in known if key not in infos]
         specs = ingest.specs_of(trajectories, known)

@@ -12,7 +12,7 @@ or where the next row does not start from the value after the step::
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,43 +104,33 @@ class NewRows(NamedTuple):
         return NewRows(columns, self.is_last[places], finals, stacks, self.ends_known)
 
 
-def infos_of(
-    trajectories: TemporalDictTensor, names: Sequence[str], *, are_exact: bool
-) -> dict[str, torch.Tensor]:
+def infos_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Values of the ``info`` of trajectories for every step, ``[B, T, ...]``, not copied.
 
     Args:
         trajectories: The trajectories.
-        names: Keys of their ``info``.
-        are_exact: Whether the names are whole keys. Otherwise ``"agent_info"`` means all keys that
-            begin with it and a slash.
+        names: Keys of their ``info``; ``"agent_info"`` means all that begin with it and a slash.
 
     Raises:
         SpecError: If there is no such key, or the steps have the same one.
     """
-    found, n_times = {}, trajectories.mask().shape[1]
+    found, n_times, info = {}, trajectories.n_timesteps(), trajectories.info
     for name in names:
-        if name in trajectories and name not in trajectories.info:
+        if name in trajectories and name not in info:
             continue  # a key of the steps, kept as such
-        keys = [k for k in (name,) if k in trajectories.info]
-        keys = keys if are_exact else matching(name, trajectories.info)
+        keys = [key for key in info if key == name or key.startswith(join_key(name, ""))]
         if not keys:
             raise SpecError(
-                f"the info of the trajectories has no {name!r}, it has {list(trajectories.info)}",
+                f"the info of the trajectories has no {name!r}, it has {list(info)}",
                 fix="execute(agent_info=..., env_info=...) gives keys of these names; name others "
                 "in info_keys, or use another pool",
             )
         if taken := [key for key in keys if key in trajectories]:
             raise SpecError(f"steps and info both have {taken}", fix="rename one of them")
         for key in keys:
-            tensor = trajectories.info[key].unsqueeze(1)
+            tensor = info[key].unsqueeze(1)
             found[key] = tensor.expand(len(tensor), n_times, *tensor.shape[2:])
     return found
-
-
-def matching(name: str, keys: Iterable[str]) -> list[str]:
-    """The keys that a name of ``info_keys`` stands for."""
-    return [key for key in keys if key == name or key.startswith(join_key(name, ""))]
 
 
 def from_trajectories(
@@ -380,13 +370,6 @@ def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> 
 def one_row(steps: DictTensor) -> TemporalDictTensor:
     """Steps as a trajectory, no copy."""
     return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})
-
-
-def order_in_time(lengths: Sequence[int]) -> NDArray:
-    """The order in which the steps of episodes came to be that began together: int64 ``[n]``."""
-    episodes = np.repeat(np.arange(len(lengths)), lengths)
-    times = np.concatenate([np.arange(length) for length in lengths])
-    return np.lexsort((episodes, times))
 
 
 # Single transitions -------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from rlpool.data.specs import TensorSpec, refuse_missing
 from rlpool.data.storage import NDArray, allocate
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import also_takes, check_choice, whole_number
+from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
 from rlpool.pool import sampling
 from rlpool.pool.filling import Filler, Settings
 from rlpool.pool.ingest import TRANSITION_KEYS, transition_of
-from rlpool.pool.priorities import checked_exponent, checked_priorities
+from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.runner import EpisodeRunner
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
@@ -130,7 +130,9 @@ class Pool:
             list(dict.fromkeys(listed(info_keys or (), str, "info_keys"))),
             storage,
             directory,
-            checked_exponent(priority_exponent),
+            None
+            if priority_exponent is None
+            else real_number("priority_exponent", priority_exponent, "from 0 on, and finite"),
             None if frame_stack is None else whole_number("frame_stack", frame_stack, 2),
         )
         if settings.keys == []:

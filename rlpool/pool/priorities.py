@@ -18,19 +18,11 @@ import torch
 
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import real_number
 from rlpool.pool.ingest import as_array
 
 _FANOUT = 16
 _TOP_SIZE = 2**14  # nodes of the top level
 _MOST_POWER = 1e290  # of a priority, so that many of them can be summed
-
-
-def checked_exponent(exponent: Any) -> float | None:
-    """The power of priorities, ``None`` for none; SpecError if it is no number from 0 on."""
-    if exponent is None:
-        return None
-    return real_number("priority_exponent", exponent, "from 0 on, and finite")
 
 
 class PriorityTree:

@@ -27,10 +27,8 @@ from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
 from rlpool.envs.single_envs import check_is_env
 from rlpool.errors import SpecError, UsageError, Where
 from rlpool.machine.arguments import checked_timeout
-from rlpool.machine.limits import WORKER_DESCRIPTORS, refuse_too_many_workers
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.seeding import LaneSeeds, root_from, worker_seed
-from rlpool.workers.process_start import memory_of
 from rlpool.workers.sharing import Parcel, pickled
 from rlpool.workers.worker_process import called
 
@@ -175,8 +173,6 @@ class EpisodeRunner:
 
     def _started(self, seeds: Sequence[int]) -> Batcher:
         """A batcher with a worker per environment."""
-        memory, advice = memory_of(self._start_method), "put fewer environments into the pool"
-        refuse_too_many_workers(len(self._envs), WORKER_DESCRIPTORS, advice, memory)
         factory = WorkerFactory(self._envs, self._policy, seeds, self._root)
         return Batcher(
             _WINDOW_STEPS,

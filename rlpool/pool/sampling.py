@@ -169,13 +169,10 @@ def _weights(store: Store, rows: NDArray, beta: float) -> dict[str, NDArray]:
 def _check_ends_known(store: Store, what: str) -> None:
     """Refuse what would cross from one episode into another."""
     if not store.ends_known:
-        has_half = TERMINATED_KEY in store.columns
-        missing = TRUNCATED_KEY if has_half else DONE_KEY
+        missing = TRUNCATED_KEY if TERMINATED_KEY in store.columns else DONE_KEY
         raise SpecError(
-            f"{what} need to know where episodes end, and some trajectories, which had no "
-            f"{missing!r}, did not say where they end within a row",
-            fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}"
-            + (f" next to {TERMINATED_KEY!r}" if has_half else ""),
+            f"{what} need to know where episodes end, and some trajectories had no {missing!r}",
+            fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}",
         )
 
 

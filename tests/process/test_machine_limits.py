@@ -38,7 +38,7 @@ def episode_batcher(n_workers: int, **arguments: Any) -> Any:
 OWNERS: list[tuple[Callable[[int], Any], str]] = [
     (episode_batcher, "lower n_workers (2"),
     (lambda n: ParallelEnvManager([CountingEnv] * n), "use fewer workers"),
-    (lambda n: Pool([ActingEnv() for _ in range(n)], n, 1000).store(), "put fewer"),
+    (lambda n: Pool([ActingEnv() for _ in range(n)], n, 1000).store(), "lower n_workers (2"),
 ]
 """How each kind of owner of so many workers is made, and what it advises if they are too many."""
 
