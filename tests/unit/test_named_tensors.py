@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpool import DictTensor, SpecError, TemporalDictTensor, masked_dicttensor, masked_tensor
 
@@ -480,3 +481,33 @@ def test_tensordicts_share_the_tensors() -> None:
     assert TemporalDictTensor.from_tensordict(part).info.empty()
     with pytest.raises(SpecError, match="it needs steps"):
         TemporalDictTensor.from_tensordict(part["steps"])
+
+
+class CountingOps(TorchDispatchMode):
+    """Counts tensor operations."""
+
+    n_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda batch: (batch.mask(), batch.full(), batch.shorten(), batch.expand(100)),
+        lambda batch: TemporalDictTensor.from_packed(batch.flatten(), batch.lengths),
+        lambda batch: (batch.temporal_slice(1, 3), batch.masked_temporal_index(1)),
+        lambda batch: batch.temporal_multi_index(batch.lengths - 1),
+        lambda batch: TemporalDictTensor.cat([batch, batch.shorten()]),
+        lambda batch: batch.copy_(batch, batch.lengths > 2, batch.lengths > 2),
+    ],
+)
+def test_cost_is_in_tensor_operations_whatever_the_size(method: Callable[[Any], Any]) -> None:
+    counts = []
+    for n_elems, n_timesteps in ((4, 5), (40, 50)):
+        with CountingOps() as counting:
+            method(steps_of([1 + b % (n_timesteps - 1) for b in range(n_elems)], n_timesteps))
+        counts.append(counting.n_ops)
+    assert counts[0] == counts[1]
