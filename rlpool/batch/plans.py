@@ -188,8 +188,8 @@ class _RequestPlan(Plan):
         self.cancelled = self.arrays.control["cancelled"].data
 
     @property
-    def begins_anew(self) -> bool:
-        """See ``Plan.begins_anew``."""
+    def resets_all_lanes(self) -> bool:
+        """See ``Plan.resets_all_lanes``."""
         return self._starts and self.layout.step.resets_together
 
 

@@ -243,7 +243,7 @@ class VecEnv(ABC):
     def report_failures(self) -> None:  # noqa: B027  (optional)
         """Raise whatever environments raise: who calls this decides what becomes of an episode."""
 
-    def begin_anew(self) -> None:  # noqa: B027  (optional)
+    def reset_all_next(self) -> None:  # noqa: B027  (optional)
         """Let the next ``reset_lanes`` reset all lanes, with its first seed and its options.
 
         That is how lanes begin which cannot be reset one by one: without it ``reset_lanes`` lets
@@ -422,7 +422,7 @@ class VecEnv(ABC):
         self._lane_seeds = LaneSeeds(self._root, self._n_resets, self._n_restarts_before)
         self._n_resets += 1
         self._running, self._restarting = [], []
-        self.begin_anew()
+        self.reset_all_next()
         self._restart(self._all_lanes)
         self._running = list(self._all_lanes)
         return self._observation(self._running)

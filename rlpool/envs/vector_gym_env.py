@@ -51,8 +51,9 @@ class VectorGymEnv(VecEnv):
     (``AutoresetMode.NEXT_STEP``). If a step or reset raises, the error names the first lane that
     was to step.
 
-    ``SyncVectorEnv`` and ``AsyncVectorEnv`` are refused: a ``GymEnv`` of their environments does
-    the same in several processes. Options of a reset are a dict, an empty one without ``env_info``.
+    ``SyncVectorEnv`` and ``AsyncVectorEnv`` are refused: their environments belong in a ``GymEnv``,
+    which ``n_workers`` runs in several processes. Options of a reset are a dict, an empty one
+    without ``env_info``.
 
     Args:
         vector_env: The vector environment, wrapped or not. This object closes it.
@@ -136,7 +137,7 @@ class VectorGymEnv(VecEnv):
         # Only where lanes can be reset one by one:
         self._was_reset = False  # all lanes, at least once, by this object
         # Only where they cannot:
-        self._is_anew = True  # whether the next reset is one of all lanes
+        self._resets_all = True  # whether the next reset is one of all lanes
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
         self._shown: Any = None  # the last observation of all lanes
         self._shown_infos: Any = {}  # the infos beside it
@@ -157,7 +158,7 @@ class VectorGymEnv(VecEnv):
             if self.seeding == "request":
                 self._begin(lanes, seeds, options)
                 return
-            # Until they are reset: if that fails, nobody knows in which state they are.
+            # Until they are reset: if that fails, their state is unknown.
             self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
             for rows in _with_equal_options(options):
                 some = [lanes[row] for row in rows]
@@ -168,13 +169,13 @@ class VectorGymEnv(VecEnv):
             self._fail("reset", error)
         self._in_episode[list(lanes)] = True
 
-    def begin_anew(self) -> None:
-        """See ``VecEnv.begin_anew``."""
-        self._is_anew = True
+    def reset_all_next(self) -> None:
+        """See ``VecEnv.reset_all_next``."""
+        self._resets_all = True
 
     def ready_lanes(self, lanes: Sequence[int]) -> Sequence[int]:
         """See ``VecEnv.ready_lanes``."""
-        if self.seeding == "episode" or self._is_anew:
+        if self.seeding == "episode" or self._resets_all:
             return lanes
         rows = np.asarray(lanes, np.int64)
         ready: list[int] = rows[self._at_start[rows]].tolist()
@@ -191,7 +192,7 @@ class VectorGymEnv(VecEnv):
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         """Begin episodes in lanes that are at the start of one."""
-        if self._is_anew:
+        if self._resets_all:
             if len(_with_equal_options(options)) > 1:
                 raise SpecError(
                     "the lanes have different options, and one reset serves all of them "
@@ -219,13 +220,13 @@ class VectorGymEnv(VecEnv):
                 fix="make it with AutoresetMode.NEXT_STEP or AutoresetMode.SAME_STEP, and say so "
                 "in its metadata",
             )
-        self._is_anew = True  # until that is done
+        self._resets_all = True  # until that is done
         used = stream_seed(seed, number) if number else seed
         result = self.vector_env.reset(seed=used, options=dict(options or {}))
         self._shown, self._shown_infos = _checked_pair(result)
         self._is_written = False
         self._begun = seed, number, options
-        self._in_episode[:] = self._has_ended[:] = self._is_anew = False
+        self._in_episode[:] = self._has_ended[:] = self._resets_all = False
         self._at_start[:] = True
 
     def _reset_some(

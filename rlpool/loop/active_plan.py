@@ -76,7 +76,7 @@ class ActivePlan:
         plan: The plan.
         writer: Writes into its block.
         n_lanes: Number of lanes.
-        record: Is told what they do.
+        record: Where it is noted what they do.
 
     Attributes:
         plan: The plan.

@@ -133,7 +133,7 @@ class AgentCalls:
     Args:
         agent: The agent.
         env: The environments.
-        record: Is told how long the agent takes.
+        record: Where the time that the agent takes is noted.
         agent_rows: How many rows the agent is called with, one per lane by default.
 
     Attributes:

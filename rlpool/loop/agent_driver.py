@@ -365,7 +365,7 @@ class FixedRowsDriver(AgentDriver):
         self.n_rows = n_rows
         self._row_of = [lane % n_rows for lane in range(n_lanes)]
         self._last: tuple[list[int], list[_Call]] = [], []  # of lanes, while their rows stay
-        self._gathered: dict[str, dict[str, torch.Tensor]] = {}  # written anew for each call
+        self._gathered: dict[str, dict[str, torch.Tensor]] = {}  # rewritten by each call
 
     def start(
         self,

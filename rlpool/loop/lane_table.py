@@ -41,7 +41,7 @@ class LaneTable:
     Args:
         env: The environments.
         calls: The agent's calls.
-        record: Is told what the lanes do.
+        record: Where it is noted what the lanes do.
         worker: Number of the worker, for error messages.
 
     Attributes:
@@ -104,11 +104,11 @@ class LaneTable:
             return None
         infos, is_first = plan.agent_info or {}, not self.plans
         keys = self._calls.infos
-        if not is_first and (plan.begins_anew or row_specs(infos) != row_specs(keys.arrays)):
+        if not is_first and (plan.resets_all_lanes or row_specs(infos) != row_specs(keys.arrays)):
             self._postponed = plan
             return None
-        if plan.begins_anew:
-            self._env.begin_anew()
+        if plan.resets_all_lanes:
+            self._env.reset_all_next()
         active = ActivePlan(plan, self._writer_of(plan), self._n_lanes, self._record)
         self.plans.append(active)
         if is_first:
@@ -196,11 +196,11 @@ class LaneTable:
 
     def must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""
-        anew = [active.plan.lacks_slots for active in self.plans if active.plan.begins_anew]
-        return any(anew) or bool(self.parked)
+        together = [plan.plan for plan in self.plans if plan.plan.resets_all_lanes]
+        return any(plan.lacks_slots for plan in together) or bool(self.parked)
 
     def drop(self, cancelled: ActivePlan) -> None:
-        """Drop a plan that nobody waits for; its lanes get other work."""
+        """Drop a cancelled plan; its lanes get other work."""
         for lane in list(self.running.values()):
             if lane.active is cancelled:
                 cancelled.abandon(lane)

@@ -57,7 +57,7 @@ class Plan(ABC):
         agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
         tapes: Lane to the tape of an episode that another worker has begun.
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
-        cancelled: One element, not zero once nobody waits for the results.
+        cancelled: One element, not zero once the request was cancelled.
         gives_up: Whether any of its episodes has a step that is known to fail.
         numbers_episodes: Whether ``running_number`` counts the episodes of the batcher.
     """
@@ -73,7 +73,7 @@ class Plan(ABC):
     numbers_episodes = False
 
     @property
-    def begins_anew(self) -> bool:
+    def resets_all_lanes(self) -> bool:
         """Whether it begins with one reset of all lanes; it runs alone then."""
         return False
 

@@ -36,7 +36,7 @@ def probe(
         SpecError: If keys collide.
     """
     if resets:
-        env.begin_anew()
+        env.reset_all_next()
         env.reset_lanes(range(env.n_lanes), [seed] * env.n_lanes, options)
     else:
         if env.columns is None:

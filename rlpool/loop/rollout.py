@@ -43,7 +43,7 @@ class Rollout:
         agent: The agent.
         env: The environments.
         worker: Number of the worker, for error messages.
-        record: Is told what the rollout does; the caller watches it. By default a new one.
+        record: Where the rollout notes what it does, for the caller. By default a new one.
         agent_rows: How many rows the agent is called with, one per lane by default.
     """
 

@@ -224,8 +224,8 @@ def trajectories_of(
         first_keys = [key for key in layout.step.succeeded if key in derived]
         derived = {key: derived[key] for key in [*first_keys, *derived]}
     tensors = DerivedTensors(rows, derived)
-    told = DictTensor._wrap(DerivedTensors({}, info or {}))
-    return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), told)
+    infos = DictTensor._wrap(DerivedTensors({}, info or {}))
+    return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), infos)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Unpadded:
 
     @classmethod
     def of(cls, trajectories: TemporalDictTensor) -> Unpadded:
-        """Those of ``trajectories_of`` that nobody has changed; copies."""
+        """Copies of what ``trajectories_of`` made, if it is unchanged."""
         tensors: Any = trajectories._tensors
         lengths = trajectories.lengths.numpy()
         is_step, last = _steps_in(lengths), (np.arange(len(lengths)), lengths - 1)

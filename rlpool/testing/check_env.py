@@ -189,7 +189,7 @@ class EnvChecks(Checks):
             vec.keeps_results = True
         actions = self._actions(vec)
         vec.declare_actions(row_specs(actions[0]))
-        vec.begin_anew()
+        vec.reset_all_next()
         lanes, episodes = range(len(seeds)), [list[Step]() for _ in seeds]
         try:
             vec.reset_lanes(lanes, seeds, [copy.deepcopy(self.options) for _ in seeds])

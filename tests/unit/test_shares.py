@@ -132,7 +132,7 @@ def test_reset_and_step_with_tensors(mode: Any, restarts: bool) -> None:
 
 def test_a_lane_cannot_be_reset_alone() -> None:
     vec = create_arrays(3)
-    vec.begin_anew()
+    vec.reset_all_next()
     vec.reset_lanes([0, 2], [7, 7], [None, None])
     vec.step_lanes([0, 2], {"action": np.zeros(3, np.int64)})
     with pytest.raises(LaneError) as caught:
