@@ -188,12 +188,9 @@ def _run(
         yield _entries(part, trajectories, errors, infos, keys)
 
 
-def _shown(found: Iterable[list[Entry]], n_requests: int) -> Iterable[list[Entry]]:
+def _shown(found: Iterable[list[Entry]], n_requests: int) -> Any:
     """The same, while a bar shows how many requests are done."""
-    bar: Iterable[list[Entry]] = import_extra("tqdm.auto", "evaluation").tqdm(
-        found, total=n_requests, unit="request"
-    )
-    return bar
+    return import_extra("tqdm.auto", "evaluation").tqdm(found, total=n_requests, unit="request")
 
 
 def _entries(

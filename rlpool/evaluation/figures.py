@@ -142,7 +142,9 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
         lengths = lengths[~evaluation.failed.numpy()]
     rate = None
     if successes is not None:
-        rate = _rate(int(successes.numpy()[counts].sum()), int(counts.sum()))
+        test = stats.binomtest(int(successes.numpy()[counts].sum()), len(returns))
+        bounds = test.proportion_ci(_LEVEL, method="wilson")
+        rate = Estimate(float(test.statistic), float(bounds.low), float(bounds.high))
     return Summary(
         n_episodes=len(returns),
         n_failed=evaluation.n_failed,
@@ -268,11 +270,6 @@ def _interval(values: NDArray, statistic: Callable[..., Any], method: str) -> Es
     )
     bounds = found.confidence_interval
     return Estimate(value, float(bounds.low), float(bounds.high))
-
-
-def _rate(n_successes: int, n: int) -> Estimate:
-    interval = scipy_stats().binomtest(n_successes, n).proportion_ci(_LEVEL, method="wilson")
-    return Estimate(n_successes / n, float(interval.low), float(interval.high))
 
 
 def _pairs(
