@@ -496,6 +496,9 @@ class EnvWorkers(CrashOnly):
             raise UsageError("the environments are closed", fix=fix)
         refuse_forked_copy(self.owner_pid)
 
+    def _abandon(self) -> None:
+        self.processes.abort()
+
     def close(self) -> None:
         """End the workers. May be repeated, as all that it calls."""
         self.closed = True
