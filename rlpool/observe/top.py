@@ -66,14 +66,9 @@ class Program:
         if not Path(f"/proc/{pid}").exists():
             raise UsageError(f"there is no process {pid}", fix=_OTHERS)
         self.pid = pid
-        self._owner = pid
         self._readers: dict[int, StatsReader] = {}  # by the number of the file that they read
-        if self.read():
-            return
-        if self._owner != pid:
-            what = f"process {pid} is a worker of process {self._owner}"
-            raise UsageError(what, fix=f"python -m rlpool top {self._owner}")
-        raise self.shows_nothing()
+        if not self.read():
+            raise self.shows_nothing()
 
     def shows_nothing(self) -> UsageError:
         """What to raise if it has neither a batcher nor a manager."""
@@ -93,9 +88,9 @@ class Program:
                 number = path.stat().st_ino
                 known = self._readers.get(number)
                 control = None if known else _opened(path, self.pid)
-                if control is not None:
-                    self._owner = int(control.header[Head.OWNER_PID])
-                    known = StatsReader(control) if self._owner == self.pid else None
+                # A worker has the record open, too.
+                if control is not None and control.header[Head.OWNER_PID] == self.pid:
+                    known = StatsReader(control)
                 if known is not None:
                     readers[number] = known
         self._readers = dict(sorted(readers.items()))

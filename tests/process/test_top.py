@@ -84,7 +84,7 @@ def test_a_program_that_runs_is_seen_by_its_pid(
         assert f"EpisodeBatcher of process {program.pid}" in text
         assert f"{HANGING_ROW}:{HANGING_STEP}" in text
         assert top.main([str(struck.pid), "--once"]) == 1
-        assert f"is a worker of process {program.pid}" in capsys.readouterr().err
+        assert "has no batcher and no ParallelEnvManager" in capsys.readouterr().err
 
         os.kill(program.pid, signal.SIGSTOP)  # nobody notices deaths any more
         os.kill(struck.pid, signal.SIGKILL)

@@ -253,11 +253,6 @@ CASES = {
         ),
         {"x": TIMED["x"]},
     ),
-    "TemporalDictTensor.__add__": Case(
-        lambda y, lengths: TIMED + TemporalDictTensor({"y": y}, lengths),
-        {"y": STEPS, "lengths": TIMED.lengths},
-        {"y": starts_with(B, T)},
-    ),
     "TemporalDictTensor.index": Case(TIMED.index, {"rows": ROW > 0}),
     "TemporalDictTensor.temporal_multi_index": Case(TIMED.temporal_multi_index, {"steps": ROW}),
     "TemporalDictTensor.copy_": Case(
