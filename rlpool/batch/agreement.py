@@ -97,28 +97,17 @@ def _disagreement(reports: Sequence[Report]) -> RlpoolError | None:
     first = reports[0]
     for worker, report in enumerate(reports):
         if report.n_lanes != first.n_lanes:
-            return other_lanes("worker 0", f"worker {worker}", first.n_lanes, report.n_lanes)
+            what = (
+                f"worker 0 has {first.n_lanes} environments, worker {worker} has {report.n_lanes}"
+            )
+            return SpecError(what, fix="create the same number of environments in every worker")
     for worker, report in enumerate(reports):
         if report.error is not None:
             return report.error
         if report.specs != first.specs:
-            return other_steps("worker 0", f"worker {worker}", first.specs, report.specs)
+            specs = f"{first.specs} and {report.specs}"
+            return SpecError(
+                f"worker 0 and worker {worker} disagree about their steps: {specs}",
+                fix="create_env and create_agent must not depend on the worker",
+            )
     return None
-
-
-def other_lanes(one: str, other: str, n_lanes: int, n_other: int) -> SpecError:
-    """The error of two workers with different numbers of environments."""
-    return SpecError(
-        f"{one} has {n_lanes} environments, {other} has {n_other}",
-        fix="create the same number of environments in every worker",
-    )
-
-
-def other_steps(
-    one: str, other: str, step: StepSpecs | None, other_step: StepSpecs | None
-) -> SpecError:
-    """The error of two workers, or nodes, whose steps have different keys, shapes or dtypes."""
-    return SpecError(
-        f"{one} and {other} disagree about their steps: {step} and {other_step}",
-        fix="create_env and create_agent must not depend on the worker, nor on the machine",
-    )

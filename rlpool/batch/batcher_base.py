@@ -23,7 +23,7 @@ from rlpool.batch.checks import (
     checked_state,
     shown,
 )
-from rlpool.batch.dispatch import Dispatcher, packed_update
+from rlpool.batch.dispatch import Dispatcher, packed
 from rlpool.batch.messages import Recipe
 from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -423,7 +423,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             return
         (info,) = self._update
         try:
-            policy = Policy(self._policy.version + 1, packed_update(info, self._is_private))
+            policy = Policy(self._policy.version + 1, packed(info, self._is_private))
         except RlpoolError:
             self._update = None
             raise

@@ -312,7 +312,7 @@ class Dispatcher:
         while self._queued and self._blocks is None and self._agreement.infos is None:
             self._probing = request = self._queued[0]
             try:
-                self._agreement.probe(self._pack((*request.infos, {})))
+                self._agreement.probe(packed((*request.infos, {}), self.runs_here))
             except SpecError as error:
                 self._queued.popleft().error = error
         while self._queued and self._blocks is not None:
@@ -343,7 +343,7 @@ class Dispatcher:
         request.check(blocks.layout)
         request.block = blocks.take()
         if any(request.infos):
-            request.packed = self._pack((*request.infos, {}))
+            request.packed = packed((*request.infos, {}), self.runs_here)
 
     def check(self, request: Request) -> None:
         """Refuse what workers cannot run, as far as it is known what they can.
@@ -390,7 +390,7 @@ class Dispatcher:
             sent.is_successor = False
             tapes = request.tapes_for(worker)
             if tapes:
-                payload, memory = self._pack((*request.infos, tapes))
+                payload, memory = packed((*request.infos, tapes), self.runs_here)
         send(worker, request.message(worker, payload), memory)
 
     def _map(self, worker: int, block: Block, gone: list[int]) -> None:
@@ -401,9 +401,6 @@ class Dispatcher:
         known.add(block.number)
         message = MapBlock(block.number, block.layout, gone)
         self._processes.send(worker, message, block.memory if is_new else None)
-
-    def _pack(self, value: Any) -> Packed:
-        return packed(value, self.runs_here)
 
     # The workers' client ---------------------------------------------------------------------
 
@@ -553,7 +550,7 @@ def packed(value: Any, is_private: bool) -> Packed:
         is_private: Whether they are all in this process.
 
     Raises:
-        SpecError: If there is no memory or no descriptor for it.
+        SpecError: If there is no memory or descriptor for it, or it cannot be pickled.
     """
 
     def allocate(n_bytes: int) -> Memory:
@@ -566,22 +563,13 @@ def packed(value: Any, is_private: bool) -> Packed:
                 "raise their limit (ulimit -n)",
             ) from error
 
-    return pack(value, allocate)
-
-
-def packed_update(info: Any, is_private: bool) -> Packed:
-    """``packed``, of what a user has given to ``update``.
-
-    Raises:
-        SpecError: Also if it cannot be pickled.
-    """
     try:
-        return packed(info, is_private)
+        return pack(value, allocate)
+    except RlpoolError:
+        raise
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        if isinstance(error, RlpoolError):
-            raise
         fix = "send only what the agents need, such as model.state_dict()"
-        raise SpecError(why_not({"info": info}, error), fix=fix) from error
+        raise SpecError(why_not({"info": value}, error), fix=fix) from error
 
 
 def _cannot_go_on(worker: int) -> WorkerError:

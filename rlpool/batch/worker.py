@@ -27,7 +27,6 @@ from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import Memory
 from rlpool.envs.description import described
-from rlpool.envs.single_envs import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import RlpoolError, WorkerError, WorkerStartupError
@@ -208,7 +207,8 @@ class Collector(Server):
         )
         if not isinstance(env, VecEnv):
             what = f"create_env returned {type(env).__name__}, not a VecEnv"
-            raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
+            fix = "end create_env with return GymEnv([...environments...], seed)"
+            raise WorkerStartupError(what, where=self._here, fix=fix)
         self._closers.append(env.close)
         env.requires_info_keys = requires_info_keys
 
@@ -370,17 +370,6 @@ def _infos(
         return None, {}
     agent_info, env_info, resumed = unpack(payload, memory)
     return (agent_info, env_info), resumed
-
-
-def _how_to_return(made: Any) -> str:
-    """What to do about something that is not the environments of a worker."""
-    if made is None:
-        return "end create_env with return GymEnv([...environments...], seed)"
-    if is_environment(made):
-        return "return GymEnv([env], seed), with one or several environments"
-    if isinstance(made, list | tuple):
-        return "put them into one: return GymEnv(environments, seed)"
-    return how_to_make_one(made)
 
 
 def _agent_problem(agent: Any) -> tuple[str, str]:

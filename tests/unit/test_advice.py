@@ -283,8 +283,8 @@ def vector_env() -> gymnasium.vector.SyncVectorEnv:
 @pytest.mark.parametrize(
     ("make", "what", "fix"),
     [
-        (CountingEnv, "returned CountingEnv, not", "return GymEnv([env], seed)"),
-        (lambda: [CountingEnv()] * 2, "returned list, not", "return GymEnv(environments, seed)"),
+        (CountingEnv, "returned CountingEnv, not", "return GymEnv([...env"),
+        (lambda: [CountingEnv()] * 2, "returned list, not", "return GymEnv([...env"),
         (lambda: None, "returned NoneType, not", "end create_env with return GymEnv("),
     ],
 )
