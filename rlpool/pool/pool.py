@@ -29,7 +29,6 @@ from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
 _FORMAT = 3  # of state_dict
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
-_STORAGES = ("local", "memmap")
 
 
 class Pool:
@@ -118,7 +117,7 @@ class Pool:
         n_workers = whole_number("n_workers", n_workers, 1)
         check_choice("random", random, (True, False))
         seed = None if seed is None else whole_number("seed", seed, 0)
-        check_choice("storage", storage, _STORAGES)
+        check_choice("storage", storage, ("local", "memmap"))
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
         FailurePolicy(start_method=start_method)
         settings = Settings(

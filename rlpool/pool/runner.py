@@ -6,7 +6,6 @@ gives each worker its environment, and an agent that asks the pool's policy.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from rlpool.seeding import LaneSeeds, root_from, worker_seed
 from rlpool.workers.sharing import Parcel, pickled
 from rlpool.workers.worker_process import called
 
-_LOG = logging.getLogger("rlpool")
 _HOW_TO_PICKLE = (
     "make it in the first reset() or call, which runs in the process, or leave it out in "
     "__getstate__"
@@ -46,9 +44,6 @@ _STORED = (
     (f"_{STATE_KEY}", f"_{DEFAULT_OBSERVATION_KEY}", "_"),
     *((key, key, "") for key in (REWARD_KEY, DONE_KEY, TERMINATED_KEY)),
 )
-
-Policy = Callable[[Any], Any]
-"""State to action, both as the environment hands them out and takes them."""
 
 
 class EpisodeRunner:
@@ -65,7 +60,7 @@ class EpisodeRunner:
     Args:
         envs: One environment per process, of either protocol (see ``rlpool.envs.one_env``).
         processes: The number of environments.
-        seed: A non-negative int; ``None`` draws one and logs it.
+        seed: A non-negative int; ``None`` draws one.
         policy: Called in the workers with a state for an action, for Gymnasium environments;
             ``None`` samples their action spaces.
         timeout: Seconds without a step after which a process counts as hanging, ``None`` for
@@ -85,18 +80,15 @@ class EpisodeRunner:
         envs: Sequence[Any],
         processes: int,
         seed: int | None,
-        policy: Policy | None,
+        policy: Callable[[Any], Any] | None,
         timeout: float | None,
         start_method: str,
     ) -> None:
         if policy is not None and not callable(policy):
             raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
         _check_environments(envs, processes)
-        self.closed = False
         self._timeout, self._start_method = checked_timeout(timeout), start_method
-        self._root, self._n_runs = root_from(seed), 0
-        if seed is None:
-            _LOG.info("drew the root seed %d", self._root)
+        self._root, self._n_runs, self.closed = root_from(seed), 0, False
         self._batcher: Batcher | None = None
         self._envs = [
             pickled({f"env[{number}]": env}, env, fix=_HOW_TO_PICKLE, what=f"environment {number}")
@@ -237,12 +229,13 @@ class WorkerFactory:
         root = root_from(self.root)
         number = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
         self._where = Where(worker=number)
-        self._env: OneEnv = called(
+        env: OneEnv = called(
             self._where,
             f"loading environment {number}",
             lambda: OneEnv(self.envs[number].load(), self.seeds[number], owns_process=True),
         )
-        return self._env
+        self._env = env
+        return env
 
     def create_agent(self) -> ActionChooser:
         """The agent of that environment."""
@@ -257,7 +250,7 @@ class ActionChooser(Agent):
         policy: Called with one state for one action; ``None`` samples the action space.
     """
 
-    def __init__(self, env: OneEnv, policy: Policy | None) -> None:
+    def __init__(self, env: OneEnv, policy: Callable[[Any], Any] | None) -> None:
         self._env = env
         self._policy = policy
         self._columns: Columns | None = None
@@ -273,8 +266,7 @@ class ActionChooser(Agent):
         """Choose the action of the only row."""
         if self._env.chooses_actions:
             # The environment follows its own actions, whatever it is given.
-            leaves = self._env.action_leaves or {}
-            actions = {key: observation[f"last_{key}"] for key in leaves}
+            actions = {key: observation[f"last_{key}"] for key in self._env.action_leaves or ()}
         elif self._env.is_fresh and self._first is not None:
             actions = self._first  # the loop asks twice: before the episode, too
         else:

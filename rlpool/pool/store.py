@@ -149,13 +149,14 @@ class Store:
 
         They are views.
         """
-        n_finals = self._final_places.n_used if n_finals is None else n_finals
-        n_heads = self._head_places.n_used if n_heads is None else n_heads
+        counts = {
+            "finals": self._final_places.n_used if n_finals is None else n_finals,
+            "heads": self._head_places.n_used if n_heads is None else n_heads,
+        }
         parts: dict[str, NDArray] = {}
         for name, array in self._arrays.items():
-            pieces = rows
-            if name.startswith(("finals/", "heads/")):
-                pieces = {"": slice(n_finals if name.startswith("finals/") else n_heads)}
+            kind = name.partition("/")[0]
+            pieces = {"": slice(counts[kind])} if kind in counts else rows
             parts |= {f"{name}{part}": array[piece] for part, piece in pieces.items()}
         return parts
 
