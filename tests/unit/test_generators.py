@@ -187,10 +187,3 @@ def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well(n_norm
     finally:
         numpy.set_bit_generator(before[0])
         numpy.set_state(before[1])
-
-
-# Interruptions ------------------------------------------------------------------------------------
-
-
-KEEPERS = ("/generators.py", "/interrupts.py")
-"""The modules that keep the generators."""
