@@ -33,7 +33,6 @@ from support.agents import ConstantAgent
 from support.envs import CountingEnv
 from support.faults import KINDS
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile, failing
-from support.meta import LaggingLanes
 from support.variants import variants
 
 pytestmark = [
@@ -50,11 +49,6 @@ def infos(kind: str, step: int, rows: tuple[int, ...] = (2, 7)) -> dict[str, Any
     fault = torch.zeros(N, dtype=torch.int64)
     fault[list(rows)] = KINDS.index(kind)
     return {"length": 2 + torch.arange(N) % 7, "fault": fault, "fault_step": step}
-
-
-def create_lagging(seed: int, n_lanes: int = 2, **arguments: Any) -> LaggingLanes:
-    """Lanes of which the last two that were asked are ready first."""
-    return LaggingLanes([FragileEnv(**arguments) for _ in range(n_lanes)], 2, seed)
 
 
 def collected(
@@ -121,14 +115,6 @@ def test_an_episode_whose_environment_raises_is_truncated(
         assert isinstance(error, EnvError)
         assert len(error.actions) == step + 1
         assert error.where.step == max(step, 0)
-
-
-def test_it_is_truncated_where_steps_wait_only_for_those_lanes_that_are_ready(
-    tmp_path: Path,
-) -> None:
-    policy: dict[str, Any] = {"on_env_error": "truncate", "create_env": create_lagging}
-    result, failures = collected(tmp_path, infos("raise", 1), 0, 2, **policy)
-    assert_truncated(result, failures, undisturbed(), 1)
 
 
 @pytest.mark.parametrize(
@@ -429,37 +415,6 @@ def test_a_lane_that_was_given_up_in_its_reset_is_truncated_by_a_successor(
         manager.reset_lanes([1], [9], [{"length": 1}])
         assert manager.step_lanes([0, 1], {"action": np.array([1, 2])}) == [1]
         assert manager.current["terminated"].tolist() == [False, True]
-
-
-class MortalEnv(FragileEnv):
-    """Its first step kills the process once its licence is gone."""
-
-    def __init__(self, licence: str) -> None:
-        super().__init__()
-        self._licence = Path(licence)
-
-    def step(self, action: Any) -> Any:
-        if self.t == 0 and not self._licence.exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
-def test_a_lane_that_kills_its_worker_while_it_is_repeated_is_an_error(tmp_path: Path) -> None:
-    """A successor that repeats what the lane has done dies of it, as often as it is tried."""
-    licence, others = tmp_path / "licence", worker_pids()
-    licence.touch()
-    options: dict[str, Any] = {"on_env_error": "truncate", "max_restarts": 6}
-    with ParallelEnvManager([partial(MortalEnv, str(licence))], seed=1, **options) as manager:
-        manager.reset_lanes([0], [3], [{"length": 9}])
-        manager.step_lanes([0], {"action": np.array([1])})
-        licence.unlink()
-        for pid in worker_pids() - others:
-            os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            manager.step_lanes([0], {"action": np.array([1])})
-        licence.touch()
-        manager.reset_lanes([0], [5], [{"length": 1}])
-        assert manager.step_lanes([0], {"action": np.array([1])}) == [0]
 
 
 @pytest.mark.parametrize("n_threads", variants([0], [2]))

@@ -111,16 +111,6 @@ def test_what_a_stopped_worker_is_sent_waits_and_arrives_when_it_goes_on() -> No
                 manager.close()
 
 
-def test_replies_that_nobody_reads_do_not_keep_large_requests_from_being_sent() -> None:
-    with open_manager(envs_per_worker=2) as manager:
-        for _ in range(2):
-            manager.remotes[0].send(GET_LARGE)
-            with within(AT_ONCE_S):
-                manager.remotes[1].send(LARGE_REQUEST)
-            assert len(manager.remotes[0].recv()[1]) == REPLY_BYTES // 8
-            assert manager.remotes[1].recv()[0] == "obs"
-
-
 @pytest.mark.promise("I1")
 def test_requests_to_a_stopped_worker_keep_their_order_and_their_policy() -> None:
     with opened_batcher(n_slots=50_000, n_threads=1) as (batcher, pid):

@@ -12,7 +12,6 @@ import json
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -32,12 +31,11 @@ from process.watching import Script, is_running, n_descriptors, wait_until, work
 
 import rlpool
 from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, SpecError
-from rlpool.errors import WorkerDiedError, WorkerStartupError
-from rlpool.workers import process_start, template_handle
+from rlpool.errors import WorkerDiedError
+from rlpool.workers import process_start
 from rlpool.workers.process_start import prepare, why_spawned
 from rlpool.workers.template import BOOT
 from rlpool.workers.template_handle import Template
-from rlpool.workers.workers import Workers
 
 from support.envs import CountingEnv
 from support.faults import EXIT_CODE, create_agent, create_env, faults_at
@@ -219,35 +217,6 @@ def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
     # As text: the error's traceback would keep the batcher that asked, and its memory, alive.
     assert [type(argument) for record in caplog.records for argument in record.args] == [str]
     assert not why_spawned()
-
-
-@pytest.mark.usefixtures("ready")
-def test_a_caller_without_descriptors_is_told_so_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    start, n_left = Workers.start, 0
-
-    def start_with_few(workers: Workers, *arguments: int) -> None:
-        with contextlib.ExitStack() as taken:
-            # The system limits the numbers of descriptors, so that gaps between them are free ones.
-            while (number := os.open(os.devnull, os.O_RDONLY)) < n_descriptors() - 1:
-                taken.callback(os.close, number)
-            os.close(number)
-            gc.collect()
-            gc.disable()  # it would free others
-            taken.callback(gc.enable)
-            taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (number + n_left, hard))
-            start(workers, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Workers, "start", start_with_few)
-        for n_left in range(0, 6, 2):  # noqa: B007 (read above)
-            with pytest.raises(WorkerStartupError, match=r"0 of 1 workers .*: \[Errno 24\]"):
-                open_batcher(1)
-            assert not worker_pids()
-    collect_once()
 
 
 FAILING_FORK = """
@@ -499,19 +468,6 @@ def test_modules_are_imported_once_and_those_that_cannot_be_are_named_once_and_l
     for name, why in bad.items():
         (message,) = (text for text in caplog.messages if f" {name} is left out" in text)
         assert why in message
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_templates")
-def test_a_module_whose_import_does_not_end_is_left_out(
-    write_module: WriteModule, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rlpool.preload(write_module("hangs", "import time; time.sleep(3600)"))
-    monkeypatch.setattr(template_handle, "IMPORT_S", 6.0)
-    assert not why_spawned()
-    assert caplog.messages == [
-        "preload: hangs is left out, workers import it: it takes longer than 6 s"
-    ]
 
 
 @pytest.mark.parametrize("name", ["", ".a", "a-b", "__main__.a", 3])

@@ -138,14 +138,6 @@ def test_episodes_of_a_dead_worker_are_run_again_with_the_same_bits(
     assert words.get(kind, "died") in record.getMessage()
 
 
-def test_many_deaths_in_few_slots_lose_nothing(strikes: dict[str, str], ran_in: Path) -> None:
-    # Requests of more episodes than slots, and episodes of more chunks than one.
-    hits = {3: ("sigkill", 2), 8: ("os_exit", 5), 14: ("sigkill", -1), 22: ("sigkill", 0)}
-    with open_batcher(strikes, n_slots=6) as batcher:
-        assert_all_equal(collect(batcher, hits), undisturbed(hits, n_slots=6))
-    assert n_processes(ran_in) == 2 + len(hits)
-
-
 def test_an_idle_worker_that_dies_is_replaced_by_the_next_request() -> None:
     before, results = worker_pids(), []
     with open_batcher({}) as batcher:
