@@ -166,14 +166,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     @property
     def policy_version(self) -> int:
-        """How many updates there were: what ``info["policy_version"]`` of new requests will say.
-
-        Example:
-            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
-            >>> batcher.update({})
-            >>> batcher.policy_version
-            1
-        """
+        """How many updates there were: what ``info["policy_version"]`` of new requests will say."""
         self._not_closed()
         return self._policy.version + (self._update is not None)
 
@@ -323,8 +316,12 @@ class BatcherBase(CrashOnly, ProcessOwner):
         progress = self._progress if progress is None else checked_progress(progress)
         if self._has_stopped(dispatcher):
             return None
+        if self.is_interrupted:
+            what = "nothing is pending: the last call was interrupted"
+            raise UsageError(what, fix="call execute() again, which begins with new workers")
         if not dispatcher.pending:
-            self._refuse_get(dispatcher)
+            dispatcher.refuse_if_dead()
+            raise UsageError("nothing is pending", fix="call execute() before get()")
         is_settled = self._wait(dispatcher, blocking, timeout, progress)
         if not is_settled and not blocking:
             return None
@@ -338,13 +335,6 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _has_stopped(self, dispatcher: Dispatcher) -> bool:
         """Whether there is nothing to come, which is not an error."""
         return False
-
-    def _refuse_get(self, dispatcher: Dispatcher) -> None:
-        if self.is_interrupted:
-            what = "nothing is pending: the last call was interrupted"
-            raise UsageError(what, fix="call execute() again, which begins with new workers")
-        dispatcher.refuse_if_dead()
-        raise UsageError("nothing is pending", fix="call execute() before get()")
 
     def _wait(
         self, dispatcher: Dispatcher, blocking: bool, timeout: float | None, progress: ShowProgress

@@ -31,7 +31,7 @@ from rlpool.batch.messages import (
     Setup,
     Update,
 )
-from rlpool.batch.requests import Request
+from rlpool.batch.requests import Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
@@ -211,6 +211,7 @@ class Dispatcher:
             self._advance()
             return request
         error = request.error = request.error or self.fatal or UsageError("it was cancelled")
+        request.policy = Policy()  # the request and its error refer to each other for a while
         self._forget(request)
         self._advance()
         raise error
