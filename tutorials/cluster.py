@@ -158,7 +158,7 @@ def main():
         size = {"num_cpus": arguments.n_workers, "object_store_memory": 200 * 2**20}
         cluster = Cluster(initialize_head=True, head_node_args=size)
         others = [cluster.add_node(**size) for _ in range(arguments.n_nodes - 1)]
-    # What workers log reaches the loggers of this process, without Ray's help.
+    # Without log_to_driver=False, Ray prints here what the nodes log.
     ray.init(cluster.address if cluster else arguments.address, log_to_driver=False)
 
     common = {

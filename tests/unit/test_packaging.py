@@ -105,7 +105,6 @@ def test_library_imports_nothing_but_its_dependencies() -> None:
     # The annotations of keywords need what torch brings along.
     allowed = CORE | {"rlpool", "typing_extensions"} | set(sys.stdlib_module_names)
     optional = {
-        "cluster": {"ray", "tqdm"},
         "batch": {"tqdm"},
         "integrations": {"minari", "stable_baselines3"},
     }
