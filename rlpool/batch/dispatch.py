@@ -255,7 +255,10 @@ class Dispatcher:
         if at_once:
             self._processes.abort()
         # For a get() that a signal handler or another thread interrupts by closing.
-        self._processes.fail(UsageError("the batcher was closed meanwhile"))
+        closed = UsageError("the batcher was closed meanwhile")
+        self._processes.fail(closed)
+        for request in self.running:  # a worker that stops early has not completed it
+            request.error = request.error or closed
         self.cancel()
         self._processes.close()
         if self._agreement.infos is not None:
