@@ -119,31 +119,12 @@ def function(target: Dtype) -> Door:
     return lambda value: fitted("'frame'", value, target)
 
 
-def part_of_an_array(target: Dtype) -> Door:
-    def write(value: Any) -> Any:
-        array = fitted("'frame'", np.array([1, value], value.dtype), target)
-        assert array[0] == 1
-        return array[1]
-
-    return write
-
-
 def array_write(target: Dtype) -> Door:
     array = Array((2,), target)
 
     def write(value: Any) -> Any:
         array[1:] = np.array([value])
         return array.to_ndarray()[1]
-
-    return write
-
-
-def array_item(target: Dtype) -> Door:
-    array = Array((2,), target)
-
-    def write(value: Any) -> Any:
-        array[0] = value.item()
-        return array.to_ndarray()[0]
 
     return write
 
@@ -209,12 +190,12 @@ def action_of_a_vector_env(target: Dtype) -> Door:
 DOORS = {
     door.__name__: door
     for door in (
-        *(function, part_of_an_array, array_write, array_item, next_state, stored_action),
+        *(function, array_write, next_state, stored_action),
         *(observation, kept_observation, info),
         *(action, action_of_a_vector_env),
     )
 }
-TAKES_ALL = {"function", "part_of_an_array", "array_write", "array_item", "info"}
+TAKES_ALL = {"function", "array_write", "info"}
 """Doors that take every number that fits; others refuse some dtypes, whatever the numbers are."""
 
 

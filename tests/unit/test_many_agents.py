@@ -18,7 +18,6 @@ from rlpool import (
     ParallelEnvManager,
     Pool,
     SpecError,
-    evaluate,
     gae,
 )
 from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEnvInf
@@ -236,15 +235,6 @@ def test_pools_keep_joint_episodes_and_run_joint_environments() -> None:
         pool.store()
         alive = pool.transitions()["alive"]
     assert alive.sum(0).tolist() == [6, 3, 4, 9]
-
-
-def test_evaluate_takes_them() -> None:
-    def create_env(seed: int) -> PettingZooEnv:
-        return PettingZooEnv([Lives(LIVES) for _ in range(2)], seed)
-
-    one, two = (evaluate(RandomAgents(SIZES), create_env, 6, n_workers=n, seed=1) for n in (0, 2))
-    assert torch.equal(one.returns, two.returns)
-    assert one.lengths.tolist() == [13] * 6
 
 
 def test_env_info_reaches_the_reset_as_options() -> None:
