@@ -44,6 +44,10 @@ class EpisodeBatcher(BatcherBase):
     and of ``env_info``. With the same ``seeds`` and the same number of environments per worker,
     results are bitwise the same for any ``n_workers``. Use a batcher from one thread at a time.
 
+    If a signal handler raises inside a call (Ctrl-C), the workers are ended, what was in flight is
+    dropped, and the next ``execute`` begins with new workers. docs/reliability.md says what else is
+    not promised.
+
     Args:
         n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
         n_slots: Slots in flight, which bound the memory. If a request has more episodes, or
@@ -91,7 +95,7 @@ class EpisodeBatcher(BatcherBase):
             several calls if there are more, with copies in the other rows if there are fewer. Then
             results are bitwise the same for any number of environments per worker as well, see
             docs/reproducibility.md. By default it has a row per environment of its worker.
-        progress: What ``get`` shows while it waits, unless told otherwise.
+        progress: The default of ``get(progress=)``.
 
     Raises:
         SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or

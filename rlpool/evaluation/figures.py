@@ -216,7 +216,7 @@ def compare(
 
     Raises:
         SpecError: If they are no evaluations, share no seed, are of different environments or
-            infos, or failed episodes are not told how to count.
+            infos, or ``failures`` does not say how failed episodes count.
 
     Example:
         >>> one, other = (evaluate(create_agent(), create_env, n_episodes=4) for _ in range(2))

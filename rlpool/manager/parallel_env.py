@@ -352,7 +352,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     def stats(self) -> Stats:
         """What the workers are doing, see ``Batcher.stats``; without episodes, lanes and waiting.
 
-        Only time in steps counts as that of the environments; all the rest is not told apart.
+        Only time in steps counts as that of the environments; other time is not distinguished.
 
         Raises:
             UsageError: If the manager is closed.
