@@ -129,6 +129,16 @@ def array_write(target: Dtype) -> Door:
     return write
 
 
+def array_item(target: Dtype) -> Door:
+    array = Array((2,), target)
+
+    def write(value: Any) -> Any:
+        array[0] = value.item()
+        return array.to_ndarray()[0]
+
+    return write
+
+
 def next_state(target: Dtype) -> Door:
     pool = Pool(pool_size=1)
 
@@ -190,12 +200,12 @@ def action_of_a_vector_env(target: Dtype) -> Door:
 DOORS = {
     door.__name__: door
     for door in (
-        *(function, array_write, next_state, stored_action),
+        *(function, array_write, array_item, next_state, stored_action),
         *(observation, kept_observation, info),
         *(action, action_of_a_vector_env),
     )
 }
-TAKES_ALL = {"function", "array_write", "info"}
+TAKES_ALL = {"function", "array_write", "array_item", "info"}
 """Doors that take every number that fits; others refuse some dtypes, whatever the numbers are."""
 
 
