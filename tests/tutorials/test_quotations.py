@@ -6,16 +6,11 @@ import os
 import re
 import resource
 from pathlib import Path
-from typing import Any
 
-import gymnasium as gym
 import pytest
 
 import rlpool
-from rlpool import EnvError, EpisodeBatcher, GymEnv
 from rlpool.__main__ import main
-
-from support.agents import StepCounter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -29,24 +24,6 @@ def quoted(document: str) -> list[str]:
 def lines_of(text: str) -> list[str]:
     """Lines without what differs from run to run: numbers, and spaces between columns."""
     return [re.sub(r" +", " ", re.sub(r"\d+", "0", line)).strip() for line in text.splitlines()]
-
-
-class Goalless(gym.Wrapper[Any, Any, Any, Any]):
-    def step(self, action: Any) -> Any:
-        raise KeyError("goal")
-
-
-def create_goalless(seed: int) -> GymEnv:
-    return GymEnv([Goalless(gym.make("CartPole-v1")) for _ in range(2)], seed)
-
-
-def test_the_error_of_an_environment_is_the_one_that_is_quoted() -> None:
-    with EpisodeBatcher(8, 4, StepCounter, None, create_goalless, n_threads=1, seeds=0) as batcher:
-        batcher.execute(2, env_info={"task": 5})
-        with pytest.raises(EnvError) as raised:
-            batcher.get()
-    (block,) = [each for each in quoted("docs/failures.md") if each.startswith("env.step raised")]
-    assert lines_of(str(raised.value)) == lines_of(block)
 
 
 def test_the_doctor_says_what_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:

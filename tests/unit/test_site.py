@@ -1,4 +1,4 @@
-"""What checks the documentation's site finds what is wrong, and what makes it reads docstrings."""
+"""What checks the documentation's site finds what is wrong."""
 
 from __future__ import annotations
 
@@ -61,61 +61,3 @@ def test_a_reference_that_leads_nowhere_or_elsewhere_is_named(site: Path) -> Non
     page.write_text(before)
     (site / "llms-full.md").unlink()
     assert problems(site) == ["llms-full.md is missing"]
-
-
-# docs/hooks.py -----------------------------------------------------------------------------------
-
-DOCSTRING = """Do something.
-
-It goes like this::
-
-    first
-    second
-
-Args:
-    value: What it takes.
-
-Example::
-
-    do(1)
-
-Raises:
-    SpecError: Never.
-"""
-
-MARKDOWN = """Do something.
-
-It goes like this:
-
-```python
-first
-second
-```
-
-Args:
-    value: What it takes.
-
-Examples:
-    ```python
-    do(1)
-    ```
-
-Raises:
-    SpecError: Never.
-"""
-
-
-def test_literal_blocks_and_examples_of_docstrings_become_markdown() -> None:
-    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
-    hooks = load("docs/hooks.py")
-    assert hooks.as_markdown(DOCSTRING) + "\n" == MARKDOWN
-    doctest = "Do.\n\nExample:\n    >>> do(1)\n    2"
-    assert hooks.as_markdown(doctest) == "Do.\n\nExamples:\n    >>> do(1)\n    2"
-
-
-def test_the_first_mention_of_a_name_leads_to_the_reference() -> None:
-    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
-    linked = load("docs/hooks.py").with_names_linked
-    assert linked("a `Pool`, a `Pool`") == "a [`Pool`][rlpool.Pool], a `Pool`"
-    for untouched in ("# `Pool`", "```\n`Pool`\n```", "[`Pool`](pools.md)", "`no_name_of_rlpool`"):
-        assert linked(untouched) == untouched
