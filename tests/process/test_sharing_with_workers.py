@@ -98,14 +98,16 @@ def add_to_memory() -> tuple[Callable[[], Any], Callable[[], list[float]]]:
     model, array = nn.Linear(1, 1, bias=False), Array(1, np.int64, storage="shared")
     nn.init.zeros_(model.weight)
     model.share_memory()
+    dropped, seen = torch.zeros(1).share_memory_(), torch.zeros(1).share_memory_()
 
     def add() -> None:
         array[0] = array.to_ndarray()[0] + 1
+        seen.copy_(dropped.add_(1))
         for each in (tensor, named["x"], model.weight.data):
             each.add_(1)
 
     def read() -> list[float]:
-        values = (tensor, other, model.weight.data, array.to_ndarray()[0])
+        values = (tensor, other, model.weight.data, seen, array.to_ndarray()[0])
         return [float(value) for value in values]
 
     return add, read
@@ -136,11 +138,11 @@ def test_memory_is_shared_with_workers_and_their_successors(
     caplog.set_level(logging.INFO)
     add, read = add_to_memory()
     with open_batcher(add, start_method=start_method) as batcher:
-        assert read() == [1] * 4
+        assert read() == [1] * 5
         del add
         gc.collect()
         run_successors(batcher)
-        assert read() == [2] * 4
+        assert read() == [2] * 5
     assert "workers are spawned: only so" not in caplog.text
 
 
