@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -27,18 +26,6 @@ def test_documents_have_the_figures_of_the_raw_results(page: ModuleType) -> None
     for document in page.DOCUMENTS:
         text = (REPOSITORY / document).read_text(encoding="utf-8")
         assert page.with_tables(text) == text, f"run {SCRIPT.name}: {document} has other figures"
-
-
-def test_a_table_is_made_anew_where_its_raw_results_differ(
-    page: ModuleType, tmp_path: Path
-) -> None:
-    text = "before\n<!-- figures -->\n| old |\n<!-- /figures -->\nafter"
-    assert page.with_tables(text, tmp_path) == text  # nothing was measured
-    line = {"workload": "W4", "efficiency": 0.876, "quartiles": [0.87, 0.88]}
-    (tmp_path / "throughput.jsonl").write_text(json.dumps(line) + "\n")
-    made = page.with_tables(text, tmp_path)
-    assert made.startswith("before\n<!-- figures -->\n| workload |")
-    assert made.endswith("| 0.88 | 0.87 to 0.88 |\n<!-- /figures -->\nafter")
 
 
 def test_every_table_has_its_place_in_a_document(page: ModuleType) -> None:
