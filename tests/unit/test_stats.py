@@ -15,7 +15,6 @@ from rlpool import (
     GymEnv,
     GymEnvInf,
     Stats,
-    UsageError,
 )
 from rlpool.observe.control import Control, State, Word
 from rlpool.observe.stats import StatsReader
@@ -163,13 +162,6 @@ def test_a_call_that_raised_is_over() -> None:
         rows = batcher._dispatcher.control.rows
         assert rows[0, Word.AGENT_NS] >= 0
         assert rows[0, Word.ENV_NS] >= 0
-
-
-def test_a_closed_batcher_has_no_stats() -> None:
-    batcher = make()
-    batcher.close()
-    with pytest.raises(UsageError, match="closed"):
-        batcher.stats()
 
 
 def test_more_lanes_than_are_shown_are_counted_only() -> None:
