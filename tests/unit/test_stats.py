@@ -15,6 +15,7 @@ from rlpool import (
     GymEnv,
     GymEnvInf,
     Stats,
+    UsageError,
 )
 from rlpool.observe.control import Control, State, Word
 from rlpool.observe.stats import StatsReader
@@ -65,6 +66,8 @@ def test_a_finished_request_is_counted_and_its_lanes_are_idle() -> None:
         assert worker.rss_bytes > 0
         assert lanes_of(stats) == [("idle", None, None, None)] * 2
         assert stats.steps_per_s > 0
+    with pytest.raises(UsageError, match="closed"):
+        batcher.stats()
 
 
 def test_in_the_middle_of_a_step_lanes_are_where_they_are() -> None:
