@@ -209,11 +209,12 @@ class Nodes:
     def _send(self) -> None:
         """Keep every actor busy."""
         up = [actor for actor in self._actors if actor.is_up]
+        least = max(self.n_lanes, self._n_node_lanes // 2) if up else 0
         for depth in range(_MOST_RANGES):
             for actor in up:
                 request = next((each for each in self.pending if each.left), None)
                 if request is not None and len(actor.calls) <= depth:
-                    rows = request.next_rows(len(up), self._n_node_lanes, self._n_slots)
+                    rows = request.next_rows(len(up), least, self._n_slots)
                     actor.calls[actor.handle.call.remote(*request.arguments(rows))] = request, rows
 
     def _wait(self, timeout_s: float) -> None:
@@ -398,13 +399,12 @@ class _Gathering:
 
         Args:
             n_actors: Actors that run requests.
-            n_lanes: Lanes of each: fewer rows keep it busy only if the request is small.
+            n_lanes: Rows that keep one busy: fewer cost more than they gain.
             n_slots: Slots of each: more rows would have to be copied twice.
         """
-        rows = self.left.pop(0)
-        n_left = len(rows) + sum(map(len, self.left))
-        least = min(n_lanes, -(-self.n_rows // n_actors))
-        size = max(least, min(-(-n_left // (_MOST_RANGES * n_actors)), n_slots))
+        n_left, rows = sum(map(len, self.left)), self.left.pop(0)
+        shares = [-(-n // (_MOST_RANGES * n_actors)) for n in (self.n_rows, n_left)]
+        size = max(n_lanes, min(max(min(4 * n_lanes, shares[0]), shares[1]), n_slots))
         if len(rows) > size:
             self.left.insert(0, rows[size:])
         return rows[:size]
