@@ -6,7 +6,7 @@ own lanes, the caller sees all of them::
     observation/frame  [n_lanes, 4]   written by the workers
     reward, flags                     written by the workers; cleared when a lane is reset
     action/action  [n_lanes]          written by the caller
-    seed, asked                       bookkeeping per lane
+    asked                             bookkeeping per lane
     step, finished, ...               bookkeeping per worker
     asleep                            who has to be woken: every worker, then the caller
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlpool.data.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec
+from rlpool.data.specs import FLAGS, REWARD_SPEC, TensorSpec
 from rlpool.data.storage import Memory, NDArray, carve
 from rlpool.envs.columns import fitted_rows
 from rlpool.errors import SpecError
@@ -29,12 +29,9 @@ Actions = Mapping[str, NDArray]
 ALL_LANES, SOME_LANES = 0, 1  # values of ``partial``
 NONE_ENDED, SOME_ENDED, FAILED = 0, 1, 2  # values of ``outcome``
 
-_INT64 = TensorSpec((), np.dtype(np.int64))
-_BOOL = TensorSpec((), np.dtype(bool))
 _PER_LANE = {
     "reward": REWARD_SPEC,
-    "seed": _INT64,  # of the last reset
-    "asked": _BOOL,  # whether the lane takes part in a partial step
+    "asked": TensorSpec((), np.dtype(bool)),  # whether the lane takes part in a partial step
 }
 _PER_WORKER = (
     "step",  # number of the last step issued
@@ -45,26 +42,31 @@ _PER_WORKER = (
 )
 
 
-def bookkeeping_specs(n_lanes: int, n_workers: int) -> dict[str, TensorSpec]:
-    """Specs of everything but observations and actions."""
-    flags = TensorSpec((len(FLAGS), n_lanes), _BOOL.dtype)
-    per_worker = {name: TensorSpec((n_workers,), _INT64.dtype) for name in _PER_WORKER}
-    asleep = TensorSpec((n_workers + 1,), _INT64.dtype)
-    return {**_of_lanes("", _PER_LANE, n_lanes), "flags": flags, **per_worker, "asleep": asleep}
+def buffer_specs(
+    observation: Mapping[str, TensorSpec],
+    action: Mapping[str, TensorSpec],
+    n_lanes: int,
+    n_workers: int,
+) -> dict[str, TensorSpec]:
+    """Specs of all buffers.
 
-
-def observation_specs(leaves: Mapping[str, Leaf], n_lanes: int) -> dict[str, TensorSpec]:
-    """Specs of the observations."""
-    return _of_lanes("observation/", {key: leaf.spec for key, leaf in leaves.items()}, n_lanes)
-
-
-def action_specs(specs: Mapping[str, TensorSpec], n_lanes: int) -> dict[str, TensorSpec]:
-    """Specs of the actions, in the dtypes that the environments take."""
-    return _of_lanes("action/", specs, n_lanes)
-
-
-def _of_lanes(prefix: str, specs: Mapping[str, TensorSpec], n_lanes: int) -> dict[str, TensorSpec]:
-    return {prefix + k: TensorSpec((n_lanes, *s.shape), s.dtype) for k, s in specs.items()}
+    Args:
+        observation: Specs of one observation.
+        action: Specs of one action, in the dtypes that the environments take.
+        n_lanes: Number of lanes.
+        n_workers: Number of workers.
+    """
+    of_lanes = {
+        **_PER_LANE,
+        **{f"observation/{key}": spec for key, spec in observation.items()},
+        **{f"action/{key}": spec for key, spec in action.items()},
+    }
+    return {
+        **{key: TensorSpec((n_lanes, *spec.shape), spec.dtype) for key, spec in of_lanes.items()},
+        "flags": TensorSpec((len(FLAGS), n_lanes), np.dtype(bool)),
+        **{name: TensorSpec((n_workers,), np.dtype(np.int64)) for name in _PER_WORKER},
+        "asleep": TensorSpec((n_workers + 1,), np.dtype(np.int64)),
+    }
 
 
 class Buffers:
@@ -78,7 +80,7 @@ class Buffers:
         action: Key to array ``[lanes, ...]``.
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
-        seed, asked: ``[lanes]``.
+        asked: ``[lanes]``: whether a partial step is for them.
         step, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
             are read faster than arrays.
         asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
@@ -86,7 +88,6 @@ class Buffers:
 
     reward: NDArray
     flags: NDArray
-    seed: NDArray
     asked: NDArray
     step: memoryview
     partial: memoryview

@@ -28,7 +28,7 @@ from rlpool.errors import (
 )
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
-from rlpool.manager.buffers import FAILED, Buffers, bookkeeping_specs
+from rlpool.manager.buffers import FAILED, Buffers, buffer_specs
 from rlpool.manager.messages import (
     Begin,
     Call,
@@ -207,9 +207,11 @@ class EnvWorkers(CrashOnly):
 
     # Commands -----------------------------------------------------------------------------------
 
-    def begin(self, known: Mapping[str, TensorSpec]) -> None:
-        """Map the bookkeeping and what else is known, and let the workers carry out commands."""
-        specs = {**bookkeeping_specs(self.n_lanes, self.n_workers), **known}
+    def begin(
+        self, observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]
+    ) -> None:
+        """Map buffers for what one lane shows and takes, and let the workers carry out commands."""
+        specs = buffer_specs(observation, action, self.n_lanes, self.n_workers)
         sizes = carved_bytes(specs, 1)
         n_bytes = sum(sizes.values())
         check_size(
@@ -272,7 +274,7 @@ class EnvWorkers(CrashOnly):
         """Where a lane is; if ``call`` is a step, it is not finished or has failed."""
         tape, worker = self.tapes.peek(lane), self.worker_of[lane]
         if tape is None:
-            return Where(worker, lane, step=0, seed=int(self.buffers.seed[lane]))
+            return Where(worker, lane)
         step = self.tapes.n_steps(lane) - (call == "step")
         return Where(worker, lane, step=step, seed=tape.seed, env_info=tape.options or None)
 
@@ -378,9 +380,8 @@ class EnvWorkers(CrashOnly):
         tapes = {}
         for lane in own:
             tape, call = self.tapes.tape(lane), self._call_of(lane)
-            if tape is not None and call != "reset" and lane not in self.closed_lanes:
+            if tape is not None and call != "reset":
                 tapes[lane - own.start] = tape.without_last() if call == "step" else tape
-        closed = [lane - own.start for lane in self.closed_lanes.intersection(own)]
         unanswered = filter(self.is_unanswered, own)
         stepping = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
         given_up = {
@@ -388,7 +389,7 @@ class EnvWorkers(CrashOnly):
             for lane in own
             if self._fails_next(lane)
         }
-        return Predecessor(tapes, closed, stepping, given_up)
+        return Predecessor(tapes, stepping, given_up)
 
     def _fails_next(self, lane: int) -> bool:
         """Whether what a lane does next, or again, is where its episode is truncated."""

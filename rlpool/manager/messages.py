@@ -68,13 +68,11 @@ class Predecessor:
 
     Attributes:
         tapes: The episode of each lane, without a step that is not finished.
-        closed: Lanes that were closed.
         not_compared: Lanes whose observation may be that of a remote's step without a reply.
         given_up: Lane to seed and step of an episode that is truncated where it would go on.
     """
 
     tapes: Mapping[int, Tape]
-    closed: Sequence[int]
     not_compared: Sequence[int]
     given_up: Mapping[int, tuple[int, int]]
 
@@ -98,7 +96,7 @@ class Reset:
 
 @dataclass(frozen=True)
 class Call:
-    """A request to one environment, to be answered with a ``Reply``, except ``close``.
+    """A request to one environment, to be answered with a ``Reply``.
 
     Attributes:
         lane: The lane.

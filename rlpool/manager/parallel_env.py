@@ -19,7 +19,7 @@ from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
-from rlpool.manager.buffers import action_specs, hand_over, observation_specs
+from rlpool.manager.buffers import hand_over
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Stepper
@@ -159,9 +159,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._copied: dict[str, NDArray] = {}  # last actions that are kept elsewhere
         self.num_envs = self.n_lanes
         self.workers = [WorkerHandle(workers, w) for w in range(workers.n_workers)]
-        self.remotes = [
-            Remote(workers, self._stepper, lane, self.action_space) for lane in range(self.n_lanes)
-        ]
+        self.remotes = [Remote(workers, self._stepper, lane) for lane in range(self.n_lanes)]
 
     def _agree(self) -> None:
         """Adopt what the workers report, which must agree, and map the buffers.
@@ -185,8 +183,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
         self.action_leaves = leaves_of({"action": first.action}, "")
         leaves = self.declare(first.declaration).leaves
-        actions = action_specs(first.native_action, self.n_lanes)
-        workers.begin(observation_specs(leaves, self.n_lanes) | actions)
+        workers.begin({key: leaf.spec for key, leaf in leaves.items()}, first.native_action)
         buffers = self._buffers = workers.buffers
         self.place(buffers.observation, buffers.reward, buffers.flags)
 
@@ -375,12 +372,9 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
         SpecError: If it is not one, or empty.
     """
     functions = list(env_fns) if isinstance(env_fns, Iterable) else []
-    bad = [f"[{n}] is {each!r}" for n, each in enumerate(functions) if not callable(each)]
-    if bad or not functions:
+    if not functions or not all(map(callable, functions)):
         raise SpecError(
-            f"env_fns{bad[0]}, not a function"
-            if bad
-            else f"env_fns is {env_fns!r}, not a list of functions",
+            f"env_fns is {env_fns!r}, not a list of functions",
             fix="pass functions without arguments that make one environment each, "
             "such as [lambda: gymnasium.make('CartPole-v1')] * 4",
         )

@@ -11,8 +11,6 @@ from multiprocessing.context import SpawnProcess
 from time import monotonic
 from typing import Any
 
-import gymnasium
-
 from rlpool.data.array_view import as_numpy
 from rlpool.errors import SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import checked_wait, whole_number
@@ -24,6 +22,7 @@ from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.sharing import ByValue
+from rlpool.workers.wire import Close
 
 
 class Remote:
@@ -38,7 +37,7 @@ class Remote:
     ``("step", {"action": action})``
     ``("get_attr", {"attr": name})``       ``("attr", value)``
     ``("seed", {"seed": seed})``           ``("done", None)``; the next reset uses the seed
-    ``("close", None)``                    none
+    ``("close", None)``                    none; its process ends with its last environment
     ====================================== ======================================================
 
     If the environment fails the reply is ``("error", text)``, with the remote traceback; it can be
@@ -50,18 +49,16 @@ class Remote:
         workers: The workers.
         stepper: Their commands.
         lane: Number of the environment.
-        action_space: Its action space.
 
     Attributes:
         error: The failure of the last ``("error", text)`` that was received, for
             ``rlpool.replay``; ``None`` before one.
     """
 
-    def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
+    def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int) -> None:
         self._workers = self._calls = workers
         self._stepper = stepper
         self._lane = lane
-        self._action_space = action_space
         # Backwards: forwards are the seeds of lanes that are reset together.
         numbers = itertools.count(-1, -1)
         self._seeds: Iterator[int] = map(partial(LaneSeeds(workers.root, 0).seed, lane), numbers)
@@ -163,9 +160,6 @@ class Remote:
 
     def _step(self, data: Any) -> None:
         is_named = isinstance(data, Mapping) and list(data) == ["action"]
-        space = self._action_space
-        if is_named and isinstance(space, gymnasium.spaces.Dict) and list(space) == ["action"]:
-            is_named = isinstance(data["action"], Mapping)
         action = data["action"] if is_named else data
         workers, lane = self._workers, self._lane
         report = workers.reports[workers.worker_of[lane]]
@@ -185,10 +179,10 @@ class Remote:
     def _close(self) -> None:
         workers, lane = self._workers, self._lane
         worker = workers.worker_of[lane]
-        own = workers.lanes_of[worker]
-        workers.processes.send(worker, Call(lane - own.start, "close", None))
+        workers.tapes.forget(lane)
         workers.closed_lanes.add(lane)
-        if workers.closed_lanes.issuperset(own):
+        if workers.closed_lanes.issuperset(workers.lanes_of[worker]):
+            workers.processes.send(worker, Close())
             workers.processes.dismiss(worker)
         if len(workers.closed_lanes) == workers.n_lanes:
             workers.close()
@@ -248,5 +242,4 @@ def _checked_seed(seed: Any) -> int:
 def _seeds_from(seed: int) -> Iterator[int]:
     """A seed, then others that follow from it."""
     stream = LaneSeeds(root_from(seed), 0)
-    others = (stream.seed(0, number) for number in itertools.count())
-    return itertools.chain([seed], (other for other in others if other != seed))
+    return itertools.chain([seed], map(partial(stream.seed, 0), itertools.count()))

@@ -8,10 +8,9 @@ pipe. Either way the worker reports the end with a number in the buffers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,23 +21,6 @@ from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Reset
 from rlpool.workers.sharing import ByValue
-
-
-@dataclass(slots=True, eq=False)
-class Pending:
-    """Lanes of one worker that ``step_some`` let step and has not returned.
-
-    Attributes:
-        worker: The worker.
-        lanes: The lanes.
-        is_done: Whether the worker has finished the step.
-        failure: How it failed, if it did.
-    """
-
-    worker: int
-    lanes: list[int]
-    is_done: bool = False
-    failure: WorkerError | None = None
 
 
 class Stepper:
@@ -54,12 +36,19 @@ class Stepper:
         self._issued, self._finished = workers.issued, workers.buffers.finished
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
-        self._pending: list[Pending] = []  # steps of ``step_some`` that the user does not have yet
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        # Of ``step_some``: worker to its stepping lanes, lanes that have made their step, failures.
+        self._stepping: dict[int, list[int]] = {}
+        self._ready: list[int] = []
+        self._failures: list[WorkerError] = []
 
     def begin_again(self) -> None:
         """Begin with new workers, whatever an interrupted call has left."""
         self._workers.begin_again()
-        self._last_lanes, self._pending = None, []
+        self.divide_anew()
+        self._forget_steps()
 
     # Commands ---------------------------------------------------------------------------------
 
@@ -90,8 +79,8 @@ class Stepper:
     def let_go(self, workers: list[int]) -> None:
         """Leave steps that were issued to ``take_ready``, instead of waiting for them."""
         self.divide_anew()
-        lanes_of = self._workers.commanded
-        self._pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
+        for worker in workers:
+            self._stepping[worker] = list(self._workers.commanded[worker])
 
     def reset(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -122,9 +111,8 @@ class Stepper:
         """Wait for steps of lanes that the user has given up, and forget their outcome."""
         self._workers.processes.poll(0.0)  # what workers have logged is there, too
         self._let_finish({self._workers.worker_of[lane] for lane in lanes})
-        for pending in self._pending:
-            pending.lanes = [lane for lane in pending.lanes if lane not in lanes]
-        self._pending = [pending for pending in self._pending if pending.lanes]
+        self._ready = [lane for lane in self._ready if lane not in lanes]
+        self._failures = [error for error in self._failures if error.where.lane not in lanes]
 
     def _let_finish(self, workers: Collection[int]) -> None:
         """Wait for what workers are doing: ``step_some`` tells how it ended."""
@@ -218,7 +206,7 @@ class Stepper:
 
     def refuse_stepping(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that ``step_some`` let step and has yet to return."""
-        stepping = {lane for pending in self._pending for lane in pending.lanes}
+        stepping = {*self._ready, *chain.from_iterable(self._stepping.values())}
         for lane in lanes:
             if lane in stepping:
                 raise UsageError(
@@ -235,34 +223,28 @@ class Stepper:
             LaneFailure: If an environment failed; lanes of other workers are returned by the next
                 call.
         """
-        if not min_ready and self._pending:
+        if not min_ready and self._stepping:
             self._workers.look()  # for callers that never wait
-        wanted = min(min_ready, sum(len(pending.lanes) for pending in self._pending))
-
-        def done() -> list[Pending]:
-            self._collect()
-            return [pending for pending in self._pending if pending.is_done]
+        n_stepping = len(self._ready) + sum(map(len, self._stepping.values()))
+        wanted = min(min_ready, n_stepping)
 
         def are_enough() -> bool:
-            n_ready = sum(math.inf if each.failure else len(each.lanes) for each in done())
-            return n_ready >= wanted
+            self._collect()
+            return bool(self._failures) or len(self._ready) >= wanted
 
         self._workers.wait_finished(are_enough)
-        ready = done()
-        for pending in ready:
-            if pending.failure is not None:
-                self._pending.remove(pending)
-                raise pending.failure
-        self._pending = [pending for pending in self._pending if not pending.is_done]
-        return sorted(lane for pending in ready for lane in pending.lanes)
+        if self._failures:
+            raise self._failures.pop(0)
+        ready, self._ready = sorted(self._ready), []
+        return ready
 
     def _collect(self) -> None:
-        """Note which pending steps are done, and how."""
-        for pending in self._pending:
-            worker = pending.worker
-            if pending.is_done or self._finished[worker] != self._issued[worker]:
-                continue
+        """Note which lanes have made their step, and whose step failed."""
+        finished, issued = self._finished, self._issued
+        for worker in [each for each in self._stepping if finished[each] == issued[each]]:
+            lanes = self._stepping.pop(worker)
             if self._buffers.outcome[worker] == FAILED:
-                pending.failure = self._workers.failure(worker)
+                self._failures.append(self._workers.failure(worker))
                 self._note_failure(worker)
-            pending.is_done = True
+            else:
+                self._ready += lanes

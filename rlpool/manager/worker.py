@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 import select
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import monotonic_ns
 from typing import Any
@@ -193,13 +192,12 @@ class EnvServer(Server):
         """Create the environments."""
         self._env = env = made_environments(setup, self._place, self._control)
         self._all = list(range(env.n_lanes))
-        self._open = set(self._all)
         self._buffers = Buffers(slice(setup.first_lane, setup.first_lane + env.n_lanes))
-        self._closers += [partial(self._close_lane, lane) for lane in self._all]
+        self._closers.append(env.close)
         return report_of(env, self._me)
 
     def serve(self) -> None:
-        """Carry out commands until told to close or all environments are closed."""
+        """Carry out commands until told to close."""
         while not self._has_begun:
             if not self._handle(*self.receive()):
                 return
@@ -208,7 +206,7 @@ class EnvServer(Server):
         poller.register(pipe.fileno(), select.POLLIN)
         poller.register(wake.fd, select.POLLIN)
         wake.begin()
-        while self._open and not self._is_over:
+        while not self._is_over:
             number = step[me]
             is_new = number != self._n_seen
             events = poller.poll(0 if is_new else wake.pause(_LONGEST_SLEEP_S) * 1000)
@@ -278,8 +276,6 @@ class EnvServer(Server):
         """Take the place of another worker; a step that it did not finish comes next."""
         buffers, me = self._buffers, self._me
         self._given_up.update(predecessor.given_up)
-        for lane in predecessor.closed:
-            self._close_lane(lane)
         number = buffers.step[me]
         not_compared = {*predecessor.not_compared}
         if number != self._n_seen and buffers.writing[me] == number:
@@ -302,7 +298,7 @@ class EnvServer(Server):
         """Reset lanes, but those whose reset is known to fail: they are truncated in their step."""
         able: list[int] = []  # positions
         for number, (lane, seed) in enumerate(zip(message.lanes, message.seeds, strict=True)):
-            self._note_begin(lane, seed)
+            self._note_begin(lane)
             if self._given_up.get(lane) == (seed, -1):
                 self._env.begin_lanes([lane])
             else:
@@ -312,18 +308,18 @@ class EnvServer(Server):
         outcome = NONE_ENDED
         try:
             if able:
-                with self._timed():
-                    self._env.reset_lanes(lanes, seeds, [message.options[n] for n in able])
+                self._control.env_ns[0] -= monotonic_ns()
+                self._env.reset_lanes(lanes, seeds, [message.options[n] for n in able])
+                self._control.end_calls()
         except LaneError as error:
             self._report(message.number, error)
             outcome = FAILED
         self._conclude(message.number, outcome)
 
-    def _note_begin(self, lane: int, seed: int) -> None:
+    def _note_begin(self, lane: int) -> None:
         """Record that a lane is reset, whatever was wrong with it."""
         self._not_restored.pop(lane, None)
         self._recycling.n_begun += 1
-        self._buffers.seed[lane] = seed
 
     def _asked(self) -> list[int]:
         """Lanes that the caller wants to step."""
@@ -342,7 +338,7 @@ class EnvServer(Server):
             self._send(LaneFailed(number, lane, "step", failure, is_lost=True))
             self._conclude(number, FAILED)
             return
-        record.env_ns[0] -= monotonic_ns()  # not _timed(), which takes longer
+        record.env_ns[0] -= monotonic_ns()
         try:
             if self._given_up:
                 ended = self._step_or_truncate(lanes)
@@ -351,7 +347,6 @@ class EnvServer(Server):
             record.env_ns[0] += monotonic_ns()
             record.n_steps[0] += len(lanes)
         except LaneError as error:
-            record.end_calls()
             self._report(number, error)
             outcome = FAILED
         else:
@@ -373,15 +368,6 @@ class EnvServer(Server):
         lane = min(self._not_restored.keys() & set(lanes), default=None)
         return None if lane is None else (lane, _NOT_RESTORED.format(self._not_restored[lane]))
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count the time of a block as the environments'."""
-        self._control.env_ns[0] -= monotonic_ns()
-        try:
-            yield
-        finally:
-            self._control.end_calls()
-
     def _conclude(self, number: int, outcome: int) -> None:
         self._control.steps[0] += 1
         if self._is_over:
@@ -392,6 +378,7 @@ class EnvServer(Server):
         self._done.signal()
 
     def _report(self, number: int, error: LaneError) -> None:
+        self._control.end_calls()
         failure = env_error(error, self._here)
         self._send(LaneFailed(number, error.lane, error.call, failure))
         self._is_over = self._place.policy.restarts_on_env_errors
@@ -400,9 +387,6 @@ class EnvServer(Server):
 
     def _answer(self, call: Call) -> None:
         """Carry out a request to one environment."""
-        if call.command == "close":
-            self._close_lane(call.lane)
-            return
         try:
             try:
                 reply = Reply(call.lane, cloudpickle.dumps(self._result_of(call)))
@@ -432,25 +416,18 @@ class EnvServer(Server):
             return "attr", env.attribute(lane, call.data)
         env.keeps_results = True
         try:
-            with self._timed():
-                if call.command == "reset":
-                    seed, options = call.data
-                    self._note_begin(lane, seed)
-                    env.reset_lanes([lane], [seed], [options])
-                    return "obs", env.results[0][0]
-                env.step_lanes([lane], self._buffers.action)
+            self._control.env_ns[0] -= monotonic_ns()
+            if call.command == "reset":
+                seed, options = call.data
+                self._note_begin(lane)
+                env.reset_lanes([lane], [seed], [options])
+                return "obs", env.results[0][0]
+            env.step_lanes([lane], self._buffers.action)
             self._control.n_steps[0] += 1
             observation, reward, _, _, info = env.results[0]
         finally:
+            self._control.end_calls()
             env.keeps_results, env.results = False, []
         if env.current["truncated"][lane] and not env.current["terminated"][lane]:
             info = {**info, "TimeLimit.truncated": True}
         return "transition", (observation, reward, bool(env.current["done"][lane]), info)
-
-    def _close_lane(self, lane: int) -> None:
-        """Close one environment, whatever it says to it: nobody would be told."""
-        self._open.discard(lane)
-        try:
-            self._env.close_lane(lane)
-        except BaseException:
-            return
