@@ -33,10 +33,7 @@ from typing import Any
 
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.machine.limits import (
-    FORKED_WORKER_BYTES,
-    WORKER_BYTES,
-)
+from rlpool.machine.limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.logs import current_levels
 from rlpool.workers.process_end import kill_when_closed
 from rlpool.workers.template_handle import LIMITS, Template, UnsafeError, why_impossible
@@ -160,57 +157,30 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Hold signal handlers, other threads and forks while processes start."""
-    with (
-        InterruptsHeld(),
-        _one_at_a_time,
-        blocked_interrupts(),
-        _start_method_kept(),
-        _children_allowed(),
-        _missing_main_hidden(),
-    ):
-        yield
+    """Hold signal handlers, other threads and forks while processes start.
 
-
-@contextmanager
-def _start_method_kept() -> Iterator[None]:
-    """Leave the caller's start method undecided if it was: spawning fixes the default."""
-    before: Any = multiprocessing.get_start_method(allow_none=True)  # None, whatever its type
-    try:
-        yield
-    finally:
-        if before is None:
-            multiprocessing.set_start_method(None, force=True)
-
-
-@contextmanager
-def _children_allowed() -> Iterator[None]:
-    """Let a daemonic process start workers, such as a worker of a ``DataLoader`` or of a pool.
-
-    multiprocessing refuses, as such a process is killed and would leave them; workers end with it.
+    Starting a process would fix the caller's default start method if that is undecided, refuse a
+    caller that is daemonic, such as a worker of a ``DataLoader`` (such a process is killed and
+    would leave children of multiprocessing, but these end with it), and let workers import a main
+    module that is no file, such as ``<stdin>``.
     """
+    main_module = vars(sys.modules["__main__"])
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    before = config.pop("daemon", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            config["daemon"] = before
-
-
-@contextmanager
-def _missing_main_hidden() -> Iterator[None]:
-    """Keep workers from importing a main module that is no file, such as ``<stdin>``."""
-    main_module = sys.modules["__main__"]
-    path = getattr(main_module, "__file__", None)
-    if path is None or os.path.exists(path):
-        yield
-        return
-    del main_module.__file__
-    try:
-        yield
-    finally:
-        main_module.__file__ = path
+    with InterruptsHeld(), _one_at_a_time, blocked_interrupts():
+        method: Any = multiprocessing.get_start_method(allow_none=True)  # None, whatever its type
+        daemon = {"daemon": config.pop("daemon")} if "daemon" in config else {}
+        path = main_module.get("__file__")
+        is_hidden = path is not None and not os.path.exists(path)
+        if is_hidden:
+            del main_module["__file__"]
+        try:
+            yield
+        finally:
+            config.update(daemon)
+            if is_hidden:
+                main_module["__file__"] = path
+            if method is None:
+                multiprocessing.set_start_method(None, force=True)
 
 
 class _Process(SpawnProcess):
