@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,7 @@ from rlpool.data.storage import Memory, allocate
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 
-_T = TypeVar("_T")
-
-_WORD_BYTES = 8
-_N_WORDS = 2  # after the values: the start of the window, and the version of the sequence lock
-
-_N_OPTIMISTIC = 8  # attempts before a reader takes the lock; both sides take microseconds
+_WORD_BYTES = 8  # after the values: the start of the window
 
 
 class Layout(NamedTuple):
@@ -59,61 +54,6 @@ class Layout(NamedTuple):
         return View(self.sizes, (range(start, start + n_rows), *map(range, self.sizes[1:])))
 
 
-class SequenceLock:
-    """Lets one process at a time change shared memory, while others read it.
-
-    Args:
-        cell: An int64 of the memory, for the version.
-        fd: Descriptor of the memory, which has to stay open; ``None`` for memory that no other
-            process sees, which is not locked.
-    """
-
-    def __init__(self, cell: memoryview, fd: int | None) -> None:
-        self._cell = cell
-        self._fd = fd
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Change the memory in this context; waits while another process does."""
-        if self._fd is None:
-            yield
-            return
-        with _locked(self._fd):
-            self._cell[0] |= 1  # odd already if a process died during a change
-            try:
-                yield
-            finally:
-                self._cell[0] += 1
-
-    def read(self, look: Callable[[], _T]) -> _T:
-        """Call ``look`` until the memory does not change meanwhile; returns its result."""
-        if self._fd is None:
-            return look()
-        for _ in range(_N_OPTIMISTIC):
-            version = self._cell[0]
-            if version % 2:
-                continue
-            try:
-                result = look()
-            except Exception:
-                if self._cell[0] == version:
-                    raise
-            else:
-                if self._cell[0] == version:
-                    return result
-        with _locked(self._fd):
-            return look()
-
-
-@contextmanager
-def _locked(fd: int) -> Iterator[None]:
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
-
-
 class Allocation:
     """Values and the position of the window, for every process that maps the memory.
 
@@ -130,14 +70,13 @@ class Allocation:
         self._directory = directory
         root = memory.root()
         self._values = root[: layout.n_bytes].view(layout.dtype).reshape(layout.sizes)
-        self._words: Any = root[-_N_WORDS * _WORD_BYTES :].view(np.int64).data
-        self._version: Any = SequenceLock(self._words[1:], memory.shared_fd)
+        self._start: Any = root[-_WORD_BYTES:].view(np.int64).data
         self._shown = 0, layout.rows(0, layout.window)
 
     @classmethod
     def new(cls, storage: str, layout: Layout, directory: str | Path | None) -> Allocation:
         """An allocation in new memory, all zeros, with the window at the front."""
-        n_bytes = layout.n_bytes + -layout.n_bytes % _WORD_BYTES + _N_WORDS * _WORD_BYTES
+        n_bytes = layout.n_bytes + -layout.n_bytes % _WORD_BYTES + _WORD_BYTES
         memory = allocate(storage, n_bytes, directory=directory)
         # Writing to a page for which a disk has no space would kill the process.
         memory.reserve(0, n_bytes)
@@ -159,8 +98,8 @@ class Allocation:
     def visible(self) -> View:
         """The rows that the window shows now."""
         start, view = self._shown
-        if self._words[0] != start:
-            start = self._words[0]
+        if self._start[0] != start:
+            start = self._start[0]
             view = self.layout.rows(start, self.layout.window)
             self._shown = start, view
         return view
@@ -168,39 +107,45 @@ class Allocation:
     def rotate(self) -> None:
         """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""
         values, padding, full_size = self.values, self.layout.padding, self.layout.full_size
-        with self._version.changing():
-            start = self._words[0] + self.layout.window
+        with self.locked():
+            start = self._start[0] + self.layout.window
             if start == full_size:
                 start = 0
                 values[: 2 * padding] = values[full_size:]
-            # Last, and in one store: readers without a lock see the old window or the new one.
-            self._words[0] = start
+            # Last, and in one store: views that are made meanwhile show the old or the new window.
+            self._start[0] = start
 
     def go_to_end(self) -> None:
         """Move the window to the end; UsageError after ``close``."""
-        self.open_memory()
-        with self._version.changing():
-            self._words[0] = self.layout.full_size - self.layout.window
+        with self.locked():
+            self._start[0] = self.layout.full_size - self.layout.window
 
-    def unrotated(self, look: Callable[[], _T]) -> _T:
-        """Call ``look`` while no process rotates, repeatedly if need be; returns its result."""
-        self.open_memory()
-        result: _T = self._version.read(look)
-        return result
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """A section in which no other process rotates; UsageError after ``close``."""
+        fd = self.open_memory().shared_fd
+        if fd is None:  # no other process sees it
+            yield
+            return
+        fcntl.lockf(fd, fcntl.LOCK_EX)  # the kernel releases it when a process dies
+        try:
+            yield
+        finally:
+            fcntl.lockf(fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Release the memory; repeatable."""
         if self.memory is not None:
             self.memory.recall()
-            self.memory = self._version = None
+            self.memory = None
             self._values = self._values[:0].copy()
-            self._words = self._words.tolist()  # closed arrays still have a shape
+            self._start = self._start.tolist()  # closed arrays still have a shape
 
     def copied(self) -> Allocation:
         """Another allocation of the same kind, with the same values and window."""
         copy = Allocation.new(self.storage, self.layout, self._directory)
-        target, source = copy.open_memory().root(), self.open_memory().root()
-        self.unrotated(lambda: np.copyto(target, source))
+        with self.locked():
+            np.copyto(copy.open_memory().root(), self.open_memory().root())
         return copy
 
     def __reduce__(self) -> tuple[Callable[..., Allocation], tuple[Any, ...]]:

@@ -301,13 +301,10 @@ class Array:
         return values
 
     def _read(self, look: Callable[[Values], Any]) -> Any:
-        """Apply a function to the values while no process rotates; it may run repeatedly."""
-
-        def look_at_elements() -> Any:
+        """Apply a function to the values while no other process rotates."""
+        with self._allocation.locked():
             target, place = self._region.place(self._allocation.values)
             return look(target[place])
-
-        return self._allocation.unrotated(look_at_elements)
 
     def to_tensor(self) -> torch.Tensor:
         """The values as a tensor on the CPU.
@@ -344,10 +341,12 @@ class Array:
         return values
 
     def __eq__(self, other: object) -> Any:
-        return self._read(lambda values: values == plain(other))
+        other = plain(other)
+        return self._read(lambda values: values == other)
 
     def __ne__(self, other: object) -> Any:
-        return self._read(lambda values: values != plain(other))
+        other = plain(other)
+        return self._read(lambda values: values != other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -417,6 +416,8 @@ class Array:
 
 def plain(value: Any) -> Any:
     """A value to write or compare, in a form that NumPy accepts."""
+    if isinstance(value, Array):
+        return np.asarray(value)
     return as_numpy(value) if isinstance(value, torch.Tensor) else value
 
 

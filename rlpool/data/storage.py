@@ -19,7 +19,6 @@ import errno
 import mmap
 import os
 import tempfile
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,6 @@ from rlpool.machine.limits import human, machine_bytes
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
-
-_FAR = 2**63  # no file is so large
 
 _MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Python 3.12
 
@@ -116,7 +113,6 @@ class Memory:
         self._descriptor = descriptor or Descriptor(-1, 0, b"none")
         self.n_bytes = mapped.numel()
         self.kind = kind
-        self._reserved: list[tuple[int, int]] = []  # first byte and end of runs of pages
         if descriptor is not None:
             _mapped_here[descriptor.name] = self
 
@@ -194,27 +190,11 @@ class Memory:
         Raises:
             SpecError: If the disk or a quota is full. Nothing was written.
         """
-        if self.kind != "memmap" or start == stop:
-            return
-        # A disk gives whole pages, and mostly those that follow what it has given before.
-        start = start // PAGE_BYTES * PAGE_BYTES
-        runs = self._reserved
-        before = bisect_right(runs, (start, _FAR)) - 1
-        first, end = runs[before] if before >= 0 else (0, -1)
-        goes_on = start <= end
-        if goes_on:
-            start = end
-        if start >= stop:
-            return
-        stop = _round_up(stop)
-        try:
-            os.posix_fallocate(self.fd, start, stop - start)
-        except OSError as error:
-            raise _refused(error, f"{human(stop - start)} of a memmap") from error
-        if goes_on:
-            runs[before] = first, stop
-        else:
-            runs.insert(before + 1, (start, stop))
+        if self.kind == "memmap" and start < stop:
+            try:
+                os.posix_fallocate(self.fd, start, stop - start)  # takes 3 us if it is there
+            except OSError as error:
+                raise _refused(error, f"{human(stop - start)} of a memmap") from error
 
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, ...]]:
         if self.kind == "local":

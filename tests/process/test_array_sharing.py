@@ -278,7 +278,7 @@ def rotate_often(pipe: Connection, array: Array) -> None:
 
 
 def die_while_rotating(pipe: Connection, array: Array) -> None:
-    with array._allocation._version.changing():
+    with array._allocation.locked():
         os.kill(os.getpid(), signal.SIGKILL)
 
 

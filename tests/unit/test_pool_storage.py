@@ -43,10 +43,14 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
 ) -> None:
     """Whatever is reserved on the way; what is not reserved would end the process."""
     n_left = n_reserved = 0
+    given: set[tuple[int, int]] = set()
 
     def is_full(start: int, n_bytes: int) -> bool:
         nonlocal n_left, n_reserved
+        if (start, n_bytes) in given:
+            return False
         n_left -= 1
+        given.update([(start, n_bytes)] if n_left >= 0 else [])
         n_reserved += n_bytes if n_left >= 0 else 0
         return n_left < 0
 
