@@ -161,17 +161,14 @@ class ActingAgent(Agent):
             obs=seen,
             **self._mode,
         )
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise SpecError(
-                f"act() returned {type(result).__name__}, not (action, internal state)",
-                fix="return ((action, ...), internal_state)",
-            )
-        action = _first(result[0])
-        leaves, structure = _pytree.tree_flatten((action.to(previous.dtype), result[1]))
+        chosen, *internals = result if isinstance(result, tuple) else (result,)
+        action = _first(chosen)
+        leaves, _ = _pytree.tree_flatten((action.to(previous.dtype), *internals))
         if len(leaves) != len(self._batch_dims):
             raise SpecError(
-                f"act() returned the internal state {structure}, get_initial_info() gave "
-                f"{self._structure}"
+                "act() did not return (action, internal state) with an internal state like that of "
+                "get_initial_info()",
+                fix="return ((action, ...), internal_state)",
             )
         return action, DictTensor(self._state_of(leaves))
 
@@ -234,17 +231,12 @@ class RandomAgent(Agent):
 
 def _batch_dim(leaf: Any, is_first: bool) -> int:
     """The batch dimension of a tensor of the initial internal state."""
-    if not isinstance(leaf, Tensor):
+    shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
+    dim = 1 if len(shape) >= 3 and shape[1] == 1 and not is_first else 0
+    if not shape or shape[dim] != 1:
         raise SpecError(
-            f"the internal state holds a {type(leaf).__name__}, not only tensors",
-            fix="make it a tensor, or a tuple, dict or DictTensor of tensors",
-        )
-    dim = 1 if leaf.ndim >= 3 and leaf.shape[1] == 1 and not is_first else 0
-    if leaf.ndim == 0 or leaf.shape[dim] != 1:
-        raise SpecError(
-            f"the initial internal state has shape {list(leaf.shape)}, "
-            "of which no dimension is a batch of 1",
-            fix="return [1, ...], or [layers, 1, ...] as torch.nn.GRU takes it",
+            f"the initial internal state holds {leaf!r:.60}, not a tensor for a batch of 1",
+            fix="return tensors [1, ...], or [layers, 1, ...] as torch.nn.GRU takes it",
         )
     return dim
 

@@ -9,8 +9,8 @@ from typing import Any
 from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
-from rlpool.loop.plan import Episode, OnePlan
+from rlpool.errors import AgentError, EnvError, SpecError, UsageError
+from rlpool.loop.plan import OnePlan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
@@ -18,7 +18,7 @@ from rlpool.manager.worker import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
 from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, store_into
 from rlpool.record.failures import LOCAL_HINT
-from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
+from rlpool.seeding import probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
 
 BATCH_ROWS = 16
@@ -28,7 +28,7 @@ MAX_CHUNK = 128
 """Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
 out in pieces."""
 
-_Drawn = tuple[int, list[Episode], Words]
+_Draw = tuple[int, int, list[Options]]
 
 
 def collect_rollouts_parallel(
@@ -101,10 +101,13 @@ def collect_rollouts_parallel(
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
     try:
-        drawn = _draw_episodes(learner, n_rollouts, tasks, lanes.n_lanes)
+        drawn = _draw(learner, n_rollouts, tasks)
         _run(drawn, Rollout(agent, lanes, agent_rows=n_rows), lanes, deliver)
     except (EnvError, AgentError) as error:
-        raise _placed(error, lanes) from error.__cause__
+        if isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager):
+            raise  # from another process, and says so
+        where = error.where._replace(worker=None)
+        raise error.reworded(where=where, hint=LOCAL_HINT) from error.__cause__
     return sum(lengths)
 
 
@@ -159,54 +162,38 @@ class Learner:
     collect_rollouts_parallel = collect_rollouts_parallel
 
 
-def _run(drawn: _Drawn, rollout: Rollout, lanes: VecEnv, deliver: Deliver) -> None:
+def _run(drawn: _Draw, rollout: Rollout, lanes: VecEnv, deliver: Deliver) -> None:
     """Run rollouts, and deliver those that are complete even if one fails."""
-    root, episodes, keys = drawn
-    options = episodes[0].options if episodes else None
+    root, n_before, options = drawn
     # Environments see one reset per rollout, unless only another one can show what they observe.
-    steps = rollout.probe(probe_seed(root), [options] * lanes.n_lanes, None, resets=False)
+    first = options[:1] or [None]
+    steps = rollout.probe(probe_seed(root), first * lanes.n_lanes, None, resets=False)
     horizon = int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK)
     layout = Layout(steps, lanes.n_lanes, min(horizon, MAX_CHUNK), 1)
     observed = list(lanes.columns.observed) if lanes.columns is not None else []
-    plan = RolloutPlan(layout, observed, episodes, keys, deliver)
+    plan = RolloutPlan(layout, observed, root, n_before, options, deliver)
     try:
         rollout.run(OnePlan(plan))
     finally:
         plan.deliver_rest()
 
 
-def _draw_episodes(
-    learner: Any, n_rollouts: int, tasks: Sequence[Any] | None, n_lanes: int
-) -> _Drawn:
-    """Root, episodes and the keys of their noise; the learner remembers how many were drawn."""
-    root, collection, n_before = _drawn(learner)
-    seed = getattr(learner, "seed", None)
-    learner._rlpool_drawn = (seed, root, collection + 1, n_before + n_rollouts)
-    options: list[Options] = [None] * n_rollouts
-    if tasks is not None:
-        draws = task_draws(root, collection, n_rollouts, len(tasks))
-        options = [{TASK_OPTION: tasks[draw]} for draw in draws]
-    seeds = episode_seeds(root, n_before, n_rollouts)
-    episodes = [
-        Episode(i, seeds[i], options[i], None, i % n_lanes, running_number=i)
-        for i in range(n_rollouts)
-    ]
-    return root, episodes, noise_keys(root, n_before, n_rollouts)
+def _draw(learner: Any, n_rollouts: int, tasks: Sequence[Any] | None) -> _Draw:
+    """Draw the next rollouts of a learner, which remembers how many were drawn from its seed.
 
-
-def _drawn(learner: Any) -> tuple[int, int, int]:
-    """Root, and how many collections and rollouts were drawn from it: none yet if the seed is new.
-
-    Drawn once if there is no seed, and kept with the learner.
+    Returns:
+        Root, how many rollouts were drawn from it before, and the options of these.
     """
     seed = getattr(learner, "seed", None)
-    drawn_for, root, n_collections, n_rollouts = getattr(
-        learner, "_rlpool_drawn", (object(), 0, 0, 0)
-    )
+    fresh = (object(), 0, 0, 0)
+    drawn_for, root, collection, n_before = getattr(learner, "_rlpool_drawn", fresh)
     if drawn_for != seed:
-        root, n_collections, n_rollouts = root_from(seed), 0, 0
-        learner._rlpool_drawn = (seed, root, n_collections, n_rollouts)
-    return root, n_collections, n_rollouts
+        root, collection, n_before = root_from(seed), 0, 0
+    learner._rlpool_drawn = (seed, root, collection + 1, n_before + n_rollouts)
+    if tasks is None:
+        return root, n_before, [None] * n_rollouts
+    draws = task_draws(root, collection, n_rollouts, len(tasks))
+    return root, n_before, [{TASK_OPTION: tasks[draw]} for draw in draws]
 
 
 def _agent(learner: Any, lanes: VecEnv, arch: AGENT_ARCHS, random_actions: bool) -> Agent:
@@ -246,7 +233,7 @@ def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
         )
     if isinstance(env, VecEnv):
         return env
-    # Kept with the learner: what undeclared environments show is learnt by a reset of its own.
+    # Kept with the learner: an environment is adapted once, and shows once what it observes.
     if getattr(learner, "_rlpool_train_env", None) is not env:
         learner._rlpool_train_env, learner._rlpool_lanes = env, GymEnv([env])
     lanes: VecEnv = learner._rlpool_lanes
@@ -256,21 +243,12 @@ def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
 def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
     """The tasks to draw from, ``None`` for environments without tasks."""
     tasks = getattr(learner, "train_tasks", None)
-    if tasks is None and isinstance(lanes, GymEnv):
-        return tasks_of(lanes)[2]
     if tasks is None:
-        return getattr(lanes, "all_tasks", None)
+        is_local = isinstance(lanes, GymEnv)
+        return tasks_of(lanes)[2] if is_local else getattr(lanes, "all_tasks", None)
     if not isinstance(tasks, Iterable) or not (tasks := list(tasks)):
         raise SpecError(
             f"train_tasks is {tasks!r}",
             fix="give a list of tasks to draw from, or None for all that the environment knows",
         )
     return tasks
-
-
-def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
-    """The error of an environment or agent, with the hint of a learner."""
-    is_remote = isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager)
-    where = error.where if is_remote else error.where._replace(worker=None)
-    here = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT
-    return error.reworded(where=where, hint=error.hint and here)

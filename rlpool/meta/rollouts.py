@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +12,13 @@ from torch.utils import _pytree
 from rlpool.agents.noise import NoiseStarts
 from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, is_action
 from rlpool.data.storage import Memory, NDArray
+from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.arguments import takes_keyword
 from rlpool.meta.agents import AGENT_ARCHS
 from rlpool.record.tape import joined
-from rlpool.seeding import Words
+from rlpool.seeding import episode_seeds, noise_keys
 from rlpool.slots.blocks import Layout
 
 
@@ -56,21 +57,25 @@ class RolloutPlan(Plan):
     Args:
         layout: One slot per lane. Longer rollouts are copied out slot by slot.
         observed: The keys of an observation.
-        episodes: The rollouts, with their lanes as slots.
-        noise_keys: One per rollout.
+        root: Root of seeds and noise.
+        n_before: How many rollouts were drawn from it before.
+        options: Of the reset of each rollout.
         deliver: Takes complete rollouts in the order of their numbers.
     """
 
     layout: Layout
     observed: Sequence[str]
-    episodes: Sequence[Episode]
-    noise_keys: Words
+    root: int
+    n_before: int
+    options: Sequence[Options]
     deliver: Deliver
 
     def __post_init__(self) -> None:
         self.arrays = self.layout.arrays(Memory.local(self.layout.n_bytes).root())
-        step = self.layout.step
-        self._noise = NoiseStarts(self.noise_keys, step.n_noise) if step.n_noise else None
+        step, n_rollouts = self.layout.step, len(self.options)
+        self._seeds = episode_seeds(self.root, self.n_before, n_rollouts)
+        keys = noise_keys(self.root, self.n_before, n_rollouts)
+        self._noise = NoiseStarts(keys, step.n_noise) if step.n_noise else None
         self._next = list(range(step.n_lanes))  # the next rollout of each lane
         self._chunks: dict[int, list[dict[str, NDArray]]] = {}
         self._complete: dict[int, RolloutColumns] = {}
@@ -82,9 +87,10 @@ class RolloutPlan(Plan):
         episodes: dict[int, Episode] = {}
         for lane in lanes:
             number = self._next[lane]
-            if number < len(self.episodes):
+            if number < len(self.options):
                 noise = None if self._noise is None else self._noise[number]
-                episodes[lane] = replace(self.episodes[number], noise=noise)
+                seed, options = self._seeds[number], self.options[number]
+                episodes[lane] = Episode(number, seed, options, noise, lane, running_number=number)
                 self._next[lane] += len(self._next)
         return episodes
 
@@ -94,29 +100,21 @@ class RolloutPlan(Plan):
 
     def take_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Copy slots out; the last one of a rollout completes it."""
-        for episode, slot, _, is_last in chunks:
-            self._take_chunk(episode, slot, is_last)
-
-    def _take_chunk(self, episode: int, slot: int, is_last: bool) -> None:
-        length = int(self.arrays.control["length"][slot])
-        chunks = self._chunks.setdefault(episode, [])
         kept = (*self.observed, *self._acted, "reward")
-        chunks.append({key: self.arrays.rows[key][slot, :length].copy() for key in kept})
-        if not is_last:
-            return
-        self._complete[episode] = self._joined(self._chunks.pop(episode), slot)
+        for episode, slot, _, is_last in chunks:
+            length = int(self.arrays.control["length"][slot])
+            copies = {key: self.arrays.rows[key][slot, :length].copy() for key in kept}
+            self._chunks.setdefault(episode, []).append(copies)
+            if is_last:
+                self._complete[episode] = self._joined(self._chunks.pop(episode), slot)
         while self._n_delivered in self._complete:
+            self.deliver(self._complete.pop(self._n_delivered))
             self._n_delivered += 1
-            self._deliver(self._n_delivered - 1)
 
     def deliver_rest(self) -> None:
         """Deliver what is complete although an earlier rollout failed."""
-        for number in sorted(self._complete):
-            self._deliver(number)
-
-    def _deliver(self, number: int) -> None:
-        # Forgotten first: a rollout that is refused is not offered twice.
-        self.deliver(self._complete.pop(number))
+        while self._complete:
+            self.deliver(self._complete.pop(min(self._complete)))
 
     def _joined(self, chunks: Sequence[dict[str, NDArray]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals

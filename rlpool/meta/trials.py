@@ -20,7 +20,7 @@ from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.rollouts import TASK_OPTION
-from rlpool.seeding import root_from, seed_from, worker_seed
+from rlpool.seeding import seed_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
 
@@ -324,12 +324,8 @@ def make_env(
     check_is_env("env_id returned", env, fix)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
-        seed = seed_from(whole_number("seed", seed, 0))
-        if trials._inner("reset_task") is None:
-            trials.env.reset(seed=seed)
-        else:  # it may need its first task before its first reset
-            trials._first_seed = seed_before_task(trials.env, seed)
-        trials.action_space.seed(seed)
+        trials._first_seed = seed_from(whole_number("seed", seed, 0))
+        trials.action_space.seed(trials._first_seed)
     return trials
 
 
@@ -388,15 +384,12 @@ def make_parallel_env(
     whole_number("episodes_per_task", episodes_per_task, 1)
     whole_number("envs_per_worker", envs_per_worker, 1)
     n_workers = worker_count(n_workers)
-    root = root_from(seed)
     policy = {
         each.name: kwargs.pop(each.name) for each in fields(FailurePolicy) if each.name in kwargs
     }
     make = partial(make_env, env_id, episodes_per_task, oracle=oracle, **kwargs)
-    n_envs = n_workers * envs_per_worker
-    env_fns = [partial(make, seed=worker_seed(root, lane)) for lane in range(n_envs)]
     return ParallelEnvManager(
-        env_fns,
+        [make] * (n_workers * envs_per_worker),
         envs_per_worker=envs_per_worker,
         seed=seed,
         timeout=timeout,
