@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
-from itertools import accumulate, chain, repeat, takewhile
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -70,25 +69,17 @@ class CrashOnly:
         self._thread_inside = me
 
     def _is_inside(self, thread: int, frame: FrameType | None) -> bool:
-        """Whether a thread is inside a call; ``frame`` is where to look if it is this thread."""
-        frames = [] if thread == threading.get_ident() else _stack_of(thread)
-        while frame is not None and thread == threading.get_ident():
-            frames.append(frame)
+        """Whether a thread is inside a call; ``frame`` is where to look if it is this thread.
+
+        Another thread is while it lives, though its call may have been interrupted.
+        """
+        if thread != threading.get_ident():
+            return thread in sys._current_frames()
+        while frame is not None:
+            if frame.f_code is _GUARDED and frame.f_locals.get("owner") is self:
+                return True
             frame = frame.f_back
-        return any(
-            each.f_code is _GUARDED and each.f_locals.get("owner") is self for each in frames
-        )
-
-
-def _stack_of(thread: int) -> list[FrameType]:
-    """The frames of another thread, the innermost first; none if it has ended.
-
-    All in functions in C, during which no other thread runs: a generator that gives its next value
-    while Python code looks from frame to frame is cut off from those that called it.
-    """
-    innermost = map(dict.get, iter(sys._current_frames, None), [thread])
-    frames: Any = accumulate(chain(innermost, repeat("f_back")), getattr)  # type: ignore[arg-type]
-    return list(takewhile(bool, frames))
+        return False
 
 
 def whole(call: _Call) -> _Call:

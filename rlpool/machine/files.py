@@ -12,44 +12,27 @@ from typing import Any
 from rlpool.errors import SpecError
 
 
-def file_at(path: str | os.PathLike[str]) -> Path:
-    """The file that a path leads to, through links. There need not be one yet.
-
-    Args:
-        path: The path.
-
-    Raises:
-        ValueError: If there is something else: to open a pipe would wait for its other end, and a
-            file in its place, or in that of a device, would be the end of it.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise ValueError("it is not a file")
-    return target
-
-
 def checked_target(argument: str, path: Any) -> Path:
-    """The file that an argument names, which is to be written.
+    """The file that an argument names, through links, which is to be written.
 
     Args:
         argument: Its name.
         path: Its value.
 
     Raises:
-        SpecError: If no file can be written there.
+        SpecError: If no file can be written there, or there is something else: to open a pipe would
+            wait for its other end, and a file in its place would be the end of it.
     """
+    what = f"{argument}={path!r} cannot be written: "
     try:
-        target = file_at(path)
+        target = Path(os.path.realpath(path))
     except (TypeError, ValueError) as error:
-        what = f"{argument}={path!r} cannot be written: {error}"
-        raise SpecError(what, fix="choose another path") from None
-    folder = target.parent
-    if not folder.is_dir():
-        what = f"{argument}={str(path)!r} is in a folder that does not exist: {str(folder)!r}"
-        raise SpecError(what, fix=f"create it with os.makedirs({str(folder)!r}), or choose another")
-    if not os.access(target if target.exists() else folder, os.W_OK):
-        what = f"{argument}={str(path)!r} cannot be written: this process may not write there"
-        raise SpecError(what, fix="choose another path")
+        raise SpecError(f"{what}{error}", fix="pass a path") from None
+    if target.exists() and not target.is_file():
+        raise SpecError(f"{what}it is not a file", fix="choose another path")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        why = "there is no such folder, or this process may not write there"
+        raise SpecError(f"{what}{why}", fix="choose another path")
     return target
 
 
@@ -58,7 +41,7 @@ def replaced(target: Path) -> Iterator[Path]:
     """Where to write a file, which replaces that at ``target`` unless this raises.
 
     Args:
-        target: What ``file_at`` returned.
+        target: What ``checked_target`` returned.
     """
     unfinished = target.with_name(f".{uuid.uuid4().hex}")
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,8 +81,3 @@ class OwnGenerators:
         finally:
             self._own = current_generators()
             use_generators(callers)
-
-
-def seeded_generators(seed: int | None) -> AbstractContextManager[None]:
-    """A section with separate generators, seeded unless ``seed`` is ``None``."""
-    return OwnGenerators(seed).in_use()

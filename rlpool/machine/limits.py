@@ -148,12 +148,8 @@ def process_activity(pid: int | None) -> int:
     return 1 + sum(int(fields[n]) for n in (7, 9, 11, 12)) if fields else 0
 
 
-def resident_bytes(pid: int | str | None = "self") -> int:
-    """Resident memory of a process without shared blocks; 0 if it is unknown.
-
-    Args:
-        pid: The process, by default this one.
-    """
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process without shared blocks; 0 if it is unknown."""
     file = Path(f"/proc/{pid}/status")
     return _kilobytes(file, "RssAnon", 0) + _kilobytes(file, "RssFile", 0)
 
@@ -281,7 +277,16 @@ def check_workers(
     Raises:
         SpecError: Naming what is needed, what is left, and the remedy.
     """
-    refuse_too_many_workers(n_workers, descriptors_each, advice, memory)
+    for quota in worker_quotas(descriptors_each, memory):
+        if n_workers > quota.room:
+            needed = quota.text(n_workers * quota.each + quota.spare)
+            of = "of " if quota.noun == "memory" else ""
+            fits = f" ({quota.room} would fit)" if quota.room else ""
+            raise SpecError(
+                f"{n_workers} workers need {needed} {of}{quota.noun}, but only "
+                f"{quota.text(quota.free)} are free",
+                fix=f"{advice}{fits}, or {quota.remedy}",
+            )
     if n_workers > _MOST_PER_CORE * n_cores():
         _LOG.warning(
             "worker processes: %d, cores that this process may use: %d; unless environments "
@@ -299,22 +304,6 @@ def _warn_of_processor(name: str) -> None:
             "another order: compare results with those of n_workers=0",
             name,
         )
-
-
-def refuse_too_many_workers(
-    n_workers: int, descriptors_each: int, advice: str, memory: tuple[int, int]
-) -> None:
-    """What ``check_workers`` does, without the warnings."""
-    for quota in worker_quotas(descriptors_each, memory):
-        if n_workers > quota.room:
-            needed = quota.text(n_workers * quota.each + quota.spare)
-            of = "of " if quota.noun == "memory" else ""
-            what = f"{n_workers} workers need {needed} {of}{quota.noun}"
-            fits = f" ({quota.room} would fit)" if quota.room else ""
-            raise SpecError(
-                f"{what}, but only {quota.text(quota.free)} are free",
-                fix=f"{advice}{fits}, or {quota.remedy}",
-            )
 
 
 def worker_quotas(

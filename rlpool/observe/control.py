@@ -84,18 +84,6 @@ class State(IntEnum):
     GONE = 4  # without a successor
 
 
-def state_name(state: State, n_starts: int) -> str:
-    """What the state of a worker is called whose processes were started ``n_starts`` times."""
-    if state is State.UP:
-        return "alive"
-    if state is State.LEAVING:
-        return "leaving"
-    if state is State.GONE:
-        return "dead"
-    n_before = n_starts - 1 if state is State.STARTING else n_starts
-    return "restarting" if n_before > 0 else "starting"
-
-
 class WorkerRecord:
     """A worker's part of the shared record, as it writes it.
 
@@ -287,12 +275,11 @@ class Control:
 
     def set_state(self, worker: int, state: State) -> None:
         """Record what a worker is doing."""
-        row = self.rows[worker]
-        row[Word.STATE] = state
+        self.rows[worker, Word.STATE] = state
 
     def request_begins(self, number: int, n_rows: int) -> None:
         """Record that a request is sent to the workers."""
-        entry = self._requests.tolist().index(0)
+        (entry,) = self._entries(0)
         self.rows[:, Word.N_FINISHED + entry] = 0
         self.header[Head.N_ROWS + entry] = n_rows
         self._requests[entry] = number

@@ -14,7 +14,6 @@ from rlpool.observe.control import (
     Head,
     State,
     Word,
-    state_name,
 )
 
 _COUNTS = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS, Word.N_STEPS)
@@ -180,7 +179,7 @@ class StatsReader:
         return WorkerStats(
             worker=worker,
             pid=pid,
-            state=_state_of(State(int(row[Word.STATE])), pid, n_starts),
+            state=_state_of(row[Word.STATE], pid, n_starts),
             restarts=max(0, n_starts - 1),
             n_steps=int(row[Word.N_STEPS]),
             n_episodes=int(row[Word.N_EPISODES]),
@@ -208,7 +207,11 @@ class StatsReader:
         return tuple(lanes)
 
 
-def _state_of(state: State, pid: int, n_starts: int) -> str:
+def _state_of(state: int, pid: int, n_starts: int) -> str:
     """What a worker's state is called, by someone who sees whether its process is there."""
     is_there = state in (State.STARTING, State.UP)  # as far as its owner knows
-    return "dead" if is_there and pid and has_ended(pid) else state_name(state, n_starts)
+    if state == State.GONE or (is_there and pid and has_ended(pid)):
+        return "dead"
+    if state in (State.UP, State.LEAVING):
+        return "alive" if state == State.UP else "leaving"
+    return "restarting" if n_starts > (state == State.STARTING) else "starting"

@@ -7,7 +7,6 @@ the program, which neither waits nor notices.
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.limits import has_ended, human
-from rlpool.observe.control import FILE_NAME, FORMAT, Control, Head, control_bytes
+from rlpool.observe.control import FILE_NAME, FORMAT, Control, Head
 from rlpool.observe.stats import LaneStats, Stats, StatsReader, WorkerStats
 
 EVERY_S = 0.5
@@ -63,17 +62,11 @@ class Program:
     """
 
     def __init__(self, pid: int) -> None:
-        if not Path(f"/proc/{pid}").exists():
-            raise UsageError(f"there is no process {pid}", fix=_OTHERS)
         self.pid = pid
         self._readers: dict[int, StatsReader] = {}  # by the number of the file that they read
         if not self.read():
-            raise self.shows_nothing()
-
-    def shows_nothing(self) -> UsageError:
-        """What to raise if it has neither a batcher nor a manager."""
-        what = f"process {self.pid} has no batcher and no ParallelEnvManager"
-        return UsageError(what, fix="look again when it has made one, or give another process")
+            what = f"process {pid} has no batcher and no ParallelEnvManager"
+            raise UsageError(what, fix="look again when it has made one, or give another process")
 
     def read(self) -> list[Stats]:
         """What the workers of each of its batchers and managers do, the oldest first.
@@ -86,18 +79,13 @@ class Program:
         for path in _control_files(self.pid):
             with suppress(OSError):  # closed meanwhile
                 number = path.stat().st_ino
-                known = self._readers.get(number)
-                control = None if known else _opened(path, self.pid)
-                # A worker has the record open, too.
-                if control is not None and control.header[Head.OWNER_PID] == self.pid:
-                    known = StatsReader(control)
-                if known is not None:
-                    readers[number] = known
+                if reader := self._readers.get(number) or _reader_of(path, self.pid):
+                    readers[number] = reader
         self._readers = dict(sorted(readers.items()))
         all_stats = [reader.read() for reader in self._readers.values()]
         # Last, since it may end at any time; what ends has no files, or none that may be read.
         if has_ended(self.pid):
-            raise UsageError(f"process {self.pid} has ended", fix=_OTHERS)
+            raise UsageError(f"there is no process {self.pid}, or it has ended", fix=_OTHERS)
         return all_stats
 
 
@@ -136,25 +124,21 @@ def _control_files(pid: int) -> list[Path]:
     return found
 
 
-def _opened(path: Path, pid: int) -> Control | None:
-    """A shared record, read only; ``None`` if it is just being made.
+def _reader_of(path: Path, pid: int) -> StatsReader | None:
+    """Reads a shared record; ``None`` if it is just being made, or the process is a worker.
 
     Raises:
         UsageError: If another version of rlpool wrote it.
     """
-    with path.open("rb") as file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        if not n_bytes:
-            return None  # it is being made
-        memory = mmap.mmap(file.fileno(), n_bytes, prot=mmap.PROT_READ)
-    words = np.frombuffer(memory, np.int64)
-    written, n_workers = int(words[Head.FORMAT]), int(words[Head.N_WORKERS])
-    if not written:
-        return None
-    if written != FORMAT or n_bytes < control_bytes(n_workers):
+    if not path.stat().st_size:
+        return None  # it is being made
+    words = np.memmap(path, np.int64, "r")
+    if words[Head.FORMAT] not in (0, FORMAT):
         what = f"process {pid} runs another version of rlpool"
         raise UsageError(what, fix="use python -m rlpool top of the environment that it runs in")
-    return Control(words, n_workers)
+    if not words[Head.FORMAT] or words[Head.OWNER_PID] != pid:
+        return None
+    return StatsReader(Control(np.asarray(words), int(words[Head.N_WORKERS])))
 
 
 # The command ---------------------------------------------------------------------------------
@@ -206,8 +190,6 @@ def _show(program: Program, once: bool) -> None:
                 raise
             sys.stdout.write(f"process {program.pid} has ended\n")
             return
-        if once and not all_stats:  # closed meanwhile
-            raise program.shows_nothing()
         is_live = sys.stdout.isatty() and not once
         sys.stdout.write((_CLEAR if is_live else "") + _text(all_stats))
         sys.stdout.flush()

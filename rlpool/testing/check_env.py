@@ -35,7 +35,7 @@ from rlpool.errors import (
     described,
 )
 from rlpool.machine.arguments import takes_keyword, whole_number
-from rlpool.machine.generators import seeded_generators
+from rlpool.machine.generators import OwnGenerators
 from rlpool.record.failures import env_error
 from rlpool.record.tape import action_row
 from rlpool.seeding import episode_seeds, root_from, worker_seed
@@ -86,7 +86,7 @@ class Checks:
         for check in checks:
             try:
                 found = closing(check())
-                with warnings.catch_warnings(), seeded_generators(0), found as problems:
+                with warnings.catch_warnings(), OwnGenerators(0).in_use(), found as problems:
                     warnings.simplefilter("ignore")
                     for is_error, what, fix in islice(problems, 1):
                         text = compose(f"{check.__name__}: {what}", fix=fix)
@@ -105,7 +105,7 @@ class Checks:
     def make(self, number: int = 0) -> Any:
         """Call the function as worker ``number`` would; what it returns is closed by ``close``."""
         seed = worker_seed(self.root, number)
-        with seeded_generators(seed):
+        with OwnGenerators(seed).in_use():
             own = {"seed": seed} if self.takes_seed else {}
             self.made.append(self.source(**{**own, **self.arguments}))
         return self.made[-1]
@@ -227,7 +227,7 @@ class EnvChecks(Checks):
     @cached_property
     def steps(self) -> list[Step]:
         """Episodes of one instance, one after another."""
-        with seeded_generators(1):
+        with OwnGenerators(1).in_use():
             vec = self.lanes()
             self.space = getattr(vec, "observation_space", None)
             return [step for seed in self.seeds for step in self.episodes(vec, [seed])[0]]
@@ -261,7 +261,7 @@ class EnvChecks(Checks):
 
     def fresh_instance_repeats(self) -> Problems:
         """So does another instance, as after a crash, in each of its lanes, while others run."""
-        with seeded_generators(1):
+        with OwnGenerators(1).in_use():
             vec = self.lanes(1, n_lanes=2)
             n_lanes = vec.n_lanes if vec.seeding == "episode" else 1
             seeds = episode_seeds(self.root, 0, n_lanes)

@@ -369,8 +369,8 @@ def create_nothing(seed: int) -> GymEnv:
 
 
 def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_the_start(tmp_path: Path) -> None:
-    path, told = tmp_path / "no" / "run.jsonl", r"='.*run.jsonl' is in a folder that does not exist"
-    with pytest.raises(SpecError, match=f"record{told}.*\n  fix:   create it with os.makedirs"):
+    path, told = tmp_path / "no" / "run.jsonl", r"=.*run.jsonl.* there is no such folder"
+    with pytest.raises(SpecError, match=f"record{told}"):
         evaluate(Policy(), create_nothing, 2, record=path)
     with pytest.raises(SpecError, match=r"record=.* cannot be written: it is not a file"):
         evaluate(Policy(), create_nothing, 2, record=tmp_path)
