@@ -213,21 +213,15 @@ class EnvWorkers(CrashOnly):
         """Map buffers for what one lane shows and takes, and let the workers carry out commands."""
         specs = buffer_specs(observation, action, self.n_lanes, self.n_workers)
         sizes = carved_bytes(specs, 1)
-        n_bytes = sum(sizes.values())
-        check_size(
-            sizes,
-            lambda n_free: f"use fewer environments ({self.n_lanes * n_free // n_bytes} would fit)",
-            "the observations",
-        )
-        memory = Memory.shared(n_bytes, "rlpool-buffers")
+        check_size(sizes, lambda _: "use fewer environments", "the observations")
+        memory = Memory.shared(sum(sizes.values()), "rlpool-buffers")
         self.buffers.map(specs, memory)
         self.tapes.bind(self.buffers.action)
         for cell, wake in enumerate((*self.wakes, self._done)):
             wake.share(self.buffers.asleep[cell : cell + 1])
         self._mapped = MapArrays(specs), memory
         for worker in range(self.n_workers):
-            self.processes.send(worker, *self._mapped)
-            self.processes.send(worker, Begin())
+            self.brief(worker, self.reports[worker])
 
     # What lanes are doing -----------------------------------------------------------------------
 
@@ -526,10 +520,6 @@ class LaneFailure(EnvError, LaneError):
 
     lane: int
     call: str
-
-    def __reduce__(self) -> Any:
-        kind = EnvSpecError if isinstance(self, EnvSpecError) else EnvError
-        return kind(**self._constructor_arguments()).__reduce__()
 
 
 class LaneSpecFailure(LaneFailure, EnvSpecError):

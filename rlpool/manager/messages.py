@@ -55,16 +55,16 @@ class Begin:
 
     Attributes:
         n_seen: Number of the last step that was carried out.
-        payload: A ``Predecessor``, whose memory follows; ``None`` for a worker without one.
+        payload: A ``Predecessor``, whose memory follows.
     """
 
-    n_seen: int = 0
-    payload: Payload | None = None
+    n_seen: int
+    payload: Payload
 
 
 @dataclass(frozen=True)
 class Predecessor:
-    """Where the environments of a worker that is replaced were. Lanes count within the worker.
+    """Where the environments of the process before were. Lanes count within the worker.
 
     Attributes:
         tapes: The episode of each lane, without a step that is not finished.
@@ -83,15 +83,11 @@ class Reset:
 
     Attributes:
         number: Number of the command.
-        lanes: Ascending.
-        seeds: One per lane.
-        options: One per lane.
+        episodes: Lane, ascending, seed and options of each.
     """
 
     number: int
-    lanes: Sequence[int]
-    seeds: Sequence[int]
-    options: Sequence[Options]
+    episodes: Sequence[tuple[int, int, Options]]
 
 
 @dataclass(frozen=True)

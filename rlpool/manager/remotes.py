@@ -166,8 +166,6 @@ class Remote:
         try:
             values = as_numpy(action) if hasattr(action, "detach") else action
             row = action_row(report.action, report.native_action, values)
-        except SpecError:
-            raise
         except Exception as error:
             what = f"the action {action!r:.60} does not fit the action space: {described(error)}"
             raise SpecError(what) from error

@@ -94,12 +94,8 @@ class Stepper:
         self.divide_anew()
         for worker, mine in rows.items():
             first = workers.lanes_of[worker].start
-            message = Reset(
-                self._issued[worker] + 1,
-                [lanes[row] - first for row in mine],
-                [seeds[row] for row in mine],
-                [sent[row] for row in mine],
-            )
+            episodes = [(lanes[row] - first, seeds[row], sent[row]) for row in mine]
+            message = Reset(self._issued[worker] + 1, episodes)
             workers.processes.send(worker, message)
             workers.resets[worker], self._issued[worker] = message, message.number
             workers.commanded[worker] = [lanes[row] for row in mine]
@@ -179,12 +175,9 @@ class Stepper:
         Raises:
             SpecError, UsageError: If they are not.
         """
-        if not lanes or list(lanes) != sorted(set(lanes)) or lanes[0] < 0:
-            raise SpecError(f"lanes should be ascending numbers, got {list(lanes)}")
-        if lanes[-1] >= self._workers.n_lanes:
-            raise SpecError(
-                f"there are {self._workers.n_lanes} lanes, numbered from 0: no {lanes[-1]}"
-            )
+        given, n_lanes = list(lanes), self._workers.n_lanes
+        if not given or given != sorted(set(given)) or given[0] < 0 or given[-1] >= n_lanes:
+            raise SpecError(f"lanes should be ascending numbers below {n_lanes}, got {given}")
         closed = self._workers.closed_lanes.intersection(lanes)
         if closed:
             raise UsageError(f"environment {min(closed)} was closed by its remote")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import select
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import monotonic_ns
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from rlpool.data.specs import Declaration, structure_of_space
 from rlpool.data.storage import Memory
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.single_envs import all_tasks, how_to_make_one, is_environment, is_of_agents
+from rlpool.envs.single_envs import all_tasks, check_is_env
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError, described
 from rlpool.machine.generators import seed_generators
@@ -91,17 +91,11 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
     for number, create in enumerate(functions):
         lane = setup.first_lane + number
         control.lane[0] = number
-        env = called(where._replace(lane=lane), f"env_fns[{lane}]", create)
-        if not is_environment(env):
-            raise WorkerStartupError(
-                f"env_fns[{lane}] returned {type(env).__name__}, not an environment",
-                where=where._replace(lane=lane),
-                fix=how_to_make_one(env)
-                if is_of_agents(env)
-                else "let it return one Gymnasium environment",
-            )
-        envs.append(env)
+        envs.append(called(where._replace(lane=lane), f"env_fns[{lane}]", create))
     try:
+        for lane, env in enumerate(envs, setup.first_lane):
+            fix = "let it return one Gymnasium environment"
+            check_is_env(f"env_fns[{lane}] returned", env, fix)
         batch = GymEnv(envs, root_from(seed), **setup.options)
         _declare(batch, setup)
     except SpecError as error:
@@ -185,7 +179,7 @@ class EnvServer(Server):
         self._has_begun = False  # all arrays are mapped, and the predecessor's place is taken
         self._is_over = False
         self._n_seen = 0  # number of the last step
-        self._not_restored: dict[int, str] = {}  # lane: why it could not be restored
+        self._not_restored: dict[int, EnvError] = {}  # lanes that cannot go on, and why
         self._given_up: dict[int, tuple[int, int]] = {}  # see Predecessor
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
@@ -234,10 +228,9 @@ class EnvServer(Server):
             self._answer(message)
         elif isinstance(message, MapArrays) and memory is not None:
             self._map(message, memory)
-        elif isinstance(message, Begin):
+        elif isinstance(message, Begin) and memory is not None:
             self._n_seen = message.n_seen
-            if message.payload is not None and memory is not None:
-                self._restore(unpack(message.payload, memory))
+            self._restore(unpack(message.payload, memory))
             self._has_begun = True
             self._use_buffers()
         return True
@@ -245,7 +238,7 @@ class EnvServer(Server):
     def _retires(self, message: Message) -> bool:
         """Whether a successor should begin the episodes of a message; then this worker retires."""
         if isinstance(message, Reset):
-            n_resets = len(message.lanes)
+            n_resets = len(message.episodes)
         else:
             n_resets = int(isinstance(message, Call) and message.command == "reset")
         if not n_resets or not self._recycling.is_due(n_resets):
@@ -290,26 +283,26 @@ class EnvServer(Server):
                 place = {lane: Where()}
                 take_over(self._env, {lane: tape}, place, self._control.steps, may_end=True)
             except EnvError as error:
-                self._not_restored[lane] = error.what
+                what = _NOT_RESTORED.format(error.what)
+                self._not_restored[lane] = EnvError(what, where=self._here, fix=_NOT_RESTORED_FIX)
 
     # Resets and steps -------------------------------------------------------------------------
 
     def _reset(self, message: Reset) -> None:
         """Reset lanes, but those whose reset is known to fail: they are truncated in their step."""
-        able: list[int] = []  # positions
-        for number, (lane, seed) in enumerate(zip(message.lanes, message.seeds, strict=True)):
+        able = []
+        for lane, seed, options in message.episodes:
             self._note_begin(lane)
             if self._given_up.get(lane) == (seed, -1):
                 self._env.begin_lanes([lane])
             else:
                 self._given_up.pop(lane, None)
-                able.append(number)
-        lanes, seeds = [message.lanes[n] for n in able], [message.seeds[n] for n in able]
+                able.append((lane, seed, options))
         outcome = NONE_ENDED
         try:
             if able:
                 self._control.env_ns[0] -= monotonic_ns()
-                self._env.reset_lanes(lanes, seeds, [message.options[n] for n in able])
+                self._env.reset_lanes(*map(list, zip(*able, strict=True)))
                 self._control.end_calls()
         except LaneError as error:
             self._report(message.number, error)
@@ -331,11 +324,9 @@ class EnvServer(Server):
     def _step(self, number: int) -> None:
         """Step lanes with the actions in the buffers."""
         record, outcome, lanes = self._control, NONE_ENDED, self._asked()
-        why_lost = self._not_restored and self._why_not_restored(lanes)
-        if why_lost:
-            lane, what = why_lost
-            failure = EnvError(what, where=self._here, fix=_NOT_RESTORED_FIX)
-            self._send(LaneFailed(number, lane, "step", failure, is_lost=True))
+        if self._not_restored and (lost := self._not_restored.keys() & set(lanes)):
+            lane = min(lost)
+            self._send(LaneFailed(number, lane, "step", self._not_restored[lane], is_lost=True))
             self._conclude(number, FAILED)
             return
         record.env_ns[0] -= monotonic_ns()
@@ -362,11 +353,6 @@ class EnvServer(Server):
         ended = env.step_lanes(others, actions) if others else []
         env.truncate_lanes(given_up, actions)
         return sorted([*ended, *given_up])
-
-    def _why_not_restored(self, lanes: Iterable[int]) -> tuple[int, str] | None:
-        """The first of some lanes that could not be restored and what to say of it, if any."""
-        lane = min(self._not_restored.keys() & set(lanes), default=None)
-        return None if lane is None else (lane, _NOT_RESTORED.format(self._not_restored[lane]))
 
     def _conclude(self, number: int, outcome: int) -> None:
         self._control.steps[0] += 1
@@ -410,8 +396,8 @@ class EnvServer(Server):
             LaneError: If the environment fails in a reset or a step.
         """
         lane, env = call.lane, self._env
-        if call.command != "reset" and (lost := self._why_not_restored([lane])):
-            raise EnvError(lost[1], fix=_NOT_RESTORED_FIX)
+        if call.command != "reset" and lane in self._not_restored:
+            raise self._not_restored[lane]
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
         env.keeps_results = True

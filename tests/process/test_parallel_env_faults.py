@@ -279,7 +279,7 @@ def test_many_slow_lanes_are_no_hang() -> None:
     [
         (partial(strike, "raise"), 2, WorkerStartupError, r"env_fns\[1\] raised KeyError"),
         (partial(strike, "os_exit"), 2, WorkerDiedError, "exit code 17"),
-        (partial(list, ()), 2, WorkerStartupError, r"env_fns\[1\] returned list"),
+        (partial(list, ()), 2, WorkerStartupError, r"env_fns\[1\] returned \[\]"),
         (WideEnv, 2, WorkerStartupError, "observation_space of environment 1"),
         (WideEnv, 1, SpecError, "observation_space of environment 1"),
         ((lambda g: lambda: g)(iter(())), 1, WorkerStartupError, "list_iterator|tuple_iterator"),
