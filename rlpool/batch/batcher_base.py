@@ -555,10 +555,6 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _has_processes(self) -> bool:
         return self._dispatcher is not None
 
-    def _give_up(self) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.cancel()
-
     def _begin(self) -> Dispatcher:
         """Start workers, new ones if a call was interrupted."""
         if self._dispatcher is not None:

@@ -106,7 +106,6 @@ class Dispatcher:
         n_workers = recipe.n_workers
         self.runs_here = n_workers == 0
         self._recipe = recipe
-        self._may_restart = n_workers > 0 and policy.may_restart
         self._make_layout = make_layout
         self._owner_pid = os.getpid()
         self._policy = policy
@@ -237,12 +236,6 @@ class Dispatcher:
         if isinstance(self._processes, LocalWorker):
             self._processes.look = look
 
-    def cancel(self) -> None:
-        """Let the workers stop all that they run."""
-        if os.getpid() == self._owner_pid:
-            for request in self.running:
-                self._stop(request)
-
     def close(self, at_once: bool = False) -> None:
         """Stop what runs and end the workers. May be repeated, as all that it calls.
 
@@ -259,7 +252,7 @@ class Dispatcher:
         self._processes.fail(closed)
         for request in self.running:  # a worker that stops early has not completed it
             request.error = request.error or closed
-        self.cancel()
+            self._stop(request)
         self._processes.close()
         if self._agreement.infos is not None:
             self._agreement.infos.memory.close_fd()
@@ -374,11 +367,6 @@ class Dispatcher:
                 self._send_to(worker, request, gone)
             elif gone:
                 self._map(worker, request.running_block, gone)
-        # Neither a successor nor a worker that was left out will need what all of them have now.
-        all_take_part = len(request.remaining) == self._processes.n_workers
-        if all_take_part and not self._may_restart:
-            request.running_block.memory.close_fd()
-            request.close_payload()
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""

@@ -322,7 +322,7 @@ class Nodes:
     def _ignore(self, *_: Any) -> None:
         """Nodes number and check requests, and end with their caller; Ray shows what they log."""
 
-    next_number = check = deliver_logs = watch = cancel = _ignore
+    next_number = check = deliver_logs = watch = _ignore
 
     def close(self, at_once: bool = False) -> None:
         """End the actors and their workers, and give back the processors. May be repeated.

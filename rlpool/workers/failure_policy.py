@@ -10,9 +10,6 @@ from typing import Any, TypedDict
 from rlpool.errors import EnvError, WorkerDiedError, WorkerError
 from rlpool.machine.arguments import check_choice, whole_number
 
-START_METHODS = ("auto", "spawn")
-"""How worker processes may be started, see docs/start_methods.md."""
-
 DEFAULT_TIMEOUT_S = 600.0
 """A worker that makes no step for this long counts as hanging: far beyond any slow ``step``."""
 
@@ -49,7 +46,7 @@ class FailurePolicy:
         max_episode_restarts: An episode that fails this often at one step is not run again:
             it is truncated, or reported with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: A worker is replaced after this many episodes, ``None`` for never.
-        start_method: How processes are started, one of ``START_METHODS``.
+        start_method: How processes are started, ``"auto"`` or ``"spawn"``: docs/start_methods.md.
 
     Raises:
         SpecError: If a value is none of these; the message names it.
@@ -73,12 +70,7 @@ class FailurePolicy:
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, least, fix=f"pass {name}=None for no limit")
         fix = "'auto' forks workers from a template where that is safe, 'spawn' never does"
-        check_choice("start_method", self.start_method, START_METHODS, fix=fix)
-
-    @property
-    def restarts_workers(self) -> bool:
-        """Whether workers that died or hang are replaced."""
-        return self.on_worker_failure == "restart"
+        check_choice("start_method", self.start_method, ("auto", "spawn"), fix=fix)
 
     @property
     def restarts_on_env_errors(self) -> bool:
@@ -92,24 +84,15 @@ class FailurePolicy:
 
     def restarts_on(self, failure: WorkerError) -> bool:
         """Whether a worker that ended with this failure is replaced."""
-        is_env_error = isinstance(failure, EnvError)
-        return self.restarts_on_env_errors if is_env_error else self.restarts_workers
+        if isinstance(failure, EnvError):
+            return self.restarts_on_env_errors
+        return self.on_worker_failure == "restart"
 
     def gives_up(self, failure: WorkerError, n_failures: int) -> bool:
         """Whether an episode that failed so often is not run again."""
         if self.truncates and isinstance(failure, EnvError):
             return True
         return self.max_episode_restarts is not None and n_failures >= self.max_episode_restarts
-
-    @property
-    def recycles(self) -> bool:
-        """Whether healthy workers are ever replaced."""
-        return self.max_episodes_per_worker is not None
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether workers are ever replaced."""
-        return self.restarts_workers or self.restarts_on_env_errors or self.recycles
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -206,17 +189,9 @@ class Restarts:
         after = "" if not n else f" after {n} restart{'s' * (n > 1)} in all"
         fix = failure.fix or "look at the failures in this error's .history"
         what = f"{failure.what}{after}, and is not started again: {why}"
-        return WorkerDiedError(
-            what,
-            exitcode=getattr(failure, "exitcode", None),
-            signal_name=getattr(failure, "signal_name", None),
-            where=failure.where,
-            options=failure.options,
-            actions=failure.actions,
-            fix=fix + advice,
-            traceback_text=failure.traceback_text,
-            history=self.failures,
-        )
+        given = {"exitcode": None, **failure._constructor_arguments()}
+        changes = {"what": what, "fix": fix + advice, "history": self.failures}
+        return WorkerDiedError(**{**given, **changes})
 
 
 def given_up(n_failures: int) -> str:
@@ -237,13 +212,11 @@ class Recycling:
 
     Attributes:
         n_begun: Episodes that it has begun.
-        has_limits: Whether there is anything that makes it due.
     """
 
     def __init__(self, policy: FailurePolicy) -> None:
         self.n_begun = 0
         self._max_episodes = policy.max_episodes_per_worker
-        self.has_limits = policy.recycles
 
     def is_due(self, n_new: int = 1) -> bool:
         """Whether this process should be replaced before it begins ``n_new`` more episodes."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -24,17 +23,8 @@ from rlpool.workers.sharing import ONLY_AT_START
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 
 
-@dataclass(frozen=True)
-class Payload:
-    """Where the parts of a packed object lie in its memory.
-
-    Attributes:
-        n_pickle: Bytes of the pickle, which comes first.
-        buffers: Start and size of each buffer outside the pickle.
-    """
-
-    n_pickle: int
-    buffers: list[tuple[int, int]]
+Payload = list[tuple[int, int]]
+"""Start and size of each part of a packed object: of its pickle, and of buffers outside it."""
 
 
 class Packed(NamedTuple):
@@ -53,33 +43,28 @@ def pack(value: Any, allocate: Callable[[int], Memory]) -> Packed:
         value: Any object that cloudpickle can pickle.
         allocate: Allocates memory of a given size in bytes.
     """
-    views: list[memoryview] = []
+    buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    _Pickler(
-        stream,
-        protocol=pickle.HIGHEST_PROTOCOL,
-        buffer_callback=lambda buffer: views.append(buffer.raw()),
-    ).dump(value)
-    head = np.frombuffer(stream.getvalue(), np.uint8)  # shared, not copied
-    places = []
-    end = head.nbytes
+    protocol = pickle.HIGHEST_PROTOCOL
+    _Pickler(stream, protocol=protocol, buffer_callback=buffers.append).dump(value)
+    views = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    places, end = [], 0
     for view in views:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         places.append((start, view.nbytes))
         end = start + view.nbytes
     memory = allocate(end)
     root = memory.root()
-    root[: head.nbytes] = head
     for (start, size), view in zip(places, views, strict=True):
         root[start : start + size] = view
-    return Packed(Payload(head.nbytes, places), memory)
+    return Packed(places, memory)
 
 
 def unpack(payload: Payload, memory: Memory) -> Any:
     """Read an object; its tensors are views of the memory and keep it alive."""
     root = memory.root()
-    buffers = [root[start : start + size] for start, size in payload.buffers]
-    return pickle.loads(root[: payload.n_pickle].data, buffers=buffers)
+    words, *buffers = [root[start : start + size] for start, size in payload]
+    return pickle.loads(words.data, buffers=buffers)
 
 
 def unpacked_copy(packed: Packed) -> Any:

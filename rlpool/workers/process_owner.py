@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn, TypeVar
-from weakref import WeakSet
+from typing import NoReturn, TypeVar
 
 from rlpool.errors import UsageError
 
@@ -19,12 +17,6 @@ class ProcessOwner(ABC):
     It cannot be copied or pickled: there would be two owners.
     """
 
-    def __new__(cls: type[_Self], *_: Any, **__: Any) -> _Self:
-        """Remember the owner until Python exits."""
-        owner = super().__new__(cls)
-        _owners.add(owner)
-        return owner
-
     @abstractmethod
     def close(self) -> None:
         """End the processes, within a few seconds. May be repeated."""
@@ -32,10 +24,6 @@ class ProcessOwner(ABC):
     @abstractmethod
     def _has_processes(self) -> bool:
         """Whether there may be something to end, even if the constructor failed half-way."""
-
-    def _give_up(self) -> None:
-        """Tell the processes to stop what they are doing: they are about to be ended."""
-        return
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -69,19 +57,3 @@ def refuse_forked_copy(owner_pid: int) -> None:
             "workers",
             fix="use the object in the process that made it, and make another one here",
         )
-
-
-_owners: WeakSet[ProcessOwner] = WeakSet()
-
-
-def _give_up_all() -> None:
-    """When Python exits, such as after Ctrl-C, let busy workers stop.
-
-    They are ended a little later, with what multiprocessing does at exit. Nothing is closed here,
-    because a daemon thread may still be using it.
-    """
-    for owner in list(_owners):
-        owner._give_up()
-
-
-atexit.register(_give_up_all)

@@ -86,7 +86,7 @@ def prepare(start_method: str) -> None:
     """Start what the start of a worker needs, which may take seconds.
 
     Args:
-        start_method: One of ``START_METHODS``.
+        start_method: ``"auto"`` or ``"spawn"``.
     """
     with InterruptsHeld():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -110,8 +110,8 @@ def memory_of(start_method: str) -> tuple[int, int]:
     """What workers take at least: bytes of each, and bytes that they share.
 
     Args:
-        start_method: One of ``START_METHODS``. With ``"auto"``, workers are assumed to be forked,
-            and take less than spawned ones.
+        start_method: With ``"auto"``, workers are assumed to be forked, and take less than
+            spawned ones with ``"spawn"``.
     """
     if start_method == "spawn" or why_impossible():
         return WORKER_BYTES, 0
@@ -128,7 +128,7 @@ def launch(
         run: The main function of the process.
         place: Which worker it is.
         control_fd: Descriptor of the shared record.
-        start_method: One of ``START_METHODS``.
+        start_method: ``"auto"`` or ``"spawn"``.
 
     Raises:
         OSError: If the system allows no further process or descriptor.

@@ -154,12 +154,7 @@ def pickled(
                 dumps(value)
     except Exception as error:
         with _pretended_start():
-            try:
-                dumps(value)
-            except Exception:
-                told = why_not(parts, error, what=what, dumps=dumps)
-            else:
-                raise  # it can be pickled: a signal handler may have raised that
+            told = why_not(parts, error, what=what, dumps=dumps)
         fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
         raise WorkerStartupError(told, fix=fix) from error
     _LOG.info("workers are spawned: only so can they inherit what %s share", " and ".join(parts))

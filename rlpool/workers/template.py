@@ -94,8 +94,9 @@ def serve(
 
     Args:
         parent_pid: The caller, which starts this process with SIGINT blocked.
-        fd: A socket to the caller, which is sent pickled tuples: ``("importing", module)``,
-            ``("refused", why)`` if this template cannot serve, else ``("ready",)``.
+        fd: A socket to the caller, which is sent pickled pairs: ``("importing", module)``, with
+            ``""`` after the last module; ``("refused", why)`` if this template cannot serve, else
+            ``("ready", "")``.
         modules: Modules to import for the user.
         blas_threads: The caller's value of ``OPENBLAS_NUM_THREADS``, which workers get back.
     """
@@ -115,7 +116,7 @@ def serve(
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
         if blas_threads is not None:
             os.environ["OPENBLAS_NUM_THREADS"] = blas_threads
-        _tell(caller, "ready")
+        _tell(caller, "ready", "")
         worker = _serve_requests(caller, forks, parent_pid)
     return worker or os._exit(0)
 

@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import spawn, util
 from pathlib import Path
@@ -206,12 +206,15 @@ class Template:
         n_left = _MAX_TRIES
         while True:
             self.end()
-            module = ""
+            kind, module, text = "importing", "", ""
             try:
                 self._start_with([name for name in self._modules if name not in self._left_out])
-                for module in self._imports():  # noqa: B007 (read below)
-                    pass
-                return
+                while kind == "importing":
+                    module = text
+                    kind, text = self._received(IMPORT_S)
+                if kind == "ready":
+                    return
+                raise UnsafeError(text)
             except UnsafeError as error:
                 if module:
                     self._left_out.add(module)
@@ -236,20 +239,6 @@ class Template:
                     self._process = subprocess.Popen(command, pass_fds=[fd])
             except OSError as error:
                 raise TemplateLostError(f"it cannot be started: {error}") from error
-
-    def _imports(self) -> Iterator[str]:
-        """The user's modules as they are imported, then ``""``; ends when the process is ready.
-
-        Raises:
-            UnsafeError: If it cannot serve, because of what it imported last.
-        """
-        while True:
-            kind, *words = self._received(IMPORT_S)
-            if kind == "ready":
-                return
-            if kind == "refused":
-                raise UnsafeError(words[0])
-            yield words[0]
 
     @property
     def _connection(self) -> socket.socket:

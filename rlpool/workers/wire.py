@@ -290,8 +290,7 @@ class Pipe:
         """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            self._report_dropped()
-            self._connection.send_bytes(body)
+            self._write(body)
 
     def offer(self, message: Message) -> None:
         """Send a message if the caller reads fast enough, else drop and count it. Never waits.
@@ -302,27 +301,26 @@ class Pipe:
             OSError: If the other end is gone.
         """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        if not self._lock.acquire(timeout=_LOCK_S):
-            self._n_dropped += 1
-            return
+        has_turn = self._lock.acquire(timeout=_LOCK_S)
         try:
-            if self._n_unread_bytes() + len(body) > self._max_unread_bytes:
+            if has_turn and self._n_unread_bytes() + len(body) <= self._max_unread_bytes:
+                self._write(body)
+            else:
                 self._n_dropped += 1
-                return
-            self._report_dropped()
-            self._connection.send_bytes(body)
         finally:
-            self._lock.release()
+            if has_turn:
+                self._lock.release()
 
     def _n_unread_bytes(self) -> int:
         """What the kernel keeps for the caller, its own bookkeeping included."""
         words = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(words, sys.byteorder)
 
-    def _report_dropped(self) -> None:
+    def _write(self, body: bytes) -> None:
         number, self._n_dropped = self._n_dropped, 0
         if number:
             self._connection.send_bytes(pickle.dumps(Dropped(number), pickle.HIGHEST_PROTOCOL))
+        self._connection.send_bytes(body)
 
     def receive(self) -> tuple[Message, Memory | None]:
         """Wait for a message, and for its memory.

@@ -155,9 +155,7 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
     """
     try:
         return function(*arguments)
-    except ctrl_c():
-        raise
-    except WorkerStartupError:
+    except (*ctrl_c(), WorkerStartupError):
         raise
     except BaseException as error:
         told, fix = what_and_fix(what, error)
@@ -228,9 +226,8 @@ class Server(ABC):
             except ctrl_c():
                 raise
             except BaseException:
-                self._closers.pop(0)
-            else:
-                self._closers.pop(0)
+                pass
+            self._closers.pop(0)
 
 
 def run(

@@ -18,7 +18,7 @@ import math
 import select
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize, is_exiting
@@ -49,7 +49,6 @@ from rlpool.workers.process_start import (
 from rlpool.workers.wire import (
     CallerPipe,
     Dropped,
-    Events,
     Failed,
     Logged,
     Message,
@@ -66,9 +65,6 @@ LEAVE_S = 3.0
 
 _UNKILLABLE_S = 10.0
 """A process that is still there this long after it was killed will not end soon."""
-
-_LOOK_EVERY_S = 0.05
-"""How often to ask the system for ended workers that their descriptors do not show."""
 
 _OUT_OF_MEMORY = (
     "most likely the system ran out of memory (dmesg shows it): run fewer workers, "
@@ -182,7 +178,6 @@ class Workers:
         self._debug_hint = debug_hint
         self.restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
-        self._look_for_ends_s = 0.0
         self._lives = [Life(worker) for worker in range(n_workers)]
         self._poller = Poller()
         self.control = Control.create(n_workers)
@@ -193,11 +188,6 @@ class Workers:
         self._closing = threading.RLock()
         arguments = (self._lives, self._logs, self._closing)
         self._end = Finalize(self, _close, arguments, exitpriority=10)
-
-    @property
-    def processes(self) -> list[SpawnProcess]:
-        """The processes, until ``close``."""
-        return [life.process for life in self._lives if life.process is not None]
 
     def process(self, worker: int) -> SpawnProcess | None:
         """A worker's process, ``None`` after ``close``."""
@@ -364,8 +354,8 @@ class Workers:
         """End all workers at once; none is replaced, and ``close`` does not wait."""
         what = "the workers were ended after an interruption"
         self.fail(WorkerDiedError(what, exitcode=None, fix="make a new one"))
-        for process in self.processes:
-            process.kill()
+        for worker in range(self.n_workers):
+            self.kill(worker)
 
     def close(self) -> None:
         """End all workers; if it is repeated after an interruption, it does the rest."""
@@ -457,40 +447,24 @@ class Workers:
         if not self.all_up:
             timeout_s = min(timeout_s, self.patience_s)
         events = self._poller.wait(timeout_s)
-        is_woken = self._poller.is_woken_by(events)
-        is_quiet = len(events) == is_woken and time.monotonic() < self._look_for_ends_s
-        if is_quiet and self.all_up:
-            return is_woken
         if not self._end.still_active():
-            self._rest_at_exit()
+            if is_exiting() and threading.current_thread().daemon:
+                # Python has ended the workers: this thread would take their ends for deaths.
+                threading.Event().wait()
             return False
-        self._deliver_all(events)
+        is_woken = self._poller.is_woken_by(events)
+        if len(events) > is_woken:
+            self._deliver_all(self._poller.workers_of(events))
+        elif timeout_s > 0.0 and not is_woken:
+            # A process that a dead worker had forked may keep its descriptors open.
+            self._deliver_all(range(self.n_workers))
         self.deliver_logs()
         if not self.all_up:
             self._advance()
         return is_woken
 
-    def _rest_at_exit(self) -> None:
-        """Let a daemon thread wait for the end of Python, which has ended its workers.
-
-        It would take their ends for deaths and start others.
-        """
-        if is_exiting() and not self._end.still_active() and threading.current_thread().daemon:
-            threading.Event().wait()
-
-    def _deliver_all(self, events: Events) -> None:
+    def _deliver_all(self, ready: Iterable[int]) -> None:
         """Handle messages and ends of workers, and send what a pipe did not take before."""
-        ready = self._poller.workers_of(events)
-        now_s = time.monotonic()
-        if now_s >= self._look_for_ends_s:
-            # A process that a dead worker had forked may keep its descriptors open.
-            self._look_for_ends_s = now_s + _LOOK_EVERY_S
-            for life in self._lives:
-                if life.pipe is not None and life.process and not life.process.is_alive():
-                    ready.add(life.worker)
-            reap_template()
-        if not ready:
-            return
         try:
             for worker in sorted(ready):
                 self._deliver_from(self._lives[worker])

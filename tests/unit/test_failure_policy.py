@@ -124,14 +124,13 @@ def test_arguments_that_make_no_sense_are_refused_by_name(name: str, value: Any)
 
 def test_arguments_that_make_sense_are_taken() -> None:
     policy = FailurePolicy()
-    assert policy.restarts_workers
+    assert policy.restarts_on(death())
     assert not policy.restarts_on_env_errors
-    assert not policy.recycles
+    assert policy.max_episodes_per_worker is None
     policy = FailurePolicy("raise", 0, "restart", 1, 2)
-    assert not policy.restarts_workers
+    assert not policy.restarts_on(death())
     assert policy.restarts_on_env_errors
-    assert policy.recycles
-    assert FailurePolicy(max_restarts=None, max_episodes_per_worker=np.int64(9)).recycles
+    assert FailurePolicy(max_episodes_per_worker=np.int64(9)).max_episodes_per_worker == 9
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 3.0, 600.0])

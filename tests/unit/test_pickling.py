@@ -107,20 +107,6 @@ def test_of_several_parts_the_one_that_fails_is_named() -> None:
     assert words == "a, b cannot be pickled: TypeError: it was the weather"
 
 
-def test_what_a_signal_handler_raises_is_no_fault_of_an_object() -> None:
-    class Interrupted:
-        n_times = 0
-
-        def __reduce__(self) -> Any:
-            self.n_times += 1
-            if self.n_times == 1:
-                raise TimeoutError("the alarm of a user")
-            return Interrupted, ()
-
-    with pytest.raises(TimeoutError, match="the alarm of a user"):
-        pickled({"env": (env := Interrupted())}, env, fix="")
-
-
 def test_data_for_a_worker_arrive_as_they_were_with_the_classes_of_its_functions() -> None:
     @dataclass
     class Local:
