@@ -54,7 +54,6 @@ class GymEnv(VecEnv):
         action_space: Their space of actions, ``None`` if they have none.
         action_structure: Structure of an action, ``None`` without an action space.
         native_actions: Keys of the actions with the dtypes that the environments take.
-        keeps_results: Whether to keep ``results``.
         results: What the environments returned from the last call, one entry per lane.
 
     Raises:
@@ -91,7 +90,6 @@ class GymEnv(VecEnv):
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
         self._open_lanes = set(range(len(envs)))
-        self.keeps_results = False
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
         self._may_differ = _may_differ(envs[0])
@@ -108,7 +106,6 @@ class GymEnv(VecEnv):
             self._decode = action_decoder(native)
             leaves = leaves_of({"action": native}, "")
             self.native_actions = {key: leaf.spec for key, leaf in leaves.items()}
-            self._action_dtypes = {key: spec.dtype for key, spec in self.native_actions.items()}
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
         """Put a wrapper around each environment, outermost; before the first reset."""
@@ -163,8 +160,7 @@ class GymEnv(VecEnv):
                 self._infos.write(lanes, infos)
         except BaseException as error:
             self._fail("reset", error)
-        if self.keeps_results:
-            self.results = results
+        self.results = results
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Results:
         results: list[tuple[Any, ...]] = []
@@ -181,8 +177,7 @@ class GymEnv(VecEnv):
                 self._infos.write(lanes, infos)
         except BaseException as error:
             self._fail("step", _explained(results) or error)
-        if self.keeps_results:
-            self.results = results
+        self.results = results
         return rewards, terminated, truncated
 
     def _adapt(self, lane: int) -> None:

@@ -128,12 +128,12 @@ class OneEnv(GymEnv):
     makes its first step then as well, ahead of time. The step loop resets once before the first
     episode, to learn the keys. The reset after that continues the episode that has begun, so the
     environment sees one reset per episode. A ``seed`` among an episode's options replaces its seed.
+    The process's global generators (``random``, NumPy's, torch's) are seeded for every episode:
+    environments and policies may draw from them.
 
     Args:
         env: The environment. This object closes it.
         first_seed: Seed of the first reset, instead of the one that is passed.
-        owns_process: Seed the process's global generators (``random``, NumPy's, torch's) for
-            every episode, for environments and policies that draw from them.
 
     Attributes:
         is_fresh: Whether there was one reset and no step yet.
@@ -141,19 +141,12 @@ class OneEnv(GymEnv):
 
     _widens, _prefix = True, STATE_KEY
 
-    def __init__(
-        self,
-        env: Any,
-        first_seed: int | None = None,
-        *,
-        owns_process: bool = False,
-    ) -> None:
+    def __init__(self, env: Any, first_seed: int | None = None) -> None:
         self._env = ActingEnv(env)
         super().__init__([self._env], keep_float64=True)
         self._forget_columns()
         self.is_declared, self.is_fresh = False, False  # the first reset declares
         self._first_seed = first_seed
-        self._owns_process = owns_process
         self._seed: int | None = None  # of the last reset
         self._failure: LaneError | None = None  # of the first reset: raised again by the second
         self._taken: Columns | None = None  # the action of the last step
@@ -191,8 +184,7 @@ class OneEnv(GymEnv):
         given = (options[0] or {}).get("seed", seeds[0])
         self._seed = given if self._first_seed is None else self._first_seed
         self._first_seed = None
-        if self._owns_process:
-            seed_generators(stream_seed(self._seed, _PROCESS))
+        seed_generators(stream_seed(self._seed, _PROCESS))
         if callable(getattr(self.action_space, "seed", None)):
             self.action_space.seed(stream_seed(self._seed, _ACTIONS))
         super()._reset_lanes(lanes, [self._seed], [None])

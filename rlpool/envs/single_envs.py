@@ -10,18 +10,27 @@ import gymnasium
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 
+_A_LIST = (
+    "pass a list of environments, objects with reset() and step(), such as "
+    "GymEnv([gymnasium.make(...) for _ in range(n)], seed); a vector environment goes into "
+    "VectorGymEnv(vector_env, seed), environments of PettingZoo into PettingZooEnv"
+)
+_OF_AGENTS = (
+    "it is one of PettingZoo: rlpool.integrations.pettingzoo has PettingZooEnv for a list of them, "
+    "and JointEnv(env), which makes one into an environment of Gymnasium"
+)
+
 
 def checked_environments(envs: Any) -> list[Any]:
     """Check that the argument is a list of environments; returns a copy."""
     is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
     checked = list(envs) if is_list else []
     for number, env in enumerate(checked):
-        check_is_env(f"environment {number} of a GymEnv is", env, how_to_make_one(env))
+        check_is_env(f"environment {number} of a GymEnv is", env, _A_LIST)
     if not checked:
         what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
-        fix = "pass at least one" if is_list else how_to_make_one(envs)
-        raise SpecError(f"GymEnv got {what}", fix=fix)
-    check_all_differ(checked, "GymEnv([make() for _ in range(n)], seed)")
+        raise SpecError(f"GymEnv got {what}", fix=_A_LIST)
+    check_all_differ(checked, _A_LIST)
     return checked
 
 
@@ -53,7 +62,7 @@ def check_is_env(what: str, value: Any, fix: str) -> None:
         SpecError: If it is anything else.
     """
     if not is_environment(value):
-        fix = how_to_make_one(value) if is_of_agents(value) else fix
+        fix = _OF_AGENTS if is_of_agents(value) else fix
         raise SpecError(f"{what} {value!r:.60}, not a single environment", fix=fix)
 
 
@@ -65,22 +74,6 @@ def is_of_agents(value: Any) -> bool:
 def _has_methods(value: Any) -> bool:
     methods = (getattr(value, name, None) for name in ("reset", "step"))
     return not isinstance(value, type) and all(map(callable, methods))
-
-
-def how_to_make_one(value: Any) -> str:
-    """What to do about a value that is not an environment."""
-    if is_of_agents(value):
-        return (
-            "it is one of PettingZoo: rlpool.integrations.pettingzoo has PettingZooEnv for a list "
-            "of them, and JointEnv(env), which makes one into an environment of Gymnasium"
-        )
-    if isinstance(value, gymnasium.vector.VectorEnv):
-        return "use VectorGymEnv(vector_env, seed) for a vector environment"
-    made = f"gymnasium.make({value!r})" if isinstance(value, str) else "make()"
-    return (
-        "pass single environments, objects with reset() and step(), in a list: "
-        f"GymEnv([{made} for _ in range(n)], seed)"
-    )
 
 
 def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:

@@ -130,11 +130,8 @@ class VecEnv(ABC):
         self._all_lanes = list(range(n_lanes))
         self._running: list[int] = []
         self._root = root_from(seed)
-        self._n_resets = 0
-        self._lane_seeds = LaneSeeds(self._root, 0)
-        self._restarting: list[int] = []  # lanes that ended and cannot be reset yet
-        self._restarts = [0] * n_lanes  # since the reset
-        self._n_restarts_before = 0  # the most of any lane before that reset
+        self._seeds = LaneSeeds(self._root, 0)
+        self._numbers = [-1] * n_lanes  # of each lane's episode, for its seed
         self._n_steps = np.zeros(n_lanes, np.int64)  # of each lane's episode
         self._env_options: list[Options] = [None] * n_lanes
 
@@ -314,7 +311,10 @@ class VecEnv(ABC):
         """
         for key, dtype in self._action_dtypes.items():
             if key in actions and actions[key].dtype is not dtype:
-                self._refuse_unfit(key, actions[key], lanes)
+                try:
+                    fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
+                except SpecError as error:
+                    self._fail("step", error)
         results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
         # What nearly every environment returns, and float32 holds rewards if it holds their norm;
         # anything else is converted, or refused, one by one.
@@ -357,13 +357,6 @@ class VecEnv(ABC):
             except BadValue as error:
                 self._fail("step", error)
         return ended
-
-    def _refuse_unfit(self, key: str, values: NDArray, lanes: Sequence[int]) -> None:
-        """Raise unless actions fit the dtype in which the environments have them."""
-        try:
-            fitted_rows(f"the action {key!r}", values, lanes, self._action_dtypes[key])
-        except SpecError as error:
-            self._fail("step", error)
 
     def step_some(
         self,
@@ -417,11 +410,8 @@ class VecEnv(ABC):
         """
         rows = info_rows("env_info", env_info, self.n_lanes)
         self._env_options = [options_of(rows, lane) for lane in range(self.n_lanes)]
-        self._n_restarts_before += max(self._restarts)
-        self._restarts = [0] * self.n_lanes
-        self._lane_seeds = LaneSeeds(self._root, self._n_resets, self._n_restarts_before)
-        self._n_resets += 1
-        self._running, self._restarting = [], []
+        self._numbers = [max(self._numbers) + 1] * self.n_lanes
+        self._running = []
         self.reset_all_next()
         self._restart(self._all_lanes)
         self._running = list(self._all_lanes)
@@ -452,28 +442,24 @@ class VecEnv(ABC):
         ended = self._call(self.step_lanes, self._running, actions)
         self._n_steps[self._running] += 1
         stepped = self._observation(self._running)
+        self._running = [lane for lane in self._running if lane not in ended]
         if self.auto_reset:
             for lane in ended:
-                self._restarts[lane] += 1
-            self._running = self._restart_those_ready(ended)
-        else:
-            self._running = [lane for lane in self._running if lane not in ended]
+                self._numbers[lane] += 1
+            self._restart_those_ready()
         return stepped, self._observation(self._running)
 
-    def _restart_those_ready(self, ended: Sequence[int]) -> list[int]:
-        """Restart lanes that ended, now or as soon as they can be; returns those that run."""
-        lanes = sorted({*self._restarting, *ended})
-        while len(lanes) == self.n_lanes and not self.ready_lanes(lanes):
+    def _restart_those_ready(self) -> None:
+        """Restart lanes that ended, now or as soon as they can be."""
+        lanes = [lane for lane in self._all_lanes if lane not in self._running]
+        while not self._running and not self.ready_lanes(lanes):
             self._call(self.advance)
-        ready = self.ready_lanes(lanes)
-        self._restart(ready)
-        self._restarting = [lane for lane in lanes if lane not in ready]
-        return [lane for lane in self._all_lanes if lane not in self._restarting]
+        if ready := self.ready_lanes(lanes):
+            self._restart(ready)
+            self._running = sorted([*self._running, *ready])
 
     def _restart(self, lanes: Sequence[int]) -> None:
-        if not lanes:
-            return
-        seeds = [self._lane_seeds.seed(lane, self._restarts[lane]) for lane in lanes]
+        seeds = [self._seeds.seed(lane, self._numbers[lane]) for lane in lanes]
         options = [self._env_options[lane] for lane in lanes]
         self._n_steps[list(lanes)] = 0
         self._call(self.reset_lanes, lanes, seeds, options)

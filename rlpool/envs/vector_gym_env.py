@@ -122,18 +122,13 @@ class VectorGymEnv(VecEnv):
         )
         self.action_leaves = leaves_of({"action": stored}, "")
         self._native_actions = leaves_of({"action": native}, "")
-        self._action_dtypes = {key: leaf.spec.dtype for key, leaf in self._native_actions.items()}
         self._nest_action = nester(native)
         self._mode = _autoreset_mode(vector_env)
         self.seeding: Seeding = seeding or _detected_seeding(vector_env)
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
         self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
-        self._begun: tuple[int, int, Options] = (
-            0,
-            0,
-            None,
-        )  # of the last reset
+        self._begun: tuple[int, int, Options] = 0, 0, None  # of the last reset
         # Only where lanes can be reset one by one:
         self._was_reset = False  # all lanes, at least once, by this object
         # Only where they cannot:

@@ -100,8 +100,14 @@ class AgentDriver:
         elif self.state or self.output_specs is None:
             self.starting = sorted({*self.starting, *lanes})
 
-    def resume(self, lane: int, state: Mapping[str, NDArray], episode: Episode) -> None:
-        """Let a lane go on with an episode that was begun elsewhere, in the state it had there."""
+    def resume(self, lane: int, state: Mapping[str, NDArray]) -> None:
+        """Let a lane, once it is started, go on with an episode that was begun elsewhere.
+
+        Args:
+            lane: The lane.
+            state: The state that it had there.
+        """
+        self.starting = [other for other in self.starting if other != lane]
         for key, value in state.items():
             self.state[key][lane] = value
 
@@ -375,19 +381,10 @@ class FixedRowsDriver(AgentDriver):
     ) -> None:
         """See ``AgentDriver.start``; the lanes get the rows of their episodes."""
         for lane, episode in zip(lanes, episodes, strict=False):
-            self._place(lane, episode)
+            row = episode.running_number % self.n_rows
+            if row != self._row_of[lane]:
+                self._row_of[lane], self._last = row, ([], [])
         super().start(lanes, agent_info, episodes)
-
-    def resume(self, lane: int, state: Mapping[str, NDArray], episode: Episode) -> None:
-        """See ``AgentDriver.resume``."""
-        self._place(lane, episode)
-        super().resume(lane, state, episode)
-
-    def _place(self, lane: int, episode: Episode) -> None:
-        """Give a lane the row of its episode."""
-        row = episode.running_number % self.n_rows
-        if row != self._row_of[lane]:
-            self._row_of[lane], self._last = row, ([], [])
 
     def _initial_states(self, lanes: Sequence[int], agent_info: DictTensor | None) -> Part:
         states: Part = {}

@@ -133,7 +133,7 @@ class LaneTable:
         Raises:
             EnvError: If an environment does not repeat what it did.
         """
-        plan, env, calls = active.plan, self._env, self._calls
+        plan, env = active.plan, self._env
         able: dict[int, Tape] = {}
         wheres: dict[int, Where] = {}
         for number, known in plan.tapes.items():
@@ -148,13 +148,12 @@ class LaneTable:
             else:
                 env.begin_lanes([number])
         take_over(env, able, wheres, self._record.steps)
+        lanes = [self.running[number] for number in plan.tapes]
+        self._show_infos(lanes)
+        self._calls.begin([lane.number for lane in lanes], [lane.episode for lane in lanes])
         for number, known in plan.tapes.items():
-            episode = self.running[number].episode
-            calls.infos.show(plan.agent_info or {}, {number: episode.number})
             if known.n_steps:
-                calls.driver.resume(number, known.state, episode)
-            else:
-                calls.driver.start([number], calls.infos.tensors, [episode])
+                self._calls.driver.resume(number, known.state)
         self._note_waiting()
 
     def _continue_with(self, active: ActivePlan) -> None:
@@ -163,20 +162,20 @@ class LaneTable:
             lane.active = active
             if lane.episode.gives_up_at is not None:
                 self.gives_up = True  # its reset has failed, behind the last step of a window
-        self._show_infos(active, self.parked)
+        self._show_infos(self.parked)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane in self.parked if not lane.steps_before]:
-            numbers, episodes = [lane.number for lane in new], [lane.episode for lane in new]
-            self._calls.driver.start(numbers, self._calls.infos.tensors, episodes)
+            self._calls.begin([lane.number for lane in new], [lane.episode for lane in new])
 
-    def _show_infos(self, active: ActivePlan, lanes: Sequence[Lane]) -> None:
-        """Show the agent the ``agent_info`` of those lanes that run a plan."""
-        rows: dict[int, int] = {}
-        for lane in lanes:
-            if lane.active is active:
-                rows[lane.number] = lane.episode.number
-        if rows:
-            self._calls.infos.show(active.plan.agent_info or {}, rows)
+    def _show_infos(self, lanes: Sequence[Lane]) -> None:
+        """Show the agent the ``agent_info`` of the episodes of lanes."""
+        for active in self.plans:
+            rows: dict[int, int] = {}
+            for lane in lanes:
+                if lane.active is active:
+                    rows[lane.number] = lane.episode.number
+            if rows:
+                self._calls.infos.show(active.plan.agent_info or {}, rows)
 
     def have_news(self) -> bool:
         """Whether lanes that wait may get something."""
@@ -414,8 +413,8 @@ class LaneTable:
         if able:
             self._env.reset_lanes(able, seeds, options)
         record.env_ns[0] += monotonic_ns()
-        for active in self.plans if calls.infos.arrays else ():
-            self._show_infos(active, lanes)
+        if calls.infos.arrays:
+            self._show_infos(lanes)
         calls.begin(numbers, episodes)
 
     def _take_stock(self) -> None:

@@ -400,7 +400,6 @@ class EnvServer(Server):
             raise self._not_restored[lane]
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
-        env.keeps_results = True
         try:
             self._control.env_ns[0] -= monotonic_ns()
             if call.command == "reset":
@@ -413,7 +412,6 @@ class EnvServer(Server):
             observation, reward, _, _, info = env.results[0]
         finally:
             self._control.end_calls()
-            env.keeps_results, env.results = False, []
         if env.current["truncated"][lane] and not env.current["terminated"][lane]:
             info = {**info, "TimeLimit.truncated": True}
         return "transition", (observation, reward, bool(env.current["done"][lane]), info)

@@ -232,7 +232,7 @@ class WorkerFactory:
         env: OneEnv = called(
             self._where,
             f"loading environment {number}",
-            lambda: OneEnv(self.envs[number].load(), self.seeds[number], owns_process=True),
+            lambda: OneEnv(self.envs[number].load(), self.seeds[number]),
         )
         self._env = env
         return env

@@ -292,7 +292,6 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
     made = env() if callable(env) and not is_environment(env) else env
     check_is_env("env is", made, "pass one environment, or a function that makes one")
     lanes, columns = GymEnv([made], keep_float64=True), action_columns(error.actions)
-    lanes.keeps_results = True
     reached, failure = Reached(0, False, None), None
     tape = Tape(error.where.seed, error.options, chunks=[columns] if columns else [])
     try:

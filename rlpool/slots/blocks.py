@@ -208,20 +208,13 @@ class Layout:
         check_size(sizes, advice, what)
         return self
 
-    def arrays(self, root: NDArray, control: dict[str, NDArray] | None = None) -> Arrays:
-        """The arrays of a block that starts at ``root[0]``, no copy.
-
-        Args:
-            root: The memory of the block.
-            control: Its bookkeeping, if that was made before.
-        """
-        _, rows, finals = self._places
-        control = control or self.control_arrays(root)
-        return Arrays(_placed(rows, root), _placed(finals, root), control)
-
-    def control_arrays(self, root: NDArray) -> dict[str, NDArray]:
-        """The bookkeeping of a block, see ``control``; no copy."""
-        return _placed(self._places[0], root)
+    def arrays(self, root: NDArray) -> Arrays:
+        """The arrays of a block that starts at ``root[0]``, no copy."""
+        control, rows, finals = (
+            {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in places}
+            for places in self._places
+        )
+        return Arrays(rows, finals, control)
 
     @cached_property
     def _places(self) -> list[list[_Place]]:
@@ -262,10 +255,6 @@ class Arrays:
     control: dict[str, NDArray]
 
 
-def _placed(places: Sequence[_Place], root: NDArray) -> dict[str, NDArray]:
-    return {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in places}
-
-
 def flat(array: NDArray, n_leading: int) -> NDArray:
     """A view with one element per row, whatever the shape of a row.
 
@@ -301,7 +290,6 @@ class Block:
         self.is_taken = False
         self.is_forked = False
         self._arrays: Arrays | None = None
-        self._control: dict[str, NDArray] | None = None  # kept, as no user gets any of it
         self._root: ref[NDArray] | None = None
         _all_blocks.add(self)
 
@@ -309,10 +297,9 @@ class Block:
     def arrays(self) -> Arrays:
         """The arrays. The block is not free while they, or anything made from them, are alive."""
         if self._arrays is None:
-            self._control = self._control or self.layout.control_arrays(self.memory.root())
             root = self.memory.root()
             self._root = ref(root)
-            self._arrays = self.layout.arrays(root, self._control)
+            self._arrays = self.layout.arrays(root)
         return self._arrays
 
     def take(self) -> None:

@@ -185,8 +185,6 @@ class EnvChecks(Checks):
         Raises:
             EnvError: If one of them fails.
         """
-        if isinstance(vec, GymEnv):
-            vec.keeps_results = True
         actions = self._actions(vec)
         vec.declare_actions(row_specs(actions[0]))
         vec.reset_all_next()
