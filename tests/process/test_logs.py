@@ -155,9 +155,7 @@ def test_a_caller_that_does_not_read_stops_no_worker_and_learns_what_is_dropped(
     assert len(arrived) + sum(int(number) for _, number in dropped) == 3 * N_FLOOD
 
 
-def test_a_handler_that_raises_loses_neither_records_nor_results(
-    seen: Seen, tmp_path: Path
-) -> None:
+def test_a_handler_that_raises_interrupts_the_call(seen: Seen, tmp_path: Path) -> None:
     def fail() -> None:
         seen.react = lambda: None
         raise OSError("the disk is full")
@@ -167,10 +165,8 @@ def test_a_handler_that_raises_loses_neither_records_nor_results(
         begin(batcher)
         with pytest.raises(OSError, match="the disk is full"):
             batcher.get()
-        result = batcher.get()
-        assert result is not None
-        assert result.lengths.tolist() == [1]
-    assert len(seen.of("talk.env")) == 4
+        begin(batcher)
+        assert batcher.get().lengths.tolist() == [1]
 
 
 def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:

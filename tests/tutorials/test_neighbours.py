@@ -23,5 +23,4 @@ def test_tensorboard_gets_the_numbers_of_the_windows_and_of_the_progress(
     returns = events.Scalars("return")
     assert [point.step for point in returns] == [8 * 64 * 2 * n for n in range(1, 11)]
     assert all(8 < point.value < 60 for point in returns)  # of an agent that draws its actions
-    assert events.Scalars("collecting/steps_per_s")[-1].value > 0
     assert 8 < events.Scalars("evaluation/length")[0].value < 60
