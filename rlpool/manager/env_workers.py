@@ -18,19 +18,13 @@ from typing import Any
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory, carved_bytes
 from rlpool.envs.vec_env import LaneError
-from rlpool.errors import (
-    EnvError,
-    EnvSpecError,
-    SpecError,
-    UsageError,
-    Where,
-    WorkerError,
-)
+from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
-from rlpool.manager.buffers import FAILED, Buffers, buffer_specs
-from rlpool.manager.messages import (
+from rlpool.manager.channel import (
+    FAILED,
     Begin,
+    Buffers,
     Call,
     LaneFailed,
     MapArrays,
@@ -39,6 +33,7 @@ from rlpool.manager.messages import (
     Report,
     Reset,
     Setup,
+    buffer_specs,
 )
 from rlpool.manager.worker import main
 from rlpool.observe.stats import StatsReader
@@ -199,9 +194,8 @@ class EnvWorkers(CrashOnly):
         self.processes.close()
         self._forget_lanes()
         self.tapes.bind(self.buffers.action)
-        for worker in range(self.n_workers):
-            self.issued[worker] = self.buffers.step[worker] = self.buffers.finished[worker] = 0
-            self.buffers.writing[worker] = 0
+        for worker, number in enumerate(self.issued):
+            self.buffers.finished[worker] = number
         self._start()
         self.forget_interrupt()
 

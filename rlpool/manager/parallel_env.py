@@ -19,16 +19,12 @@ from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
-from rlpool.manager.buffers import hand_over
+from rlpool.manager.channel import hand_over
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Stepper
 from rlpool.observe.stats import Stats
-from rlpool.workers.failure_policy import (
-    DEFAULT_TIMEOUT_S,
-    FailurePolicy,
-    PolicyOptions,
-)
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy, PolicyOptions
 from rlpool.workers.process_owner import ProcessOwner
 
 if TYPE_CHECKING:
@@ -169,17 +165,16 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """
         workers = self._workers
         reports = [workers.reports[worker] for worker in range(workers.n_workers)]
-        found = [(pickle.loads(r.spaces), (r.declaration.observation, r.action)) for r in reports]
-        first, (ours, known) = reports[0], found[0]
-        for worker, (theirs, structures) in enumerate(found):
-            for number, name in enumerate(("observation_space", "action_space")):
-                if structures[number] != known[number]:
-                    raise SpecError(
-                        f"{name} of environment {workers.lanes_of[worker][0]} is "
-                        f"{theirs[number]}, that of environment 0 is {ours[number]}",
-                        fix="put only environments with equal spaces into one manager",
-                    )
-        self.observation_space, self.action_space = ours
+        first, structures = reports[0], [(r.declaration.observation, r.action) for r in reports]
+        spaces = [pickle.loads(report.spaces) for report in reports]
+        for worker, lanes in enumerate(workers.lanes_of):
+            if structures[worker] != structures[0]:
+                raise SpecError(
+                    f"the spaces of environment {lanes[0]} are {spaces[worker]}, those of "
+                    f"environment 0 are {spaces[0]}",
+                    fix="put only environments with equal spaces into one manager",
+                )
+        self.observation_space, self.action_space = spaces[0]
         self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
         self.action_leaves = leaves_of({"action": first.action}, "")
         leaves = self.declare(first.declaration).leaves

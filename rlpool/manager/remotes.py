@@ -15,8 +15,8 @@ from rlpool.data.array_view import as_numpy
 from rlpool.errors import SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import checked_wait, whole_number
 from rlpool.machine.calls import whole
+from rlpool.manager.channel import Call
 from rlpool.manager.env_workers import EnvWorkers, Request
-from rlpool.manager.messages import Call
 from rlpool.manager.stepper import Stepper
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from

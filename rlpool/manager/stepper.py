@@ -17,9 +17,8 @@ import numpy as np
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
-from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
+from rlpool.manager.channel import ALL_LANES, FAILED, SOME_LANES, Reset
 from rlpool.manager.env_workers import EnvWorkers
-from rlpool.manager.messages import Reset
 from rlpool.workers.sharing import ByValue
 
 

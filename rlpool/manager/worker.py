@@ -19,9 +19,12 @@ from rlpool.envs.single_envs import all_tasks, check_is_env
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError, described
 from rlpool.machine.generators import seed_generators
-from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
-from rlpool.manager.messages import (
+from rlpool.manager.channel import (
+    FAILED,
+    NONE_ENDED,
+    SOME_ENDED,
     Begin,
+    Buffers,
     Call,
     LaneFailed,
     MapArrays,
@@ -121,24 +124,6 @@ def _declare(env: GymEnv, setup: Setup) -> None:
         env.declare(Declaration(structure, setup.options["info_keys"]))
 
 
-def report_of(env: GymEnv, worker: int) -> Report:
-    """What a worker reports about the environments that it has made.
-
-    Raises:
-        WorkerStartupError: If their spaces cannot be pickled.
-    """
-    spaces = called(
-        Where(worker=worker),
-        "pickling the spaces",
-        cloudpickle.dumps,
-        (env.observation_space, env.action_space),
-    )
-    # _declare() has seen to it that these are there.
-    declaration: Any = env.declaration
-    action: Any = env.action_structure
-    return Report(declaration, action, env.native_actions, spaces, tasks_of(env))
-
-
 def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
     """``(n_tasks, horizon_bamdp, all_tasks)`` of environments, ``None`` for what they lack."""
 
@@ -188,7 +173,12 @@ class EnvServer(Server):
         self._all = list(range(env.n_lanes))
         self._buffers = Buffers(slice(setup.first_lane, setup.first_lane + env.n_lanes))
         self._closers.append(env.close)
-        return report_of(env, self._me)
+        spaces = env.observation_space, env.action_space
+        pickled = called(self._here, "pickling the spaces", cloudpickle.dumps, spaces)
+        # _declare() has seen to it that these are there.
+        declaration: Any = env.declaration
+        action: Any = env.action_structure
+        return Report(declaration, action, env.native_actions, pickled, tasks_of(env))
 
     def serve(self) -> None:
         """Carry out commands until told to close."""
@@ -227,7 +217,9 @@ class EnvServer(Server):
         elif isinstance(message, Call):
             self._answer(message)
         elif isinstance(message, MapArrays) and memory is not None:
-            self._map(message, memory)
+            self._buffers.map(message.specs, memory)
+            self._wake.share(self._buffers.asleep[self._me : self._me + 1])
+            self._done.share(self._buffers.asleep[-1:])
         elif isinstance(message, Begin) and memory is not None:
             self._n_seen = message.n_seen
             self._restore(unpack(message.payload, memory))
@@ -245,12 +237,6 @@ class EnvServer(Server):
             return False
         self.retire()
         return True
-
-    def _map(self, message: MapArrays, memory: Memory) -> None:
-        self._buffers.map(message.specs, memory)
-        asleep = self._buffers.asleep
-        self._wake.share(asleep[self._me : self._me + 1])
-        self._done.share(asleep[-1:])
 
     def _use_buffers(self) -> None:
         """Write the environments' results into the buffers, and note when observations follow."""
