@@ -256,37 +256,20 @@ def merged_structures(first: Structure, second: Structure, name: str) -> Structu
     Raises:
         SpecError: If keys, lengths or shapes differ, naming both sides.
     """
-    specs, others = (
-        {key: leaf.spec for key, leaf in leaves_of({name: each}, "").items()}
-        for each in (first, second)
-    )
-    if specs.keys() != others.keys():
-        got = f"{list(specs)} and then {list(others)}"
+    parts, others = (leaves_of({name: each}, "") for each in (first, second))
+    if parts.keys() != others.keys():
+        got = f"{list(parts)} and then {list(others)}"
         raise SpecError(f"{name} should keep its structure, got the parts {got}")
-    for key, spec in specs.items():
-        if spec.shape != others[key].shape:
-            got = f"{list(spec.shape)} and then {list(others[key].shape)}"
+
+    def merged(path: Any, leaf: Leaf) -> Leaf:
+        key, shape = _key_of(name, path), leaf.spec.shape
+        other = others[key].spec
+        if shape != other.shape:
+            got = f"{list(shape)} and then {list(other.shape)}"
             raise SpecError(f"{key!r} should keep its shape, got {got}")
-    dtypes = {key: np.result_type(spec.dtype, others[key].dtype) for key, spec in specs.items()}
-    return with_dtypes(first, dtypes, name)
+        return replace(leaf, spec=TensorSpec(shape, np.result_type(leaf.spec.dtype, other.dtype)))
 
-
-def with_dtypes(
-    structure: Structure, dtypes: Mapping[str, np.dtype[Any]], key: str = ""
-) -> Structure:
-    """A structure with other dtypes for some leaves.
-
-    Args:
-        structure: The structure.
-        dtypes: Key of a leaf, as ``leaves_of`` names it, to dtype.
-        key: Key of ``structure`` itself.
-    """
-
-    def replaced(path: Any, leaf: Leaf) -> Leaf:
-        dtype = dtypes.get(_key_of(key, path), leaf.spec.dtype)
-        return replace(leaf, spec=TensorSpec(leaf.spec.shape, dtype))
-
-    result: Structure = _pytree.tree_map_with_path(replaced, structure)
+    result: Structure = _pytree.tree_map_with_path(merged, first)
     return result
 
 
@@ -392,8 +375,6 @@ def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
     for group, keys in groups.items():
         for key in keys:
             if key in owner:
-                fix = "give it another name in the environment or in the agent"
-                if group == "info_keys":
-                    fix = "leave it out of info_keys, or give it another name there by a wrapper"
+                fix = "give it another name in the environment or the agent, or leave it out"
                 raise SpecError(f"key {key!r} is given by {owner[key]} and by {group}", fix=fix)
             owner[key] = group

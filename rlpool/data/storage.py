@@ -222,12 +222,11 @@ _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 
 
 def _refused(error: OSError, what: str) -> SpecError:
-    name, problem = errno.errorcode.get(error.errno or 0, "OSError"), f"could not allocate {what}"
-    fix = "pass a directory that exists and that this process may write to"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        problem = f"the disk has no room for {what}"
-        fix = "free some space, choose another directory, or make it smaller"
-    return SpecError(f"{problem}: {error.strerror} ({name})", fix=fix)
+    name = errno.errorcode.get(error.errno or 0, "OSError")
+    return SpecError(
+        f"could not allocate {what} on the disk: {error.strerror} ({name})",
+        fix="free some space, choose another directory, or make it smaller",
+    )
 
 
 def anonymous_file(name: str) -> int:

@@ -19,7 +19,6 @@ from rlpool.errors import SpecError
 _REWARD = "_reward"
 _DONE = "_done"
 _START = "initial_state"
-_STATE = "sums", "lengths"
 
 
 def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Tensor:
@@ -109,9 +108,8 @@ class EpisodeStatistics:
 
         Not needed after ``batcher.reset()``: the next window says itself where episodes begin.
         """
-        # By lane: what the episode that runs there has had up to now.
-        self._sums: NDArray = np.zeros(0, np.float64)
-        self._n_steps: NDArray = np.zeros(0, np.int64)
+        # By lane: sum and length of the episode that runs there, up to now.
+        self._running: NDArray = np.zeros((2, 0))
 
     def update(self, window: TemporalDictTensor) -> EndedEpisodes:
         """Add the next window.
@@ -134,27 +132,24 @@ class EpisodeStatistics:
         """
         values = numbers_of(window, self._key)
         done = numbers_of(window, _DONE).bool().cpu().numpy()
-        lengths = window.lengths.cpu().numpy()
-        dtype = _dtype_of(values)
-        numbers = as_numpy(values)
         lanes = self._lanes_of(window)
+        running = self._running[:, lanes].copy()
         if _START in window:  # what ran there before was dropped
-            begins = numbers_of(window, _START)[:, :1].any(1).cpu().numpy()
-            for running in (self._sums, self._n_steps):
-                running[lanes] = np.where(begins, 0, running[lanes])
-        is_step = np.arange(done.shape[1]) < lengths[:, None]
-        done, numbers = done & is_step, np.where(is_step, numbers, 0).astype(np.float64)
-        sums, n_steps = self._sums[lanes], self._n_steps[lanes]
-        ended = [(sums[:0], n_steps[:0], n_steps[:0])]
+            running[:, numbers_of(window, _START)[:, :1].any(1).cpu().numpy()] = 0
+        is_step = np.arange(done.shape[1]) < window.lengths.cpu().numpy()[:, None]
+        counted = np.where(is_step, as_numpy(values), 0), is_step
+        ended, rows_of_ended = [running[:, :0]], [np.zeros(0, np.int64)]
         for step in range(done.shape[1]):
-            sums, n_steps = sums + numbers[:, step], n_steps + is_step[:, step]
-            (rows,) = done[:, step].nonzero()
+            running += [part[:, step] for part in counted]
+            (rows,) = (done & is_step)[:, step].nonzero()
             if len(rows):
-                ended.append((sums[rows], n_steps[rows], rows))
-                sums[rows], n_steps[rows] = 0, 0
-        self._sums[lanes], self._n_steps[lanes] = sums, n_steps
-        parts = [torch.from_numpy(np.concatenate(part)) for part in zip(*ended, strict=True)]
-        return EndedEpisodes(parts[0].to(dtype), parts[1], parts[2])
+                ended.append(running[:, rows])
+                rows_of_ended.append(rows)
+                running[:, rows] = 0
+        self._running[:, lanes] = running
+        returns, lengths = torch.from_numpy(np.concatenate(ended, 1))
+        rows_found = torch.from_numpy(np.concatenate(rows_of_ended))
+        return EndedEpisodes(returns.to(_dtype_of(values)), lengths.long(), rows_found)
 
     def _lanes_of(self, window: TemporalDictTensor) -> Any:
         """The lane of each row; there is a place for the sums of each."""
@@ -168,16 +163,14 @@ class EpisodeStatistics:
                 what = f"info['episode'] is {kind(window.info['episode'])}, not a lane for each row"
                 raise SpecError(what, fix="keep what the Batcher's window has there")
             n_lanes = int(lanes.max(initial=-1)) + 1
-        n_more = n_lanes - len(self._sums)
-        if n_more > 0:
-            self._sums = np.append(self._sums, np.zeros(n_more))
-            self._n_steps = np.append(self._n_steps, np.zeros(n_more, np.int64))
+        n_more = max(0, n_lanes - self._running.shape[1])
+        self._running = np.pad(self._running, [(0, 0), (0, n_more)])
         return lanes
 
     def state_dict(self) -> dict[str, Tensor]:
         """The sums and lengths of the episodes that are running, by lane; copies."""
-        parts = torch.tensor(self._sums), torch.tensor(self._n_steps)
-        return dict(zip(_STATE, parts, strict=True))
+        sums, lengths = torch.tensor(self._running)
+        return {"sums": sums, "lengths": lengths.long()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what ``state_dict`` returned.
@@ -185,14 +178,13 @@ class EpisodeStatistics:
         Raises:
             SpecError: For anything else.
         """
-        parts = [state.get(key) if isinstance(state, Mapping) else None for key in _STATE]
-        sums, lengths = (part if isinstance(part, Tensor) else torch.empty(()) for part in parts)
-        if sums.ndim != 1 or lengths.shape != sums.shape:
+        try:
+            parts = [state[key].detach().cpu().double() for key in ("sums", "lengths")]
+            self._running = torch.stack(parts).numpy().reshape(2, len(parts[0]))
+        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            what = f"the state of an EpisodeStatistics has {' and '.join(_STATE)}, got {got}"
-            raise SpecError(what, fix="pass what state_dict() returned")
-        self._sums = sums.detach().cpu().double().numpy().copy()
-        self._n_steps = lengths.detach().cpu().long().numpy().copy()
+            what = f"the state of an EpisodeStatistics has sums and lengths, got {got}"
+            raise SpecError(what, fix="pass what state_dict() returned") from error
 
 
 def _checked(trajectories: Any) -> TemporalDictTensor:
