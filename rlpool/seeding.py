@@ -108,7 +108,7 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
     each = seeds if isinstance(seeds, Sequence) else [seeds]
     words = [2, len(each)] if is_list else [1]
     words += [whole_number("a seed", seed, 0) for seed in each]
-    return _joined(np.random.SeedSequence(words).generate_state(2, np.uint64))
+    return int.from_bytes(np.random.SeedSequence(words).generate_state(4).tobytes(), "little")
 
 
 def evaluation_root(seed: int) -> int:
@@ -119,13 +119,7 @@ def evaluation_root(seed: int) -> int:
     Args:
         seed: What the user gave, a non-negative int.
     """
-    return _joined(_derive(root_from(seed), Purpose.EVALUATIONS))
-
-
-def _joined(words: Words) -> int:
-    low, high = words.tolist()
-    root: int = (high << 64) | low
-    return root
+    return int.from_bytes(_derive(root_from(seed), Purpose.EVALUATIONS).tobytes(), "little")
 
 
 def permuted(numbers: _Numbers, keys: Sequence[int], n_bits: int = _SEED_BITS) -> _Numbers:
@@ -176,12 +170,10 @@ def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
         raise SpecError(what, fix="name one seed per episode")
     checked = [whole_number(f"episode_seeds[{i}]", seed, 0) for i, seed in enumerate(seeds)]
     if not checked or n_episodes not in (None, len(checked)):
-        wanted = "at least one episode" if n_episodes is None else f"{n_episodes} episodes"
-        what = f"episode_seeds has {len(checked)} seeds for {wanted}"
+        what = f"episode_seeds has {len(checked)} seeds for {n_episodes or 'some'} episodes"
         raise SpecError(what, fix="name one seed per episode")
-    if checked and max(checked) >= N_SEEDS:
-        row = checked.index(max(checked))
-        what = f"episode_seeds[{row}] is {checked[row]}, and seeds are below 2**31"
+    if max(checked) >= N_SEEDS:
+        what = f"episode_seeds[{checked.index(max(checked))}] is {max(checked)}, not below 2**31"
         raise SpecError(what, fix="choose smaller ones: simulators in C take no more")
     return checked
 
@@ -200,7 +192,7 @@ def noise_keys(root: int, first: int, n_episodes: int) -> Words:
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
     """Which of ``n_tasks`` tasks each rollout of a collection gets, int in ``[0, n_tasks)``."""
     draws = _hashes(root, Purpose.TASKS, collection, n_rollouts) % np.uint64(n_tasks)
-    return [int(draw) for draw in draws]
+    return list(map(int, draws))
 
 
 _lane_noise: dict[tuple[int, int], tuple[tuple[int, int, int], Words, Words]] = {}

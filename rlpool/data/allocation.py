@@ -123,15 +123,15 @@ class Allocation:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """A section in which no other process rotates; UsageError after ``close``."""
-        fd = self.open_memory().shared_fd
-        if fd is None:  # no other process sees it
+        memory = self.open_memory()
+        if memory.kind == "local":
             yield
             return
-        fcntl.lockf(fd, fcntl.LOCK_EX)  # the kernel releases it when a process dies
+        fcntl.lockf(memory.fd, fcntl.LOCK_EX)  # the kernel releases it when a process dies
         try:
             yield
         finally:
-            fcntl.lockf(fd, fcntl.LOCK_UN)
+            fcntl.lockf(memory.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Release the memory; repeatable."""

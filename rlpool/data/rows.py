@@ -121,15 +121,11 @@ def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
             one, first = pair[1], pairs[0][1]
             is_like = one.device == first.device and one.shape[:n] == first.shape[:n]
             if not is_like or one.ndim < n:
-                raise _unlike(pair, pairs[0])
-
-
-def _unlike(one: Any, other: Any) -> SpecError:
-    """The error for two entries that do not belong to the same batch."""
-    return SpecError(
-        f"key {one[0]!r} is {kind(one[1])}, key {other[0]!r} is {kind(other[1])}",
-        fix="all tensors need the same number of rows (and steps), and the same device",
-    )
+                key = pairs[0][0]
+                raise SpecError(
+                    f"key {pair[0]!r} is {kind(one)}, key {key!r} is {kind(first)}",
+                    fix="all tensors need the same number of rows (and steps), and the same device",
+                )
 
 
 def instance(value: Any, wanted: type[_T], name: str, fix: str = "") -> _T:
@@ -141,13 +137,9 @@ def instance(value: Any, wanted: type[_T], name: str, fix: str = "") -> _T:
 
 def listed(values: Iterable[Any], wanted: type[_T], name: str) -> list[_T]:
     """A list of instances of a class, from an argument; a single string is refused."""
-    try:
-        found = None if isinstance(values, str) else list(values)
-    except TypeError:
-        found = None
-    if found is None:
+    if isinstance(values, str) or not isinstance(values, Iterable):
         raise SpecError(f"{name} is {kind(values)}", fix=f"pass a list: [{values!r:.40}]")
-    return [instance(value, wanted, f"an element of {name}") for value in found]
+    return [instance(value, wanted, f"an element of {name}") for value in values]
 
 
 # Rows ---------------------------------------------------------------------------------------------

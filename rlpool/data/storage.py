@@ -161,11 +161,6 @@ class Memory:
             raise SpecError("this memory has no descriptor: it is local, or close_fd() was called")
         return self._descriptor.fd
 
-    @property
-    def shared_fd(self) -> int | None:
-        """The descriptor; ``None`` for local memory, which no other process sees."""
-        return None if self.kind == "local" else self.fd
-
     def close_fd(self) -> None:
         """Close the descriptor, so that the memory can no longer be sent; the mapping stays."""
         self._descriptor.close()

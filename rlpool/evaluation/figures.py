@@ -279,30 +279,19 @@ def _pairs(
     refuse_no_evaluation("first", first)
     refuse_no_evaluation("second", second)
     _refuse_other_environments(first, second)
-    rows = [_by_seed(each, failures) for each in (first, second)]
-    seeds = [seed for seed in rows[0] if seed in rows[1]]
-    if not seeds:
-        names = [", ".join(map(str, list(each)[:3])) for each in rows]
-        raise SpecError(
-            f"the evaluations share no seed: {names[0]}, ... and {names[1]}, ...",
-            fix="evaluate both with the same seeds, or the same episode_seeds",
-        )
-    pairs = np.array([[rows[0][seed], rows[1][seed]] for seed in seeds])
-    return pairs, len(rows[0]) + len(rows[1]) - 2 * len(seeds)
-
-
-def _by_seed(evaluation: Evaluation, failures: str | float | None) -> dict[int, tuple[float, bool]]:
-    """Seed of an episode to its return and success."""
-    returns, counts = returns_of(evaluation, failures)
-    seeds = evaluation.seeds.numpy()[counts].tolist()
-    if len(set(seeds)) < len(seeds):
-        twice = next(seed for seed in seeds if seeds.count(seed) > 1)
-        what = f"seed {twice} occurs {seeds.count(twice)} times in one evaluation"
-        raise SpecError(what, fix="name every seed once")
-    success = np.zeros(len(seeds), bool)
-    if evaluation.successes is not None:
-        success = evaluation.successes.numpy()[counts]
-    return dict(zip(seeds, zip(returns.tolist(), success.tolist(), strict=True), strict=True))
+    rows: list[dict[int, tuple[float, bool]]] = []
+    for each in (first, second):
+        returns, counts = returns_of(each, failures)
+        seeds = each.seeds.numpy()[counts].tolist()
+        if len(set(seeds)) < len(seeds):
+            raise SpecError("seeds occur twice in one evaluation", fix="name every seed once")
+        successes = counts if each.successes is None else each.successes.numpy()
+        rows.append(dict(zip(seeds, zip(returns, successes[counts], strict=True), strict=True)))
+    pairs = [(row, rows[1][seed]) for seed, row in rows[0].items() if seed in rows[1]]
+    if not pairs:
+        fix = "evaluate both with the same seeds, or the same episode_seeds"
+        raise SpecError("the evaluations share no seed", fix=fix)
+    return np.array(pairs, np.float64), len(rows[0]) + len(rows[1]) - 2 * len(pairs)
 
 
 def _refuse_other_environments(first: Evaluation, second: Evaluation) -> None:

@@ -77,10 +77,9 @@ class Bound(NamedTuple):
 
 def memory_bounds(root: Path = ROOT) -> list[Bound]:
     """What limits memory: the machine, and the containers around this process."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    total = _kilobytes(root / "proc/meminfo", "MemTotal", total)
-    available = _kilobytes(root / "proc/meminfo", "MemAvailable", total)
-    bounds = [Bound("this machine has", total, min(available, total))]
+    file = root / "proc/meminfo"
+    total, free = _kilobytes(file, "MemTotal"), _kilobytes(file, "MemAvailable")
+    bounds = [Bound("this machine has", total, free)]
     for group in _control_groups(root):
         limit = _read(group / "memory.max").strip()
         if not limit.isdecimal():  # "max", or no such file
@@ -101,8 +100,7 @@ def machine_bytes() -> int:
 
 def n_cores(root: Path = ROOT) -> int:
     """Cores that this process may use, by its affinity and the quotas of its control groups."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    n = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    n = len(os.sched_getaffinity(0))
     for group in _control_groups(root):
         quota, _, period = _read(group / "cpu.max").strip().partition(" ")
         if quota.isdecimal():  # else "max", or no such file
@@ -151,7 +149,7 @@ def process_activity(pid: int | None) -> int:
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process without shared blocks; 0 if it is unknown."""
     file = Path(f"/proc/{pid}/status")
-    return _kilobytes(file, "RssAnon", 0) + _kilobytes(file, "RssFile", 0)
+    return _kilobytes(file, "RssAnon") + _kilobytes(file, "RssFile")
 
 
 def has_ended(pid: int) -> bool:
@@ -167,10 +165,9 @@ def n_tasks(root: Path = ROOT) -> int:
     return sum(int(_field(file, "Threads") or 1) for file in own)
 
 
-def _kilobytes(file: Path, name: str, otherwise: int) -> int:
-    """A size that a file of the kernel gives in kilobytes, in bytes."""
-    kilobytes = _field(file, name)
-    return int(kilobytes) * 1024 if kilobytes else otherwise
+def _kilobytes(file: Path, name: str) -> int:
+    """A size that a file of the kernel gives in kilobytes, in bytes; 0 if it is not there."""
+    return int(_field(file, name) or 0) * 1024
 
 
 def _field(file: Path, name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlpool.errors import RlpoolError, described
+from rlpool.errors import described
 
 _DEPTH = 8
 """Longest path that is named."""
@@ -69,25 +69,12 @@ def _culprit(
         cause = error
     else:
         return None
-    if len(above) < _DEPTH and not _is_whole(value):
+    if len(above) < _DEPTH and not type(value).__module__.startswith(_WHOLE):
         with suppress(Exception):  # whatever users' containers and attributes raise when read
             for step, inner in _contents(value):
                 if (found := _culprit(inner, dumps, (*above, value))) is not None:
                     return step + found[0], *found[1:]
     return "", value, cause
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether nothing in an object is to blame: it refuses by itself, or is named as a whole."""
-    if type(value).__module__.startswith(_WHOLE):
-        return True
-    try:
-        value.__reduce__()
-    except RlpoolError:
-        return True
-    except Exception:
-        return False
-    return False
 
 
 def _contents(value: Any) -> Iterable[tuple[str, Any]]:

@@ -18,6 +18,7 @@ import os
 from collections.abc import Sequence
 from enum import IntEnum
 from time import monotonic_ns
+from typing import Any
 
 import numpy as np
 
@@ -200,6 +201,8 @@ class Control:
 
     Args:
         words: int64 ``[...]``, all of it.
+        n_workers: Number of workers.
+        memory: Holds the words, if this is the owner.
 
     Attributes:
         header: int64 ``[HEADER_WORDS]``.
@@ -208,9 +211,9 @@ class Control:
         n_workers: Number of workers.
     """
 
-    def __init__(self, words: NDArray, n_workers: int) -> None:
+    def __init__(self, words: NDArray, n_workers: int, memory: Any = None) -> None:
         self.n_workers = n_workers
-        self._memory: Memory | None = None
+        self._memory = memory
         rows, lanes = HEADER_WORDS + n_workers * ROW_WORDS, _LANE_WORDS * MAX_SHOWN_LANES
         self.header: NDArray = words[:HEADER_WORDS]
         self._name = self.header[Head.NAME : Head.NAME + _NAME_BYTES // 8].view(f"S{_NAME_BYTES}")
@@ -224,25 +227,21 @@ class Control:
     def create(cls, n_workers: int) -> Control:
         """A new one, in memory that other processes can map."""
         memory = Memory.shared(control_bytes(n_workers), FILE_NAME)
-        control = cls(memory.root().view(np.int64), n_workers)
-        control._memory = memory
-        head = control.header
-        head[Head.OWNER_PID], head[Head.N_WORKERS] = os.getpid(), n_workers
+        control = cls(memory.root().view(np.int64), n_workers, memory)
         control.name = "workers"
-        head[Head.FORMAT] = FORMAT  # last: from here on it may be read
+        control.header[[Head.OWNER_PID, Head.N_WORKERS]] = os.getpid(), n_workers
+        control.header[Head.FORMAT] = FORMAT  # last: from here on it may be read
         return control
 
     @property
     def fd(self) -> int:
-        """Descriptor of the memory."""
-        if self._memory is None:
-            raise LookupError("only the owner of this record has its descriptor")
-        return self._memory.fd
+        """Descriptor of the memory, which only the owner has."""
+        fd: int = self._memory.fd
+        return fd
 
     def close(self) -> None:
         """Close the descriptor, so that the record can no longer be found."""
-        if self._memory is not None:
-            self._memory.close_fd()
+        self._memory.close_fd()
 
     @property
     def name(self) -> str:

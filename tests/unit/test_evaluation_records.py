@@ -351,7 +351,7 @@ def test_a_death_is_listed_with_seed_and_step() -> None:
     ("options", "message"),
     [
         ({"episode_seeds": [1, 2], "n_episodes": 3}, "has 2 seeds for 3 episodes"),
-        ({"episode_seeds": []}, "episode_seeds has 0 seeds for at least one episode"),
+        ({"episode_seeds": []}, "episode_seeds has 0 seeds for some episodes"),
         ({"episode_seeds": 5}, "episode_seeds should be a list of ints, got 5"),
         ({"episode_seeds": np.array(3)}, r"episode_seeds should be a list of ints, got array\(3\)"),
         ({}, "n_episodes should be an int"),

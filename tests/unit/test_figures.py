@@ -100,7 +100,7 @@ def test_paths_are_not_compared() -> None:
 
 def test_seeds_that_repeat_cannot_be_paired() -> None:
     twice = evaluation_of([1.0, 2.0], seeds=[3, 3])
-    with pytest.raises(SpecError, match="seed 3 occurs 2 times"):
+    with pytest.raises(SpecError, match="seeds occur twice"):
         compare(twice, twice)
 
 
