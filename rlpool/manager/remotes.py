@@ -201,12 +201,12 @@ class WorkerHandle:
     @property
     def _process(self) -> SpawnProcess | None:
         refuse_forked_copy(self._workers.owner_pid)
-        return self._workers.processes.process(self._worker)
+        return self._workers.processes.life(self._worker).process
 
     @property
     def pid(self) -> int | None:
         """Its process id; after ``close``, the last one."""
-        return self._workers.processes.pids[self._worker]
+        return self._workers.processes.life(self._worker).pid
 
     def is_alive(self) -> bool:
         """Whether the process runs."""

@@ -140,11 +140,6 @@ class Restarts:
         self._n_in_a_row = [0] * n_workers
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
 
-    @property
-    def failures(self) -> tuple[WorkerError, ...]:
-        """All failures so far, of the last ones only if they are very many."""
-        return tuple(self._history)
-
     def judge(self, worker: int, failure: WorkerError, n_failures: int = 0) -> tuple[float, str]:
         """Decide what follows from a failure.
 
@@ -190,7 +185,7 @@ class Restarts:
         fix = failure.fix or "look at the failures in this error's .history"
         what = f"{failure.what}{after}, and is not started again: {why}"
         given = {"exitcode": None, **failure._constructor_arguments()}
-        changes = {"what": what, "fix": fix + advice, "history": self.failures}
+        changes = {"what": what, "fix": fix + advice, "history": tuple(self._history)}
         return WorkerDiedError(**{**given, **changes})
 
 

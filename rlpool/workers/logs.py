@@ -101,7 +101,6 @@ class Logs:
 
         Raises:
             Exception: What a filter or handler of the caller raises, as if the caller had logged.
-                That record is gone, the next call delivers those after it.
         """
         while self._arrived:  # a handler may call rlpool again
             worker, message = self._arrived.popleft()

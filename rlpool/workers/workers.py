@@ -52,7 +52,6 @@ from rlpool.workers.wire import (
     Failed,
     Logged,
     Message,
-    Poller,
     Ready,
     Retiring,
 )
@@ -139,8 +138,8 @@ class Workers:
 
     Nothing happens in the background: a caller that waits calls ``poll`` or ``wait_until``. Each
     worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
-    caller and worker notice each other's end. The shared record and the poller cost one
-    each.
+    caller and worker notice each other's end. The shared record and what waits for all of
+    them cost one each.
 
     Args:
         runs: The main function of each worker process.
@@ -179,7 +178,9 @@ class Workers:
         self.restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
         self._lives = [Life(worker) for worker in range(n_workers)]
-        self._poller = Poller()
+        self._epoll: select.epoll | None = select.epoll()  # None after close()
+        self._worker_of: dict[int, int] = {}  # descriptor: worker
+        self._wake_fd = -1
         self.control = Control.create(n_workers)
         self._logs = Logs()
         self.deliver_logs = self._logs.deliver
@@ -189,14 +190,9 @@ class Workers:
         arguments = (self._lives, self._logs, self._closing)
         self._end = Finalize(self, _close, arguments, exitpriority=10)
 
-    def process(self, worker: int) -> SpawnProcess | None:
-        """A worker's process, ``None`` after ``close``."""
-        return self._lives[worker].process
-
-    @property
-    def pids(self) -> list[int | None]:
-        """The processes' ids; after ``close``, the last ones."""
-        return [life.pid for life in self._lives]
+    def life(self, worker: int) -> Life:
+        """A worker, for its ``pid`` and its ``process``, which is ``None`` after ``close``."""
+        return self._lives[worker]
 
     @property
     def up(self) -> list[int]:
@@ -222,7 +218,10 @@ class Workers:
             )
             self.control.rows[life.worker, Word.PID] = life.pid = life.process.pid or 0
             self._set_state(life, State.STARTING)
-            self._poller.watch(life.worker, life.pipe, life.process)
+            for fd in (life.pipe.fileno(), life.process.sentinel):
+                self._worker_of[fd] = life.worker
+                if self._epoll is not None:
+                    self._epoll.register(fd, select.POLLIN)
             try:
                 self._send(life, *self._client.setup(life.worker))
             except OSError:
@@ -235,8 +234,8 @@ class Workers:
             # Descriptors that are sent must not leak. poll() notices a worker's death.
             with InterruptsHeld(), suppress(ConnectionError):
                 pipe.send(message, memory)
-            if pipe.events & select.POLLOUT:
-                self._poller.watch_writing(pipe)
+            if pipe.events & select.POLLOUT and self._epoll is not None:
+                self._epoll.modify(pipe, pipe.events)
 
     def _advance(self) -> None:
         """Start workers that are due, and kill those that take too long to end."""
@@ -272,9 +271,6 @@ class Workers:
         """Record that a worker will end because of a failure; if it does not, it is killed."""
         life = self._lives[worker]
         life.last_words = failure
-        self._let_leave(life)
-
-    def _let_leave(self, life: Life) -> None:
         self._set_state(life, State.LEAVING, LEAVE_S)
 
     def dismiss(self, worker: int) -> None:
@@ -296,7 +292,12 @@ class Workers:
     def _bury(self, life: Life, pipe: CallerPipe, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
         reap(process)  # first: if it is interrupted, close() ends what is left
-        self._poller.unwatch(pipe, process)
+        # Those that a forked copy of this process has, too, would be watched for ever.
+        for fd in (pipe.fileno(), process.sentinel):
+            self._worker_of.pop(fd, None)
+            if self._epoll is not None:
+                with suppress(OSError):  # it could not be registered
+                    self._epoll.unregister(fd)
         pipe.close()
         life.pipe = None
         self._set_state(life, State.DOWN)
@@ -362,7 +363,7 @@ class Workers:
         _close(self._lives, self._logs, self._closing)
         with suppress(TypeError):  # at the end of Python multiprocessing has no registry any more
             self._end.cancel()
-        self._poller.close()
+        self._epoll = None  # a wait of another thread goes on
         reap_template()
         self.control.close()
 
@@ -378,7 +379,9 @@ class Workers:
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
                 get ready.
         """
-        self._poller.wake_on(wake_fd)
+        self._wake_fd = wake_fd
+        if wake_fd >= 0 and self._epoll is not None:
+            self._epoll.register(wake_fd, select.POLLIN)
         for n_started, life in enumerate(self._lives):
             try:
                 self._start(life)
@@ -420,8 +423,11 @@ class Workers:
         return min(self._watch.patience_s, max(0.0, due_s - time.monotonic()) + 0.001)
 
     def fileno(self) -> int:
-        """A descriptor that can be read when a worker has sent something or has ended."""
-        return self._poller.fileno()
+        """A descriptor that can be read when a worker has sent something or has ended.
+
+        It is open until ``close``; -1 after it.
+        """
+        return -1 if self._epoll is None else self._epoll.fileno()
 
     def wait_until(self, is_over: Callable[[], bool], until_s: float = math.inf) -> None:
         """Handle messages until a condition holds, and look for workers that hang.
@@ -444,20 +450,19 @@ class Workers:
         Returns:
             Whether the wake descriptor can be read.
         """
-        if not self.all_up:
-            timeout_s = min(timeout_s, self.patience_s)
-        events = self._poller.wait(timeout_s)
+        epoll = self._epoll  # open as long as it is used here, even if a handler calls close()
+        fds = {fd for fd, _ in epoll.poll(timeout_s)} if epoll is not None else set()
         if not self._end.still_active():
             if is_exiting() and threading.current_thread().daemon:
                 # Python has ended the workers: this thread would take their ends for deaths.
                 threading.Event().wait()
             return False
-        is_woken = self._poller.is_woken_by(events)
-        if len(events) > is_woken:
-            self._deliver_all(self._poller.workers_of(events))
-        elif timeout_s > 0.0 and not is_woken:
+        is_woken = self._wake_fd in fds
+        if not fds and timeout_s > 0.0:
             # A process that a dead worker had forked may keep its descriptors open.
             self._deliver_all(range(self.n_workers))
+        else:
+            self._deliver_all({self._worker_of[fd] for fd in fds if fd in self._worker_of})
         self.deliver_logs()
         if not self.all_up:
             self._advance()
@@ -479,7 +484,8 @@ class Workers:
         if life.pipe is not None and life.pipe.events & select.POLLOUT:
             with InterruptsHeld(), suppress(ConnectionError):  # a death is handled below
                 life.pipe.flush()
-            self._poller.watch_writing(life.pipe)
+            if self._epoll is not None:
+                self._epoll.modify(life.pipe, life.pipe.events)
         while life.pipe is not None and life.process is not None:
             try:
                 message = life.pipe.receive()
@@ -500,7 +506,7 @@ class Workers:
             self._client.brief(life.worker, message.report)
         elif isinstance(message, Retiring):
             life.retires = message.why
-            self._let_leave(life)
+            self._set_state(life, State.LEAVING, LEAVE_S)
         elif isinstance(message, Failed) and message.command is None:
             self.expect_end(life.worker, message.error)
             if not self.restarts.has_started:

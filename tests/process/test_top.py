@@ -195,7 +195,7 @@ def test_a_managers_workers_are_seen() -> None:
         stats = manager.stats()
         assert (stats.name, len(stats.workers), stats.requests) == ("ParallelEnvManager", 2, ())
         assert [worker.state for worker in stats.workers] == ["alive", "alive"]
-        assert {worker.pid for worker in stats.workers} == set(manager._workers.processes.pids)
+        assert {worker.pid for worker in stats.workers} == {w.pid for w in manager.workers}
         (seen,) = top.Program(os.getpid()).read()
         assert [worker.pid for worker in seen.workers] == [w.pid for w in stats.workers]
 
