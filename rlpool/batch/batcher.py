@@ -50,8 +50,9 @@ class EpisodeBatcher(BatcherBase):
 
     Args:
         n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
-        n_slots: Slots in flight, which bound the memory. If a request has more episodes, or
-            episodes are longer than a slot, full slots are copied out while ``get`` waits.
+        n_slots: Slots in flight, which bound the memory; at least one per worker. If a request has
+            more episodes, or episodes are longer than a slot, full slots are copied out while
+            ``get`` waits.
         create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
             and classes defined in a script or notebook are fine.
         agent_args: Keyword arguments of ``create_agent``. Tensors in shared memory, and whatever
@@ -373,10 +374,8 @@ class EpisodeBatcher(BatcherBase):
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
         """See ``BatcherBase.layout``."""
-        layout = Layout(
-            specs, n_slots or cls._SLOTS_PER_LANE * specs.n_lanes, n_timesteps, n_workers
-        )
-        return layout.checked(cls._LOWERABLE)
+        n_slots = max(n_slots or cls._SLOTS_PER_LANE * specs.n_lanes, n_workers)
+        return Layout(specs, n_slots, n_timesteps, n_workers).checked(cls._LOWERABLE)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):

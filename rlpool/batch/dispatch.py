@@ -22,7 +22,6 @@ from typing import Any
 from rlpool.batch.agreement import Agreement
 from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.messages import (
-    BeginsAgain,
     ChunksDone,
     Credit,
     MapBlock,
@@ -31,14 +30,14 @@ from rlpool.batch.messages import (
     Setup,
     Update,
 )
-from rlpool.batch.requests import Policy, Request
+from rlpool.batch.requests import EpisodeRequest, Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.pickling import why_not
 from rlpool.observe.control import MAX_REQUESTS, Word
 from rlpool.observe.stats import StatsReader
-from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs
+from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import Packed, pack
 from rlpool.workers.wire import Done, Failed, Message
@@ -56,14 +55,12 @@ class _Sent:
     Attributes:
         policy: Version of the last policy.
         blocks: Numbers of the blocks that it has mapped.
-        replaces: What ended the worker that it replaces.
-        is_successor: Whether it replaces one and was sent no request yet.
+        replaces: What ended the worker that it replaces, until it is sent its first request.
     """
 
     policy: int = 0
     blocks: set[int] = field(default_factory=set)
     replaces: WorkerError | None = None
-    is_successor: bool = False
 
 
 class Dispatcher:
@@ -256,8 +253,6 @@ class Dispatcher:
         self._processes.close()
         if self._agreement.infos is not None:
             self._agreement.infos.memory.close_fd()
-        for request in (*self.running, *self._queued):
-            request.close_payload()
         if self._blocks is not None:
             self._blocks.close()
         self.running.clear()
@@ -334,9 +329,9 @@ class Dispatcher:
         Raises:
             RlpoolError: If it did; the request is not sent.
         """
-        replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
-        if replaces and not request.can_be_repeated():
-            raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
+        replaced = [sent.replaces for sent in self._sent.values() if sent.replaces is not None]
+        if replaced and not request.can_be_repeated():
+            raise replaced[0]
         request.check(blocks.layout)
         request.block = blocks.take()
         if any(request.infos):
@@ -352,21 +347,18 @@ class Dispatcher:
             request.check(self._blocks.layout)
 
     def _send(self, request: Request, gone: list[int]) -> None:
-        """Send a request to all workers that take part and are ready.
+        """Send a request to all workers that are ready.
 
         Args:
             request: The request, which has its block.
             gone: Blocks that they may unmap.
         """
-        request.remaining.update(request.takers(self._processes.n_workers))
+        request.remaining.update(range(self._processes.n_workers))
         request.tells_failures = self._policy.restarts_on_env_errors
         self.running.append(request)
         self.control.request_begins(request.number, request.n_rows)
         for worker in self._processes.up:
-            if worker in request.remaining:
-                self._send_to(worker, request, gone)
-            elif gone:
-                self._map(worker, request.running_block, gone)
+            self._send_to(worker, request, gone)
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""
@@ -376,23 +368,17 @@ class Dispatcher:
             sent.policy = version
             send(worker, Update(update.payload), update.memory)
         if gone or block.number not in sent.blocks:
-            self._map(worker, block, gone)
+            is_new = block.number not in sent.blocks
+            sent.blocks.difference_update(gone)
+            sent.blocks.add(block.number)
+            message = MapBlock(block.number, block.layout, gone)
+            send(worker, message, block.memory if is_new else None)
         payload, memory = request.packed or (None, None)
-        if sent.is_successor:
-            sent.is_successor = False
-            tapes = request.tapes_for(worker)
-            if tapes:
+        if sent.replaces is not None:
+            sent.replaces = None
+            if tapes := request.tapes_for(worker):
                 payload, memory = packed((*request.infos, tapes), self.runs_here)
         send(worker, request.message(worker, payload), memory)
-
-    def _map(self, worker: int, block: Block, gone: list[int]) -> None:
-        """Let a worker forget blocks, and map this one if it takes part and lacks it."""
-        known = self._sent[worker].blocks
-        known.difference_update(gone)
-        is_new = block.number not in known
-        known.add(block.number)
-        message = MapBlock(block.number, block.layout, gone)
-        self._processes.send(worker, message, block.memory if is_new else None)
 
     # The workers' client ---------------------------------------------------------------------
 
@@ -415,14 +401,10 @@ class Dispatcher:
         elif isinstance(message, ChunksDone):
             self.restarts.note_success(worker)
             request = self._find(message.number)
-            if request is not None:
+            if isinstance(request, EpisodeRequest):
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
                 slots = [] if request.error else request.empty_slots(message.chunks)
                 self._processes.send(worker, Credit(message.number, slots))
-        elif isinstance(message, BeginsAgain):
-            request = self._find(message.number)
-            if request is not None:
-                request.drop_chunks([message.episode])
         elif isinstance(message, Report):
             if self._agreement.take(worker, message):
                 self._note_probed()
@@ -454,7 +436,7 @@ class Dispatcher:
 
     def _stop(self, request: Request) -> None:
         """Let a request that runs come to an end."""
-        request.cancel()
+        request.running_block.arrays.control["cancelled"][0] = 1
         self.control.request_stops(request.number)
 
     def _forget(self, request: Request) -> None:
@@ -468,11 +450,15 @@ class Dispatcher:
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Take back what a worker had begun, for its successor."""
-        self._sent[worker] = _Sent(replaces=failure, is_successor=True)
+        if failure is None:
+            what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
+            fix = "call reset(); an agent that needs its history cannot go on in another worker"
+            failure = WorkerError(what, where=Where(worker=worker), fix=fix)
+        self._sent[worker] = _Sent(replaces=failure)
         self._agreement.forget(worker)
         for request in self._owed_by(worker):
             if not request.error and not request.can_be_repeated():
-                request.error = failure or _cannot_go_on(worker)
+                request.error = failure
                 self._stop(request)
             if request.running_block.layout.step.resets_together:
                 self.control.forget_finished(request.number, worker)
@@ -506,26 +492,15 @@ class Dispatcher:
         """
         return {worker for request in self.running for worker in request.remaining}
 
-    def where(self, worker: int) -> Where:
-        """What a worker is doing, as far as shared memory tells."""
-        place = self._place(worker)
-        return Where(worker) if place is None else place[0].where(worker, place[1])
-
-    def episode_in(self, worker: int) -> dict[str, Any]:
-        """See ``Client``."""
-        place = self._place(worker)
-        if place is None:
-            return {}
-        is_in_use = place[1] == self.control.lane_in_use(worker)
-        is_stepping = is_in_use and self.control.rows[worker, Word.ENV_NS] < 0
-        return place[0].episode_in(worker, place[1], is_stepping=bool(is_stepping))
-
-    def _place(self, worker: int) -> tuple[Request, int] | None:
-        """The request and the lane that a worker ran last, ``None`` if it runs nothing."""
-        last = self.control.lane_in_use(worker)
-        owed = self._owed_by(worker)
-        places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
-        return min(places, key=lambda place: place[1] != last, default=None)
+    def running_in(self, worker: int) -> dict[str, Any]:
+        """See ``Client``: of the lane that a worker ran last."""
+        last, owed = self.control.lane_in_use(worker), self._owed_by(worker)
+        places = [(lane, request) for request in owed for lane in request.lanes_in(worker)]
+        if not places:
+            return {"where": Where(worker)}
+        lane, request = min(places, key=lambda place: place[0] != last)
+        is_stepping = bool(lane == last and self.control.rows[worker, Word.ENV_NS] < 0)
+        return request.running_in(worker, lane, is_stepping=is_stepping)
 
     def _find(self, number: int) -> Request | None:
         return next((request for request in self.running if request.number == number), None)
@@ -562,10 +537,3 @@ def packed(value: Any, is_private: bool) -> Packed:
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         fix = "send only what the agents need, such as model.state_dict()"
         raise SpecError(why_not({"info": value}, error), fix=fix) from error
-
-
-def _cannot_go_on(worker: int) -> WorkerError:
-    """The error for episodes in the middle of which a worker was replaced for its age."""
-    what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
-    fix = "call reset(); an agent that needs its history cannot go on in another worker"
-    return WorkerError(what, where=Where(worker=worker), fix=fix)

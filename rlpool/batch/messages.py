@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError
+from rlpool.loop.plan import Chunk
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -128,7 +129,7 @@ class Window:
         slots: Lane of this worker to slot, for the lanes that run.
         seeds: Seeds of the lanes since their reset.
         is_first: Whether all lanes start anew.
-        given_up: Lane among all, and restarts before, of an episode to its step that fails.
+        given_up: Lane among all, and seed, of an episode to its step that fails.
         payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all lanes of all
             workers and, by lane of this one, what running episodes have done so far if an earlier
             worker began them.
@@ -180,16 +181,11 @@ class Report:
 
 
 @dataclass(frozen=True)
-class BeginsAgain:
-    """An episode begins again: what was reported of it is to be dropped."""
-
-    number: int
-    episode: int
-
-
-@dataclass(frozen=True)
 class ChunksDone:
-    """Slots that are complete and have to be emptied: ``(episode, slot, chunk, is_last)``."""
+    """Slots that are complete and have to be emptied.
+
+    Chunk 0 of an episode takes the place of all its earlier chunks: the episode began again.
+    """
 
     number: int
-    chunks: list[tuple[int, int, int, bool]]
+    chunks: list[Chunk]

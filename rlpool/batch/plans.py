@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpool.agents.noise import NoiseStarts
-from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Window
+from rlpool.batch.messages import ChunksDone, Execute, Window
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
@@ -302,7 +302,7 @@ class EpisodePlan(_RequestPlan):
         return self._recycling.is_due() and not self.layout.step.resets_together
 
     def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
-        """Let an episode begin again, here; the caller drops what it has of it."""
+        """Let an episode begin again, here; its first chunk replaces what the caller has of it."""
         self._claimed[lane].append(episode.number)
         self._exhausted.discard(lane)
         if chunk:
@@ -310,9 +310,7 @@ class EpisodePlan(_RequestPlan):
         is_at_home = self._in_place and episode.number not in self._moved
         if slot is not None and not is_at_home:
             self._free.append(slot)
-        if chunk:
-            self.flush()
-            self._site.send(BeginsAgain(self.number, episode.number))
+        self.flush()
 
     def take_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Take complete slots; one that is its row's whole episode stays where it is."""
@@ -404,7 +402,7 @@ class WindowPlan(_RequestPlan):
             seed = self._seeds.seed(number, n_restarts)
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         options = options_of(self.env_info, number) if self.env_info else None
-        fails_at = self._given_up.get((number, n_restarts))
+        fails_at = self._given_up.get((number, seed))
         return Episode(number, seed, options, noise, slot, n_restarts, fails_at, number)
 
 

@@ -19,6 +19,7 @@ from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
+from rlpool.loop.plan import Chunk
 from rlpool.observe.control import Control
 from rlpool.record.tape import (
     Actions,
@@ -34,9 +35,6 @@ from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
 from rlpool.slots.blocks import Block, Layout, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.workers.payload import Packed, Payload
-
-Chunk = tuple[int, int, int, bool]
-"""``(episode, slot, chunk, is_last)``: a complete slot."""
 
 
 class Policy(NamedTuple):
@@ -104,21 +102,12 @@ class Request(ABC):
             raise LookupError("the request has not begun")
         return self.block
 
-    def cancel(self) -> None:
-        """Let the workers stop its episodes."""
-        self.running_block.arrays.control["cancelled"][0] = 1
-
     def release(self) -> None:
         """Give its slots back, when no worker writes into them any more."""
         self.n_slots = 0
         if self.block is not None:
             self.block.release()
             self.block = None
-
-    def close_payload(self) -> None:
-        """Close the descriptor of its infos: no worker will be sent them again."""
-        if self.packed is not None:
-            self.packed.memory.close_fd()
 
     def check(self, layout: Layout) -> None:
         """Refuse what workers with this layout cannot run.
@@ -132,10 +121,6 @@ class Request(ABC):
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """Slots to run with, when ``n_free`` of ``n_slots`` are not in use; 0 to wait."""
-
-    def takers(self, n_workers: int) -> range:
-        """The workers that take part."""
-        return range(n_workers)
 
     @abstractmethod
     def message(self, worker: int, payload: Payload | None) -> Execute | Window:
@@ -155,17 +140,17 @@ class Request(ABC):
         Returns:
             How often in a row it has failed at the same step: elsewhere it is not to blame.
         """
-        episode = self._episode_at(where)
+        episode = self._key_of(where)
         step, n = self._n_failures.get(episode, (None, 0))
         self._n_failures[episode] = where.step, (n if step == where.step else 0) + 1
         return self._n_failures[episode][1]
 
     def truncate(self, where: Where, failure: WorkerError) -> None:
         """Let an episode end at the step at which it has failed."""
-        self._truncated[self._episode_at(where)] = _failing_step(where, failure)
+        self._truncated[self._key_of(where)] = _failing_step(where, failure)
         self.failures[where.row or 0] = failure
 
-    def _episode_at(self, where: Where) -> Any:
+    def _key_of(self, where: Where) -> Any:
         """What tells an episode from others, see ``Execute.given_up`` and ``Window.given_up``."""
         return where.row
 
@@ -192,61 +177,49 @@ class Request(ABC):
         lanes: list[int] = np.flatnonzero(running >= 0).tolist()
         return lanes
 
-    def where(self, worker: int, lane: int) -> Where:
-        """What such a lane is doing, as far as shared memory tells."""
-        control, layout = self.running_block.arrays.control, self.running_block.layout
-        row = int(control["running"][worker, lane])
-        step = int(layout.steps_in_slot(control, worker)[lane])
-        step += int(control["steps_before"][worker, lane])
-        rest = step, self.seed_of(row), options_of(self.infos[1], row)
-        return Where(worker, lane, row, self.number_of(row), *rest)
-
-    def number_of(self, row: int) -> int | None:
-        """The number of a row's episode in the batcher's life, ``None`` for windows."""
-        return None
-
-    def episode_in(self, worker: int, lane: int, *, is_stepping: bool) -> dict[str, Any]:
-        """``options`` and ``actions`` of such a lane's episode, as far as they are known here.
+    def running_in(self, worker: int, lane: int, *, is_stepping: bool) -> dict[str, Any]:
+        """What an error says of such a lane's episode, as far as shared memory shows.
 
         Args:
             worker: The worker.
             lane: The lane.
             is_stepping: Whether the action of a step is there that was not completed.
+
+        Returns:
+            ``where``, ``options`` and ``actions``.
         """
-        block = self.running_block
-        control, layout = block.arrays.control, block.layout
+        arrays, layout = self.running_block.arrays, self.running_block.layout
+        row, slot, n_before = (
+            int(arrays.control[key][worker, lane]) for key in ("running", "slot", "steps_before")
+        )
+        stop = int(layout.steps_in_slot(arrays.control, worker)[lane])
+        step, options = n_before + stop, options_of(self.infos[1], row)
+        seed = self._seed_in(worker, lane, row)
+        where = Where(worker, lane, row, self._number_of(row), step, seed, options)
         if layout.step.resets_together:
-            return {}
-        row, slot = (int(control[key][worker, lane]) for key in ("running", "slot"))
-        n_before = int(control["steps_before"][worker, lane])
-        stop = int(layout.steps_in_slot(control, worker)[lane])
-        stop += is_stepping and stop + n_before > 0  # else it may be the reset
-        before = self._actions_before(worker, lane, n_before) if n_before > 0 else {}
-        here = slot_actions(layout, block.arrays, slot, max(0, -n_before), stop)
-        actions = None if before is None else actions_of(before, here)
-        return {"options": options_of(self.infos[1], row), "actions": actions}
+            return {"where": where}
+        stop += is_stepping and step > 0  # else it may be the reset
+        before = self._actions_before(worker, lane, row) if n_before > 0 else {}
+        here = slot_actions(layout, arrays, slot, max(0, -n_before), stop)
+        is_known = n_rows(before) == max(0, n_before)
+        actions = actions_of(before, here) if is_known else None
+        return {"where": where, "options": options, "actions": actions}
+
+    def _number_of(self, row: int) -> int | None:
+        """The number of a row's episode in the batcher's life, ``None`` for windows."""
+        return None
 
     @abstractmethod
-    def _actions_before(self, worker: int, lane: int, n_before: int) -> Actions | None:
-        """The first actions of an episode, which are not in its slot; ``None`` if unknown."""
+    def _actions_before(self, worker: int, lane: int, row: int) -> Actions:
+        """The actions of a lane's episode that are not in its slot, as far as they are known."""
 
     @abstractmethod
-    def seed_of(self, row: int) -> int | None:
-        """The seed of the episode that a row is in, ``None`` if it is not known."""
+    def _seed_in(self, worker: int, lane: int, row: int) -> int | None:
+        """The seed of the episode that a lane is in, ``None`` if it is not known."""
 
     @abstractmethod
     def result(self) -> TemporalDictTensor:
         """The rows, once complete."""
-
-    def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Copy complete chunks out of their slots; returns the slots."""
-        raise LookupError("this request's slots are never emptied")
-
-    def drop_chunks(self, episodes: Sequence[int]) -> None:  # noqa: B027  (windows have none)
-        """Drop the chunks of episodes that begin again.
-
-        Two runs of an environment that is not deterministic must not be mixed.
-        """
 
     def _info(
         self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]]
@@ -312,10 +285,6 @@ class EpisodeRequest(Request):
             return 0
         return self.n_rows + max(0, n_free - 2 * self.n_rows)
 
-    def takers(self, n_workers: int) -> range:
-        """All workers that get a slot."""
-        return range(n_workers if self._in_place else min(n_workers, self.n_slots))
-
     def message(self, worker: int, payload: Payload | None) -> Execute:
         """The request, with this worker's share of the slots that belong to no episode."""
         first = self.n_rows if self._in_place else 0
@@ -334,17 +303,13 @@ class EpisodeRequest(Request):
             payload=payload,
         )
 
-    def number_of(self, row: int) -> int:
-        """See ``Request.number_of``."""
+    def _number_of(self, row: int) -> int:
         return self.first + row
 
-    def _actions_before(self, worker: int, lane: int, n_before: int) -> Actions | None:
-        """See ``Request``: those of the chunks that the worker has sent."""
-        row = int(self.running_block.arrays.control["running"][worker, lane])
+    def _actions_before(self, worker: int, lane: int, row: int) -> Actions:
+        """Those of the chunks that the worker has sent."""
         keys = self.running_block.layout.step.action_keys
-        chunks = self._glue.chunks_of(row, keys) if self._glue is not None else []
-        known = joined(chunks)
-        return known if n_rows(known) == n_before else None
+        return joined(self._glue.chunks_of(row, keys) if self._glue is not None else [])
 
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
@@ -358,7 +323,6 @@ class EpisodeRequest(Request):
         if self._in_place:
             is_there |= control["whole"][: self.n_rows] > 0
         self._owed[worker] = again = [row for row in sorted(claimed) if not is_there[row]]
-        self.drop_chunks(again)
         return bool(again) or not claims.all_made
 
     def _give_back_share(self, worker: int) -> bool:
@@ -366,7 +330,6 @@ class EpisodeRequest(Request):
         share = self._shares.of(worker)
         self._note_writing(worker)
         self._arrived[share] = False
-        self.drop_chunks(share)
         return bool(share)
 
     @property
@@ -382,8 +345,7 @@ class EpisodeRequest(Request):
             return lambda: given
         return partial(episode_seeds, self.root, self.first, self.n_rows)
 
-    def seed_of(self, row: int) -> int:
-        """The seed of an episode."""
+    def _seed_in(self, worker: int, lane: int, row: int) -> int:
         return self._seeds()[row]
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -399,17 +361,13 @@ class EpisodeRequest(Request):
         emptied: list[int] = slots.tolist()
         return emptied
 
-    def drop_chunks(self, episodes: Sequence[int]) -> None:
-        """See ``Request.drop_chunks``."""
-        if self._glue is not None:
-            self._glue.drop(np.asarray(episodes, np.int64))
-
     def part(self) -> Slice:
         """All episodes: views of the block; copies if any chunk was copied out of it."""
         arrays = self.running_block.arrays
         if self._glue is None:
             return slots_of(arrays, slice(self.n_rows))
         at_home = np.flatnonzero(~self._arrived & self._in_place)
+        self._glue.drop(at_home)  # chunks of a run that did not end
         return self._glue.join(arrays, at_home)
 
     def result(self) -> TemporalDictTensor:
@@ -468,28 +426,29 @@ class WindowRequest(Request):
         n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
         return lane_seeds(self.root, self.n_resets, n_restarts)
 
-    def _actions_before(self, worker: int, lane: int, n_before: int) -> Actions | None:
-        """See ``Request``: those on the lane's tape."""
-        tape = self.tapes.tapes.get(worker * self.n_lanes + lane) if self.tapes else None
-        is_complete = tape is not None and not tape.why_lost and tape.n_steps == n_before
-        return tape.actions if tape is not None and is_complete else None
+    def _actions_before(self, worker: int, lane: int, row: int) -> Actions:
+        """Those on the lane's tape."""
+        tape = self.tapes.tapes.get(row) if self.tapes is not None else None
+        return {} if tape is None else tape.actions
 
-    def _episode_at(self, where: Where) -> Any:
-        """The lane, and how often it has restarted."""
-        worker, lane = where.worker or 0, where.lane or 0
-        block, number = self.running_block, worker * self.n_lanes + lane
-        before = self.tapes.tapes.get(number) if self.tapes is not None else None
-        first = before.n_restarts if before is not None else 0
-        if not block.layout.restarts:
-            return number, first
-        if where.seed is not None:  # the worker has left the slot
-            seeds, most = self._seeds, block.layout.n_timesteps
-            tried = range(first, first + most + 1)
-            return number, next(n for n in tried if seeds.seed(number, n) == where.seed)
-        control = block.arrays.control
-        slot, rows = int(control["slot"][worker, lane]), block.layout.steps_in_slot(control, worker)
-        ends = block.arrays.rows[successor_key("done")][slot, : rows[lane]]
-        return number, first + int(ends.sum())
+    def _key_of(self, where: Where) -> Any:
+        return where.row, where.seed
+
+    def _seed_in(self, worker: int, lane: int, row: int) -> int | None:
+        """See ``Request``: how often the lane has restarted is on its tape and in its slot."""
+        block, n_restarts = self.running_block, 0
+        if block.layout.step.resets_together:
+            return self._seeds.seed(row - row % self.n_lanes, 0)
+        if block.layout.restarts:
+            if not self.can_be_repeated():
+                return None
+            tape = self.tapes.tapes.get(row) if self.tapes is not None else None
+            control = block.arrays.control
+            n_steps_in_slot = block.layout.steps_in_slot(control, worker)[lane]
+            done = block.arrays.rows[successor_key("done")][control["slot"][worker, lane]]
+            n_restarts = int(done[:n_steps_in_slot].sum())
+            n_restarts += tape.n_restarts if tape is not None else 0
+        return self._seeds.seed(row, n_restarts)
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
@@ -499,13 +458,10 @@ class WindowRequest(Request):
 
     def n_finished(self, control: Control) -> int:
         """Rows of workers that are done with the window."""
-        return len(self._rows_done())
-
-    def _rows_done(self) -> list[tuple[int, int]]:
         if self.block is None:
-            return []
+            return 0
         done = set(range(self.block.layout.n_workers)) - self.remaining
-        return [row for worker in done for row in self._rows_of(worker)]
+        return sum(len(self._rows_of(worker)) for worker in done)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """See ``Request.tapes_for``."""
@@ -523,21 +479,6 @@ class WindowRequest(Request):
         self._note_writing(worker)
         return bool(self._rows_of(worker))
 
-    def where(self, worker: int, lane: int) -> Where:
-        """See ``Request.where``; how often a lane has restarted is on its tape."""
-        where = super().where(worker, lane)
-        if where.seed is not None or self.tapes is None:
-            return where
-        return where._replace(seed=self._seeds.seed(*self._episode_at(where)))
-
-    def seed_of(self, row: int) -> int | None:
-        """See ``Request.seed_of``; only the worker knows how often a seeded lane has restarted."""
-        layout = self.running_block.layout
-        if layout.restarts and not layout.step.resets_together:
-            return None
-        n_together = self.n_lanes if layout.step.resets_together else 1
-        return self._seeds.seed(row - row % n_together, 0)
-
     def result(self) -> TemporalDictTensor:
         """See ``part``."""
         block = self.running_block
@@ -553,7 +494,11 @@ class WindowRequest(Request):
                 lambda lane: options_of(env_info, lane) if env_info else None,
             )
             tapes = self.tapes.tapes.items()
-            begin_next = {(lane, tape.n_restarts) for lane, tape in tapes if not tape.n_steps}
+            begin_next = {
+                (lane, self._seeds.seed(lane, tape.n_restarts))
+                for lane, tape in tapes
+                if not tape.n_steps
+            }
             self.tapes.given_up = begin_next.intersection(self._truncated)
         lanes, seeds = self.lanes, self._seeds  # what is asked later must not hold the block
         n_together = self.n_lanes if block.layout.step.resets_together else 1

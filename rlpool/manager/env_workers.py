@@ -250,13 +250,14 @@ class EnvWorkers(CrashOnly):
             return Where(worker, lane)
         return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)
 
-    def episode_in(self, worker: int) -> dict[str, Any]:
+    def running_in(self, worker: int) -> dict[str, Any]:
         """See ``Client``."""
-        lane = self.where(worker).lane
-        tape = self.tapes.tape(lane) if lane is not None and worker in self.busy() else None
+        where = self.where(worker)
+        is_busy = where.lane is not None and worker in self.busy()
+        tape = self.tapes.tape(where.lane) if where.lane is not None and is_busy else None
         if tape is None or tape.why_lost:
-            return {}
-        return {"options": tape.options, "actions": actions_of(tape.actions)}
+            return {"where": where}
+        return {"where": where, "options": tape.options, "actions": actions_of(tape.actions)}
 
     def _where(self, lane: int, call: str) -> Where:
         """Where a lane is; if ``call`` is a step, it is not finished or has failed."""

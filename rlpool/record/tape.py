@@ -276,8 +276,8 @@ class WindowTapes:
     Attributes:
         tapes: Running lane, numbered across workers, to the tape of its episode. The worker fills
             in the tapes' seeds.
-        given_up: Lane, and restarts before, of an episode that begins with the next window and
-            whose reset is known to fail.
+        given_up: Lane and seed of an episode that begins with the next window and whose reset is
+            known to fail.
     """
 
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:

@@ -113,9 +113,6 @@ class Glue:
     Args:
         layout: Layout of the block they come from.
         n_rows: Episodes of the request.
-
-    Attributes:
-        n_steps: Steps of all chunks.
     """
 
     _N_PARTS = 16
@@ -124,22 +121,25 @@ class Glue:
     def __init__(self, layout: Layout, n_rows: int) -> None:
         self._layout = layout
         self._n_rows = n_rows
-        self.n_steps = 0
+        self._has_begun = np.zeros(n_rows, bool)
         self._parts: list[tuple[NDArray, int, Slice]] = []
 
     def add(self, episodes: NDArray, chunk: int, part: Slice) -> None:
-        """Add chunk number ``chunk`` of some episodes."""
+        """Add chunk number ``chunk`` of some episodes; number 0 replaces all that they had."""
+        if chunk == 0:
+            # Two runs of an environment that is not deterministic must not be mixed.
+            if self._has_begun[episodes].any():
+                self.drop(episodes)
+            self._has_begun[episodes] = True
         self._parts.append((episodes, chunk * self._layout.n_timesteps, part))
-        self.n_steps += int(part.lengths.sum())
 
     def drop(self, episodes: NDArray) -> None:
-        """Drop the chunks of episodes that will run again."""
+        """Drop the chunks of some episodes."""
         kept = [~np.isin(others, episodes) for others, _, _ in self._parts]
         self._parts = [
             (others[rows], offset, part if rows.all() else part.part(rows))
             for rows, (others, offset, part) in zip(kept, self._parts, strict=True)
         ]
-        self.n_steps = sum(int(part.lengths.sum()) for _, _, part in self._parts)
 
     def chunks_of(self, episode: int, keys: Sequence[str]) -> list[dict[str, NDArray]]:
         """What is known of some keys of an episode, chunk by chunk."""

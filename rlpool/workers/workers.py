@@ -126,11 +126,8 @@ class Client(Protocol):
     def busy(self) -> Collection[int]:
         """The workers that have something to do."""
 
-    def where(self, worker: int) -> Any:
-        """A ``Where``: what a worker is doing, as far as shared memory shows."""
-
-    def episode_in(self, worker: int) -> dict[str, Any]:
-        """``options`` and ``actions`` of the episode that ``where`` names, as far as known."""
+    def running_in(self, worker: int) -> dict[str, Any]:
+        """``where`` of a worker, ``options`` and ``actions`` of its episode, as far as known."""
 
 
 class Workers:
@@ -345,8 +342,7 @@ class Workers:
             f"worker {worker} died ({name or f'exit code {exitcode}'})",
             exitcode=exitcode,
             signal_name=name,
-            where=self._client.where(worker),
-            **self._client.episode_in(worker),
+            **self._client.running_in(worker),
             fix=_OUT_OF_MEMORY if name == "SIGKILL" else "",
             hint=self._debug_hint,
         )
@@ -537,8 +533,7 @@ class Workers:
             return
         error = WorkerTimeoutError(
             f"worker {worker} made no progress for {self._timeout_s:g} s",
-            where=self._client.where(worker),
-            **self._client.episode_in(worker),
+            **self._client.running_in(worker),
             fix="look for an endless wait in the environment or the agent, or raise timeout",
             traceback_text=stacks_of(self._lives[worker].process),
         )
