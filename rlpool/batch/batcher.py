@@ -214,19 +214,21 @@ class EpisodeBatcher(BatcherBase):
 
     def _submit(self, n_episodes: int, infos: Infos, given_seeds: list[int] | None) -> None:
         dispatcher = self._ready()
-        request = EpisodeRequest(
-            number=dispatcher.next_number(),
-            n_rows=n_episodes,
-            infos=infos,
-            policy=self._policy,
-            root=self._root,
-            first=self._next_episode,
-            given_seeds=given_seeds,
-        )
-        dispatcher.check(request)
+        dispatcher.check(infos, n_episodes, given_seeds)
+        first = self._next_episode
         self._next_episode += n_episodes
         self._last = n_episodes, infos, given_seeds
-        dispatcher.submit(request)
+        dispatcher.submit(
+            EpisodeRequest(
+                number=dispatcher.next_number(),
+                n_rows=n_episodes,
+                infos=infos,
+                policy=self._policy,
+                root=self._root,
+                first=first,
+                given_seeds=given_seeds,
+            )
+        )
 
     @whole
     def reexecute(self) -> None:

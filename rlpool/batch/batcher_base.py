@@ -70,7 +70,6 @@ class BatcherBase(CrashOnly, ProcessOwner):
     """
 
     _dispatcher: Dispatcher | None = None
-    _recipe: Recipe | None = None
     _is_closed = False
     _progress: ShowProgress = False
     _policy = Policy()
@@ -174,7 +173,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def n_pending(self) -> int:
         """Requests whose results were not taken with ``get``."""
         dispatcher = self._not_closed()
-        return 0 if self.is_interrupted or self._update else self._n_pending(dispatcher)
+        return 0 if self.is_interrupted else self._n_pending(dispatcher)
 
     def _n_pending(self, dispatcher: Dispatcher) -> int:
         return len(dispatcher.pending)
@@ -358,7 +357,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             while blocking and not is_settled() and time.monotonic() < until_s:
                 dispatcher.wait_until(is_settled, min(until_s, time.monotonic() + _SHOW_EVERY_S))
                 look()
-            dispatcher.watch(None)
+            dispatcher.watch(lambda: None)
             look()
             return is_settled()
 
@@ -400,24 +399,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     @whole
     def _send_update(self) -> None:
-        self._open(is_update=True)
-        self._pack_update()
-
-    def _pack_update(self) -> None:
-        """Make the policy of what was given to ``update``, if it was interrupted, now.
-
-        Raises:
-            SpecError: If it cannot be pickled.
-        """
-        if self._update is None:
-            return
-        (info,) = self._update
-        try:
-            policy = Policy(self._policy.version + 1, packed(info, self._is_private))
-        except RlpoolError:
-            self._update = None
-            raise
-        self._policy, self._update = policy, None
+        self._open()
 
     @whole
     def state_dict(self) -> State:
@@ -545,21 +527,18 @@ class BatcherBase(CrashOnly, ProcessOwner):
             True
         """
         self._is_closed = True
-        if self._dispatcher is not None:
-            self._dispatcher.close()
-        if self._recipe is not None and os.getpid() == self._owner_pid:
-            self._recipe.close()
-            if self._policy.packed is not None:
-                self._policy.packed.memory.close_fd()
+        if self._dispatcher is None or os.getpid() != self._owner_pid:
+            return  # in a forked copy, workers, pipes and blocks belong to the original process
+        self._dispatcher.close()
+        self._recipe.close()
+        if self._policy.packed is not None:
+            self._policy.packed.memory.close_fd()
 
     def _has_processes(self) -> bool:
         return self._dispatcher is not None
 
     def _begin(self) -> Dispatcher:
         """Start workers, new ones if a call was interrupted."""
-        if self._dispatcher is not None:
-            self._dispatcher.close(at_once=True)
-        self._pack_update()
         dispatcher = self._start_workers(root=self._root)
         dispatcher.control.name = type(self).__name__
         self._dispatcher = dispatcher
@@ -570,15 +549,24 @@ class BatcherBase(CrashOnly, ProcessOwner):
         if self._dispatcher is not None and not self._is_private:
             self._dispatcher.close(at_once=True)
 
-    def _open(self, is_update: bool = False) -> Dispatcher:
-        """What every call begins with; one that was interrupted has ended the workers."""
+    def _open(self) -> Dispatcher:
+        """What every call begins with; one that was interrupted has ended the workers.
+
+        Raises:
+            SpecError: If what was given to ``update`` cannot be pickled.
+        """
         dispatcher = self._not_closed()
-        if self._update is not None and not is_update:
-            self._was_interrupted = True  # an update, before it began
         if not self.is_interrupted:
             dispatcher.deliver_logs()
         elif not dispatcher.is_closed:
             dispatcher.close(at_once=True)
+        if self._update is not None:
+            try:
+                policy = Policy(self._policy.version + 1, packed(*self._update, self._is_private))
+            except RlpoolError:
+                self._update = None
+                raise
+            self._policy, self._update = policy, None
         return dispatcher
 
     def _ready(self) -> Dispatcher:

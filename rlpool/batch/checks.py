@@ -75,12 +75,8 @@ def checked_state(state: Any) -> State:
     names = ("root", "next_episode", "policy_version")
     fix = "pass what state_dict() of a batcher returned"
     if not isinstance(state, Mapping) or set(state) != set(names):
-        found = (
-            f"the keys {sorted(map(str, state))}"
-            if isinstance(state, Mapping)
-            else f"{state!r:.60}"
-        )
-        raise SpecError(f"a batcher's state has the keys {list(names)}, got {found}", fix=fix)
+        what = f"a batcher's state has the keys {list(names)}, got {state!r:.200}"
+        raise SpecError(what, fix=fix)
     checked = {name: whole_number(name, state[name], 0, fix=fix) for name in names}
     for name in names[1:]:
         if checked[name] > LAST_NUMBER:

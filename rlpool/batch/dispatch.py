@@ -11,10 +11,9 @@ their blocks, the policy that each began with, and the requests, which say what 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,8 +29,10 @@ from rlpool.batch.messages import (
     Setup,
     Update,
 )
+from rlpool.batch.plans import check_together
 from rlpool.batch.requests import EpisodeRequest, Policy, Request
 from rlpool.batch.worker import main
+from rlpool.data.infos import Infos
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.pickling import why_not
@@ -104,7 +105,6 @@ class Dispatcher:
         self.runs_here = n_workers == 0
         self._recipe = recipe
         self._make_layout = make_layout
-        self._owner_pid = os.getpid()
         self._policy = policy
         self._repeats_env_errors = policy.truncates or (
             n_workers > 0 and policy.restarts_on_env_errors
@@ -149,11 +149,6 @@ class Dispatcher:
         return self._processes.fatal
 
     @property
-    def step(self) -> StepSpecs | None:
-        """What a step consists of, ``None`` before that is known."""
-        return self._agreement.specs
-
-    @property
     def environment(self) -> Mapping[str, Any]:
         """What the environments are."""
         return self._agreement.environment
@@ -172,7 +167,6 @@ class Dispatcher:
         """Queue a request and send it if its slots are free.
 
         Raises:
-            SpecError: See ``Request.check``.
             RlpoolError: If a worker died.
         """
         self.refuse_if_dead()
@@ -228,7 +222,7 @@ class Dispatcher:
             return request.n_rows, request.n_rows
         return min(request.n_finished(self.control), request.n_rows), request.n_rows
 
-    def watch(self, look: Callable[[], None] | None) -> None:
+    def watch(self, look: Callable[[], None]) -> None:
         """Call a function when episodes have ended that run in this process."""
         if isinstance(self._processes, LocalWorker):
             self._processes.look = look
@@ -240,8 +234,6 @@ class Dispatcher:
             at_once: Whether to kill them, whatever they are doing.
         """
         self.is_closed = True
-        if os.getpid() != self._owner_pid:
-            return  # a forked copy: workers, pipes and blocks belong to the original process
         if at_once:
             self._processes.abort()
         # For a get() that a signal handler or another thread interrupts by closing.
@@ -332,19 +324,19 @@ class Dispatcher:
         replaced = [sent.replaces for sent in self._sent.values() if sent.replaces is not None]
         if replaced and not request.can_be_repeated():
             raise replaced[0]
-        request.check(blocks.layout)
+        self.check(request.infos, request.n_rows, request.given_seeds)
         request.block = blocks.take()
         if any(request.infos):
             request.packed = packed((*request.infos, {}), self.runs_here)
 
-    def check(self, request: Request) -> None:
+    def check(self, infos: Infos, n_rows: int, seeds: Sequence[int] | None = None) -> None:
         """Refuse what workers cannot run, as far as it is known what they can.
 
         Raises:
-            SpecError: See ``Request.check``.
+            SpecError: See ``check_together``.
         """
         if self._blocks is not None:
-            request.check(self._blocks.layout)
+            check_together(self._blocks.layout, infos[1], n_rows, seeds)
 
     def _send(self, request: Request, gone: list[int]) -> None:
         """Send a request to all workers that are ready.

@@ -40,18 +40,17 @@ class LocalWorker:
         fatal: Why nothing will work any more.
         control: The shared record.
         restarts: None.
-        look: What to call when episodes have ended, if anything.
+        look: What to call when episodes have ended.
     """
 
     n_workers = 1
     up = (0,)
     _fd = -1
-    _n_threads: int | None = None  # of torch, outside
 
     def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
         self.restarts = Restarts(1, None)
-        self.look: Callable[[], None] | None = None
+        self.look: Callable[[], None] = lambda: None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self.control = Control.create(1)
@@ -72,7 +71,7 @@ class LocalWorker:
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
-        return Collector(self._place, link, self._record, notice=self._notice)
+        return Collector(self._place, link, self._record, notice=lambda: self.look())
 
     def start(self) -> None:
         """Create environments and agent, here and now.
@@ -116,14 +115,9 @@ class LocalWorker:
             if not self.poll():
                 raise LookupError("waiting for a local worker that has nothing to do")
 
-    def _notice(self) -> None:
-        if self.look is not None:
-            self.look()
-
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Carry out messages up to the first request; False if there is nothing to do."""
-        inbox = self._collector.inbox
-        if self._failure is None and not self._inbox and not inbox.has_read:
+        if self._failure is None and self._collector.inbox.peek() is None:
             return False
         with self._at_work():
             if self._failure is not None:
@@ -192,16 +186,14 @@ class LocalWorker:
             yield
             return
         with self._generators.in_use():
+            n_threads = torch.get_num_threads()
             try:
                 self._is_at_work = True
                 self._record.end_wait()
-                if self._n_threads is None:  # else it was interrupted
-                    self._n_threads = torch.get_num_threads()
-                if self._n_threads != 1:  # the bits of a result can depend on it
+                if n_threads != 1:  # the bits of a result can depend on it
                     torch.set_num_threads(1)
                 yield
             finally:
-                if self._n_threads is not None:
-                    torch.set_num_threads(self._n_threads)
-                self._n_threads, self._is_at_work = None, False
+                torch.set_num_threads(n_threads)
+                self._is_at_work = False
                 self._record.begin_wait()

@@ -28,7 +28,7 @@ from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.seeding import episode_seeds, noise_keys
-from rlpool.slots.blocks import Block, Layout, StepSpecs
+from rlpool.slots.blocks import Block, Layout
 from rlpool.workers.failure_policy import Recycling
 from rlpool.workers.worker_process import Place
 
@@ -406,44 +406,43 @@ class WindowPlan(_RequestPlan):
         return Episode(number, seed, options, noise, slot, n_restarts, fails_at, number)
 
 
-def check_rows(step: StepSpecs | None, env_info: Mapping[str, NDArray]) -> None:
-    """Refuse different rows for lanes that are reset together.
-
-    Args:
-        step: What a step consists of, ``None`` before that is known.
-        env_info: Per row.
-
-    Raises:
-        SpecError: If there are.
-    """
-    if step is None or not step.resets_together:
-        return
-    for key, array in env_info.items():
-        if len({row.tobytes() for row in array}) > 1:
-            raise SpecError(
-                f"env_info[{key!r}] has different rows, and one reset serves all lanes "
-                f"(seeding is {step.seeding!r})",
-                fix="give all rows the same value, or use environments that can be reset alone "
-                "(GymEnv)",
-            )
-
-
-def check_shares(layout: Layout, env_info: Mapping[str, NDArray], n_rows: int) -> None:
+def check_together(
+    layout: Layout,
+    env_info: Mapping[str, NDArray],
+    n_rows: int,
+    seeds: Sequence[int] | None = None,
+) -> None:
     """Refuse what lanes that are reset together cannot run.
 
     Args:
         layout: Layout of the request's block.
         env_info: Its ``env_info``, per row.
         n_rows: Its number of rows.
+        seeds: Its ``episode_seeds``, if there are any.
 
     Raises:
-        SpecError: If lanes have different ``env_info``, or there are too few slots for them.
+        SpecError: If lanes have different ``env_info`` or seeds of their own, or there are too few
+            slots for them.
     """
-    check_rows(layout.step, env_info)
-    n_lanes = layout.step.n_lanes * layout.n_workers
+    step = layout.step
+    if not step.resets_together:
+        return
+    problems = [
+        f"env_info[{key!r}] has different rows"
+        for key, array in env_info.items()
+        if len({row.tobytes() for row in array}) > 1
+    ]
+    if seeds is not None:
+        problems.append("episode_seeds names a seed per episode")
+    if problems:
+        raise SpecError(
+            f"{problems[0]}, and one reset serves all lanes (seeding is {step.seeding!r})",
+            fix="leave it out, or use environments that can be reset alone (GymEnv)",
+        )
+    n_lanes = step.n_lanes * layout.n_workers
     if layout.n_slots < min(n_lanes, n_rows):
         raise SpecError(
             f"n_slots is {layout.n_slots}, and {n_lanes} lanes run at the same time: none of "
-            f"them can wait for a slot (seeding is {layout.step.seeding!r})",
+            f"them can wait for a slot (seeding is {step.seeding!r})",
             fix=f"give n_slots={n_lanes} or more",
         )

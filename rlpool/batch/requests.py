@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from rlpool.batch.messages import Execute, Window
-from rlpool.batch.plans import Claims, Shares, check_shares
+from rlpool.batch.plans import Claims, Shares
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, SpecError, Where, WorkerError
+from rlpool.errors import RlpoolError, Where, WorkerError
 from rlpool.loop.plan import Chunk
 from rlpool.observe.control import Control
 from rlpool.record.tape import (
@@ -32,8 +32,8 @@ from rlpool.record.tape import (
     slot_actions,
 )
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
-from rlpool.slots.blocks import Block, Layout, successor_key
-from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
+from rlpool.slots.blocks import Block, successor_key
+from rlpool.slots.trajectories import Derivation, Glue, slots_of, trajectories_of
 from rlpool.workers.payload import Packed, Payload
 
 
@@ -59,6 +59,7 @@ class Request(ABC):
         infos: Its infos, per row.
         policy: What it runs with.
         root: Root of all seeds.
+        given_seeds: Seeds of its episodes, if the user gave them.
         packed: Its infos as sent to all workers.
         block: Where it is written, once it runs.
         n_slots: Slots in use; 0 while it is queued and after its block was released.
@@ -74,6 +75,7 @@ class Request(ABC):
     infos: Infos
     policy: Policy
     root: int
+    given_seeds: list[int] | None = None
     packed: Packed | None = None
     block: Block | None = None
     n_slots: int = 0
@@ -108,15 +110,6 @@ class Request(ABC):
         if self.block is not None:
             self.block.release()
             self.block = None
-
-    def check(self, layout: Layout) -> None:
-        """Refuse what workers with this layout cannot run.
-
-        Raises:
-            SpecError: See ``check_shares``.
-        """
-        if layout.step.resets_together:
-            check_shares(layout, self.infos[1], self.n_rows)
 
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
@@ -250,28 +243,15 @@ class EpisodeRequest(Request):
 
     Attributes:
         first: Number of the first episode, from which their seeds, noise and batch rows derive.
-        given_seeds: Their seeds, if the user gave them.
     """
 
     first: int
-    given_seeds: list[int] | None = None
 
     def __post_init__(self) -> None:
         self._glue: Glue | None = None  # chunks that were copied out of their slots
         self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
         self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
         self._in_place = True
-
-    def check(self, layout: Layout) -> None:
-        """See ``Request.check``."""
-        super().check(layout)
-        if self.given_seeds is not None and layout.step.resets_together:
-            raise SpecError(
-                "episode_seeds names a seed per episode, and one reset serves all lanes "
-                f"(seeding is {layout.step.seeding!r})",
-                fix="leave it out, or use a vector environment whose lanes can be reset one by "
-                "one, such as SyncVectorEnv",
-            )
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode, and spare ones for episodes that are longer than a slot.
@@ -361,19 +341,16 @@ class EpisodeRequest(Request):
         emptied: list[int] = slots.tolist()
         return emptied
 
-    def part(self) -> Slice:
-        """All episodes: views of the block; copies if any chunk was copied out of it."""
-        arrays = self.running_block.arrays
-        if self._glue is None:
-            return slots_of(arrays, slice(self.n_rows))
-        at_home = np.flatnonzero(~self._arrived & self._in_place)
-        self._glue.drop(at_home)  # chunks of a run that did not end
-        return self._glue.join(arrays, at_home)
-
     def result(self) -> TemporalDictTensor:
-        """See ``part``."""
-        info = self._info(range(self.n_rows), self._seeds)
-        return trajectories_of(self.running_block.layout, self.part(), info)
+        """All episodes: views of the block; copies if any chunk was copied out of it."""
+        block = self.running_block
+        if self._glue is None:
+            part = slots_of(block.arrays, slice(self.n_rows))
+        else:
+            at_home = np.flatnonzero(~self._arrived & self._in_place)
+            self._glue.drop(at_home)  # chunks of a run that did not end
+            part = self._glue.join(block.arrays, at_home)
+        return trajectories_of(block.layout, part, self._info(range(self.n_rows), self._seeds))
 
 
 @dataclass(eq=False, kw_only=True)

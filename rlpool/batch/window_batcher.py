@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rlpool.batch.batcher_base import BatcherBase
 from rlpool.batch.checks import CreateAgent, CreateEnv, Seeds
 from rlpool.batch.dispatch import Dispatcher
-from rlpool.batch.plans import check_rows
 from rlpool.batch.requests import Policy, Request, WindowRequest
 from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.errors import RlpoolError, UsageError
@@ -130,7 +129,7 @@ class Batcher(BatcherBase):
         """
         dispatcher = self._open()
         infos = as_infos(agent_info, env_info, self.n_lanes)
-        check_rows(dispatcher.step, infos[1])
+        dispatcher.check(infos, self.n_lanes)
         self._n_resets += 1
         self._n_windows_before = self._n_windows
         dispatcher = self._ready()
@@ -175,7 +174,7 @@ class Batcher(BatcherBase):
             old_agent_info if agent_info is None else given[0],
             old_env_info if env_info is None else given[1],
         )
-        check_rows(dispatcher.step, infos[1])
+        dispatcher.check(infos, self.n_lanes)
         self._infos = infos
         self._n_windows += 1
         if dispatcher.pending:

@@ -35,7 +35,7 @@ from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.machine.generators import seed_generators
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import DEBUG_HINT, agent_error, worker_error
+from rlpool.record.failures import DEBUG_HINT, agent_error
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed
 from rlpool.slots.blocks import Block
@@ -70,22 +70,12 @@ class Inbox:
     Args:
         link: The line to the caller.
         take_slots: Is given each ``Credit`` as soon as it is read.
-
-    Attributes:
-        is_broken: Whether a message could not be read as a whole, and is lost.
     """
-
-    is_broken = False
 
     def __init__(self, link: Pipe, take_slots: Callable[[Credit], None]) -> None:
         self._link = link
         self._take_slots = take_slots
         self._kept: deque[tuple[Message, Memory | None]] = deque()
-
-    @property
-    def has_read(self) -> bool:
-        """Whether a message was read that was not received yet."""
-        return bool(self._kept)
 
     def peek(self) -> Message | None:
         """The next message, which stays here; ``None`` if there is none yet."""
@@ -103,9 +93,7 @@ class Inbox:
         """Read what has arrived, and wait for something if told so; False if there was nothing."""
         n_read = 0
         while self._link.poll() or (blocking and not n_read):
-            self.is_broken = True
             message, memory = self._link.receive()
-            self.is_broken = False
             n_read += 1
             if isinstance(message, Credit):
                 self._take_slots(message)
@@ -220,10 +208,7 @@ class Collector(Server):
         what, fix = _agent_problem(agent)
         if what:
             raise WorkerStartupError(what, where=self._here, fix=fix)
-        self._take_over(env, agent, agent_rows)
-
-    def _take_over(self, env: VecEnv, agent: Agent, agent_rows: int | None) -> None:
-        self.env, self.agent, self._agent_rows = env, agent, agent_rows
+        self.env, self.agent = env, agent
         env.lane_in_use = self._control.lane
         env.report_failures()
         self._rollout = Rollout(agent, env, self._place.worker, self._control, agent_rows)
@@ -265,7 +250,11 @@ class Collector(Server):
             return True
         self._next = message, memory
         try:
-            self._run_plans()
+            try:
+                self._rollout.run(self)
+            except WorkerError as failure:
+                for number in list(self._plans):
+                    self._report(number, failure)
         except _WorkerEnds:
             return False
         finally:
@@ -274,21 +263,6 @@ class Collector(Server):
             self.retire()
             return False
         return True
-
-    def _run_plans(self) -> None:
-        try:
-            self._rollout.run(self)
-        except _WorkerEnds:
-            raise
-        except BaseException as error:
-            failure = error
-            if not isinstance(failure, WorkerError):
-                # In process it is most likely from a handler of one of the caller's signals.
-                if self._in_process or self.inbox.is_broken:
-                    raise
-                failure = worker_error(error, self._here)
-            for number in list(self._plans):
-                self._report(number, failure)
 
     # The queue of plans --------------------------------------------------------------------------
 
