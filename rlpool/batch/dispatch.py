@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlpool.batch.agreement import Agreement
 from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.messages import (
     ChunksDone,
     Credit,
     MapBlock,
+    Probe,
     Recipe,
     Report,
     Setup,
@@ -80,6 +80,7 @@ class Dispatcher:
         running: Requests that were sent, and of which something still runs.
         pending: Requests whose results the user does not have yet.
         n_lanes: Lanes of each worker.
+        environment: What the environments are.
         is_closed: Whether ``close`` was called.
         runs_here: Whether requests run in this process, while the caller waits for them.
         restarts: How many workers were replaced because they failed, and why.
@@ -111,13 +112,16 @@ class Dispatcher:
         )
         self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
+        self._reports: dict[int, Report] = {}
         self._probing: Request | None = None  # whose infos the workers are probed with
+        self._infos: Packed | None = None  # those infos
         self._queued: deque[Request] = deque()  # not sent yet
         self.running: list[Request] = []
         self.pending: deque[Request] = deque()
         self._blocks: BlockPool | None = None
         self._n_requests = 0
         self.n_lanes = 0
+        self.environment: Mapping[str, Any] = {}
         self.is_closed = False
         self._processes: Workers | LocalWorker
         if n_workers:
@@ -133,10 +137,8 @@ class Dispatcher:
         self.wait_until = self._processes.wait_until
         self.refuse_if_dead = self._processes.refuse_if_dead
         self.read_stats = StatsReader(self.control).read
-        self._agreement = Agreement(self._processes)
         try:
             self._processes.start()
-            self._agree_at_start()
         except BaseException:
             self.close(at_once=True)  # those that are slow to start are not waited for
             raise
@@ -147,11 +149,6 @@ class Dispatcher:
     def fatal(self) -> RlpoolError | None:
         """Why nothing works any more."""
         return self._processes.fatal
-
-    @property
-    def environment(self) -> Mapping[str, Any]:
-        """What the environments are."""
-        return self._agreement.environment
 
     @property
     def records(self) -> bool:
@@ -243,49 +240,60 @@ class Dispatcher:
             request.error = request.error or closed
             self._stop(request)
         self._processes.close()
-        if self._agreement.infos is not None:
-            self._agreement.infos.memory.close_fd()
+        if self._infos is not None:
+            self._infos.memory.close_fd()
         if self._blocks is not None:
             self._blocks.close()
         self.running.clear()
         self._queued.clear()
         self.pending.clear()
 
-    # Starting and agreeing -------------------------------------------------------------------
+    # Agreeing on what a step consists of ---------------------------------------------------------
 
-    def _agree_at_start(self) -> None:
-        """Compare what the workers report, unless they need infos to find out their keys.
+    def _probe(self, worker: int, infos: Packed) -> None:
+        """Let a worker find out its keys with infos."""
+        self._processes.send(worker, Probe(infos.payload), infos.memory)
 
-        Raises:
-            RlpoolError: If they disagree, or blocks are larger than the machine.
-        """
-        self.n_lanes = self._agreement.n_lanes
-        problem = self._agreement.conclude()
-        if isinstance(problem, WorkerError):
-            _LOG.debug("keys are unknown until the first execute: %s", problem)
-        elif problem is not None:
-            raise problem
+    def _note_report(self, worker: int, report: Report) -> None:
+        """Take a report; one that differs from what was agreed on ends its worker, or all."""
+        self._reports[worker] = report
+        if self._blocks is None:
+            if len(self._reports) == self._processes.n_workers:
+                self._agree()
+        elif report.specs == self._blocks.layout.step:
+            return
+        elif isinstance(report.error, WorkerError):
+            self._processes.kill(worker, report.error)
         else:
-            self._make_blocks()
+            self._processes.fail(
+                SpecError(
+                    f"worker {worker} was started again, and its steps are different: "
+                    f"{report.error or report.specs}, before: {self._blocks.layout.step}",
+                    fix="create_env and create_agent must always make the same",
+                )
+            )
 
-    def _note_probed(self) -> None:
-        """Go on, now that all workers have seen the infos of the first request."""
-        problem = self._agreement.conclude()
-        try:
-            self._make_blocks()
-        except SpecError as error:
-            problem = error
-            self._agreement.specs = self._agreement.infos = None  # the next request asks again
-        probing = self._probing
-        if problem is not None and probing in self._queued and probing is not None:
-            self._queued.remove(probing)  # unless it was dropped
-            probing.error = problem
+    def _agree(self) -> None:
+        """Compare what the workers report, and make blocks, unless keys need infos to be known."""
+        reports = [self._reports[worker] for worker in range(self._processes.n_workers)]
+        self.n_lanes, self.environment = reports[0].n_lanes, reports[0].environment
+        problem, specs = _disagreement(reports), reports[0].specs
+        if problem is None and specs is not None:
+            try:
+                memory = Memory.local if self.runs_here else Memory.shared
+                self._blocks = BlockPool(self._make_layout(specs), memory)
+            except SpecError as error:
+                problem = error
+        if problem is not None:
+            probing, self._probing, self._infos = self._probing, None, None  # the next one may do
+            if probing is None and not isinstance(problem, WorkerError):
+                self._processes.fail(problem)
+            elif probing is None:
+                _LOG.debug("keys are unknown until the first execute: %s", problem)
+            elif probing in self._queued:  # unless it was dropped
+                self._queued.remove(probing)
+                probing.error = problem
         self._advance()
-
-    def _make_blocks(self) -> None:
-        if self._agreement.specs is not None:
-            layout = self._make_layout(self._agreement.specs)
-            self._blocks = BlockPool(layout, Memory.local if self.runs_here else Memory.shared)
 
     # Sending ---------------------------------------------------------------------------------
 
@@ -293,12 +301,16 @@ class Dispatcher:
         """Send queued requests as far as slots allow."""
         if self.fatal is not None:
             return
-        while self._queued and self._blocks is None and self._agreement.infos is None:
+        while self._queued and self._blocks is None and self._infos is None:
             self._probing = request = self._queued[0]
             try:
-                self._agreement.probe(packed((*request.infos, {}), self.runs_here))
+                self._infos = packed((*request.infos, {}), self.runs_here)
             except SpecError as error:
                 self._queued.popleft().error = error
+            else:
+                self._reports.clear()
+                for worker in self._processes.up:
+                    self._probe(worker, self._infos)
         while self._queued and self._blocks is not None:
             request = self._queued[0]
             n_slots = self._blocks.layout.n_slots
@@ -380,9 +392,12 @@ class Dispatcher:
 
     def brief(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
-        if self._agreement.take_first(worker, report):
-            self._note_probed()
-        for request in self._owed_by(worker):
+        owed = self._owed_by(worker)
+        if report.specs is None and self._infos is not None:
+            self._probe(worker, self._infos)
+        else:
+            self._note_report(worker, report)
+        for request in owed:
             self._send_to(worker, request, [])
 
     def take(self, worker: int, message: Message) -> None:
@@ -398,8 +413,7 @@ class Dispatcher:
                 slots = [] if request.error else request.empty_slots(message.chunks)
                 self._processes.send(worker, Credit(message.number, slots))
         elif isinstance(message, Report):
-            if self._agreement.take(worker, message):
-                self._note_probed()
+            self._note_report(worker, message)
         elif isinstance(message, Failed) and message.command is not None:
             if self._repeats_env_errors and message.error.can_be_repeated:
                 self._failing[worker] = message.command
@@ -447,7 +461,7 @@ class Dispatcher:
             fix = "call reset(); an agent that needs its history cannot go on in another worker"
             failure = WorkerError(what, where=Where(worker=worker), fix=fix)
         self._sent[worker] = _Sent(replaces=failure)
-        self._agreement.forget(worker)
+        self._reports.pop(worker, None)
         for request in self._owed_by(worker):
             if not request.error and not request.can_be_repeated():
                 request.error = failure
@@ -529,3 +543,24 @@ def packed(value: Any, is_private: bool) -> Packed:
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         fix = "send only what the agents need, such as model.state_dict()"
         raise SpecError(why_not({"info": value}, error), fix=fix) from error
+
+
+def _disagreement(reports: Sequence[Report]) -> RlpoolError | None:
+    """Why workers cannot run the same requests, ``None`` if they can."""
+    first = reports[0]
+    for worker, report in enumerate(reports):
+        if report.n_lanes != first.n_lanes:
+            what = (
+                f"worker 0 has {first.n_lanes} environments, worker {worker} has {report.n_lanes}"
+            )
+            return SpecError(what, fix="create the same number of environments in every worker")
+    for worker, report in enumerate(reports):
+        if report.error is not None:
+            return report.error
+        if report.specs != first.specs:
+            specs = f"{first.specs} and {report.specs}"
+            return SpecError(
+                f"worker 0 and worker {worker} disagree about their steps: {specs}",
+                fix="create_env and create_agent must not depend on the worker",
+            )
+    return None
