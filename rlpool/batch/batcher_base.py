@@ -342,22 +342,19 @@ class BatcherBase(CrashOnly, ProcessOwner):
         until_s = math.inf if timeout is None else time.monotonic() + timeout
         is_settled = dispatcher.is_settled
         with shown(progress) as show:
-            if show is None:
-                dispatcher.look()
-                if blocking:
-                    dispatcher.wait_until(is_settled, until_s)
-                return is_settled()
 
             def look() -> None:
-                show(*dispatcher.finished())
+                if show is not None:
+                    show(*dispatcher.finished())
 
             look()
-            dispatcher.watch(look)
+            dispatcher.watch(look if show is not None else None)
             dispatcher.look()
             while blocking and not is_settled() and time.monotonic() < until_s:
-                dispatcher.wait_until(is_settled, min(until_s, time.monotonic() + _SHOW_EVERY_S))
+                pause_s = math.inf if show is None else _SHOW_EVERY_S
+                dispatcher.wait_until(is_settled, min(until_s, time.monotonic() + pause_s))
                 look()
-            dispatcher.watch(lambda: None)
+            dispatcher.watch(None)
             look()
             return is_settled()
 

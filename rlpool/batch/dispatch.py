@@ -219,7 +219,7 @@ class Dispatcher:
             return request.n_rows, request.n_rows
         return min(request.n_finished(self.control), request.n_rows), request.n_rows
 
-    def watch(self, look: Callable[[], None]) -> None:
+    def watch(self, look: Callable[[], None] | None) -> None:
         """Call a function when episodes have ended that run in this process."""
         if isinstance(self._processes, LocalWorker):
             self._processes.look = look

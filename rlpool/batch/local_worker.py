@@ -40,7 +40,7 @@ class LocalWorker:
         fatal: Why nothing will work any more.
         control: The shared record.
         restarts: None.
-        look: What to call when episodes have ended.
+        look: What to call when episodes have ended, if anything.
     """
 
     n_workers = 1
@@ -50,7 +50,7 @@ class LocalWorker:
     def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
         self.restarts = Restarts(1, None)
-        self.look: Callable[[], None] = lambda: None
+        self.look: Callable[[], None] | None = None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self.control = Control.create(1)
@@ -71,7 +71,7 @@ class LocalWorker:
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
-        return Collector(self._place, link, self._record, notice=lambda: self.look())
+        return Collector(self._place, link, self._record, notice=self._notice)
 
     def start(self) -> None:
         """Create environments and agent, here and now.
@@ -115,16 +115,20 @@ class LocalWorker:
             if not self.poll():
                 raise LookupError("waiting for a local worker that has nothing to do")
 
+    def _notice(self) -> None:
+        if self.look is not None:
+            self.look()
+
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Carry out messages up to the first request; False if there is nothing to do."""
-        if self._failure is None and self._collector.inbox.peek() is None:
+        if self._failure is None and self._collector.peek() is None:
             return False
         with self._at_work():
             if self._failure is not None:
                 self._begin_again(self._failure)
-            inbox, is_over = self._collector.inbox, False
-            while not is_over and inbox.peek() is not None:
-                message, memory = inbox.receive()
+            is_over = False
+            while not is_over and self._collector.peek() is not None:
+                message, memory = self._collector.receive()
                 self._collector.handle(message, memory)
                 is_over = isinstance(message, Execute | Window)
         return True

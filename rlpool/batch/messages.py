@@ -18,6 +18,9 @@ from rlpool.workers.sharing import Shared
 _LARGE_BYTES = 2**14
 """Larger pickled functions travel in shared memory, once for all workers."""
 
+EpisodeKey = tuple[int | None, int | None]
+"""Row and seed of an episode; the row of a window is the lane among all."""
+
 # From the caller to a worker ----------------------------------------------------------------
 
 
@@ -102,7 +105,7 @@ class Execute:
         in_place: Whether episode *i* is written into slot *i*.
         slots: Slots that this worker may use for everything else.
         again: Episodes that an earlier worker of this number claimed and did not finish.
-        given_up: Episode to its step that fails, see ``Episode.gives_up_at``.
+        given_up: The steps that fail of episodes, see ``Episode.gives_up_at``.
         payload: ``(agent_info, env_info, {})``, its memory follows.
     """
 
@@ -115,7 +118,7 @@ class Execute:
     in_place: bool
     slots: list[int]
     again: list[int]
-    given_up: dict[int, int]
+    given_up: dict[EpisodeKey, int]
     payload: Payload | None
 
 
@@ -129,7 +132,7 @@ class Window:
         slots: Lane of this worker to slot, for the lanes that run.
         seeds: Seeds of the lanes since their reset.
         is_first: Whether all lanes start anew.
-        given_up: Lane among all, and seed, of an episode to its step that fails.
+        given_up: As for ``Execute``.
         payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all lanes of all
             workers and, by lane of this one, what running episodes have done so far if an earlier
             worker began them.
@@ -140,7 +143,7 @@ class Window:
     slots: dict[int, int]
     seeds: LaneSeeds
     is_first: bool
-    given_up: dict[tuple[int, int], int]
+    given_up: dict[EpisodeKey, int]
     payload: Payload | None
 
 

@@ -265,8 +265,8 @@ class EpisodePlan(_RequestPlan):
             self._recycling.n_begun += 1
             noise = self._noise[number] if self._noise is not None else None
             options = options_of(self.env_info, number) if self.env_info else None
-            fails_at = self._given_up.get(number)
             seed = self.seeds[number]
+            fails_at = self._given_up.get((number, seed))
             running = self._first + number
             episodes[lane] = Episode(number, seed, options, noise, slot, 0, fails_at, running)
         return episodes

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.batch.messages import Execute, Window
+from rlpool.batch.messages import EpisodeKey, Execute, Window
 from rlpool.batch.plans import Claims, Shares
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.specs import join_key
@@ -84,9 +84,10 @@ class Request(ABC):
     failures: dict[int, WorkerError] = field(default_factory=dict)
     tells_failures: bool = False
     trajectories: TemporalDictTensor | None = None
-    # By episode: the step at which it failed last, and how often in a row it did there.
-    _n_failures: dict[Any, tuple[int | None, int]] = field(default_factory=dict, init=False)
-    _truncated: dict[Any, int] = field(default_factory=dict, init=False)  # episode to failing step
+    # The step at which it failed last, and how often in a row it did there.
+    _n_failures: dict[EpisodeKey, tuple[int | None, int]] = field(default_factory=dict, init=False)
+    # To the step that fails, -1 for the reset: also where it may have been that.
+    _truncated: dict[EpisodeKey, int] = field(default_factory=dict, init=False)
 
     @property
     def is_complete(self) -> bool:
@@ -133,19 +134,17 @@ class Request(ABC):
         Returns:
             How often in a row it has failed at the same step: elsewhere it is not to blame.
         """
-        episode = self._key_of(where)
+        episode = where.row, where.seed
         step, n = self._n_failures.get(episode, (None, 0))
         self._n_failures[episode] = where.step, (n if step == where.step else 0) + 1
         return self._n_failures[episode][1]
 
     def truncate(self, where: Where, failure: WorkerError) -> None:
         """Let an episode end at the step at which it has failed."""
-        self._truncated[self._key_of(where)] = _failing_step(where, failure)
+        step = where.step or 0
+        may_be_reset = not step and not n_steps(failure.actions)
+        self._truncated[where.row, where.seed] = -1 if may_be_reset else step
         self.failures[where.row or 0] = failure
-
-    def _key_of(self, where: Where) -> Any:
-        """What tells an episode from others, see ``Execute.given_up`` and ``Window.given_up``."""
-        return where.row
 
     @abstractmethod
     def give_back(self, worker: int) -> bool:
@@ -408,9 +407,6 @@ class WindowRequest(Request):
         tape = self.tapes.tapes.get(row) if self.tapes is not None else None
         return {} if tape is None else tape.actions
 
-    def _key_of(self, where: Where) -> Any:
-        return where.row, where.seed
-
     def _seed_in(self, worker: int, lane: int, row: int) -> int | None:
         """See ``Request``: how often the lane has restarted is on its tape and in its slot."""
         block, n_restarts = self.running_block, 0
@@ -482,12 +478,6 @@ class WindowRequest(Request):
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         rows = slots_of(block.arrays, slice(self.n_rows))
         return trajectories_of(block.layout, rows, info)
-
-
-def _failing_step(where: Where, failure: WorkerError) -> int:
-    """The step that failed, -1 for the reset: also where it may have been that."""
-    step = where.step or 0
-    return -1 if not step and not n_steps(failure.actions) else step
 
 
 def _rows_of(array: NDArray, rows: Sequence[int]) -> torch.Tensor:

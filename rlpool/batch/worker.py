@@ -64,44 +64,6 @@ def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
     run(make_collector, shared, place, control_fd)
 
 
-class Inbox:
-    """What the caller has sent, in order.
-
-    Args:
-        link: The line to the caller.
-        take_slots: Is given each ``Credit`` as soon as it is read.
-    """
-
-    def __init__(self, link: Pipe, take_slots: Callable[[Credit], None]) -> None:
-        self._link = link
-        self._take_slots = take_slots
-        self._kept: deque[tuple[Message, Memory | None]] = deque()
-
-    def peek(self) -> Message | None:
-        """The next message, which stays here; ``None`` if there is none yet."""
-        if not self._kept:
-            self.read()
-        return self._kept[0][0] if self._kept else None
-
-    def receive(self) -> tuple[Message, Memory | None]:
-        """The next message and its memory, waiting for it if need be."""
-        while not self._kept:
-            self.read(blocking=True)
-        return self._kept.popleft()
-
-    def read(self, blocking: bool = False) -> bool:
-        """Read what has arrived, and wait for something if told so; False if there was nothing."""
-        n_read = 0
-        while self._link.poll() or (blocking and not n_read):
-            message, memory = self._link.receive()
-            n_read += 1
-            if isinstance(message, Credit):
-                self._take_slots(message)
-            else:
-                self._kept.append((message, memory))
-        return n_read > 0
-
-
 class Collector(Server):
     """Owns a worker's environments and agent, and carries out the caller's commands.
 
@@ -118,7 +80,6 @@ class Collector(Server):
     Attributes:
         env: The environments, once they are created.
         agent: The agent, likewise.
-        inbox: What the caller has sent.
     """
 
     def __init__(
@@ -131,20 +92,49 @@ class Collector(Server):
     ) -> None:
         super().__init__(place, link, control)
         self._in_process = False
-        self.inbox = Inbox(link, self._take_slots)
+        self._inbox: deque[tuple[Message, Memory | None]] = deque()  # what was read
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
         self.agent: Agent
         self._rollout: Rollout
         self._failed_update: WorkerError | None = None
         self._next: tuple[Execute | Window, Memory | None] | None = None  # to be run
-        self._plans: dict[int, Plan | None] = {}  # that run, by the number of their request
-        talk = link.send, self.inbox.read, notice
-        self._site = Site(place, lock_fd, control, self._recycling, *talk)
+        self._plans: dict[int, Plan] = {}  # that run, by the number of their request
+        self._site = Site(place, lock_fd, control, self._recycling, link.send, self._read, notice)
+
+    # What the caller has sent --------------------------------------------------------------------
+
+    def peek(self) -> Message | None:
+        """The next message, which stays here; ``None`` if there is none yet."""
+        if not self._inbox:
+            self._read()
+        return self._inbox[0][0] if self._inbox else None
 
     def receive(self) -> tuple[Message, Memory | None]:
-        """Wait for the next message."""
-        return self.inbox.receive()
+        """The next message and its memory, waiting for it if need be."""
+        while not self._inbox:
+            self._read(blocking=True)
+        return self._inbox.popleft()
+
+    def _read(self, blocking: bool = False) -> bool:
+        """Read what has arrived, and wait for something if ``blocking``.
+
+        Slots that were emptied are given to their plans at once.
+
+        Returns:
+            Whether there was anything.
+        """
+        n_read = 0
+        while self._link.poll() or (blocking and not n_read):
+            message, memory = self._link.receive()
+            n_read += 1
+            if not isinstance(message, Credit):
+                self._inbox.append((message, memory))
+            elif isinstance(plan := self._plans.get(message.number), EpisodePlan):
+                plan.take_slots(message.slots)
+        return n_read > 0
+
+    # Carrying it out -----------------------------------------------------------------------------
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
         """Create environments and agent."""
@@ -157,7 +147,7 @@ class Collector(Server):
         goes_on = True
         while goes_on:
             self._control.begin_wait()
-            message, memory = self.inbox.receive()
+            message, memory = self.receive()
             self._control.end_wait()
             goes_on = self.handle(message, memory)
 
@@ -253,8 +243,8 @@ class Collector(Server):
             try:
                 self._rollout.run(self)
             except WorkerError as failure:
-                for number in list(self._plans):
-                    self._report(number, failure)
+                for plan in list(self._plans.values()):
+                    self.failed(plan, failure)
         except _WorkerEnds:
             return False
         finally:
@@ -268,12 +258,12 @@ class Collector(Server):
 
     def has_next(self) -> bool:
         """Whether there may be a request that can run beside the others."""
-        return not self._in_process and isinstance(self.inbox.peek(), Execute | MapBlock)
+        return not self._in_process and isinstance(self.peek(), Execute | MapBlock)
 
     def next_plan(self) -> Plan | None:
         """The plan of the next request, unless something else has to be done before it."""
         while self._next is None and self.has_next() and not self._recycling.is_due():
-            message, memory = self.inbox.receive()
+            message, memory = self.receive()
             if isinstance(message, MapBlock):
                 self.handle(message, memory)
             else:
@@ -281,7 +271,6 @@ class Collector(Server):
         if self._next is None:
             return None
         (message, memory), self._next = self._next, None
-        self._plans[message.number] = None
         self._plans[message.number] = plan = self._plan_of(message, memory)
         return plan
 
@@ -297,13 +286,10 @@ class Collector(Server):
         Raises:
             _WorkerEnds: If a successor is to repeat it.
         """
-        self._report(plan.number, error)
-
-    def _report(self, number: int, error: WorkerError) -> None:
-        self.report_failure(error, number)
+        self.report_failure(error, plan.number)
         if error.can_be_repeated and self._place.policy.restarts_on_env_errors:
             raise _WorkerEnds
-        self._conclude(number)
+        self._conclude(plan.number)
 
     def _conclude(self, number: int) -> None:
         del self._plans[number]
@@ -325,11 +311,6 @@ class Collector(Server):
                 self._rollout.abandon()
             return WindowPlan(message, block, infos, tapes, self._site)
         return EpisodePlan(message, block, infos, self._site)
-
-    def _take_slots(self, credit: Credit) -> None:
-        plan = self._plans.get(credit.number)
-        if isinstance(plan, EpisodePlan):
-            plan.take_slots(credit.slots)
 
 
 class _WorkerEnds(Exception):
