@@ -10,7 +10,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +18,15 @@ import torch
 _NUMPY: Any = np.random  # its stubs lack some of what it has
 
 
-class Generators(NamedTuple):
-    """The states of all, copies, and the bit generator of NumPy, which goes on drawing."""
-
-    python: Any
-    numpy: dict[str, Any]
-    torch: torch.Tensor
-    bit_generator: Any
+Generators = tuple[Any, dict[str, Any], torch.Tensor, Any]
+"""The states of Python's, NumPy's and torch's, copies; and the bit generator of NumPy, which goes
+on drawing."""
 
 
 def current_generators() -> Generators:
     """What all generators draw from now."""
     numpy, bit_generator = _NUMPY.get_state(legacy=False), _NUMPY.get_bit_generator()
-    return Generators(random.getstate(), numpy, torch.default_generator.get_state(), bit_generator)
+    return random.getstate(), numpy, torch.default_generator.get_state(), bit_generator
 
 
 def use_generators(generators: Generators) -> None:
@@ -39,11 +35,12 @@ def use_generators(generators: Generators) -> None:
     NumPy's bit generator must not have been drawn from since: it is exchanged, which costs nothing.
     To write its state takes longer than a step of a small environment.
     """
-    random.setstate(generators.python)
-    _NUMPY.set_bit_generator(generators.bit_generator)
-    if generators.numpy["has_gauss"]:  # a normal number kept for the next call, now dropped
-        _NUMPY.set_state(generators.numpy)
-    torch.default_generator.set_state(generators.torch)
+    python, numpy, torchs, bit_generator = generators
+    random.setstate(python)
+    _NUMPY.set_bit_generator(bit_generator)
+    if numpy["has_gauss"]:  # a normal number kept for the next call, now dropped
+        _NUMPY.set_state(numpy)
+    torch.default_generator.set_state(torchs)
 
 
 def seed_generators(seed: int) -> None:
@@ -72,7 +69,7 @@ class OwnGenerators:
     def in_use(self) -> Iterator[None]:
         """A section with these generators, which always ends with the caller's restored."""
         callers = current_generators()
-        own = self._own or callers._replace(bit_generator=copy.deepcopy(callers.bit_generator))
+        own = self._own or (*callers[:3], copy.deepcopy(callers[3]))
         try:
             use_generators(own)
             if self._own is None and self._seed is not None:

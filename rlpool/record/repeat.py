@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpool.data.storage import NDArray
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import check_is_env, is_environment
 from rlpool.envs.vec_env import LaneError, VecEnv
@@ -120,14 +119,21 @@ class _Repetition:
     def stepped(self, *, has_ended: bool) -> Reached:
         """Compare after a step."""
         if self._found is None and REWARD in self._row:
-            reward = self._env.current[REWARD][self._lane]
-            self._found = _other_reward(reward, self._row[REWARD], self._step)
+            reward, recorded = self._env.current[REWARD][self._lane], self._row[REWARD]
+            if not np.isnan(recorded) and not _is_same(reward, recorded):
+                what = f"the reward is {reward}, it was {recorded}"
+                self._found = Divergence(self._step, what)
         self._step += 1
         return self._compared(has_ended=has_ended)
 
     def _compared(self, *, has_ended: bool) -> Reached:
         if self._found is None and self._step == self._tape.n_steps:
-            self._found = _other_observation(self._env, self._lane, self._tape)
+            for key, recorded in self._tape.observation.items():
+                # Another kind of batch has other names for some keys.
+                current = self._env.current.get(key)
+                if current is not None and not _is_same(current[self._lane], recorded):
+                    what = f"{key!r} is not what it was after the same actions"
+                    self._found = self._found or Divergence(self._step, what)
         return Reached(self._step, has_ended, self._found)
 
 
@@ -197,21 +203,6 @@ def batch_of(actions: Mapping[int, Actions], env: VecEnv) -> Actions:
         for key, array in batch.items():
             array[lane] = action[key]
     return batch
-
-
-def _other_reward(reward: NDArray, recorded: NDArray, step: int) -> Divergence | None:
-    if np.isnan(recorded) or _is_same(reward, recorded):
-        return None
-    return Divergence(step, f"the reward is {reward}, it was {recorded}")
-
-
-def _other_observation(env: VecEnv, lane: int, tape: Tape) -> Divergence | None:
-    for key, recorded in tape.observation.items():
-        # Another kind of batch has other names for some keys.
-        if key in env.current and not _is_same(env.current[key][lane], recorded):
-            what = f"{key!r} is not what it was after the same actions"
-            return Divergence(tape.n_steps, what)
-    return None
 
 
 def _is_same(value: Any, recorded: Any) -> bool:

@@ -23,7 +23,7 @@ from rlpool.data.infos import Info, info_rows
 from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import AgentSpecError
 from rlpool.seeding import worker_seed
-from rlpool.testing.check_env import Checks, EnvChecks, Problems, outside
+from rlpool.testing.check_env import Checks, EnvChecks, Problems, differing, outside
 
 _N_LANES = (1, 2, 5)
 """In how many lanes to run it, unless a ``VecEnv`` says."""
@@ -105,7 +105,7 @@ class AgentChecks(Checks):
         for other in others:
             one, two = ({k: torch.zeros_like(t[:1]) for k, t in r.items()} for r in (first, other))
             fix = "return the same for any number of rows: squeeze(1), not squeeze()"
-            yield from self.differing("rows of batches of different sizes", one, two, fix)
+            yield from differing("rows of batches of different sizes", one, two, fix)
 
     def action_fits(self) -> Problems:
         """Actions are in the action space."""
@@ -129,7 +129,7 @@ class AgentChecks(Checks):
                     tensor[:] = tensor[row].clone()
                 one, other = (_call(agent, each, row) for each in (inputs, alike))
                 fix = "use no statistics over the batch (call eval()), and no indices of rows"
-                yield from self.differing(f"row {row} with others, and alone", one, other, fix)
+                yield from differing(f"row {row} with others, and alone", one, other, fix)
 
     def deterministic(self) -> Problems:
         """The same arguments give the same bits, whatever was called in between."""
@@ -138,14 +138,14 @@ class AgentChecks(Checks):
         for one, other in ((first, last), (last, first)):
             result, _, *again = [_call(agent, inputs) for inputs in (one, other, one, one)]
             for each in again:
-                yield from self.differing("called twice, others in between", result, each, fix)
+                yield from differing("called twice, others in between", result, each, fix)
 
     def inputs_unchanged(self) -> Problems:
         """What it is called with stays as it was."""
         fix = "write into copies: x = x + 1, not x += 1 or x.add_(1)"
         for inputs, after, _ in self.trace:
             one, other = (_tensors(_INPUTS, each) for each in (inputs, after))
-            yield from self.differing("before the call and after it", one, other, fix)
+            yield from differing("before the call and after it", one, other, fix)
 
 
 def _copied(inputs: Sequence[Any]) -> Any:

@@ -10,9 +10,8 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -85,10 +84,10 @@ class Checks:
         errors, doubts, failures = list[str](), list[str](), list[str]()
         for check in checks:
             try:
-                found = closing(check())
-                with warnings.catch_warnings(), OwnGenerators(0).in_use(), found as problems:
+                with warnings.catch_warnings(), OwnGenerators(0).in_use():
                     warnings.simplefilter("ignore")
-                    for is_error, what, fix in islice(problems, 1):
+                    if problem := next(check(), None):
+                        is_error, what, fix = problem
                         text = compose(f"{check.__name__}: {what}", fix=fix)
                         (errors if is_error else doubts).append(text)
             except (Exception, SystemExit) as reason:
@@ -116,20 +115,16 @@ class Checks:
             with suppress(Exception, SystemExit):
                 self.made.pop().close()
 
-    @staticmethod
-    def differing(how: str, one: Mapping[str, Any], other: Mapping[str, Any], fix: str) -> Problems:
-        """What is not bitwise the same in arrays or tensors by name, which came about as said."""
-        for key in sorted(one.keys() | other.keys()):
-            values = one.get(key), other.get(key)
-            if bits(values[0]) != bits(values[1]):
-                first, second = (" ".join(repr(value).split())[:60] for value in values)
-                yield True, f"{how}: {key!r} is {first} and {second}", fix
 
-
-def bits(value: Any) -> Any:
-    """What is equal for arrays and tensors with the same dtype, shape and bits."""
-    array = np.asarray(value)
-    return array.dtype.str, array.shape, array.tobytes()
+def differing(how: str, one: Mapping[str, Any], other: Mapping[str, Any], fix: str) -> Problems:
+    """What is not bitwise the same in arrays or tensors by name, which came about as said."""
+    for key in sorted(one.keys() | other.keys()):
+        values = one.get(key), other.get(key)
+        first, second = map(np.asarray, values)
+        is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+        if not is_alike or first.tobytes() != second.tobytes():
+            texts = (" ".join(repr(value).split())[:60] for value in values)
+            yield True, f"{how}: {key!r} is {' and '.join(texts)}", fix
 
 
 class Step(NamedTuple):
@@ -272,7 +267,7 @@ class EnvChecks(Checks):
     def _differing(self, first: Sequence[Step], second: Sequence[Step], how: str) -> Problems:
         """Where two episodes differ."""
         for one, other in zip(first, second, strict=False):
-            yield from self.differing(f"{one.place}, {how}", one.row, other.row, _RNG)
+            yield from differing(f"{one.place}, {how}", one.row, other.row, _RNG)
 
 
 def outside(space: Any, what: str, value: Any) -> Problems:
