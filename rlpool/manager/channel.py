@@ -79,9 +79,11 @@ def buffer_specs(
 
 
 class Buffers:
-    """The buffers as one process sees them, empty until ``map``.
+    """The buffers as one process sees them.
 
     Args:
+        specs: Their specs, in order.
+        memory: The memory that they are in.
         lanes: The lanes that this process sees, all by default.
 
     Attributes:
@@ -95,34 +97,20 @@ class Buffers:
         asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
     """
 
-    reward: NDArray
-    flags: NDArray
-    asked: NDArray
-    step: memoryview
-    partial: memoryview
-    finished: memoryview
-    outcome: memoryview
-    writing: memoryview
-    asleep: memoryview
-
-    def __init__(self, lanes: slice = slice(None)) -> None:
-        self._lanes = lanes
-        self.observation: dict[str, NDArray] = {}
-        self.action: dict[str, NDArray] = {}
-
-    def map(self, specs: Mapping[str, TensorSpec], memory: Memory) -> None:
-        """Use the arrays in a memory."""
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], memory: Memory, lanes: slice = slice(None)
+    ) -> None:
         arrays = {key: array[0] for key, array in carve(memory.root(), specs, 1).items()}
-        for group in ("observation", "action"):
-            prefix = f"{group}/"
-            keys = [key for key in arrays if key.startswith(prefix)]
-            found = {key.removeprefix(prefix): arrays[key][self._lanes] for key in keys}
-            setattr(self, group, found)
-        self.flags = arrays["flags"][:, self._lanes]
-        for name in _PER_LANE:
-            setattr(self, name, arrays[name][self._lanes])
-        for name in (*_PER_WORKER, "asleep"):
-            setattr(self, name, arrays[name].data)
+        self.observation, self.action = (
+            {key.removeprefix(own): arrays[key][lanes] for key in arrays if key.startswith(own)}
+            for own in ("observation/", "action/")
+        )
+        self.reward, self.asked = arrays["reward"][lanes], arrays["asked"][lanes]
+        self.flags = arrays["flags"][:, lanes]
+        self.step, self.partial, self.finished, self.outcome, self.writing = (
+            arrays[name].data for name in _PER_WORKER
+        )
+        self.asleep = arrays["asleep"].data
 
 
 def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None:

@@ -146,7 +146,6 @@ class EnvWorkers(CrashOnly):
         self.reports: dict[int, Report] = {}
         self.closed = False
         self.owner_pid = os.getpid()
-        self.buffers = Buffers()
         self.issued = [0] * self.n_workers
         self.reports_failures = False
         self._forget_lanes()
@@ -209,7 +208,7 @@ class EnvWorkers(CrashOnly):
         sizes = carved_bytes(specs, 1)
         check_size(sizes, lambda _: "use fewer environments", "the observations")
         memory = Memory.shared(sum(sizes.values()), "rlpool-buffers")
-        self.buffers.map(specs, memory)
+        self.buffers = Buffers(specs, memory)
         self.tapes.bind(self.buffers.action)
         for cell, wake in enumerate((*self.wakes, self._done)):
             wake.share(self.buffers.asleep[cell : cell + 1])

@@ -20,9 +20,8 @@ from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
 from rlpool.manager.channel import hand_over
+from rlpool.manager.commands import Remote, Stepper, WorkerHandle
 from rlpool.manager.env_workers import EnvWorkers
-from rlpool.manager.remotes import Remote, WorkerHandle
-from rlpool.manager.stepper import Stepper
 from rlpool.observe.stats import Stats
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy, PolicyOptions
 from rlpool.workers.process_owner import ProcessOwner

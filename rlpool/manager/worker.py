@@ -171,7 +171,7 @@ class EnvServer(Server):
         """Create the environments."""
         self._env = env = made_environments(setup, self._place, self._control)
         self._all = list(range(env.n_lanes))
-        self._buffers = Buffers(slice(setup.first_lane, setup.first_lane + env.n_lanes))
+        self._lanes = slice(setup.first_lane, setup.first_lane + env.n_lanes)
         self._closers.append(env.close)
         spaces = env.observation_space, env.action_space
         pickled = called(self._here, "pickling the spaces", cloudpickle.dumps, spaces)
@@ -217,7 +217,7 @@ class EnvServer(Server):
         elif isinstance(message, Call):
             self._answer(message)
         elif isinstance(message, MapArrays) and memory is not None:
-            self._buffers.map(message.specs, memory)
+            self._buffers = Buffers(message.specs, memory, self._lanes)
             self._wake.share(self._buffers.asleep[self._me : self._me + 1])
             self._done.share(self._buffers.asleep[-1:])
         elif isinstance(message, Begin) and memory is not None:
@@ -360,20 +360,18 @@ class EnvServer(Server):
     def _answer(self, call: Call) -> None:
         """Carry out a request to one environment."""
         try:
-            try:
-                reply = Reply(call.lane, cloudpickle.dumps(self._result_of(call)))
-            except LaneError:
-                raise
-            except BaseException as error:
-                text = text_of(error)
-                failure = EnvError(described(error), where=self._here, traceback_text=text)
-                reply = Reply(call.lane, pickle.dumps(("error", text)), failure)
+            reply = Reply(call.lane, cloudpickle.dumps(self._result_of(call)))
         except LaneError as error:
             self._report(0, error)
-        else:
-            self._control.done[0] += 1
-            self._send(reply)
-        self._control.steps[0] += 1
+            return
+        except BaseException as error:
+            text = text_of(error)
+            failure = EnvError(described(error), where=self._here, traceback_text=text)
+            reply = Reply(call.lane, pickle.dumps(("error", text)), failure)
+        finally:
+            self._control.steps[0] += 1
+        self._control.done[0] += 1
+        self._send(reply)
 
     def _result_of(self, call: Call) -> tuple[str, Any]:
         """What a remote receives.

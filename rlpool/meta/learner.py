@@ -244,8 +244,9 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
     """The tasks to draw from, ``None`` for environments without tasks."""
     tasks = getattr(learner, "train_tasks", None)
     if tasks is None:
-        is_local = isinstance(lanes, GymEnv)
-        return tasks_of(lanes)[2] if is_local else getattr(lanes, "all_tasks", None)
+        if isinstance(lanes, GymEnv):
+            return tasks_of(lanes)[2]
+        return getattr(lanes, "all_tasks", None)
     if not isinstance(tasks, Iterable) or not (tasks := list(tasks)):
         raise SpecError(
             f"train_tasks is {tasks!r}",
