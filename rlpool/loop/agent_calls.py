@@ -17,7 +17,7 @@ from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.loop.active_plan import ActivePlan
-from rlpool.loop.agent_driver import AgentDriver, FixedRowsDriver, rows_repeating
+from rlpool.loop.agent_driver import AgentDriver, rows_repeating
 from rlpool.loop.plan import Episode
 from rlpool.observe.control import WorkerRecord
 from rlpool.slots.blocks import NOISE_KEY, Layout, StepSpecs
@@ -149,9 +149,7 @@ class AgentCalls:
         self, agent: Agent, env: VecEnv, record: WorkerRecord, agent_rows: int | None
     ) -> None:
         self._env, self.record, self._n_lanes = env, record, env.n_lanes
-        self.driver = AgentDriver(agent, env.n_lanes)
-        if agent_rows is not None:
-            self.driver = FixedRowsDriver(agent, env.n_lanes, agent_rows)
+        self.driver = AgentDriver(agent, env.n_lanes, agent_rows)
         self.noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
         self.history: History | None = None
         self.infos = InfoRows(env.n_lanes)

@@ -11,7 +11,6 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.rows import selected
 from rlpool.data.specs import TensorSpec, fitted, is_action, row_specs
 from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -36,16 +35,39 @@ class AgentFailure(LaneError):
         self.lanes = list(lanes)
 
 
+Part = dict[str, NDArray]
+
+
+class _Call(NamedTuple):
+    """One call of the agent.
+
+    Attributes:
+        lanes: The lanes that it is made for.
+        rows: Their rows: int64 like ``lanes``.
+        shown: The lane that each row shows: int64 ``[n_rows]``.
+    """
+
+    lanes: list[int]
+    rows: NDArray
+    shown: NDArray
+
+
 class AgentDriver:
     """One agent over the rows of one batch.
 
-    The agent always gets the whole batch, each lane in its own row. Rows that start an episode get
-    a separate call with ``state=None``, in which the other rows are copies of one of them. Agents
-    that make their initial states themselves, or keep no state, need no separate call.
+    The agent always gets the same number of rows. By default, these are the whole batch, each lane
+    in its own row. If their number is given, episode number *i* has row ``i % n_rows``: lanes whose
+    episodes share a row are in different calls; so are, for an agent with a history, lanes whose
+    episodes have taken different numbers of steps, since the history of a call is as long as its
+    longest. Rows that no lane has in a call are copies of another one.
+
+    Rows that start an episode get separate calls with ``state=None``. Agents that make their
+    initial states themselves, or keep no state, need none.
 
     Args:
         agent: The agent.
         n_lanes: Rows of the batch.
+        n_rows: Rows of each call, ``None`` for one per lane.
 
     Attributes:
         n_rows: Rows that the agent is called with.
@@ -56,9 +78,14 @@ class AgentDriver:
             is not the agent's.
     """
 
-    def __init__(self, agent: Agent, n_lanes: int) -> None:
+    def __init__(self, agent: Agent, n_lanes: int, n_rows: int | None = None) -> None:
         self.agent = agent
-        self.n_lanes = self.n_rows = n_lanes
+        self.n_lanes = n_lanes
+        self.n_rows = n_rows or n_lanes
+        self._shares_rows = n_rows is not None
+        self._row_of = [lane % self.n_rows for lane in range(n_lanes)]
+        self._last: tuple[list[int], list[_Call]] = [], []  # of lanes, while their rows stay
+        self._gathered: dict[str, dict[str, torch.Tensor]] = {}  # rewritten by each call
         self.state: dict[str, NDArray] = {}
         self.converted_actions: dict[str, np.dtype[Any]] = {}
         self._makes_initial_states = agent.makes_initial_states()
@@ -89,6 +116,10 @@ class AgentDriver:
         Raises:
             AgentFailure: If the agent's ``initial_state`` fails.
         """
+        for lane, episode in zip(lanes, episodes, strict=False) if self._shares_rows else ():
+            row = episode.running_number % self.n_rows
+            if row != self._row_of[lane]:
+                self._row_of[lane], self._last = row, ([], [])
         if self._makes_initial_states:
             try:
                 state = self._initial_states(sorted(lanes), agent_info)
@@ -111,12 +142,18 @@ class AgentDriver:
         for key, value in state.items():
             self.state[key][lane] = value
 
-    def _initial_states(
-        self, lanes: Sequence[int], agent_info: DictTensor | None
-    ) -> dict[str, NDArray]:
-        rows = rows_repeating(lanes, self.n_lanes)
-        info = None if agent_info is None else _rows_of(agent_info, torch.from_numpy(rows))
-        return self._read("state", self.agent.initial_state(info, self.n_lanes))
+    def _initial_states(self, lanes: Sequence[int], agent_info: DictTensor | None) -> Part:
+        if not self._shares_rows:
+            info = None
+            if agent_info is not None:
+                info = self._info_at(agent_info, rows_repeating(lanes, self.n_lanes))
+            return self._read("state", self.agent.initial_state(info, self.n_rows))
+        states: Part = {}
+        for call in self._calls(lanes, None):
+            info = self._info_at(agent_info, call.shown)
+            state = self._read("state", self.agent.initial_state(info, self.n_rows))
+            self._scatter(state, states, call)
+        return states
 
     def act(
         self,
@@ -144,15 +181,16 @@ class AgentDriver:
             if self.starting:
                 # None of a request that was given up before its first step.
                 self.starting = [lane for lane in self.starting if lane in lanes]
-            if self.starting:
-                return self._act_with_starts(seen, lanes)
+            if self.starting or self._shares_rows:
+                return self._act_in_parts(seen, lanes)
             kept: dict[str, torch.Tensor] = {}
             # A copy: the agent may change it in place, or return parts of it as its new state.
             if len(lanes) == self.n_lanes or not self.state:
                 for key, array in self.state.items():
                     kept[key] = torch.from_numpy(array.copy())
             else:
-                kept = self._states_of(lanes)
+                rows = rows_repeating(lanes, self.n_lanes)
+                kept = {key: torch.from_numpy(array[rows]) for key, array in self.state.items()}
             _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen, lanes)
         except ctrl_c():
             raise
@@ -168,29 +206,83 @@ class AgentDriver:
         """
         self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
-    def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, NDArray]:
-        starting = self.starting
-        others = [lane for lane in lanes if lane not in starting]
-        rows = rows_repeating(starting, self.n_lanes)
-        first, outputs, new = self._call(None, _at(rows, seen) if others else seen, starting)
-        if others:
-            for part in (first, outputs, new):
-                for key, array in part.items():
-                    part[key] = np.array(array)  # the next call may return the same buffers
-            kept = self._states_of(others)
-            rows = rows_repeating(others, self.n_lanes)
-            _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen), others)
-            for whole, part in zip((outputs, new), theirs, strict=True):
-                for key, array in part.items():
-                    whole[key][others] = array[others]
+    def _act_in_parts(self, seen: Observed, lanes: Sequence[int]) -> Part:
+        """Call the agent for lanes that start, and for all others."""
+        starting, (observation, agent_info, history) = self.starting, seen
+        parts: tuple[Part, Part, Part] = {}, {}, {}
+        for some in (starting, [lane for lane in lanes if lane not in starting]):
+            for call in self._calls(some, history) if some else ():
+                shown = call.shown
+                state = None if some is starting else self._gather("state", self.state, shown)
+                gathered = (
+                    self._gather("observation", observation, shown)._tensors,
+                    self._info_at(agent_info, shown),
+                    self._history_at(history, call),
+                )
+                found = self._call(state, gathered, call.lanes)
+                for part, of_all in zip(found, parts, strict=True):
+                    self._scatter(part, of_all, call)
+        first, outputs, self._new_state = parts
         self._put_state(first, starting)
-        self._new_state, self.starting = new, []
+        self.starting = []
         return outputs
 
-    def _states_of(self, lanes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """A copy of the lanes' states, in all other rows that of the first of them."""
-        rows = torch.from_numpy(rows_repeating(lanes, self.n_lanes))
-        return {key: torch.from_numpy(array)[rows] for key, array in self.state.items()}
+    def _calls(self, lanes: Sequence[int], history: TemporalDictTensor | None) -> list[_Call]:
+        """How often the agent is called, and for which lanes."""
+        if not self._shares_rows:
+            return [_Call(list(lanes), np.asarray(lanes), rows_repeating(lanes, self.n_lanes))]
+        if history is None and lanes == self._last[0]:
+            return self._last[1]
+        lengths = None if history is None else history.lengths.tolist()
+        groups: dict[tuple[int, int], list[int]] = {}
+        n_calls: dict[tuple[int, int], int] = {}  # that a row has in use, by steps of the history
+        for lane in lanes:
+            n_steps = 0 if lengths is None else lengths[lane]
+            place = n_steps, self._row_of[lane]
+            number = n_calls.get(place, 0)
+            n_calls[place] = number + 1
+            groups.setdefault((n_steps, number), []).append(lane)
+        calls = [self._call_for(group) for group in groups.values()]
+        if history is None:
+            self._last = list(lanes), calls
+        return calls
+
+    def _call_for(self, lanes: list[int]) -> _Call:
+        rows = np.array([self._row_of[lane] for lane in lanes])
+        shown = np.full(self.n_rows, lanes[0])
+        shown[rows] = lanes
+        return _Call(lanes, rows, shown)
+
+    def _info_at(self, info: DictTensor | None, shown: NDArray) -> DictTensor | None:
+        return None if info is None else self._gather("agent_info", info._tensors, shown)
+
+    def _history_at(self, history: TemporalDictTensor | None, call: _Call) -> Any:
+        if history is None:
+            return None
+        shown = history.index(torch.from_numpy(call.shown))
+        if not self._shares_rows:
+            return shown
+        return shown.temporal_slice(0, int(history.lengths[call.lanes[0]]))
+
+    def _gather(
+        self, name: str, values: Mapping[str, torch.Tensor | NDArray], shown: NDArray
+    ) -> DictTensor:
+        """Copy rows of some lanes, where bits matter to the same place: memory may be aligned."""
+        kept = self._gathered.setdefault(name, {}) if self._shares_rows else {}
+        for key, value in values.items():
+            tensor, copy = torch.as_tensor(value), kept.get(key)
+            if copy is None or copy.dtype is not tensor.dtype or copy.shape[1:] != tensor.shape[1:]:
+                shape = self.n_rows, *tensor.shape[1:]
+                copy = kept[key] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+            tensor.numpy().take(shown, 0, copy.numpy(), "clip")
+        return DictTensor._wrap({key: kept[key] for key in values})
+
+    def _scatter(self, part: Part, of_all: Part, call: _Call) -> None:
+        """Copy the rows of a call to the lanes that have them."""
+        for key, array in part.items():
+            if key not in of_all:
+                of_all[key] = np.zeros((self.n_lanes, *array.shape[1:]), array.dtype)
+            of_all[key][call.lanes] = array[call.rows]
 
     def _call(
         self, state: DictTensor | None, seen: Observed, lanes: Sequence[int]
@@ -316,153 +408,3 @@ def rows_repeating(lanes: Sequence[int], n_lanes: int) -> NDArray:
     rows: NDArray = np.full(n_lanes, lanes[0])
     rows[list(lanes)] = list(lanes)
     return rows
-
-
-def _at(rows: NDArray, seen: Observed) -> Observed:
-    observation, agent_info, history = seen
-    numbers = torch.from_numpy(rows)
-    return (
-        {key: tensor[numbers] for key, tensor in observation.items()},
-        None if agent_info is None else _rows_of(agent_info, numbers),
-        None if history is None else history.index(numbers),
-    )
-
-
-def _rows_of(data: DictTensor, numbers: torch.Tensor) -> DictTensor:
-    """Copies of rows that are known to exist, see ``DictTensor.index``."""
-    return DictTensor._wrap({key: selected(t, numbers) for key, t in data._tensors.items()})
-
-
-Part = dict[str, NDArray]
-
-
-class _Call(NamedTuple):
-    """One call of the agent.
-
-    Attributes:
-        lanes: The lanes that it is made for.
-        rows: Their rows: int64 like ``lanes``.
-        shown: The lane that each row shows: int64 ``[n_rows]``.
-        is_all: Whether the rows are those of all lanes, each in its place.
-    """
-
-    lanes: list[int]
-    rows: NDArray
-    shown: NDArray
-    is_all: bool
-
-
-class FixedRowsDriver(AgentDriver):
-    """An ``AgentDriver`` whose agent is always called with ``n_rows`` rows.
-
-    Episode number *i* has row ``i % n_rows``. Lanes whose episodes share a row are in different
-    calls; so are, for an agent with a history, lanes whose episodes have taken different numbers
-    of steps, since the history of a call is as long as its longest. Rows that no lane has in a
-    call are copies of another one.
-
-    Args:
-        agent: The agent.
-        n_lanes: Number of lanes.
-        n_rows: Rows of each call.
-    """
-
-    def __init__(self, agent: Agent, n_lanes: int, n_rows: int) -> None:
-        super().__init__(agent, n_lanes)
-        self.n_rows = n_rows
-        self._row_of = [lane % n_rows for lane in range(n_lanes)]
-        self._last: tuple[list[int], list[_Call]] = [], []  # of lanes, while their rows stay
-        self._gathered: dict[str, dict[str, torch.Tensor]] = {}  # rewritten by each call
-
-    def start(
-        self,
-        lanes: Sequence[int],
-        agent_info: DictTensor | None,
-        episodes: Sequence[Episode] = (),
-    ) -> None:
-        """See ``AgentDriver.start``; the lanes get the rows of their episodes."""
-        for lane, episode in zip(lanes, episodes, strict=False):
-            row = episode.running_number % self.n_rows
-            if row != self._row_of[lane]:
-                self._row_of[lane], self._last = row, ([], [])
-        super().start(lanes, agent_info, episodes)
-
-    def _initial_states(self, lanes: Sequence[int], agent_info: DictTensor | None) -> Part:
-        states: Part = {}
-        for call in self._calls(lanes, None):
-            info = self._at("agent_info", agent_info, call.shown)
-            state = self._read("state", self.agent.initial_state(info, self.n_rows))
-            self._scatter(state, states, call)
-        return states
-
-    def _call(
-        self, state: DictTensor | None, seen: Observed, lanes: Sequence[int]
-    ) -> tuple[Part, Part, Part]:
-        observation, agent_info, history = seen
-        whole: tuple[Part, Part, Part] = {}, {}, {}
-        for call in self._calls(lanes, history):
-            shown = call.shown
-            some = (
-                self._gather("observation", observation, shown),
-                self._at("agent_info", agent_info, shown),
-                None if history is None else _so_far(history, shown, call.lanes[0]),
-            )
-            parts = super()._call(self._at("state", state, shown), some, call.lanes)
-            if call.is_all:
-                return parts
-            for part, all_lanes in zip(parts, whole, strict=True):
-                self._scatter(part, all_lanes, call)
-        return whole
-
-    def _calls(self, lanes: Sequence[int], history: TemporalDictTensor | None) -> list[_Call]:
-        """How often the agent is called, and for which lanes."""
-        if history is None and lanes == self._last[0]:
-            return self._last[1]
-        lengths = None if history is None else history.lengths.tolist()
-        groups: dict[tuple[int, int], list[int]] = {}
-        n_calls: dict[tuple[int, int], int] = {}  # that a row has in use, by steps of the history
-        for lane in lanes:
-            n_steps = 0 if lengths is None else lengths[lane]
-            place = n_steps, self._row_of[lane]
-            number = n_calls.get(place, 0)
-            n_calls[place] = number + 1
-            groups.setdefault((n_steps, number), []).append(lane)
-        calls = [self._call_for(group) for group in groups.values()]
-        if history is None:
-            self._last = list(lanes), calls
-        return calls
-
-    def _call_for(self, lanes: list[int]) -> _Call:
-        rows = np.array([self._row_of[lane] for lane in lanes])
-        shown = np.full(self.n_rows, lanes[0])
-        shown[rows] = lanes
-        is_all = self.n_rows == self.n_lanes and rows.tolist() == list(range(self.n_lanes)) == lanes
-        return _Call(lanes, rows, shown, is_all)
-
-    def _at(self, name: str, data: DictTensor | None, shown: NDArray) -> DictTensor | None:
-        return None if data is None else DictTensor._wrap(self._gather(name, data._tensors, shown))
-
-    def _gather(
-        self, name: str, tensors: Mapping[str, torch.Tensor], shown: NDArray
-    ) -> dict[str, torch.Tensor]:
-        """Copy rows of some lanes to where they always are: memory may be aligned elsewhere."""
-        kept = self._gathered.setdefault(name, {})
-        for key, tensor in tensors.items():
-            copy = kept.get(key)
-            if copy is None or copy.dtype is not tensor.dtype or copy.shape[1:] != tensor.shape[1:]:
-                shape = self.n_rows, *tensor.shape[1:]
-                copy = kept[key] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
-            tensor.numpy().take(shown, 0, copy.numpy(), "clip")
-        return {key: kept[key] for key in tensors}
-
-    def _scatter(self, part: Part, all_lanes: Part, call: _Call) -> None:
-        """Copy the rows of a call to the lanes that have them."""
-        for key, array in part.items():
-            if key not in all_lanes:
-                all_lanes[key] = np.zeros((self.n_lanes, *array.shape[1:]), array.dtype)
-            all_lanes[key][call.lanes] = array[call.rows]
-
-
-def _so_far(history: TemporalDictTensor, shown: NDArray, lane: int) -> Any:
-    """The history of lanes that have taken as many steps as one of them."""
-    n_steps = int(history.lengths[lane])
-    return history.index(torch.from_numpy(shown)).temporal_slice(0, n_steps)
