@@ -247,14 +247,15 @@ class EpisodePlan(_RequestPlan):
     def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
         """The lanes' next episodes, of those that have a slot to write to."""
         episodes: dict[int, Episode] = {}
-        if self.is_left_over():
+        may_leave = self._recycling.max_episodes is not None
+        if may_leave and self.is_left_over():
             return episodes
         claimed, exhausted = self._claimed, self._exhausted
         short = [lane for lane in lanes if not claimed[lane] and lane not in exhausted]
         if short:
             self._claim(short)
         for lane in lanes:
-            if not claimed[lane] or self.is_left_over():
+            if not claimed[lane] or (may_leave and self.is_left_over()):
                 continue
             number = claimed[lane][-1]
             is_at_home = self._in_place and number not in self._moved

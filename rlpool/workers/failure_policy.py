@@ -207,17 +207,18 @@ class Recycling:
 
     Attributes:
         n_begun: Episodes that it has begun.
+        max_episodes: The limit, ``None`` for none.
     """
 
     def __init__(self, policy: FailurePolicy) -> None:
         self.n_begun = 0
-        self._max_episodes = policy.max_episodes_per_worker
+        self.max_episodes = policy.max_episodes_per_worker
 
     def is_due(self, n_new: int = 1) -> bool:
         """Whether this process should be replaced before it begins ``n_new`` more episodes."""
-        if self._max_episodes is None or not self.n_begun:
+        if self.max_episodes is None or not self.n_begun:
             return False
-        return self.n_begun + n_new > self._max_episodes
+        return self.n_begun + n_new > self.max_episodes
 
     def __str__(self) -> str:
         return f"{self.n_begun} episodes"
