@@ -219,6 +219,3 @@ class Recycling:
         if self.max_episodes is None or not self.n_begun:
             return False
         return self.n_begun + n_new > self.max_episodes
-
-    def __str__(self) -> str:
-        return f"{self.n_begun} episodes"

@@ -15,7 +15,7 @@ import io
 import logging
 import os
 import pickle
-import types
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import context, managers, reduction, synchronize
@@ -41,12 +41,6 @@ _KEPT = (managers.BaseProxy, Memory)
 """What must not end before the last worker has read of it."""
 
 _TENSORS = (torch.Tensor, torch.TypedStorage, torch.UntypedStorage)
-
-_COPIED = (
-    *(types.MethodType, types.MethodDescriptorType, types.WrapperDescriptorType),
-    functools.partial,
-)
-"""What multiprocessing pickles as well, but cloudpickle does better."""
 
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 
@@ -302,10 +296,8 @@ def _is_inherited(value: Any) -> bool:
         return value.is_inherited
     if isinstance(value, _CTYPES):
         return hasattr(value, "_wrapper")
-    kind = type(value)
-    if kind in _reducers:
-        return not issubclass(kind, (*_TENSORS, *_COPIED))
-    return any(base.__module__ in _MODULES_OF_INHERITED for base in kind.__mro__)
+    modules = {base.__module__ for base in type(value).__mro__}
+    return isinstance(value, socket.socket) or not modules.isdisjoint(_MODULES_OF_INHERITED)
 
 
 def _is_shared(value: Any) -> bool:

@@ -106,8 +106,8 @@ class Template:
         self.lock = threading.RLock()
         self._modules = tuple(modules)
         self._left_out: set[str] = set()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._process: Any = None  # until the first start
+        self._socket: Any = None
         self._fits: Any = None  # the identity and modules for which it was started
         self._refused: Any = None  # those for which there can be none
         self._served: Any = None  # those for which there was one
@@ -168,7 +168,7 @@ class Template:
             try:
                 for start in range(0, len(fds), MAX_FDS):
                     words = b"+" if start else request
-                    socket.send_fds(self._connection, [words], fds[start : start + MAX_FDS])
+                    socket.send_fds(self._socket, [words], fds[start : start + MAX_FDS])
             except OSError as error:
                 raise TemplateLostError(str(error)) from error
             number, answer = 0, 0
@@ -240,25 +240,19 @@ class Template:
             except OSError as error:
                 raise TemplateLostError(f"it cannot be started: {error}") from error
 
-    @property
-    def _connection(self) -> socket.socket:
-        if self._socket is None:
-            raise TemplateLostError("it was ended")
-        return self._socket
-
     def _received(self, timeout_s: float) -> Any:
         poller = select.poll()
-        poller.register(self._connection, select.POLLIN)
+        poller.register(self._socket, select.POLLIN)
         n_left = int(timeout_s / _LOOK_S)
         while not poller.poll(_LOOK_S * 1000):
             n_left -= 1
-            if not n_left or self._process is None:
+            if not n_left:
                 raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
             with InterruptsHeld():
                 self._process.send_signal(signal.SIGCONT)  # it may have been stopped
         words = b""
         with InterruptsHeld(), suppress(OSError):
-            words = self._connection.recv(MAX_MESSAGE_BYTES)
+            words = self._socket.recv(MAX_MESSAGE_BYTES)
         if not words:
             raise TemplateLostError(f"it ended the process (exit code {self.end()})")
         return pickle.loads(words)
@@ -266,17 +260,14 @@ class Template:
     def end(self) -> int:
         """End the process, if there is one; returns its exit code. May be repeated."""
         with InterruptsHeld():
-            self._close()
+            if self._socket is not None:
+                self._socket.close()
             if self._process is None:
                 return 0
             with suppress(PermissionError):  # it ends by itself, as nobody talks to it any more
                 self._process.kill()
-            return self._process.wait()
-
-    def _close(self) -> None:
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            connection.close()
+            exitcode: int = self._process.wait()
+            return exitcode
 
     def shutdown(self) -> None:
         """End the process, and forget why there was none."""
@@ -287,9 +278,9 @@ class Template:
 
     def after_fork(self) -> None:
         """Start afresh in a process that was forked from this one, whose child it is not."""
-        self._close()
         if self._process is not None:
-            self._process.returncode = 0
+            self._socket.close()
+            self._process.returncode = 0  # it is no child of this process
         self.__init__(self._modules)  # type: ignore[misc]
 
 

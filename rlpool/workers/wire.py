@@ -75,13 +75,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Retiring:
-    """From a worker: it has run long enough and ends, to be replaced.
-
-    Attributes:
-        why: How long it has run.
-    """
-
-    why: str
+    """From a worker: it has run long enough and ends, to be replaced."""
 
 
 @dataclass(frozen=True)

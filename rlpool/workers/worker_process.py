@@ -155,9 +155,9 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
     """
     try:
         return function(*arguments)
-    except (*ctrl_c(), WorkerStartupError):
-        raise
     except BaseException as error:
+        if isinstance(error, (*ctrl_c(), WorkerStartupError)):
+            raise
         told, fix = what_and_fix(what, error)
         text = text_of(error)
         raise WorkerStartupError(told, where=where, fix=fix, traceback_text=text) from error
@@ -216,7 +216,7 @@ class Server(ABC):
 
     def retire(self) -> None:
         """Tell the caller that this worker has run long enough, and ends."""
-        self._send(Retiring(str(self._recycling)))
+        self._send(Retiring())
 
     def close(self) -> None:
         """Close what was created, whatever it raises: nobody can act on it any more."""

@@ -83,7 +83,7 @@ class Life:
         pid: The last one's id.
         pipe: The caller's end of its pipe, ``None`` without a process.
         last_words: Why it is about to end, if that is a failure.
-        retires: Why it is about to end, if it is healthy; empty otherwise.
+        retires: Whether it is about to end because it has run long enough.
         is_dismissed: Whether it ends for good.
         deadline_s: When it starts again while it is down, when it is killed while it is leaving.
     """
@@ -95,7 +95,7 @@ class Life:
         self.pid: int | None = None
         self.pipe: CallerPipe | None = None
         self.last_words: WorkerError | None = None
-        self.retires = ""
+        self.retires = False
         self.is_dismissed = False
         self.deadline_s = 0.0
 
@@ -306,12 +306,12 @@ class Workers:
     def _judge(self, life: Life, exitcode: int | None) -> None:
         """Decide what follows from a worker's end."""
         failure, retires = life.last_words, life.retires
-        life.last_words, life.retires = None, ""
+        life.last_words, life.retires = None, False
         guard = missing_guard_error(exitcode)
         if guard is not None:
             self.fatal = guard
         elif retires and failure is None:
-            _LOG.info("worker %d is replaced after %s", life.worker, retires)
+            _LOG.info("worker %d has run max_episodes_per_worker and is replaced", life.worker)
             self._set_state(life, State.DOWN, 0.0)
             self._client.lost(life.worker, None)
         else:
@@ -501,7 +501,7 @@ class Workers:
             self._set_state(life, State.UP)
             self._client.brief(life.worker, message.report)
         elif isinstance(message, Retiring):
-            life.retires = message.why
+            life.retires = True
             self._set_state(life, State.LEAVING, LEAVE_S)
         elif isinstance(message, Failed) and message.command is None:
             self.expect_end(life.worker, message.error)
