@@ -69,7 +69,7 @@ class Checks:
         if not fits or not (is_instance or callable(source)):
             what = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
             raise SpecError(what, fix="pass a function, with a dict of arguments, or what it makes")
-        self.is_instance, self.maker = is_instance, getattr(source, "func", source)
+        self.maker = getattr(source, "func", source)
         self.name: str = getattr(self.maker, "__qualname__", type(source).__name__)
         self.source = partial(copy.deepcopy, source) if is_instance else source
         self.arguments, self.root = dict(arguments or {}), root_from(seed)
