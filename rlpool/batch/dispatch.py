@@ -215,9 +215,8 @@ class Dispatcher:
         if not self.pending:
             return 0, 0
         request = self.pending[0]
-        if request.is_complete:
-            return request.n_rows, request.n_rows
-        return min(request.n_finished(self.control), request.n_rows), request.n_rows
+        n_finished = request.n_rows if request.is_complete else request.n_finished(self.control)
+        return min(n_finished, request.n_rows), request.n_rows
 
     def watch(self, look: Callable[[], None] | None) -> None:
         """Call a function when episodes have ended that run in this process."""
@@ -525,21 +524,14 @@ def packed(value: Any, is_private: bool) -> Packed:
     Raises:
         SpecError: If there is no memory or descriptor for it, or it cannot be pickled.
     """
-
-    def allocate(n_bytes: int) -> Memory:
-        try:
-            return Memory.local(n_bytes) if is_private else Memory.shared(n_bytes)
-        except (OSError, RuntimeError, MemoryError) as error:
-            raise SpecError(
-                f"there is no memory to send {n_bytes} bytes: {error}",
-                fix="drop results that are no longer needed; if file descriptors are missing, "
-                "raise their limit (ulimit -n)",
-            ) from error
-
     try:
-        return pack(value, allocate)
+        return pack(value, Memory.local if is_private else Memory.shared)
     except RlpoolError:
         raise
+    except (OSError, MemoryError) as error:
+        what = f"there is no memory to send infos or parameters: {error}"
+        fix = "drop results that are no longer needed, or allow more descriptors (ulimit -n)"
+        raise SpecError(what, fix=fix) from error
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         fix = "send only what the agents need, such as model.state_dict()"
         raise SpecError(why_not({"info": value}, error), fix=fix) from error

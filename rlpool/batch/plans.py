@@ -281,11 +281,7 @@ class EpisodePlan(_RequestPlan):
 
     def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
         """Free slots for the lanes, as far as they go."""
-        slots: dict[int, int] = {}
-        for lane in lanes:
-            if (slot := self._free_slot()) is not None:
-                slots[lane] = slot
-        return slots
+        return {lane: slot for lane in lanes if (slot := self._free_slot()) is not None}
 
     def _free_slot(self) -> int | None:
         self.lacks_slots = not self._free

@@ -294,7 +294,10 @@ class EpisodeRequest(Request):
         """Find the episodes that a dead worker had claimed and not finished."""
         control = self.running_block.arrays.control
         if self.running_block.layout.step.resets_together:
-            return self._give_back_share(worker)
+            share = self._shares.of(worker)  # which the successor runs as a whole
+            self._note_writing(worker)
+            self._arrived[share] = False
+            return bool(share)
         claims = Claims(control, self.n_rows, self.first)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
         self._note_writing(worker)
@@ -303,13 +306,6 @@ class EpisodeRequest(Request):
             is_there |= control["whole"][: self.n_rows] > 0
         self._owed[worker] = again = [row for row in sorted(claimed) if not is_there[row]]
         return bool(again) or not claims.all_made
-
-    def _give_back_share(self, worker: int) -> bool:
-        """Let a successor run all that a dead worker had to run."""
-        share = self._shares.of(worker)
-        self._note_writing(worker)
-        self._arrived[share] = False
-        return bool(share)
 
     @property
     def _shares(self) -> Shares:

@@ -137,39 +137,10 @@ class Collector(Server):
     # Carrying it out -----------------------------------------------------------------------------
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
-        """Create environments and agent."""
+        """Create environments and agent, and find out what a step consists of."""
         self._in_process, self._hint = setup.in_process, setup.hint
-        self._create(setup.functions if memory is None else memory.root().tobytes())
-        return self._probed(None)
-
-    def serve(self) -> None:
-        """Carry out messages until told to close."""
-        goes_on = True
-        while goes_on:
-            self._control.begin_wait()
-            message, memory = self.receive()
-            self._control.end_wait()
-            goes_on = self.handle(message, memory)
-
-    def handle(self, message: Message, memory: Memory | None) -> bool:
-        """Carry out one message; False if this worker is to end now."""
-        if isinstance(message, Close):
-            return False
-        if isinstance(message, Probe):
-            self._send(self._probed(_infos(message.payload, memory)[0]))
-        elif isinstance(message, MapBlock):
-            for number in message.unmap:
-                self._blocks.pop(number, None)
-            if memory is not None:
-                self._blocks[message.block] = Block(message.block, message.layout, memory)
-        elif isinstance(message, Update):
-            self._update(message, memory)
-        elif isinstance(message, Execute | Window):
-            return self._run(message, memory)
-        return True
-
-    def _create(self, functions: Any) -> None:
         seed = self._place.seed
+        functions: Any = setup.functions if memory is None else memory.root().tobytes()
         if not self._in_process:
             functions = called(
                 self._here, "loading create_env and create_agent", pickle.loads, functions
@@ -202,6 +173,33 @@ class Collector(Server):
         env.lane_in_use = self._control.lane
         env.report_failures()
         self._rollout = Rollout(agent, env, self._place.worker, self._control, agent_rows)
+        return self._probed(None)
+
+    def serve(self) -> None:
+        """Carry out messages until told to close."""
+        goes_on = True
+        while goes_on:
+            self._control.begin_wait()
+            message, memory = self.receive()
+            self._control.end_wait()
+            goes_on = self.handle(message, memory)
+
+    def handle(self, message: Message, memory: Memory | None) -> bool:
+        """Carry out one message; False if this worker is to end now."""
+        if isinstance(message, Close):
+            return False
+        if isinstance(message, Probe):
+            self._send(self._probed(_infos(message.payload, memory)[0]))
+        elif isinstance(message, MapBlock):
+            for number in message.unmap:
+                self._blocks.pop(number, None)
+            if memory is not None:
+                self._blocks[message.block] = Block(message.block, message.layout, memory)
+        elif isinstance(message, Update):
+            self._update(message, memory)
+        elif isinstance(message, Execute | Window):
+            return self._run(message, memory)
+        return True
 
     def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""
@@ -220,16 +218,14 @@ class Collector(Server):
     def _update(self, message: Update, memory: Memory | None) -> None:
         if memory is None:
             return
+        self._failed_update = None
         try:
             self.agent.update(unpack(message.payload, memory))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self._in_process:
                 raise  # Ctrl-C: the next get() does it again
-            failure = agent_error(error, self._here, "agent.update")
-            failure.__cause__ = error
-            self._failed_update = failure
-        else:
-            self._failed_update = None
+            self._failed_update = agent_error(error, self._here, "agent.update")
+            self._failed_update.__cause__ = error
 
     def _run(self, message: Execute | Window, memory: Memory | None) -> bool:
         """Run a request's share, and of those that follow; False if this worker has to end."""
