@@ -239,6 +239,8 @@ class Dispatcher:
             request.error = request.error or closed
             self._stop(request)
         self._processes.close()
+        for request in (*self.running, *self._queued):
+            request.packed = None  # an error that the caller keeps may refer to the request
         if self._infos is not None:
             self._infos.memory.close_fd()
         if self._blocks is not None:
