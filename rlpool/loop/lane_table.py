@@ -330,20 +330,13 @@ class LaneTable:
         if starting:
             starting.sort(key=by_number)  # plans may have been asked in turns
             self._begin_episodes(starting)
-        for active in self.plans:
-            if not active.n_lanes:
-                self._end_finished()
-                break
+        for active in list(self.plans):
+            if not active.n_lanes and active.plan.is_over():
+                self._end_plan(active)
         # Usually the lanes that ended start again. Then nothing else changes, and
         # steps_until_full remains a lower bound.
         if (self.idle, self.parked) != self._at_stock or not self.steps_until_full:
             self._take_stock()
-
-    def _end_finished(self) -> None:
-        """Drop plans of which nothing is left to do."""
-        for active in list(self.plans):
-            if not active.n_lanes and active.plan.is_over():
-                self._end_plan(active)
 
     def _deal(self, starting: list[Lane]) -> None:
         """Deal out what there is to waiting lanes; notes those that start an episode.

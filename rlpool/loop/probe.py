@@ -92,16 +92,8 @@ def _match_actions(env: VecEnv, driver: AgentDriver, outputs: Mapping[str, Tenso
         env.declare_actions(actions)
         return
     wanted = {key: leaf.spec for key, leaf in env.action_leaves.items()}
-    _check_actions(actions, wanted)
-    driver.converted_actions = {
-        key: spec.dtype for key, spec in wanted.items() if spec.dtype != actions[key].dtype
-    }
-
-
-def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
-    """Check that the agent's actions fit the action space."""
-    for key in sorted(wanted.keys() | given.keys()):
-        mine, theirs = given.get(key), wanted.get(key)
+    for key in sorted(wanted.keys() | actions.keys()):
+        mine, theirs = actions.get(key), wanted.get(key)
         kinds = {spec and (spec.shape, spec.dtype.kind == "f") for spec in (mine, theirs)}
         if len(kinds) > 1:
             problem = SpecError(
@@ -110,6 +102,9 @@ def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorS
                 fix="return actions of the action space's shape and kind",
             )
             raise AgentFailure([0], "agent") from problem
+    driver.converted_actions = {
+        key: spec.dtype for key, spec in wanted.items() if spec.dtype != actions[key].dtype
+    }
 
 
 def _no_history(current: Mapping[str, NDArray]) -> TemporalDictTensor:
