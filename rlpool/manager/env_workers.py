@@ -515,6 +515,10 @@ class LaneFailure(EnvError, LaneError):
     lane: int
     call: str
 
+    def __reduce__(self) -> Any:
+        kind = EnvSpecError if isinstance(self, EnvSpecError) else EnvError
+        return kind(**self._constructor_arguments()).__reduce__()
+
 
 class LaneSpecFailure(LaneFailure, EnvSpecError):
     """An ``EnvSpecError`` of a lane."""
