@@ -70,6 +70,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     """
 
     _dispatcher: Dispatcher | None = None
+    _recipe: Recipe | None = None
     _is_closed = False
     _progress: ShowProgress = False
     _policy = Policy()
@@ -527,7 +528,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
         if self._dispatcher is None or os.getpid() != self._owner_pid:
             return  # in a forked copy, workers, pipes and blocks belong to the original process
         self._dispatcher.close()
-        self._recipe.close()
+        if self._recipe is not None:  # Ray's nodes have recipes of their own
+            self._recipe.close()
         if self._policy.packed is not None:
             self._policy.packed.memory.close_fd()
 

@@ -544,7 +544,8 @@ class NodeActor:
         Raises:
             SpecError: If episodes depend on the range that they are in.
         """
-        step = self._batcher._not_closed().step
+        blocks = self._batcher._not_closed()._blocks
+        step = None if blocks is None else blocks.layout.step
         if step is not None and step.resets_together:
             fix = "give single environments to GymEnv, or use an EpisodeBatcher on each machine"
             raise SpecError("the environments of create_env cannot be seeded one by one", fix=fix)
