@@ -251,9 +251,10 @@ class Dispatcher:
 
     # Agreeing on what a step consists of ---------------------------------------------------------
 
-    def _probe(self, worker: int, infos: Packed) -> None:
-        """Let a worker find out its keys with infos."""
-        self._processes.send(worker, Probe(infos.payload), infos.memory)
+    def _probe(self, worker: int, request: Request, infos: Packed) -> None:
+        """Let a worker find out its keys with the first rows of a request."""
+        message = Probe(*request.first_episodes(self.n_lanes), infos.payload)
+        self._processes.send(worker, message, infos.memory)
 
     def _note_report(self, worker: int, report: Report) -> None:
         """Take a report; one that differs from what was agreed on ends its worker, or all."""
@@ -311,7 +312,7 @@ class Dispatcher:
             else:
                 self._reports.clear()
                 for worker in self._processes.up:
-                    self._probe(worker, self._infos)
+                    self._probe(worker, request, self._infos)
         while self._queued and self._blocks is not None:
             request = self._queued[0]
             n_slots = self._blocks.layout.n_slots
@@ -398,8 +399,8 @@ class Dispatcher:
     def brief(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
         owed = self._owed_by(worker)
-        if report.specs is None and self._infos is not None:
-            self._probe(worker, self._infos)
+        if report.specs is None and self._infos is not None and self._probing is not None:
+            self._probe(worker, self._probing, self._infos)
         else:
             self._note_report(worker, report)
         for request in owed:

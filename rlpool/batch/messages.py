@@ -75,8 +75,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Probe:
-    """Find out what a step consists of with these ``(agent_info, env_info, {})``."""
+    """Find out what a step consists of with the first rows of a request.
 
+    Attributes:
+        first: Number of the request's first episode, ``None`` for a window.
+        seeds: The episodes' seeds, as many as there are rows for lanes; none for a window.
+        payload: Its ``(agent_info, env_info, {})``.
+    """
+
+    first: int | None
+    seeds: list[int]
     payload: Payload | None
 
 

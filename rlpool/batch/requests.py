@@ -120,6 +120,10 @@ class Request(ABC):
     def message(self, worker: int, payload: Payload | None) -> Execute | Window:
         """What to send to a worker, whether or not another had its number before."""
 
+    def first_episodes(self, n_lanes: int) -> tuple[int | None, list[int]]:
+        """Number of the first episode, and seeds of those that begin in the lanes, if known."""
+        return None, []
+
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """By lane, what its episode has done so far, for the successor of a worker."""
         return {}
@@ -281,6 +285,12 @@ class EpisodeRequest(Request):
             given_up=self._truncated,
             payload=payload,
         )
+
+    def first_episodes(self, n_lanes: int) -> tuple[int | None, list[int]]:
+        """See ``Request.first_episodes``."""
+        n = min(n_lanes, self.n_rows)
+        seeds = self.given_seeds or episode_seeds(self.root, self.first, n)
+        return self.first, seeds[:n]
 
     def _number_of(self, row: int) -> int:
         return self.first + row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -189,7 +189,8 @@ class Collector(Server):
         if isinstance(message, Close):
             return False
         if isinstance(message, Probe):
-            self._send(self._probed(_infos(message.payload, memory)[0]))
+            infos, _ = _infos(message.payload, memory)
+            self._send(self._probed(infos, message.first, message.seeds))
         elif isinstance(message, MapBlock):
             for number in message.unmap:
                 self._blocks.pop(number, None)
@@ -201,16 +202,18 @@ class Collector(Server):
             return self._run(message, memory)
         return True
 
-    def _probed(self, infos: Infos | None) -> Report:
-        """Learn the keys, with the infos of the first lanes if there are any."""
+    def _probed(
+        self, infos: Infos | None, first: int | None = None, seeds: Sequence[int] = ()
+    ) -> Report:
+        """Learn the keys, with the first episodes of a request if there are any."""
         n_lanes = self.env.n_lanes
         agent_info, env_info = infos or ({}, {})
-        first = {key: array[np.arange(n_lanes) % len(array)] for key, array in env_info.items()}
-        options = [options_of(first, lane) for lane in range(n_lanes)]
+        given = {key: array[np.arange(n_lanes) % len(array)] for key, array in env_info.items()}
+        options = [options_of(given, lane) for lane in range(n_lanes)]
         rows = {key: array[np.arange(n_lanes) % len(array)] for key, array in agent_info.items()}
-        seed = probe_seed(self._place.root)
+        seeds = seeds or [probe_seed(self._place.root)]
         try:
-            specs, problem = self._rollout.probe(seed, options, rows or None), None
+            specs, problem = self._rollout.probe(seeds, options, rows or None, first=first), None
         except RlpoolError as error:
             specs, problem = None, self._advised(error)
         return Report(n_lanes, specs, problem, described(self.env))

@@ -82,7 +82,7 @@ class LaneTable:
         self.plans.clear()
         self._postponed = None
         self.gives_up = False
-        del self._queue
+        self.__dict__.pop("_queue", None)  # an interrupt may have come before there was one
 
     def _note_waiting(self) -> None:
         """Find the lanes that are idle, and those that are parked."""

@@ -19,14 +19,14 @@ from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
 
 
 def probe(
-    env: VecEnv, calls: AgentCalls, seed: int, options: Sequence[Options], resets: bool
+    env: VecEnv, calls: AgentCalls, seeds: Sequence[int], options: Sequence[Options], resets: bool
 ) -> StepSpecs:
     """Reset all lanes and call the agent, to learn keys, shapes and dtypes.
 
     Args:
         env: The environments; they are reset afterwards.
         calls: The agent, which is shown its ``infos``. It has the states after the call.
-        seed: Seed of every lane's reset.
+        seeds: Seed of each lane's reset.
         options: Options of each lane's reset.
         resets: Whether to reset all lanes. If not, one is reset, and only if nothing else shows
             what it observes; the agent is shown what is there.
@@ -37,10 +37,10 @@ def probe(
     """
     if resets:
         env.reset_all_next()
-        env.reset_lanes(range(env.n_lanes), [seed] * env.n_lanes, options)
+        env.reset_lanes(range(env.n_lanes), seeds, options)
     else:
         if env.columns is None:
-            env.reset_lanes([0], [seed], options[:1])
+            env.reset_lanes([0], seeds[:1], options[:1])
         env.begin_lanes(range(env.n_lanes))
     leaves = env.action_leaves  # some are only known after a reset
     if leaves is not None:

@@ -66,10 +66,11 @@ class Rollout:
     @torch.inference_mode()
     def probe(
         self,
-        seed: int,
+        seeds: Sequence[int],
         options: Sequence[Options],
         agent_info: dict[str, NDArray] | None,
         resets: bool = True,
+        first: int | None = None,
     ) -> StepSpecs:
         """Determine the keys of a step, see ``rlpool.loop.probe``.
 
@@ -84,11 +85,15 @@ class Rollout:
         infos.show(agent_info or {}, {lane: lane for lane in range(env.n_lanes)})
         steps = None
         try:
-            steps = probe(env, self._calls, seed, options, resets)
+            each = [seeds[lane % len(seeds)] for lane in range(env.n_lanes)]
+            steps = probe(env, self._calls, each, options, resets)
         except LaneError as error:
-            lane = error.lane
-            where = Where(self._worker, lane, lane, None, 0, seed, options[lane])
-            raise _user_error(error, where, options=options[lane]) from error.__cause__
+            lane, row = error.lane, error.lane % len(seeds) if first is not None else error.lane
+            episode = None if first is None else first + row
+            where = Where(self._worker, lane, row, episode, 0, each[lane], options[lane])
+            nothing = None if first is None else np.zeros(0)  # no action was taken
+            failure = _user_error(error, where, options=options[lane], actions=nothing)
+            raise failure from error.__cause__
         finally:
             if steps is None:
                 env.forget()

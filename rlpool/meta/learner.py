@@ -167,7 +167,7 @@ def _run(drawn: _Draw, rollout: Rollout, lanes: VecEnv, deliver: Deliver) -> Non
     root, n_before, options = drawn
     # Environments see one reset per rollout, unless only another one can show what they observe.
     first = options[:1] or [None]
-    steps = rollout.probe(probe_seed(root), first * lanes.n_lanes, None, resets=False)
+    steps = rollout.probe([probe_seed(root)], first * lanes.n_lanes, None, resets=False)
     horizon = int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK)
     layout = Layout(steps, lanes.n_lanes, min(horizon, MAX_CHUNK), 1)
     observed = list(lanes.columns.observed) if lanes.columns is not None else []
