@@ -80,7 +80,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     _NAME: str
     """What advice calls the class; it may be the function whose batcher it is."""
 
-    _REQUIRES_INFO_KEYS = False
+    _WATCHES_INFOS = False
     """Whether a key of ``info_keys`` that is in no info is an error, not a warning."""
 
     def __init__(
@@ -117,7 +117,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         self._owner_pid = os.getpid()
         env_args, agent_args = keywords("env_args", env_args), keywords("agent_args", agent_args)
         given = (create_env, env_args, create_agent, agent_args)
-        functions: Any = (*given, agent_rows, self._REQUIRES_INFO_KEYS)
+        functions: Any = (*given, agent_rows, self._WATCHES_INFOS)
         if n_workers:
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, given, strict=True))

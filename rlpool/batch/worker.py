@@ -145,7 +145,7 @@ class Collector(Server):
             functions = called(
                 self._here, "loading create_env and create_agent", pickle.loads, functions
             )
-        create_env, env_args, create_agent, agent_args, agent_rows, requires_info_keys = functions
+        create_env, env_args, create_agent, agent_args, agent_rows, watches_infos = functions
         # Only now: modules that were imported to load the functions may have seeded generators. In
         # the caller's process these are not the caller's generators, see LocalWorker.
         seed_generators(seed)
@@ -159,7 +159,8 @@ class Collector(Server):
             fix = "end create_env with return GymEnv([...environments...], seed)"
             raise WorkerStartupError(what, where=self._here, fix=fix)
         self._closers.append(env.close)
-        env.requires_info_keys = requires_info_keys
+        if watches_infos:
+            env.seen_keys = self._control.seen_keys
 
         agent = called(self._here, "create_agent", lambda: create_agent(**agent_args))
         if isinstance(agent, Agent):

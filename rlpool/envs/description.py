@@ -35,7 +35,7 @@ def described(env: VecEnv) -> dict[str, Any]:
         one = env.outermost(0)
     elif isinstance(env, VectorGymEnv):
         one = env.vector_env
-    found: dict[str, Any] = {"seeding": env.seeding, "wrappers": []}
+    found: dict[str, Any] = {"seeding": env.seeding, "wrappers": [], "info_keys": env.info_keys}
     with suppress(AttributeError):
         limit = one.spec.max_episode_steps
         kwargs = plain(one.spec.kwargs)

@@ -8,7 +8,7 @@ zero. Numbers may have any dtype, if they are the same in the declared one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -231,11 +231,13 @@ class InfoColumns:
     Attributes:
         columns: The columns.
         unseen: Keys that no info has had; until the first episode has ended.
+        is_watching: Whether it has still to be reported which keys infos have.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], n_lanes: int) -> None:
         self.columns = [InfoColumn(key, spec, n_lanes) for key, spec in specs.items()]
         self.unseen = set(specs)
+        self.is_watching = self._warns = True
         self._others: set[str] = set()  # keys that infos had until then
 
     def write(self, lanes: Sequence[int], infos: Sequence[Any]) -> None:
@@ -289,21 +291,27 @@ class InfoColumns:
             rows = [infos[lane] for lane in ended]
             self.write(ended, [row.get("final_info", row) for row in rows])
 
-    def check_seen(self, lane: int, *, is_required: bool) -> None:
-        """Warn, once, of keys that were in no info until the first episode has ended.
+    def report_seen(self, seen: MutableSequence[int] | memoryview | None) -> None:
+        """Report which keys infos had, when an episode has ended; at first with a warning.
 
         Args:
-            lane: The lane whose episode has ended.
-            is_required: Raise instead.
-
-        Raises:
-            BadValue: If ``is_required`` and there are such keys.
+            seen: One element, for a bit per key (those after the 62nd share one). ``None`` if the
+                warning of keys that were in no info is enough.
         """
-        unseen = " or ".join(map(repr, sorted(self.unseen)))
-        others = ", ".join(sorted(map(repr, self._others))) or "no keys"
-        what = f"no {unseen} in any info of a whole episode, which had {others} (info_keys)"
-        if is_required:
-            raise BadValue(lane, what, "correct the name, or report it in every episode")
-        # Not from every worker:
-        _LOG.warning("%s: zero is stored", what, extra={"once": f"info_keys {unseen}"})
-        self.unseen = set()
+        if self.unseen and self._warns:
+            unseen = " or ".join(map(repr, sorted(self.unseen)))
+            others = ", ".join(sorted(map(repr, self._others))) or "no keys"
+            _LOG.warning(
+                "no %s in any info of a whole episode, which had %s (info_keys): zero is stored",
+                unseen,
+                others,
+                extra={"once": f"info_keys {unseen}"},  # not from every worker
+            )
+        self._warns = False
+        if seen is None:
+            self.unseen = set()
+        else:
+            is_seen = [column.key not in self.unseen for column in self.columns]
+            for number in np.flatnonzero(is_seen).tolist():
+                seen[0] |= 1 << min(number, 62)
+        self.is_watching = bool(self.unseen)

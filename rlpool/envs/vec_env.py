@@ -88,8 +88,8 @@ class VecEnv(ABC):
             and needs a reset before it can be stepped again.
         seeding: What can be seeded, see ``VectorGymEnv``.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
-        requires_info_keys: Whether a key of ``info_keys`` that no info of a first whole episode has
-            is an error; else there is one warning.
+        seen_keys: One element, a bit for each key of ``info_keys`` that some info had. ``None`` if
+            the warning after the first whole episode is enough.
         shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
@@ -109,7 +109,7 @@ class VecEnv(ABC):
     seeding: Seeding = "episode"
     min_ready: int | None = None
     shares_current = False
-    requires_info_keys = False
+    seen_keys: MutableSequence[int] | memoryview | None = None
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
     columns: Columns | None = None
@@ -159,6 +159,11 @@ class VecEnv(ABC):
         self._cleared = [*results.values(), *self._last_actions.values()]  # zero after a reset
 
     # The lane contract ---------------------------------------------------------------------
+
+    @property
+    def info_keys(self) -> list[str]:
+        """The keys of infos that are keys of a step."""
+        return [] if self._infos is None else [column.key for column in self._infos.columns]
 
     @property
     def declaration(self) -> Declaration | None:
@@ -351,11 +356,8 @@ class VecEnv(ABC):
             is_terminated[lane], is_truncated[lane] = terminated[row], truncated[row]
             is_done[lane] = True
             ended.append(lane)
-        if ended and self._infos is not None and self._infos.unseen:
-            try:
-                self._infos.check_seen(ended[0], is_required=self.requires_info_keys)
-            except BadValue as error:
-                self._fail("step", error)
+        if ended and self._infos is not None and self._infos.is_watching:
+            self._infos.report_seen(self.seen_keys)
         return ended
 
     def step_some(

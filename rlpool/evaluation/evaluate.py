@@ -16,13 +16,14 @@ from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.checks import CreateEnv
 from rlpool.data.infos import Info, Infos, as_infos, options_of, part_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, WorkerError, described
+from rlpool.errors import EnvSpecError, SpecError, WorkerError, described
 from rlpool.evaluation.figures import refuse_no_evaluation
 from rlpool.evaluation.protocol import differences, parts_of, protocol_of
 from rlpool.evaluation.result import Entry, Evaluation, append_to_record, begin_record
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.files import checked_target
 from rlpool.machine.imports import import_extra
+from rlpool.observe.control import Word
 from rlpool.seeding import checked_seeds, evaluation_root
 from rlpool.training.statistics import episode_returns, numbers_of
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions
@@ -36,6 +37,8 @@ AGENT_ROWS = 16
 
 _N_TIMESTEPS = 128
 """Steps per slot; longer episodes are joined from several."""
+
+_SUCCESS = "success", "is_success"
 
 _PER_LANE = 4
 """Episodes of a request per lane of one worker. Only two requests are in memory at a time, whatever
@@ -72,7 +75,7 @@ def evaluate(
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
     ``info_keys`` of ``GymEnv``: without it there are no successes. NaN is an error, and so is a
-    key of ``info_keys`` that is in no info of the first episodes.
+    key of ``info_keys`` that is in no info of any episode.
 
     Args:
         agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
@@ -105,7 +108,7 @@ def evaluate(
         SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation
             or in a folder that does not exist.
         WorkerStartupError: If ``create_env`` raises.
-        EnvError, AgentError: If the user's code fails.
+        EnvError, AgentError: If the user's code fails, or no info had a key of ``info_keys``.
         WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
 
     Example:
@@ -153,6 +156,8 @@ def evaluate(
         for part in _shown(found, len(parts)) if progress else found:
             failures += batcher.failures
             entries += part
+            if len(entries) == n_episodes:
+                _check_infos(batcher.unseen_keys(), entries, is_whole=len(numbers) == n_episodes)
             if record is not None:
                 append_to_record(record, part)
         return Evaluation.of_entries(entries, protocol, failures)
@@ -162,9 +167,16 @@ class _Evaluator(EpisodeBatcher):
     """A batcher that has slots for two requests; its errors advise about ``evaluate``."""
 
     _NAME = "evaluate"
-    _REQUIRES_INFO_KEYS = True
+    _WATCHES_INFOS = True
     _LOWERABLE = ()
     _SLOTS_PER_LANE = 2 * _PER_LANE
+
+    def unseen_keys(self) -> list[str]:
+        """The keys of ``info_keys`` that no info had in any worker."""
+        words = () if self._dispatcher is None else self._dispatcher.control.rows[:, Word.SEEN_KEYS]
+        seen = int(np.bitwise_or.reduce(words))
+        keys = enumerate(self.environment["info_keys"])
+        return [key for number, key in keys if not seen >> min(number, 62) & 1]
 
 
 def _run(
@@ -186,6 +198,27 @@ def _run(
             worker = f"worker {failure.where.worker} "
             errors[failure.where.row] = failure.what.replace(worker, "its worker ", 1)
         yield _entries(part, trajectories, errors, infos, keys)
+
+
+def _check_infos(unseen: Sequence[str], entries: Sequence[Entry], *, is_whole: bool) -> None:
+    """Refuse keys that no info had.
+
+    Args:
+        unseen: Keys that no info of the episodes had that were run now.
+        entries: What is recorded of all episodes, also of those that were run before.
+        is_whole: Whether all of them were run now.
+
+    Raises:
+        EnvSpecError: If there is such a key, and no episode is known to have had it.
+    """
+    if all(entry["error"] for entry in entries):
+        return
+    for key in unseen:
+        had = key in _SUCCESS and any(entry["success"] for entry in entries)
+        had = had or any(np.any(entry["infos"].get(key, 0)) for entry in entries)
+        if not had and (is_whole or key in _SUCCESS or key in entries[0]["infos"]):
+            what = f"no {key!r} in any info of {len(entries)} episodes (info_keys)"
+            raise EnvSpecError(what, fix="correct the name, or report it in some episode")
 
 
 def _shown(found: Iterable[list[Entry]], n_requests: int) -> Any:

@@ -73,6 +73,7 @@ class Word(IntEnum):
     STATE = 19
     N_STARTS = 20
     SINCE_NS = 21  # when the process was started
+    SEEN_KEYS = 24  # written by the worker: a bit for each of ``info_keys`` that some info had
 
 
 class State(IntEnum):
@@ -106,6 +107,7 @@ class WorkerRecord:
         agent_ns: One element: time in calls of the agent.
         env_ns: One element: time in steps and resets of the environments.
         waiting_ns: One element: time without anything to do.
+        seen_keys: One element: the keys of infos that there were, see ``VecEnv``.
     """
 
     def __init__(self, header: NDArray, row: NDArray, lanes: NDArray) -> None:
@@ -118,6 +120,7 @@ class WorkerRecord:
         self.agent_ns, self.env_ns, self.waiting_ns = (
             words[word : word + 1] for word in (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS)
         )
+        self.seen_keys = words[Word.SEEN_KEYS : Word.SEEN_KEYS + 1]
         self._n_lanes = words[Word.N_LANES : Word.N_LANES + 1]
         self._finished = words[Word.N_FINISHED : Word.N_FINISHED + MAX_REQUESTS + 1]
         self._name_lanes(lanes)

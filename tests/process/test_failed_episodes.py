@@ -29,6 +29,7 @@ from rlpool import (
 )
 
 from support.agents import FunctionAgent, StepCounter, zeros
+from support.envs import create_counting
 from support.unlucky import UnluckyEnv, UnluckyError, create_unlucky
 from support.variants import variants
 
@@ -102,6 +103,28 @@ def act_nested(state: Any, observation: Any, *_: Any) -> Any:
 
 def make_nested() -> UnluckyEnv:
     return UnluckyEnv(action_space=ACTIONS, end=0.0)
+
+
+class BrokenEnv(UnluckyEnv):
+    """Never gets through a reset."""
+
+    def reset(self, **arguments: Any) -> Any:
+        raise UnluckyError("reset")
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_failure_in_the_first_reset_names_its_episode(n_workers: int) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([BrokenEnv() for _ in range(2)], seed)
+
+    with make(create_counting, n_workers=0) as batcher:
+        batcher.seek(7)
+        batcher.execute(2)
+        seeds = batcher.get().info["seed"]
+    error = failure_of(create_env, n_workers=n_workers)
+    assert (error.where.row, error.where.episode, error.where.seed) == (0, 7, seeds[0])
+    assert error.options == {"task": 0}
+    assert_replayed(error, BrokenEnv)
 
 
 def test_actions_have_the_form_of_the_space() -> None:

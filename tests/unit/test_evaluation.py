@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -169,13 +170,42 @@ def test_successes_may_be_arrays_of_one_element(key: str, expected: list[bool]) 
     assert result.successes.tolist() == expected
 
 
-@pytest.mark.parametrize("n_workers", [0, 1])
-def test_a_key_that_is_in_no_info_is_an_error(n_workers: int) -> None:
+@pytest.mark.parametrize("policy", [{}, {"n_workers": 1}, {"on_env_error": "truncate"}])
+def test_a_key_that_is_in_no_info_is_an_error(policy: Any) -> None:
     def create_env(seed: int) -> GymEnv:
         return GymEnv([TellingEnv()], seed, info_keys=["succes"])
 
     with pytest.raises(EnvSpecError, match="no 'succes' in any info"):
-        evaluate(StepCounter(), create_env, 3, n_workers=n_workers)
+        evaluate(StepCounter(), create_env, 3, **policy)
+
+
+class SometimesTelling(CountingEnv):
+    """Says ``success`` at the end of episodes of three steps only."""
+
+    def step(self, action: Any) -> Any:
+        *result, info = super().step(action)
+        return *result, {"success": True} if result[2] and result[0][0] == 3 else info
+
+
+def test_a_key_that_few_infos_have_depends_on_no_number_of_lanes_or_cut(tmp_path: Path) -> None:
+    def create_env(seed: int, n: int) -> GymEnv:
+        return GymEnv([SometimesTelling() for _ in range(n)], seed, info_keys=["success"])
+
+    def run(n: int, **kwargs: Any) -> list[bool]:
+        lengths = {"length": [2, 3, 2, 2, 2, 2]}
+        result = evaluate(
+            StepCounter(), create_env, 6, env_args={"n": n}, env_info=lengths, **kwargs
+        )
+        assert result.successes is not None
+        return [bool(success) for success in result.successes]
+
+    expected = [False, True, False, False, False, False]
+    record = tmp_path / "record.jsonl"
+    assert run(1) == run(3) == run(2, n_workers=2) == run(1, record=record) == expected
+    lines = record.read_bytes().splitlines(keepends=True)
+    for n_kept in (1, 3):
+        record.write_bytes(b"".join(lines[:n_kept]))
+        assert run(1, record=record) == expected
 
 
 def test_infos_reach_their_episodes_whatever_the_size_of_a_request() -> None:
