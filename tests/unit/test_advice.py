@@ -25,7 +25,7 @@ from rlpool import (
 )
 from rlpool.testing import CountingEnv, check_agent
 
-from support.agents import ConstantAgent, FunctionAgent
+from support.agents import ConstantAgent
 
 
 def create_env(seed: int) -> GymEnv:
@@ -188,21 +188,6 @@ def test_a_function_that_fails_in_itself_is_not_told_how_it_is_called() -> None:
     error = error_of(env=create)
     assert "raised TypeError: GymEnv.__init__() missing" in str(error)
     assert not fix_of(error)
-
-
-class EmptyError(Exception):
-    def __str__(self) -> str:
-        return "\n"
-
-
-@pytest.mark.parametrize("error", [KeyError(), AssertionError(), EmptyError()])
-def test_an_exception_without_a_text_is_told_by_its_class(error: Exception) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise error
-
-    for told in (error_of(env=fails), error_of(fails), error_of(lambda: FunctionAgent(fails))):
-        assert told.what.endswith(f"raised {type(error).__name__}")
-        assert ": \n" not in str(told)
 
 
 # What an agent lacks --------------------------------------------------------------------------

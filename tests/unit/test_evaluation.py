@@ -192,12 +192,9 @@ def test_a_key_that_few_infos_have_depends_on_no_number_of_lanes_or_cut(tmp_path
         return GymEnv([SometimesTelling() for _ in range(n)], seed, info_keys=["success"])
 
     def run(n: int, **kwargs: Any) -> list[bool]:
-        lengths = {"length": [2, 3, 2, 2, 2, 2]}
-        result = evaluate(
-            StepCounter(), create_env, 6, env_args={"n": n}, env_info=lengths, **kwargs
-        )
-        assert result.successes is not None
-        return [bool(success) for success in result.successes]
+        kwargs |= {"env_args": {"n": n}, "env_info": {"length": [2, 3, 2, 2, 2, 2]}}
+        successes: Any = evaluate(StepCounter(), create_env, 6, **kwargs).successes
+        return successes.tolist()
 
     expected = [False, True, False, False, False, False]
     record = tmp_path / "record.jsonl"
