@@ -110,8 +110,7 @@ class RayEpisodeBatcher(EpisodeBatcher):
         for name, amount in keywords("resources", resources).items():
             bundle[name] = real_number(f"resources[{name!r}]", amount, "above 0")
         self._owner_pid, self._is_private = os.getpid(), False
-        start: Any = partial(Nodes, given, n_nodes, bundle)
-        self._start_workers = start
+        self._start_workers: Any = partial(Nodes, given, n_nodes, bundle)
         nodes: Any = self._begin()
         self._n_workers = given["n_workers"] * nodes.n_nodes
 
