@@ -27,7 +27,6 @@ from rlpool import (
     WorkerStartupError,
 )
 from rlpool.envs.vec_env import LaneError
-from rlpool.testing.check_env import bits
 
 from support.agents import ConstantAgent, FunctionAgent
 from support.envs import CountingEnv, EchoEnv, SpaceEnv
@@ -48,6 +47,11 @@ def lanes_of(env: Any, **arguments: Any) -> VectorGymEnv:
 
 def counting(*lengths: int, kind: Any = CountingEnv) -> OwnVectorEnv:
     return OwnVectorEnv([partial(kind, length) for length in lengths], "Disabled")
+
+
+def bits(value: Any) -> Any:
+    array = np.asarray(value)
+    return array.dtype.str, array.shape, array.tobytes()
 
 
 # The bits of a GymEnv -----------------------------------------------------------------------
