@@ -137,9 +137,13 @@ def instance(value: Any, wanted: type[_T], name: str, fix: str = "") -> _T:
 
 def listed(values: Iterable[Any], wanted: type[_T], name: str) -> list[_T]:
     """A list of instances of a class, from an argument; a single string is refused."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    try:
+        found = None if isinstance(values, str) else list(values)
+    except TypeError:  # also of a tensor without dimensions, which is an Iterable
+        found = None
+    if found is None:
         raise SpecError(f"{name} is {kind(values)}", fix=f"pass a list: [{values!r:.40}]")
-    return [instance(value, wanted, f"an element of {name}") for value in values]
+    return [instance(value, wanted, f"an element of {name}") for value in found]
 
 
 # Rows ---------------------------------------------------------------------------------------------

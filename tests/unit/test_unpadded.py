@@ -24,10 +24,10 @@ def test_parts_of_a_request_give_all_of_its_tensors(sizes: tuple[int, ...]) -> N
         for n_episodes in sizes:
             divided.execute(n_episodes)
             parts.append(Unpadded.of(divided.get()).copy())
-        step = whole._not_closed().step
-    assert step is not None
+        blocks = whole._not_closed()._blocks
+    assert blocks is not None
     assert all(len(rows) == part.lengths.sum() for part in parts for rows in part.rows.values())
-    found = trajectories_of(Layout(step, 9, 1, 1), Unpadded.joined(parts))
+    found = trajectories_of(Layout(blocks.layout.step, 9, 1, 1), Unpadded.joined(parts))
     assert list(found) == list(expected)
     assert torch.equal(found.lengths, expected.lengths)
     for key in expected:
