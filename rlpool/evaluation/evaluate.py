@@ -120,8 +120,8 @@ def evaluate(
     refuse_no_agent(agent)
     n_episodes, given = _checked_episodes(n_episodes, episode_seeds)
     agent_rows = agent_rows and whole_number("agent_rows", agent_rows, 1)
-    if policy.get("on_env_error") == "restart":
-        n_workers = n_workers or 1  # what is started again is a worker
+    # What is started again is a worker.
+    n_workers = n_workers or int(policy.get("on_env_error") == "restart")
     if record is not None:
         checked_target("record", record)  # now, not after the workers have started
     seeds = whole_number("seeds", seeds, 0)
@@ -146,9 +146,8 @@ def evaluate(
             infos=list(infos),
         )
         size = _PER_LANE * n_lanes
-        entries: list[Entry] = []
-        if record is not None:
-            entries = begin_record(record, protocol, 1 if agent_rows is not None else size)
+        n_kept = size if agent_rows is None else 1  # of a record: multiples of it
+        entries = [] if record is None else begin_record(record, protocol, n_kept)
         numbers = range(len(entries), n_episodes)
         parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         failures: list[WorkerError] = []
@@ -156,8 +155,7 @@ def evaluate(
         for part in _shown(found, len(parts)) if progress else found:
             failures += batcher.failures
             entries += part
-            if len(entries) == n_episodes:
-                _check_infos(batcher.unseen_keys(), entries, is_whole=len(numbers) == n_episodes)
+            _check_infos(batcher.unseen_keys(), entries, n_episodes, len(numbers))
             if record is not None:
                 append_to_record(record, part)
         return Evaluation.of_entries(entries, protocol, failures)
@@ -200,23 +198,26 @@ def _run(
         yield _entries(part, trajectories, errors, infos, keys)
 
 
-def _check_infos(unseen: Sequence[str], entries: Sequence[Entry], *, is_whole: bool) -> None:
-    """Refuse keys that no info had.
+def _check_infos(
+    unseen: Sequence[str], entries: Sequence[Entry], n_episodes: int, n_run: int
+) -> None:
+    """Refuse keys that no info had, once all episodes are there.
 
     Args:
         unseen: Keys that no info of the episodes had that were run now.
-        entries: What is recorded of all episodes, also of those that were run before.
-        is_whole: Whether all of them were run now.
+        entries: What is recorded so far, also of episodes that were run before.
+        n_episodes: How many there will be.
+        n_run: How many of them are run now.
 
     Raises:
         EnvSpecError: If there is such a key, and no episode is known to have had it.
     """
-    if all(entry["error"] for entry in entries):
+    if len(entries) < n_episodes or all(entry["error"] for entry in entries):
         return
     for key in unseen:
         had = key in _SUCCESS and any(entry["success"] for entry in entries)
         had = had or any(np.any(entry["infos"].get(key, 0)) for entry in entries)
-        if not had and (is_whole or key in _SUCCESS or key in entries[0]["infos"]):
+        if not had and (n_run == n_episodes or key in _SUCCESS or key in entries[0]["infos"]):
             what = f"no {key!r} in any info of {len(entries)} episodes (info_keys)"
             raise EnvSpecError(what, fix="correct the name, or report it in some episode")
 
