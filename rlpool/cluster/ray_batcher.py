@@ -398,12 +398,13 @@ class _Gathering:
 
         Args:
             n_actors: Actors that run requests.
-            n_lanes: Rows that keep one busy: fewer cost more than they gain.
+            n_lanes: Rows that keep one busy: fewer cost more than they gain, unless others idle.
             n_slots: Slots of each: more rows would have to be copied twice.
         """
         n_left, rows = sum(map(len, self.left)), self.left.pop(0)
         shares = [-(-n // (_MOST_RANGES * n_actors)) for n in (self.n_rows, n_left)]
-        size = max(n_lanes, min(max(min(4 * n_lanes, shares[0]), shares[1]), n_slots))
+        least = min(n_lanes, -(-self.n_rows // n_actors))
+        size = max(least, min(max(min(4 * n_lanes, shares[0]), shares[1]), n_slots))
         if len(rows) > size:
             self.left.insert(0, rows[size:])
         return rows[:size]
