@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from rlpool.data.specs import (
     Leaf,
@@ -89,7 +89,7 @@ class GymEnv(VecEnv):
         self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
-        self._open_lanes = set(range(len(envs)))
+        self._open_lanes, self._checked_lanes = set(range(len(envs))), set(range(len(envs)))
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
         self._may_differ = _may_differ(envs[0])
@@ -151,6 +151,8 @@ class GymEnv(VecEnv):
                     self._adapt(lane)
                     result = result, {}
                 results.append(result)
+            for lane in self._checked_lanes.intersection(lanes):
+                self._drop_checkers(lane)
             observations, infos = zip(*results, strict=True)
             if self.columns is None:
                 self._learn(lanes, observations)
@@ -179,6 +181,17 @@ class GymEnv(VecEnv):
             self._fail("step", _explained(results) or error)
         self.results = results
         return rewards, terminated, truncated
+
+    def _drop_checkers(self, lane: int) -> None:
+        """Take Gymnasium's checkers off an environment, once they have seen it step.
+
+        From then on they only pass calls on, which takes a tenth of a step of CartPole.
+        """
+        env, may_drop = _without_checkers(self._envs[lane])
+        if may_drop:
+            self._checked_lanes.remove(lane)
+            self._envs[lane] = env
+            self._steps[lane], self._resets[lane] = env.step, env.reset
 
     def _adapt(self, lane: int) -> None:
         """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""
@@ -249,6 +262,19 @@ def _may_differ(env: Any) -> bool:
             return True
         env = env.env
     return False
+
+
+def _without_checkers(env: Any) -> tuple[Any, bool]:
+    """An environment without the checkers of ``gymnasium.make``, and whether these are through."""
+    if not isinstance(env, gymnasium.Wrapper):
+        return env, True
+    inner, is_checked = _without_checkers(env.env)
+    if not is_checked or (type(env) is PassiveEnvChecker and not env.checked_step):
+        return env, False
+    if type(env) in (PassiveEnvChecker, OrderEnforcing):
+        return inner, True
+    env.env = inner
+    return env, True
 
 
 def _explained(results: Sequence[Any]) -> SpecError | None:
