@@ -16,7 +16,6 @@ import torch
 
 from rlpool.data.allocation import Allocation, layout_of
 from rlpool.data.array_view import Values, View, as_numpy
-from rlpool.data.specs import fitted
 from rlpool.errors import SpecError, UsageError
 
 MAX_INDEX_BYTES = 256
@@ -32,7 +31,7 @@ class Array:
     indices mean what they mean to NumPy. Indexing never copies and always gives an ``Array``, also
     for single elements, index arrays and masks: writing to it writes to this array. ``copy.copy``
     gives a view, like ``array[...]``; ``copy.deepcopy`` copies the values to new memory of the same
-    kind.
+    kind. Writing converts as NumPy's assignment does: a float written to an int array is truncated.
 
     Args:
         batch_shape: Sizes of the batch dimensions. The first one is the time: this many rows are
@@ -358,17 +357,16 @@ class Array:
         region = self._region.index(key)
         target, place = region.place(values)
         try:
-            written = fitted("what is written", plain(value), self.dtype)
+            written = plain(value)
             is_array = place is not ... and isinstance(written, np.ndarray)
             if is_array and np.may_share_memory(target, written):
                 written = np.array(written)  # earlier NumPy reads what it has overwritten
             target[place] = written
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-            reason = error.what if isinstance(error, SpecError) else error
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise SpecError(
                 f"cannot write {type(value).__name__}{shape} to elements of shape "
-                f"{list(region.shape)} and dtype {self.dtype}: {reason}",
+                f"{list(region.shape)} and dtype {self.dtype}: {error}",
                 fix="write what it holds, or make an array of another shape or dtype",
             ) from error
 
