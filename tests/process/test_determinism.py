@@ -18,9 +18,8 @@ import pytest
 import torch
 from process.watching import assert_all_equal
 
-from rlpool import Batcher, DictTensor, EpisodeBatcher, TemporalDictTensor
+from rlpool import Batcher, DictTensor, EpisodeBatcher
 
-from support.faults import create_agent, create_env
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile
 from support.variants import variants
 
@@ -39,7 +38,7 @@ def collect(n_threads: int, n_lanes: int = 3, kind: Any = FragileEnv, **options:
     """Requests, some repeated, queued, larger than slots and with a new policy between them."""
     agent_info = DictTensor({"gain": torch.linspace(0.5, 2.0, 23)})
     env_info = DictTensor({"length": 1 + torch.arange(23) % 13})
-    arguments = {"n_lanes": n_lanes, "kind": kind}
+    arguments = {"n_lanes": n_lanes, "kind": kind, "noted_in": options.pop("noted_in", None)}
     with EpisodeBatcher(
         4, 30, RecurrentAgent, {}, create_fragile, arguments, n_threads, 5, **options
     ) as batcher:
@@ -67,9 +66,12 @@ serial = cache(lambda: collect(0))
     ),
 )
 def test_any_number_of_workers_gives_the_same_bits(
-    n_threads: int, start_method: str, kind: Any
+    n_threads: int, start_method: str, kind: Any, tmp_path: Path
 ) -> None:
-    assert_all_equal(collect(n_threads, kind=kind, start_method=start_method), serial())
+    options = {"kind": kind, "start_method": start_method, "noted_in": str(tmp_path)}
+    assert_all_equal(collect(n_threads, **options), serial())
+    n_resets = sum(len(path.read_text().split()) for path in tmp_path.iterdir())
+    assert n_resets == 23 + 23 + 40 + 1 + 3 * n_threads  # every episode once, and trials of lanes
 
 
 # Seeds ----------------------------------------------------------------------------------------
@@ -109,60 +111,3 @@ def test_no_two_base_seeds_share_an_episode_or_its_noise() -> None:
     pairs = Counter((words[:, :-1] * 2**24 + words[:, 1:]).flatten().tolist())
     assert max(pairs.values()) == 1
     assert seeds_and_noise([1, 2], n_threads=2)[0] == found[given.index([1, 2])][0]
-
-
-# Row i is episode i, exactly once -------------------------------------------------------------
-
-
-def assert_rows(result: TemporalDictTensor, env_info: DictTensor) -> None:
-    """Compare every value with what it must be."""
-    lengths = env_info["length"]
-    n, longest = len(lengths), int(lengths.max())
-    assert result.info["episode"].tolist() == list(range(n))
-    assert torch.equal(result.info["env_info/id"], env_info["id"])
-    assert torch.equal(result.lengths, lengths)
-    step = torch.arange(longest).expand(n, longest)
-    inside, last = step < lengths[:, None], step == lengths[:, None] - 1
-    identity = env_info["id"][:, None].expand(n, longest)
-    expected = {
-        "frame": torch.stack([identity, step], -1) * inside[..., None],
-        "_frame": torch.stack([identity, step + 1], -1) * inside[..., None],
-        "reward": step * inside,
-        "_reward": (step + 1) * inside,
-        **dict.fromkeys(("done", "_truncated", "_initial_state"), torch.zeros(n, longest)),
-        **dict.fromkeys(("_done", "_terminated"), last),
-        "initial_state": (step == 0) & inside,
-        **dict.fromkeys(("action", "_last_action"), inside),
-        "last_action": (step > 0) & inside,
-    }
-    for key, values in expected.items():
-        assert torch.equal(result[key].double(), values.double()), key
-
-
-@pytest.mark.promise("I1")
-@pytest.mark.parametrize(
-    ("n_threads", "n_lanes", "n_slots"), variants([(2, 3, 7)], [(1, 1, 2), (2, 3, 7), (3, 2, 6)])
-)
-def test_row_i_is_episode_i_exactly_once(
-    n_threads: int, n_lanes: int, n_slots: int, tmp_path: Path
-) -> None:
-    rng, ids = random.Random(n_threads), itertools.count(1)
-    asked: list[DictTensor] = []
-    env_args = {"n_lanes": n_lanes, "ran_in": str(tmp_path)}
-    with EpisodeBatcher(
-        4, n_slots, create_agent, {}, create_env, env_args, n_threads=n_threads, seeds=1
-    ) as batcher:
-        for number in range(30):
-            for _ in range(rng.randint(1, 3)):
-                lengths = [rng.choice([1, 2, 3, 4, 5, 9, 30]) for _ in range(rng.randint(1, 20))]
-                columns = {"length": lengths, "id": [next(ids) for _ in lengths]}
-                columns["sleep_ms"] = [int(number > 26)] * len(lengths)
-                info = DictTensor({key: torch.tensor(values) for key, values in columns.items()})
-                batcher.execute(len(lengths), env_info=info)
-                asked.append(info)
-                if rng.random() < 0.7:
-                    assert_rows(batcher.get(), asked.pop(0))
-        while asked:
-            assert_rows(batcher.get(), asked.pop(0))
-    begun = Counter(line for path in tmp_path.iterdir() for line in path.read_text().split())
-    assert set(begun.values()) == {1}

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
-import pickle
-import signal
-import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -82,22 +78,6 @@ def held() -> dict[str, float]:
         "threads": this_process.num_threads(),
         "mib": this_process.memory_info().rss / 2**20,
     }
-
-
-def test_files_that_another_program_has_open_are_not_taken_for_left_ones(tmp_path: Path) -> None:
-    before = named_memory.names()
-    ours, theirs = (Path(f"/dev/shm/{tmp_path.name}-{whose}") for whose in ("ours", "theirs"))
-    # Its shell has ended: it belongs to no process of this one.
-    command = f"exec 9>{theirs}; sleep 100 >{os.devnull} & echo $!"
-    other = int(subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True).stdout)
-    try:
-        with ours.open("w"):
-            assert theirs.exists()
-            assert named_memory.names() - before == {ours.name}
-    finally:
-        os.kill(other, signal.SIGKILL)
-        for path in (ours, theirs):
-            path.unlink()
 
 
 # Descriptors, processes, memory ---------------------------------------------------------------
@@ -282,26 +262,6 @@ def test_a_result_in_a_forked_child_is_not_overwritten() -> None:
         # The memory is not kept either.
         addresses = {run(batcher, 8)["frame"].data_ptr() for _ in range(20)}
         assert len(addresses) <= 3
-
-
-def test_saving_a_result_writes_its_values_only() -> None:
-    def saved_bytes(value: object) -> int:
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        return stream.tell()
-
-    with open_batcher(n_timesteps=1000, n_slots=200) as batcher:
-        result = run(batcher, 10)
-        values = sum(t.numel() * t.element_size() for t in result.values())
-        assert len(pickle.dumps(result)) < values + 20_000
-        assert saved_bytes(result) < values + 20_000
-        assert len(pickle.dumps(result.slice(0, 2))) < values + 20_000
-        assert len(pickle.dumps(result["frame"].numpy())) < result["frame"].numel() * 4 + 1_000
-        # A tensor saves its storage: that of one key, never that of the block.
-        assert saved_bytes(result["frame"]) < 200 * 1000 * 2 * 4
-        again = pickle.loads(pickle.dumps(result))
-        for key, tensor in result.items():
-            assert torch.equal(again[key], tensor)
 
 
 # The caller -----------------------------------------------------------------------------------

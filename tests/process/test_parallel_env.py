@@ -15,7 +15,6 @@ import torch
 from gymnasium.spaces import Discrete
 
 from rlpool import (
-    Batcher,
     DictTensor,
     EpisodeBatcher,
     ParallelEnvManager,
@@ -24,9 +23,8 @@ from rlpool import (
     WorkerStartupError,
 )
 
-from support.agents import GruAgent, HistoryAgent, StepCounter, Vandal
+from support.agents import StepCounter, Vandal
 from support.envs import (
-    AncestorCountingEnv,
     CountingEnv,
     EchoEnv,
     assert_same_tensors,
@@ -39,7 +37,6 @@ from support.parallel import (
     TaskEnv,
     create_manager,
     create_serial,
-    make_cartpole,
     make_nested,
     no_actions,
     open_manager,
@@ -86,64 +83,7 @@ def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
     return manager.remotes[lane].recv()[1]
 
 
-class DeclaredAncestorEnv(AncestorCountingEnv):
-    """Written for the old gym, with spaces."""
-
-    observation_space = CountingEnv.observation_space
-    action_space = CountingEnv.action_space
-
-
 # The rollout loop runs over it ----------------------------------------------------------------
-
-
-create_gru = partial(GruAgent, 4, 2)
-CARTPOLES = {"make_env": make_cartpole, "n_lanes": 4}
-INFOS = (
-    DictTensor({"anything": torch.arange(13)}),
-    DictTensor({"id": torch.arange(13) * 3, "length": torch.arange(13) % 4 + 1}),
-)
-
-
-def episodes(create_agent: Any, create_env: Any, env_args: dict[str, Any], *infos: Any) -> Any:
-    with EpisodeBatcher(
-        7, 13, create_agent, {}, create_env, env_args, n_threads=0, seeds=3
-    ) as batcher:
-        for _ in range(2):
-            batcher.execute(13 if infos else 22, *infos)
-            yield batcher.get()
-
-
-def windows(create_agent: Any, create_env: Any, env_args: dict[str, Any]) -> Any:
-    env_args = {**env_args, "restarts": True}
-    with Batcher(11, None, create_agent, {}, create_env, env_args, n_threads=0, seeds=4) as batcher:
-        batcher.reset()
-        for _ in range(4):
-            batcher.execute()
-            yield batcher.get()
-
-
-@pytest.mark.promise("I2")
-@pytest.mark.parametrize(
-    ("collect", "create_agent", "lanes", "processes", "infos"),
-    [
-        (episodes, create_gru, CARTPOLES, {"envs_per_worker": 3}, ()),  # workers of 3 and 1
-        (episodes, StepCounter, {"make_env": DeclaredAncestorEnv, "n_lanes": 2}, {}, ()),
-        (episodes, HistoryAgent, {"make_env": CountingEnv, "n_lanes": 2}, {"min_ready": 1}, ()),
-        # Among the keys: the seed of each reset, and how many resets there were.
-        (episodes, StepCounter, {"make_env": EchoEnv, "n_lanes": 3}, {"envs_per_worker": 2}, INFOS),
-        (windows, create_gru, CARTPOLES, {"envs_per_worker": 3, "min_ready": 1}, ()),
-    ],
-    ids=["recurrent", "ancestor", "history", "infos", "windows"],
-)
-def test_a_batcher_collects_the_same_bits_as_in_this_process(
-    collect: Any, create_agent: Any, lanes: dict[str, Any], processes: dict[str, Any], infos: Any
-) -> None:
-    serial = list(collect(create_agent, create_serial, lanes, *infos))
-    got = list(collect(create_agent, create_manager, {**lanes, **processes}, *infos))
-    for mine, theirs in zip(got, serial, strict=True):
-        assert mine.lengths.tolist() == theirs.lengths.tolist()
-        assert_same_tensors(mine, dict(theirs.items()))
-        assert_same_tensors(mine.info, dict(theirs.info.items()))
 
 
 @pytest.mark.parametrize("min_ready", variants([1], [None]))

@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from process.watching import assert_all_equal
 
-from rlpool import EnvError, EpisodeBatcher, WorkerDiedError
+from rlpool import EpisodeBatcher, WorkerDiedError
 
 from support.agents import ConstantAgent
 from support.envs import CountingEnv, create_counting
 from support.fragile import RecurrentAgent, create_fragile, failing
-from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
 
@@ -38,10 +35,6 @@ def open_fragile(n_threads: int, n_slots: int = 60, **options: Any) -> EpisodeBa
     )
 
 
-def gains(n: int) -> dict[str, Any]:
-    return {"gain": torch.linspace(0.5, 2.0, n)}
-
-
 def test_a_lane_without_an_episode_begins_with_the_next_request() -> None:
     arguments = {"kind": StampingEnv}
     with EpisodeBatcher(20000, 8, ConstantAgent, {}, create_fragile, arguments, 1) as batcher:
@@ -50,52 +43,6 @@ def test_a_lane_without_an_episode_begins_with_the_next_request() -> None:
         first, second = batcher.get(), batcher.get()
     last_of_first, last_of_second = (int(r["_frame"][:, :, 1].max()) for r in (first, second))
     assert int(second["_frame"][0, 4, 1]) < last_of_first < last_of_second
-
-
-@pytest.mark.parametrize(("n_threads", "n_slots"), variants([(2, 60)], [(1, 60), (2, 90), (3, 40)]))
-def test_pending_requests_have_the_bits_of_requests_one_by_one(
-    n_threads: int, n_slots: int
-) -> None:
-    sizes = [1, 7, 30, 2, 40, 3, 3, 17]
-
-    def collect(batcher: EpisodeBatcher, n_pending: int) -> list[Any]:
-        results = []
-        for number, n_episodes in enumerate(sizes):
-            if number in (3, 6):
-                batcher.update(0.25 * number)
-            lengths = [1 + 5 * (i % 4) for i in range(n_episodes)]
-            info = gains(n_episodes) if number in (1, 2, 5) else None
-            batcher.execute(n_episodes, info, {"length": lengths})
-            if number >= n_pending:
-                results.append(batcher.get())
-        results += [batcher.get() for _ in range(n_pending)]
-        return results
-
-    with open_fragile(0) as serial, open_fragile(n_threads, n_slots) as batcher:
-        assert_all_equal(collect(serial, 0), collect(batcher, 5))
-
-
-@pytest.mark.parametrize("step", variants([8], [-1, 0]))
-def test_a_request_that_fails_does_not_disturb_the_others(step: int, tmp_path: Any) -> None:
-    # Their episodes begin again: also those of which some slots were handed over.
-    def collect(n_threads: int, fails: bool) -> list[Any]:
-        env_args = {"marks": str(tmp_path), "times": 99} if fails else {}
-        results = []
-        with open_fragile(n_threads, env_args=env_args) as batcher:
-            for number in range(4):
-                fault = failing("raise", step) if number == 1 else {}
-                columns = {key: [0] * 8 + [value] for key, value in fault.items()}
-                columns["length"] = [12 + 2 * i for i in range(9)]
-                batcher.execute(9, env_info=columns)
-            for number in range(4):
-                if fails and number == 1:
-                    with pytest.raises(EnvError, match="env.reset" if step < 0 else "env.step"):
-                        batcher.get()
-                else:
-                    results.append(batcher.get())
-        return results if fails else [*results[:1], *results[2:]]
-
-    assert_all_equal(collect(0, False), collect(2, True))
 
 
 @pytest.mark.promise("I4")

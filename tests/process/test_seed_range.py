@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,7 @@ import torch
 
 from rlpool import (
     AGENT_ARCHS,
-    Batcher,
     DictTensor,
-    EpisodeBatcher,
     GymEnvInf,
     Learner,
     ParallelEnvManager,
@@ -27,15 +25,9 @@ from support.old_seeding import (
     OldSeedingEnv,
     OldTaskEnv,
     OwnActionsEnv,
-    SeedTellingAgent,
-    create_old,
 )
 
 pytestmark = pytest.mark.promise("I2")
-
-
-def create_manager(seed: int, restarts: bool = False) -> ParallelEnvManager:
-    return ParallelEnvManager([OldSeedingEnv] * 3, seed=seed, auto_reset=restarts)
 
 
 def check_range(seeds: Iterable[int]) -> None:
@@ -45,52 +37,6 @@ def check_range(seeds: Iterable[int]) -> None:
 def check_all_differ(seeds: list[int], n: int) -> None:
     check_range(seeds)
     assert len(set(seeds)) == len(seeds) == n
-
-
-def episode_seeds(create_env: Callable[..., Any], n_threads: int) -> list[int]:
-    seeds: list[int] = []
-    with EpisodeBatcher(2, 8, SeedTellingAgent, {}, create_env, {}, n_threads, seeds=4) as batcher:
-        batcher.execute(11)
-        batcher.reexecute()
-        batcher.execute(3)
-        for _ in range(3):
-            result: Any = batcher.get()
-            assert torch.equal(result["frame"][:, 0, 0], result.info["seed"])
-            check_range(result["agent_seed"].flatten().tolist())
-            seeds += result.info["seed"].tolist()
-    return seeds
-
-
-def test_episodes_of_any_number_of_workers_have_the_same_short_seeds() -> None:
-    seeds = episode_seeds(create_old, 0)
-    check_all_differ(seeds, 25)
-    assert episode_seeds(create_old, 2) == episode_seeds(create_manager, 0) == seeds
-
-
-def windows(create_env: Callable[..., Any], n_threads: int, n_lanes: int) -> list[list[int]]:
-    """Per lane the seeds of its episodes, which have two steps each, over three resets."""
-    restarts = {"restarts": True}
-    found: list[list[int]] = [[] for _ in range(n_lanes)]
-    with Batcher(
-        4, None, SeedTellingAgent, {}, create_env, restarts, n_threads, seeds=4
-    ) as batcher:
-        for n_windows, n_taken in ((3, 3), (3, 1), (5, 5)):  # two of the second nobody takes
-            batcher.reset()
-            for _ in range(n_windows):
-                batcher.execute()
-            for _ in range(n_taken):
-                result: Any = batcher.get()
-                check_range(result["agent_seed"].flatten().tolist())
-                for lane, row in enumerate(result["frame"][:, ::2, 0].tolist()):
-                    found[lane] += row
-    return found
-
-
-def test_lanes_that_restart_share_no_seed_and_have_the_same_for_any_number_of_workers() -> None:
-    serial, two = windows(create_old, 0, 2), windows(create_old, 2, 4)
-    assert two[:2] == serial
-    for lanes in (two, windows(create_manager, 0, 3)):
-        check_all_differ([seed for lane in lanes for seed in lane], 18 * len(lanes))
 
 
 def test_environments_that_are_reset_by_hand_share_no_seed() -> None:

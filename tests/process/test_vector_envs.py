@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +49,6 @@ def collect(
         batcher.execute(23, {"gain": torch.linspace(0.5, 2.0, 23)}, infos)
         batcher.execute(7)
         return [batcher.get() for _ in range(2)]
-
-
-serial = cache(lambda: collect(0, {"over": "gym"}))
-
-
-@pytest.mark.parametrize(
-    ("n_threads", "over", "start_method"),
-    variants(
-        [(2, "own", "auto")], [(1, "raw", "spawn"), (3, "own", "spawn"), (2, "array", "auto")]
-    ),
-)
-def test_any_number_of_workers_gives_the_bits_of_a_gym_env(
-    n_threads: int, over: str, start_method: str
-) -> None:
-    env_args = {"over": over}
-    assert_all_equal(collect(n_threads, env_args, start_method=start_method), serial())
-
-
-def test_episodes_that_wait_for_slots_stop_the_others_and_keep_their_bits() -> None:
-    assert_all_equal(collect(2, {"over": "own"}, n_timesteps=4, n_slots=7), serial())
 
 
 @pytest.mark.promise("I3")
@@ -148,20 +128,6 @@ def share(
                 batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
             results += [batcher.get() for _ in requests]
         return results
-
-
-def test_one_worker_and_this_process_give_the_same_bits_with_any_number_of_slots() -> None:
-    here = share(0)
-    assert_all_equal(share(1), here)
-    assert_all_equal(share(1, n_slots=4), here)
-
-
-def test_every_worker_resets_its_lanes_with_one_seed() -> None:
-    result = share(2)[0]
-    assert result.info["seed"].unique(sorted=False).numel() == 2
-    workers = torch.arange(31) // 3 % 2
-    for worker in range(2):
-        assert result.info["seed"][workers == worker].unique().numel() == 1
 
 
 @pytest.mark.promise("I3")

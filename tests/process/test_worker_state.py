@@ -10,21 +10,18 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from process.watching import Script
 
-import rlpool
-from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager, Pool, WorkerDiedError
+from rlpool import EpisodeBatcher, WorkerDiedError
 from rlpool.workers.process_start import why_spawned
 from rlpool.workers.template_handle import identity
 
 from support import busy
 from support.agents import ConstantAgent
-from support.envs import CountingEnv, create_counting
 
 pytestmark = [pytest.mark.promise("I10"), pytest.mark.timeout(120)]
 
@@ -195,13 +192,3 @@ def test_what_a_running_process_cannot_take_over_asks_for_another_template() -> 
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
             kept.append(name)
     assert kept == ["nothing"]
-
-
-DOORS: dict[str, Callable[..., Any]] = {
-    "EpisodeBatcher": partial(EpisodeBatcher, 4, 6, ConstantAgent, {}, create_counting, {}, 0),
-    "Batcher": partial(Batcher, 4, None, ConstantAgent, {}, create_counting, {}, 0),
-    "Pool": partial(Pool, pool_size=10),
-    "Pool of environments": partial(Pool, [CountingEnv()], pool_size=10),
-    "ParallelEnvManager": partial(ParallelEnvManager, [CountingEnv]),
-    "make_parallel_env": partial(rlpool.make_parallel_env, CountingEnv, 2, 1),
-}

@@ -269,7 +269,8 @@ def scripted(
     [
         ("in this process", 0.18, 1, {}),
         ("reset together", 0.06, 1, {"over": "together"}),
-        ("with workers", 0.05, 5, {"n_threads": [1, 2, 3]}),
+        ("with workers", 0.1, 5, {"n_threads": [1, 2, 3]}),
+        ("reset together in workers", 0.03, 5, {"over": "together", "n_threads": [1, 2]}),
         ("in a manager", 0.03, 5, {"over": "manager"}),
     ],
 )

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
-
 from support.envs import CountingEnv
 
 
@@ -83,22 +81,3 @@ class OwnActionsEnv:
     def step(self, action: int) -> tuple[int, Any, float, bool]:
         self.t += 1
         return 0, np.array([self.given]), 1.0, self.t == 2
-
-
-class SeedTellingAgent(Agent):
-    """Its output ``agent_seed`` is what ``seed`` gave it."""
-
-    def seed(self, seed: int) -> None:
-        plant(seed)
-        self.given = seed
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        seeds = observation["reward"].long() * 0
-        output = {"action": seeds, "agent_seed": seeds + self.given}
-        return DictTensor(), DictTensor(output), DictTensor()
-
-
-def create_old(seed: int, n_lanes: int = 2, restarts: bool = False) -> GymEnv:
-    """Environments that get the seed of ``create_env`` as well."""
-    envs = [OldSeedingEnv(seed=seed) for _ in range(n_lanes)]
-    return (GymEnvInf if restarts else GymEnv)(envs, seed)

@@ -26,9 +26,7 @@ from rlpool import (
 from support.agents import (
     ConstantAgent,
     FunctionAgent,
-    InfoEcho,
     InitialStateCounter,
-    NoisyAgent,
     Recorder,
     StepCounter,
     zeros,
@@ -137,37 +135,6 @@ def test_the_agent_runs_without_gradients_and_may_return_dicts() -> None:
     assert not trajectories["w"].is_inference()
     assert masked(trajectories, "w") == [[1.0, 1.0, 1.0]]
     assert masked(trajectories, "_s") == [[1, 2, 3]]
-
-
-# agent_info
-
-
-def test_rows_of_agent_info_follow_their_episodes_and_belong_to_their_request() -> None:
-    with make(InfoEcho) as batcher:
-        for offset, shape in ((100, ()), (None, ()), (200, (3,)), (300, (4,))):
-            ids = [-1] * 10 if offset is None else list(range(offset, offset + 10))
-            other = {"other": torch.ones(10, *shape)}
-            info = None if offset is None else DictTensor({"id": torch.tensor(ids), **other})
-            batcher.execute(10, info, info_of())
-            trajectories = batcher.get()
-            expected = [[number] * n for number, n in zip(ids, LENGTHS, strict=True)]
-            assert masked(trajectories, "info_id") == expected
-            assert masked(trajectories, "first_id") == expected
-            if info is not None:
-                assert trajectories.info["agent_info/id"].tolist() == ids
-
-
-# Noise
-
-
-def test_noise_is_uniform_and_stored_with_the_trajectory() -> None:
-    trajectories = collect(NoisyAgent, [50] * 40)
-    noise = trajectories["noise"]
-    assert (noise.dtype, noise.shape) == (torch.float32, (40, 50, 2))
-    assert noise.tolist() == trajectories["seen"].tolist()
-    assert 0 <= noise.min() <= noise.max() < 1
-    assert torch.unique(noise.reshape(-1, 2), dim=0).shape == (2000, 2)
-    assert abs(float(noise.mean()) - 0.5) < 0.03
 
 
 # Memory that the agent and the library share
@@ -368,6 +335,24 @@ def test_of_several_updates_the_last_one_counts_as_it_was_when_it_was_sent() -> 
         tensor.fill_(9)
         batcher.execute(2)
         assert (batcher.get()["value"] == 3).all()
+
+
+@pytest.mark.promise("I2")
+def test_a_policy_that_cannot_be_loaded_fails_the_requests_that_were_to_run_with_it() -> None:
+    with make(Versioned) as batcher:
+        results: list[Any] = []
+        for info in ({"value": 5}, {}, {"value": 7}):
+            batcher.update(info)
+            for _ in range(2):
+                batcher.execute(2)
+        for number in range(6):
+            if number in (2, 3):
+                with pytest.raises(AgentError, match="KeyError: 'value'"):
+                    batcher.get()
+            else:
+                results.append(batcher.get())
+    told = [(int(one["value"][0, 0]), int(one.info["policy_version"][0])) for one in results]
+    assert told == [(5, 1), (5, 1), (7, 3), (7, 3)]
 
 
 def test_an_update_without_a_method_for_it_surfaces_in_get() -> None:

@@ -127,30 +127,6 @@ def test_however_a_batcher_ends_environments_and_agent_are_closed_once(
     assert agent.n_closed == 1
 
 
-@pytest.mark.promise("I1")
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize(("n_timesteps", "n_slots"), [(4, 8), (1, 9)])
-def test_requests_queue_and_come_back_in_order(
-    blocking: bool, n_timesteps: int, n_slots: int
-) -> None:
-    requests = [[3, 1, 2], [5], [1] * 9, [4, 4], [2, 7, 1, 8, 2, 8], [5] * 20] * 3
-    with make(n_timesteps=n_timesteps, n_slots=n_slots) as batcher:
-        for number, lengths in enumerate(requests):
-            batcher.execute(len(lengths), env_info=info_of(lengths, 10 * number))
-        for number, lengths in enumerate(requests):
-            for _ in range(1 if blocking else 1000):
-                if (result := batcher.get(blocking=blocking)) is not None:
-                    break
-            assert_same_tensors(result, expected(lengths, 10 * number))
-
-
-@pytest.mark.parametrize("number", [np.int64, torch.tensor])
-def test_sizes_may_be_integers_of_numpy_and_torch(number: Any) -> None:
-    with make(n_timesteps=number(2), n_slots=number(4)) as batcher:
-        batcher.execute(number(5), env_info={"length": [3] * 5})
-        assert batcher.get().lengths.tolist() == [3] * 5
-
-
 def test_progress_counts_finished_and_requested_episodes() -> None:
     with make() as batcher:
         assert batcher.progress == (0, 0)
@@ -180,16 +156,6 @@ def test_one_tensor_that_is_kept_never_changes() -> None:
     del batcher
     gc.collect()
     assert torch.equal(frame, expected([3, 1, 2])["frame"][1:])
-
-
-@pytest.mark.promise("I7")
-def test_memory_of_dropped_results_is_used_again() -> None:
-    addresses = set()
-    with make(n_slots=4) as batcher:
-        for _ in range(50):
-            batcher.execute(4)
-            addresses.add(batcher.get()["frame"].data_ptr())
-    assert len(addresses) <= 3
 
 
 # Arguments ------------------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from rlpool import (
     Where,
 )
 
-from support.agents import ConstantAgent, Recorder, StepCounter
+from support.agents import Recorder, StepCounter
 from support.envs import (
     CountingEnv,
-    EchoEnv,
     FailingEnv,
     assert_same_tensors,
     counting_trajectories,
@@ -87,37 +86,6 @@ def test_a_lane_that_ends_starts_its_next_episode_at_once() -> None:
         (1, "reset", 3),
         (1, 1, 3),
     ]
-
-
-@pytest.mark.parametrize("n_lanes", [1, 3, 11])  # more lanes than episodes, too
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (100, 100)])
-def test_every_episode_is_reset_once_and_stepped_to_its_end(
-    n_lanes: int, shape: tuple[int, int]
-) -> None:
-    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
-    n_timesteps, n_slots = shape
-    log = calls(n_lanes, lengths, n_timesteps=n_timesteps, n_slots=n_slots)
-    for number, length in enumerate(lengths):
-        mine = [(lane, what) for lane, what, episode in log if episode == number]
-        assert [what for _, what in mine] == ["reset", *range(1, length + 1)]
-        assert {lane for lane, _ in mine} == {number % n_lanes}
-
-
-@pytest.mark.promise("I2")
-def test_every_seed_of_every_request_is_new_and_repeats_with_the_root() -> None:
-    def seeds(root: Any) -> list[int]:
-        with make([EchoEnv() for _ in range(2)], ConstantAgent(), seeds=root) as batcher:
-            batcher.execute(5)
-            batcher.reexecute()
-            results = [batcher.get() for _ in range(2)]
-            for got in results:
-                assert got.info["seed"].tolist() == got["seed"][:, 0].tolist()
-                assert not got["has_options"].any()
-            return [seed for got in results for seed in got.info["seed"].tolist()]
-
-    assert len({*seeds(7), *seeds(8)}) == 20
-    assert seeds(7) == seeds(7)
-    assert not set(seeds(None)) & set(seeds(None))
 
 
 def test_the_agent_is_called_with_the_same_rows_whatever_the_slots() -> None:

@@ -27,7 +27,6 @@ from support.agents import (
     zeros,
 )
 from support.envs import (
-    FIRST_STATE,
     CountingEnv,
     FailingEnv,
     create_counting,
@@ -62,24 +61,6 @@ def windows(batcher: Batcher, n: int) -> list[TemporalDictTensor]:
 # Windows of lanes that end --------------------------------------------------------------------
 
 
-@pytest.mark.promise("I1")
-def test_windows_have_the_next_steps_of_the_running_lanes() -> None:
-    agent_info = DictTensor({"w": torch.rand(3, 2)})
-    with make(3) as batcher:
-        assert batcher.n_lanes == 3
-        batcher.reset(agent_info, info_of([2, 7, 3]))
-        first, second, third = windows(batcher, 10)
-    assert [w.lengths.tolist() for w in (first, second, third)] == [[2, 3, 3], [3], [1]]
-    assert first["frame"][:, 0].tolist() == [[0, 1], [0, 2], [0, 3]]
-    assert second["frame"].tolist() == [[[3, 2], [4, 2], [5, 2]]]
-    assert second["_frame"].tolist() == [[[4, 2], [5, 2], [6, 2]]]
-    assert third["frame"].tolist() == [[[6, 2]]]
-    assert third["_done"].tolist() == [[True]]
-    assert [w.info["episode"].tolist() for w in (first, second, third)] == [[0, 1, 2], [1], [1]]
-    assert third.info["env_info/id"].tolist() == [2]
-    assert torch.equal(third.info["agent_info/w"], agent_info["w"][1:2])
-
-
 def test_get_is_none_once_all_lanes_have_stopped() -> None:
     with make(3) as batcher:
         for lengths in ([2, 2, 2], [3, 3, 3]):
@@ -95,24 +76,6 @@ def test_get_is_none_once_all_lanes_have_stopped() -> None:
                 assert batcher.all_stopped
         batcher.execute()
         assert batcher.get() is None
-
-
-def test_reset_starts_anew_whatever_is_running_or_pending() -> None:
-    with make(3) as batcher:
-        batcher.reset(env_info=info_of([9, 9, 9]))
-        windows(batcher, 1)
-        for lengths in ([4, 5, 6], [1, 3, 5], [5, 1, 1]):
-            batcher.execute()
-            batcher.execute()
-            batcher.reset(env_info=info_of(lengths))
-            with pytest.raises(UsageError):
-                batcher.get()
-            (window,) = windows(batcher, 1)
-            assert window.lengths.tolist() == [min(length, 3) for length in lengths]
-            assert window["frame"][:, 0].tolist() == [[0, 1], [0, 2], [0, 3]]
-            assert window["initial_state"][:, 0].all()
-            assert window["steps"][:, 0].tolist() == [FIRST_STATE] * 3
-            assert window.info["env_info/length"].tolist() == lengths
 
 
 def test_agent_info_may_change_between_windows_without_a_reset() -> None:
