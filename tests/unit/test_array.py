@@ -284,11 +284,8 @@ def test_values_that_do_not_fit_are_refused_and_nothing_is_written(key: Any, val
     assert (array == 7).all()
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_, np.float32])
-@pytest.mark.parametrize(
-    "value", [1.9, -1.5, [[2.5], [-0.5]], np.float64(3.7), torch.tensor([2.9])]
-)
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # -1.5 as uint8
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.float32])
+@pytest.mark.parametrize("value", [1.9, -1.5, [[2.5], [-0.5]], np.float64(3.7), torch.ones(2) / 3])
 def test_writing_converts_as_numpys_assignment_does(dtype: Any, value: Any) -> None:
     array, plain = Array((4, 2), dtype), np.zeros((4, 2), dtype)
     for key in (slice(1, 3), [3, 0]):
