@@ -23,7 +23,7 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.errors import Where, WorkerError
+from rlpool.errors import Where, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
@@ -232,7 +232,7 @@ class Rollout:
         numbers = error.lanes if isinstance(error, AgentFailure) else [error.lane]
         lanes = [running[number] for number in numbers if number in running]
         if not lanes:
-            return active_plans[0], env_error(error, Where(self._worker, error.lane))
+            return active_plans[0], _user_error(error, Where(self._worker, error.lane))
         active = next(each for each in active_plans if each in [lane.active for lane in lanes])
         first, *others = [lane for lane in lanes if lane.active is active]
         failure = self._failure(error, first)
@@ -260,6 +260,8 @@ class Rollout:
 
 def _user_error(error: LaneError, where: Where, **episode: Any) -> WorkerError:
     """The error for a failure of the environment or the agent; see ``env_error``."""
+    if isinstance(error, WorkerDiedError | WorkerTimeoutError):  # a worker of a manager
+        return error.reworded(where=where._replace(worker=error.where.worker), **episode)
     if not isinstance(error, AgentFailure):
         return env_error(error, where, **episode)
     who = THE_AGENT if error.call == "agent" else "agent.initial_state"

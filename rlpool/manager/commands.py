@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.array_view import as_numpy
-from rlpool.envs.vec_env import Options
-from rlpool.errors import EnvError, SpecError, UsageError, WorkerError, described
+from rlpool.envs.vec_env import LaneError, Options
+from rlpool.errors import SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import checked_wait, whole_number
 from rlpool.machine.calls import whole
 from rlpool.manager.channel import ALL_LANES, FAILED, SOME_LANES, Call, Reset
@@ -126,7 +126,7 @@ class Stepper:
         """Wait for what workers are doing: ``step_some`` tells how it ended."""
         busy = [w for w in workers if self._issued[w] != self._finished[w]]
         if busy:
-            with suppress(EnvError):
+            with suppress(LaneError):
                 self.finish(busy)
         self._collect()  # before the next command of a worker makes it forget the last one
 

@@ -18,7 +18,16 @@ from typing import Any
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory, carved_bytes
 from rlpool.envs.vec_env import LaneError
-from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, WorkerError
+from rlpool.errors import (
+    EnvError,
+    EnvSpecError,
+    SpecError,
+    UsageError,
+    Where,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
 from rlpool.manager.channel import (
@@ -441,6 +450,7 @@ class EnvWorkers(CrashOnly):
 
     def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
         """Let what a worker was doing have failed, instead of its successor doing it again."""
+        failure = _lane_death(failure, lane, self._call_of(lane))
         if self.is_unanswered(lane):
             self._refuse_request(lane, failure)
         if self._is_busy(worker):
@@ -522,6 +532,34 @@ class LaneFailure(EnvError, LaneError):
 
 class LaneSpecFailure(LaneFailure, EnvSpecError):
     """An ``EnvSpecError`` of a lane."""
+
+
+class LaneDeath(WorkerDiedError, LaneError):
+    """The death of a worker in a lane's call, again and again: like an exception of its env."""
+
+    can_be_repeated = True
+
+    def __reduce__(self) -> Any:
+        return WorkerDiedError(**self._constructor_arguments()).__reduce__()
+
+
+class LaneHang(WorkerTimeoutError, LaneError):
+    """The same of a worker that hangs."""
+
+    can_be_repeated = True
+
+    def __reduce__(self) -> Any:
+        return WorkerTimeoutError(**self._constructor_arguments()).__reduce__()
+
+
+def _lane_death(failure: WorkerError, lane: int, call: str) -> WorkerError:
+    """The failure of a worker as one of its lane, as callers of the lane contract expect it."""
+    for kind, of_lane in ((WorkerDiedError, LaneDeath), (WorkerTimeoutError, LaneHang)):
+        if isinstance(failure, kind):
+            death = of_lane(**failure._constructor_arguments())
+            death.lane, death.call = lane, call
+            return death
+    return failure
 
 
 def lane_failure(error: EnvError, call: str, where: Where, tape: Tape | None) -> LaneFailure:

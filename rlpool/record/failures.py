@@ -48,7 +48,7 @@ def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
         **episode: ``options`` and ``actions`` of the episode.
     """
     hint = DEBUG_HINT
-    if isinstance(error, EnvError):  # put together in the process where it happened
+    if isinstance(error, WorkerError):  # put together in the process where it happened
         what, fix, hint, text = error.what, error.own_fix, error.hint, error.traceback_text
         where = where._replace(worker=error.where.worker)
         episode = episode or {"options": error.options, "actions": error.actions}

@@ -96,7 +96,7 @@ class FailurePolicy:
 
     def gives_up(self, failure: WorkerError, n_failures: int) -> bool:
         """Whether an episode that failed so often is not run again."""
-        if self.truncates and isinstance(failure, EnvError):
+        if self.truncates and failure.can_be_repeated:
             return True
         return self.max_episode_restarts is not None and n_failures >= self.max_episode_restarts
 

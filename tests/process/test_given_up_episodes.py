@@ -437,13 +437,17 @@ def create_managed(seed: int, n_lanes: int, **arguments: Any) -> ParallelEnvMana
     return ParallelEnvManager(functions, seed=seed, envs_per_worker=2, on_env_error="truncate")
 
 
-def test_a_batcher_decides_what_becomes_of_failures_in_a_manager(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "error"), [("raise", EnvError), ("sigkill", WorkerDiedError)])
+def test_a_batcher_decides_what_becomes_of_failures_in_a_manager(
+    kind: str, error: type[Exception], tmp_path: Path
+) -> None:
     truncates = {"create_env": create_managed, "on_env_error": "truncate"}
     for step in (-1, 1):
-        found = collected(tmp_path, infos("raise", step), n_threads=0, **truncates)
+        found = collected(tmp_path, infos(kind, step), n_threads=0, **truncates)
         assert_truncated(*found, undisturbed(0), step)
-    with pytest.raises(EnvError, match=r"row 2, episode 2, step 1"):
-        collected(tmp_path, infos("raise", 1), n_threads=0, create_env=create_managed)
+        assert all(isinstance(failure, error) for failure in found[1])
+    with pytest.raises(error, match=r"row 2, episode 2, step 1"):
+        collected(tmp_path, infos(kind, 1), n_threads=0, create_env=create_managed)
 
 
 def test_a_manager_whose_lanes_restart_tells_why_an_episode_ended_until_the_next_step(
