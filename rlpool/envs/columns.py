@@ -148,14 +148,17 @@ def _reward_of(reward: Any) -> Any:
 
 
 def _number(value: Any) -> NDArray | None:
-    """Convert a value to a 0-d array; ``None`` if it is not a single number."""
+    """Convert a value to a 0-d array; ``None`` if it is not a single number.
+
+    Arrays, tensors and lists of one element are single numbers.
+    """
     if type(value) is int:
         value = float(max(-_HUGE, min(value, _HUGE)))
     try:
         array = as_array(value)
     except (ValueError, TypeError, RuntimeError):
         return None
-    return array if array.ndim == 0 and array.dtype.kind in "fiub" else None
+    return array.reshape(()) if array.size == 1 and array.dtype.kind in "fiub" else None
 
 
 def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any]:

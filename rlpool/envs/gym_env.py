@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -146,7 +147,8 @@ class GymEnv(VecEnv):
         try:
             for lane, seed, option in zip(lanes, seeds, options, strict=True):
                 self.lane_in_use[0] = lane
-                result = self._resets[lane](seed=seed, options=option)
+                own = option and copy.deepcopy(option)  # the environment may change them
+                result = self._resets[lane](seed=seed, options=own)
                 if type(result) is not tuple or len(result) != 2:
                     self._adapt(lane)
                     result = result, {}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +28,7 @@ import gymnasium
 import numpy as np
 from gymnasium.utils import seeding
 
+from rlpool.errors import SpecError
 from rlpool.seeding import stream_seed
 
 _GYMNASIUMS = {"seed": None, "options": None}  # arguments of reset, and their defaults
@@ -64,10 +66,14 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         given: dict[str, Any] = {"seed": seed}
         if options:
             given |= {"options": options, "env_info": options}
+            takes_task = callable(getattr(env, "reset_task", None)) or "task" in arguments
+            taken = {"task"} if takes_task else set()
+            if arguments.keys().isdisjoint(("options", "env_info")) and options.keys() - taken:
+                raise _refused_options(env, options)
             if "task" in arguments:
                 others = dict(options)
                 given |= {"task": others.pop("task", None), "options": others or None}
-            elif "task" in options and callable(getattr(env, "reset_task", None)):
+            elif "task" in options and takes_task:
                 if seed is not None and "seed" in arguments:
                     seed_before_task(env, seed)
                 env.reset_task(options["task"])
@@ -110,7 +116,8 @@ def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) 
     is_wrapper = isinstance(env, gymnasium.Wrapper)
     if is_wrapper and _OTHERS.isdisjoint(inspect.signature(env.reset).parameters):
         env.env = modernised(env.env, with_tasks=with_tasks, returns_pair=returns_pair)
-        return env
+        if _GYMNASIUMS.keys() <= reset_arguments(env).keys():
+            return env
     arguments = reset_arguments(env)
     is_modern = isinstance(env, gymnasium.Env) and arguments == _GYMNASIUMS and returns_pair
     has_tasks = with_tasks and callable(getattr(env, "reset_task", None))
@@ -150,6 +157,26 @@ def _reseeded(generator: Any, seed: int) -> Any:
     if isinstance(generator, np.random.Generator):
         return type(generator)(type(generator.bit_generator)(seed))
     return type(generator)(seed)
+
+
+def _refused_options(env: Any, options: Mapping[str, Any]) -> SpecError:
+    """The error for options that no argument of ``reset`` takes."""
+    signature = _signature_of(env)
+    while "**" in signature and hasattr(getattr(env, "env", None), "reset"):
+        env = env.env  # to which a wrapper passes everything on
+        signature = _signature_of(env)
+    return SpecError(
+        f"reset{signature} of {type(env).__name__} takes no options, got {dict(options)!r:.99}",
+        fix="let reset() take options=None, or leave env_info out",
+    )
+
+
+def _signature_of(env: Any) -> str:
+    """The arguments of ``reset`` as text; compiled code need not tell."""
+    try:
+        return str(inspect.signature(env.reset))
+    except (TypeError, ValueError):
+        return "()"
 
 
 def is_pair(result: Any) -> bool:

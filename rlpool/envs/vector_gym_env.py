@@ -217,7 +217,7 @@ class VectorGymEnv(VecEnv):
             )
         self._resets_all = True  # until that is done
         used = stream_seed(seed, number) if number else seed
-        result = self.vector_env.reset(seed=used, options=dict(options or {}))
+        result = self.vector_env.reset(seed=used, options=copy.deepcopy(dict(options or {})))
         self._shown, self._shown_infos = _checked_pair(result)
         self._is_written = False
         self._begun = seed, number, options
@@ -228,7 +228,7 @@ class VectorGymEnv(VecEnv):
         self, lanes: Sequence[int], seeds: Sequence[int], options: Options
     ) -> tuple[Any, Any]:
         """Reset lanes with the same options, by one call; returns what it says of all lanes."""
-        every, given = [seeds[0]] * self.n_lanes, dict(options or {})
+        every, given = [seeds[0]] * self.n_lanes, copy.deepcopy(dict(options or {}))
         for lane, seed in zip(lanes, seeds, strict=True):
             every[lane] = seed
         # At first all: there is no observation of a lane that was never reset.
@@ -416,12 +416,12 @@ def _per_lane(name: str, values: Any, n_lanes: int) -> NDArray:
         SpecError: If there is not one for each lane.
     """
     array = as_array(values)
-    if array.shape != (n_lanes,):
+    if array.shape[:1] != (n_lanes,) or array.size != n_lanes:
         raise SpecError(
             f"{name!r} should have shape [{n_lanes}], got {list(array.shape)}",
             fix="return one value per lane",
         )
-    return array
+    return array.reshape(n_lanes)
 
 
 # How episodes can be seeded ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -13,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
 from rlpool.data.specs import fitted
+from rlpool.envs.columns import flag_of
 from rlpool.envs.legacy import modernised, seed_before_task
 from rlpool.envs.single_envs import all_tasks, check_is_env
 from rlpool.errors import SpecError, UsageError
@@ -156,7 +158,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
             if seed is not None:
                 seed = seed_before_task(self.env, seed)
             self.reset_task(task)
-        observation, info = self.env.reset(seed=seed, options=self._options)
+        observation, info = self.env.reset(seed=seed, options=copy.deepcopy(self._options))
         self.episode_count = self.step_count_bamdp = self._elapsed = 0
         self.done_mdp = False
         self._is_running = True
@@ -178,7 +180,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         observation, reward, ends, cut, info = self.env.step(self._scaled(action))
         self.step_count_bamdp += 1
         self._elapsed += 1
-        terminated, truncated = bool(ends), bool(cut) or self._elapsed >= self.max_episode_steps
+        terminated, is_cut = flag_of("terminated", ends), flag_of("truncated", cut)
+        truncated = is_cut or self._elapsed >= self.max_episode_steps
         self.done_mdp = terminated or truncated
         self.episode_count += self.done_mdp
         self._is_running = self.episode_count < self.episodes_per_task
@@ -188,7 +191,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
             return extended, reward, terminated, truncated, info
         if self.done_mdp:
             self._elapsed = 0
-            start, _ = self.env.reset(options=self._options)
+            start, _ = self.env.reset(options=copy.deepcopy(self._options))
             info["start_state"] = self._extended(start, flag=False)
         return extended, reward, False, False, info
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +17,18 @@ from gymnasium import spaces
 
 from rlpool import (
     DictTensor,
+    EnvError,
     EnvSpecError,
     EpisodeBatcher,
     GymEnv,
     GymEnvInf,
     SpecError,
     UsageError,
+    replay,
 )
+from rlpool.envs.columns import as_array
 
-from support.agents import FunctionAgent
+from support.agents import ConstantAgent, FunctionAgent
 from support.envs import (
     CountingEnv,
     EchoEnv,
@@ -258,8 +262,8 @@ class StepEnv(CountingEnv):
         return tuple({**result, **(self.values if self.n_ok < 0 else {})}.values())
 
 
-WRONG_FLAGS = [float("nan"), None, "", 0.5, 2, [False], np.array([True]), np.zeros(0), 1j]
-WRONG_REWARDS = [1e39, np.float64(-1e300), 10**400, np.array(1e39), None, "a", [1.0], 1j]
+WRONG_FLAGS = [float("nan"), None, "", 0.5, 2, [False, True], np.array([True] * 2), np.zeros(0), 1j]
+WRONG_REWARDS = [1e39, np.float64(-1e300), 10**400, np.array(1e39), None, "a", [1.0, 2.0], 1j]
 WRONG_STEPS: list[Any] = [("truncated", None), *(("terminated", flag) for flag in WRONG_FLAGS)]
 WRONG_STEPS += [("reward", reward) for reward in WRONG_REWARDS]
 
@@ -283,6 +287,8 @@ REWARDS += [
     [float("nan"), 3e38],
     [3.4e38, -3.4e38],
     [10**20, 3],
+    [np.array([2.5])],
+    [[2.5], torch.ones(1, 1, requires_grad=True), 1.0],
 ]
 
 
@@ -294,18 +300,23 @@ def test_rewards_of_every_numeric_type_become_float32_if_they_fit_or_are_infinit
     env.reset()
     (observation, _), _ = env.step(action(*[0] * len(rewards)))
     assert observation["reward"].dtype == torch.float32
-    np.testing.assert_array_equal(observation["reward"], np.array([*map(float, rewards)], "f4"))
+    expected = [as_array(reward).item() for reward in rewards]
+    np.testing.assert_array_equal(observation["reward"], np.array(expected, "f4"))
 
 
-@pytest.mark.parametrize("flag", [1, 0, 1.0, np.True_, np.array(False), torch.tensor(True)])
+FLAGS: list[Any] = [1, 0, 1.0, np.True_, np.array(False), torch.tensor(True)]
+FLAGS += [[False], np.array([True]), torch.tensor([[False]])]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
 def test_flags_may_be_of_every_type_that_says_true_or_false(flag: Any) -> None:
     flags = {"terminated": flag, "truncated": flag}
     env = GymEnv([CountingEnv(length=9), StepEnv(flags, at=0)], seed=0)
     env.reset()
     (observation, _), (_, running) = env.step(action(0, 0))
     for key in (*flags, "done"):
-        assert observation[key].tolist() == [False, bool(flag)]
-    assert running.tolist() == [0, 1][: 2 - bool(flag)]
+        assert observation[key].tolist() == [False, bool(np.asarray(flag))]
+    assert running.tolist() == [0, 1][: 2 - bool(np.asarray(flag))]
 
 
 WRONG_OUTPUTS = [
@@ -373,6 +384,37 @@ def test_env_info_reaches_every_environment_as_options_until_the_next_reset() ->
         assert {type(value) for value in inner.resets[0][1].values()} == {int, list}
     with pytest.raises(SpecError, match="3 rows, 2 were expected"):
         env.reset(DictTensor({"id": torch.arange(3)}))
+
+
+class PoppingEnv(CountingEnv):
+    """Takes its settings out of the options, and out of what is in them."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.got = copy.deepcopy(options)
+        length = options.pop("length").pop()
+        return super().reset(seed=seed, options={"length": length})
+
+    def step(self, action: Any) -> Any:
+        if self.length == 3:
+            raise KeyError("goal")
+        return super().step(action)
+
+
+def test_an_environment_may_change_its_options_and_the_episode_keeps_them() -> None:
+    inner = PoppingEnv()
+    env = GymEnvInf([inner], seed=0)
+    env.reset({"length": [[5, 1]]})
+    env.step(action(0))  # which resets it
+    assert inner.got == {"length": [5, 1]}
+    create_env = lambda seed: GymEnv([PoppingEnv()], seed)  # noqa: E731
+    with EpisodeBatcher(9, 1, ConstantAgent, {}, create_env, n_workers=0) as batcher:
+        batcher.execute(1, env_info={"length": [[2, 3]]})
+        with pytest.raises(EnvError) as caught:
+            batcher.get()
+    given = {"length": [2, 3]}
+    assert (caught.value.where.env_info, caught.value.options) == (given, given)
+    with pytest.raises(KeyError, match="goal"):
+        replay(PoppingEnv(), caught.value)
 
 
 def test_seeds_differ_between_lanes_resets_and_restarts_and_repeat_with_the_same_seed() -> None:

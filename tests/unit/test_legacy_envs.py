@@ -16,7 +16,7 @@ import torch
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
-from rlpool import DictTensor, EpisodeBatcher, GymEnv, GymEnvInf, Pool
+from rlpool import DictTensor, EnvSpecError, EpisodeBatcher, GymEnv, GymEnvInf, Pool
 from rlpool.envs.legacy import LegacyGenerator
 
 from support.agents import StepCounter
@@ -145,6 +145,40 @@ def test_env_info_reaches_resets_that_take_it_at_every_reset() -> None:
         env.reset({"id": [5]})
         env.step(action(0))
         assert inner.infos == [{"id": 5}] * 2
+
+
+class SeededEnv(CountingEnv):
+    """Takes nothing but a seed."""
+
+    def reset(self, *, seed: Any = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+class SeededWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Passes nothing on but a seed."""
+
+    def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
+        return self.env.reset(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "signature"),
+    [
+        (SeededEnv, r"reset\(\*, seed.* = None\) .*of SeededEnv"),
+        (lambda: TimeLimit(SeededEnv(), 5), r"reset\(\*, seed.* = None\) .*of SeededEnv"),
+        (lambda: TimeLimit(SeededWrapper(CountingEnv()), 5), r"\(seed.* = None\).*SeededWrapper"),
+        (wrapped, r"reset\(\).* of AncestorCountingEnv"),
+        (DefaultTaskEnv, r"reset\(\*, seed.*task.* of DefaultTaskEnv"),
+        (lambda: SimpleNamespace(reset=partial(next, repeat(0)), step=str), r"reset\(\) of"),
+    ],
+)
+def test_options_that_no_reset_takes_are_refused_with_its_signature(
+    make: Any, signature: str
+) -> None:
+    env = GymEnv([make()], seed=0)
+    env.reset()
+    with pytest.raises(EnvSpecError, match=signature + r".* takes no options, got \{'level': 3\}"):
+        env.reset({"level": [3]})
 
 
 class TaskWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]

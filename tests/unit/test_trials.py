@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,27 @@ def test_the_task_comes_as_an_argument_or_an_option_and_other_options_go_on() ->
     assert run(env, options={"task": 5, "wind": 3})[0] == [0, 5, 0]
     resets = [call for call in env.unwrapped.calls if call[0] == "reset"]
     assert resets == [("reset", None, {"wind": 3})] * 2
+
+
+class ListingEnv(TaskEnv):
+    """Takes its settings out of the options, and returns its flags in lists."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        result = super().reset(seed=seed, options=copy.deepcopy(options))
+        del options["wind"]
+        return result
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, [terminated], [truncated], info
+
+
+def test_every_episode_of_a_trial_has_its_options_and_may_return_lists() -> None:
+    env = VariBadWrapper(ListingEnv(length=2), 2)
+    env.reset(options={"wind": 3})
+    ends = [env.step(np.zeros(2, np.float32))[2:4] for _ in range(4)]
+    assert ends == [(False, False)] * 3 + [(True, False)]
+    assert [call[2] for call in env.unwrapped.calls if call[0] == "reset"] == [{"wind": 3}] * 2
 
 
 def test_a_seed_determines_the_task_and_all_that_follows() -> None:

@@ -194,6 +194,31 @@ def test_wrapped_vector_environments_work() -> None:
     assert_equal(episodes(create), episodes(single))
 
 
+class PoppingEnv(ArrayEnv):
+    """Takes its settings out of the options, and returns a column of rewards."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.got = copy.deepcopy(options)
+        options["length"] = options.pop("length").pop()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        shown, rewards, *others = super().step(actions)
+        return shown, rewards[:, None], *others
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
+def test_a_vector_environment_may_change_its_options(mode: AutoresetMode) -> None:
+    inner = PoppingEnv(2, mode)
+    seeding: Any = "episode" if mode is AutoresetMode.DISABLED else "request"
+    env, given = VectorGymEnv(inner, 0, seeding=seeding), {"length": [9, 1]}
+    for _ in range(2):
+        env.reset_all_next()
+        env.reset_lanes([0, 1], [3, 3], [given, given])
+        assert (inner.got["length"], given) == ([9, 1], {"length": [9, 1]})
+        env.step_lanes([0, 1], {"action": np.zeros(2, np.int64)})
+
+
 # Errors -----------------------------------------------------------------------------------------
 
 
@@ -203,7 +228,7 @@ def test_wrapped_vector_environments_work() -> None:
         ((0, np.zeros((3, 4))), "'frame' should have shape .3, 3., got .3, 4."),
         ((0, np.zeros((2, 3))), "'frame' should have shape .3, 3., got .2, 3."),
         ((0, np.full((3, 3), "a")), "'frame' should have dtype float32"),
-        ((1, np.zeros((3, 1))), "'reward' should have shape .3., got .3, 1."),
+        ((1, np.zeros((3, 2))), "'reward' should have shape .3., got .3, 2."),
         ((1, np.full(3, 1e300)), "should fit float32, got 1e.300"),
         ((1, np.full(3, None)), "'reward' should be a number"),
         ((2, np.full(3, np.nan)), "'terminated' should be True or False"),
