@@ -105,23 +105,6 @@ def test_views_travel_as_arguments_and_through_pipes_and_queues(method: str, sto
         each.join_thread()
 
 
-def sum_late(pipe: Connection) -> None:
-    pipe.send([float(pickle.loads(sent).to_ndarray().sum()) for sent in pipe.recv()])
-
-
-def test_arrays_that_the_sender_dropped_arrive_late() -> None:
-    with in_forked(sum_late) as pipe:
-        sent = []
-        for number in range(5):
-            array = Array((3,), "float32", storage="shared")
-            array[...] = number
-            sent.append(pickle.dumps(array))
-            del array
-        gc.collect()
-        pipe.send(sent)
-        assert pipe.recv() == [0, 3, 6, 9, 12]
-
-
 def add_one(pipe: Connection, sent: bytes) -> None:
     for _ in range(3):
         view = pickle.loads(sent)

@@ -87,11 +87,6 @@ def collected(parallel_env: Any, is_random: bool = False) -> tuple[list[int], li
     return steps, storage.as_bytes()
 
 
-def test_processes_give_the_bits_of_one_environment(two: ParallelEnvManager) -> None:
-    assert collected(two) == collected(None)
-    assert collected(two, is_random=True) == collected(None, is_random=True)
-
-
 def test_processes_that_do_not_wait_for_each_other_give_the_same_bits() -> None:
     with make_parallel_env(RAGGED, 2, 2, envs_per_worker=2, min_ready=1, **ARGUMENTS) as env:
         assert env.num_envs == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from rlpool import EpisodeBatcher, WorkerDiedError
 
 from support.agents import ConstantAgent
-from support.envs import CountingEnv, create_counting
+from support.envs import CountingEnv
 from support.fragile import RecurrentAgent, create_fragile, failing
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
@@ -43,23 +42,6 @@ def test_a_lane_without_an_episode_begins_with_the_next_request() -> None:
         first, second = batcher.get(), batcher.get()
     last_of_first, last_of_second = (int(r["_frame"][:, :, 1].max()) for r in (first, second))
     assert int(second["_frame"][0, 4, 1]) < last_of_first < last_of_second
-
-
-@pytest.mark.promise("I4")
-def test_many_small_requests_never_wait_for_each_other() -> None:
-    rng = random.Random(3)
-    with EpisodeBatcher(
-        8, 64, ConstantAgent, {}, create_counting, {"n_envs": 5}, 2, timeout=10.0
-    ) as batcher:
-        pending: list[list[int]] = []
-        for _ in range(150):
-            lengths = [rng.randint(1, 8) for _ in range(rng.randint(1, 12))]
-            batcher.execute(len(lengths), env_info={"length": lengths})
-            pending.append(lengths)
-            if len(pending) > rng.randint(0, 7):
-                assert batcher.get().lengths.tolist() == pending.pop(0)
-        for lengths in pending:
-            assert batcher.get().lengths.tolist() == lengths
 
 
 def test_a_death_names_the_episode_that_was_running_in_whichever_request(tmp_path: Any) -> None:

@@ -40,10 +40,6 @@ class LargeEnv(TaskEnv):
         super().__init__()
         self.large = np.arange(REPLY_BYTES // 8)
 
-    def close(self) -> None:
-        if isinstance(self.given_options, dict) and "note" in self.given_options:
-            Path(self.given_options["note"]).touch()
-
 
 @contextlib.contextmanager
 def within(limit_s: float) -> Iterator[None]:
@@ -158,17 +154,6 @@ def test_a_worker_that_stops_in_half_a_reply_is_replaced() -> None:
 
 
 # The end ----------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_writes_what_nobody_reads_closes_its_environments(tmp_path: Path) -> None:
-    note = tmp_path / "closed"
-    manager = open_manager()
-    manager.remotes[0].send(("reset", {"options": {"note": str(note)}}))
-    manager.remotes[0].recv()
-    manager.remotes[0].send(GET_LARGE)
-    with within(CLOSE_S):
-        manager.close()
-    assert note.exists()
 
 
 def test_close_does_not_wait_for_workers_that_are_stopped_or_hang() -> None:

@@ -15,7 +15,6 @@ import pytest
 from process.watching import wait_until, worker_pids
 
 from rlpool import (
-    Batcher,
     EpisodeBatcher,
     GymEnv,
     ParallelEnvManager,
@@ -93,17 +92,6 @@ def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads:
             assert not batcher.closed
         assert result[0].lengths.tolist() == [1]
         assert batcher.progress == (0, 0)
-
-
-def test_windows_requested_in_another_thread_are_refused(gate: Path) -> None:
-    with Batcher(1, None, ConstantAgent, {}, create_env, {"path": gate}) as batcher:
-        batcher.reset()
-        batcher.execute()
-        with inside(batcher, batcher.get, gate):
-            for call in (batcher.execute, batcher.reset, batcher.get):
-                with pytest.raises(UsageError, match="while another thread is inside a call"):
-                    call()
-            assert (batcher.n_lanes, batcher.all_stopped) == (1, False)
 
 
 def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: Path) -> None:

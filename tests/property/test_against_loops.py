@@ -91,12 +91,15 @@ class Script:
                 self.pending.append(self.by_hand.execute(*last))
             else:
                 n = self.rng.randint(1, 6)
-                last = n, *self.infos(n)
+                last = n, *self.infos(n), self.seeds(n)
                 self.log.append(("execute", *last))
-                self.batcher.execute(n, *(info or None for info in last[1:]))
+                infos = (info or None for info in last[1:3])
+                self.batcher.execute(n, *infos, episode_seeds=last[3])
                 self.pending.append(self.by_hand.execute(*last))
                 if self.pending[-1].breaks:  # whoever else runs fails as well
                     self.take_all()
+                    last = None
+                elif last[3]:  # rows of the same seed would be taken for the same episode
                     last = None
         self.take_all()
 
@@ -195,6 +198,12 @@ class Script:
         for _ in range(self.rng.choice([0, 3])):
             got = got if got is not None else self.batcher.get(blocking=False)
         return got if got is not None else self.batcher.get()
+
+    def seeds(self, n: int) -> Any:
+        """Seeds that are named, ``None`` for those that follow from the numbers."""
+        if self.by_hand.setting.over == "together" or self.rng.random() < 0.8:
+            return None
+        return [self.rng.randrange(2**31) for _ in range(n)]
 
     def infos(self, n: int) -> tuple[Any, Any]:
         """``agent_info`` and ``env_info`` of ``n`` rows."""

@@ -88,10 +88,10 @@ class EpisodesByHand(ByHand):
 
     n_before = 0
 
-    def execute(self, n: int, agent_info: Any, env_info: Any) -> Expected:
+    def execute(self, n: int, agent_info: Any, env_info: Any, seeds: Any = None) -> Expected:
         setting, agent = self.setting, self.agent
-        first, n_lanes = self.n_before, setting.n_lanes
-        seeds = episode_seeds(self.root, first, n)
+        first, n_rows = self.n_before, setting.n_rows
+        seeds = seeds or episode_seeds(self.root, first, n)
         keys = noise_keys(self.root, first, n)
         noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * n
         self.n_before += n
@@ -101,7 +101,7 @@ class EpisodesByHand(ByHand):
             env = setting.shown()
             try:
                 shown = env.reset(seed, options_of(env_info, i))
-                episode = Episode(agent, (first + i) % n_lanes, n_lanes, noise[i], shown)
+                episode = Episode(agent, (first + i) % n_rows, n_rows, noise[i], shown)
                 rows.append(played(episode, env, row_of(agent_info, i)))
             except Failed as failed:
                 failures[i] = failed.step
@@ -142,7 +142,7 @@ class WindowsByHand(ByHand):
 
         def begin(n_restarts: int, shown: Values) -> Episode:
             noise = seeds.noise(lane, n_restarts, agent.n_noise) if agent.n_noise else None
-            return Episode(agent, lane % setting.n_lanes, setting.n_lanes, noise, shown)
+            return Episode(agent, lane % setting.n_rows, setting.n_rows, noise, shown)
 
         options = options_of(self.env_info, lane)
         numbers = (seeds.seed(lane, n) for n in itertools.count())
@@ -169,7 +169,7 @@ class WindowsByHand(ByHand):
 class EpisodesTogether(EpisodesByHand):
     """An ``EpisodeBatcher`` whose lanes are reset together."""
 
-    def execute(self, n: int, agent_info: Any, env_info: Any) -> Expected:
+    def execute(self, n: int, agent_info: Any, env_info: Any, seeds: Any = None) -> Expected:
         n_lanes, first = self.setting.n_lanes, self.n_before
         seeds = episode_seeds(self.root, first, n)
         keys = noise_keys(self.root, first, n)
@@ -198,7 +198,8 @@ class EpisodesTogether(EpisodesByHand):
             if not coming[lane]:
                 return None
             running[lane] = coming[lane].pop(0)
-            return Episode(agent, lane, setting.n_lanes, noise[running[lane]], shown)
+            row = (first + running[lane]) % setting.n_rows
+            return Episode(agent, row, setting.n_rows, noise[running[lane]], shown)
 
         together = Together(setting.arrays(), begin, setting.keep_float64, setting.limit)
         together.reset(seed, options_of(env_info, 0))
@@ -228,7 +229,7 @@ class WindowsTogether(WindowsByHand):
                 return None
             n_begun[lane] += 1
             noise = seeds.noise(first + lane, n, agent.n_noise) if agent.n_noise else None
-            return Episode(agent, lane, setting.n_lanes, noise, shown)
+            return Episode(agent, (first + lane) % setting.n_rows, setting.n_rows, noise, shown)
 
         together = Together(setting.arrays(), begin, setting.keep_float64, setting.limit)
         together.reset(seeds.seed(first, 0), options_of(self.env_info, first))

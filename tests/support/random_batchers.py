@@ -59,6 +59,7 @@ class Setting:
     n_slots: int
     n_threads: int
     seeds: int
+    agent_rows: int | None
 
     def agent(self) -> ScriptedAgent:
         state = self.keeps, self.history, self.spoils, self.agent_reuses
@@ -119,7 +120,13 @@ class Setting:
     def batcher(self, windows: bool) -> Any:
         kind = Batcher if windows else EpisodeBatcher
         make = self.agent, {}, self.lanes, {}
-        return kind(self.n_timesteps, self.n_slots, *make, self.n_threads, self.seeds)
+        numbers = self.n_threads, self.seeds
+        return kind(self.n_timesteps, self.n_slots, *make, *numbers, agent_rows=self.agent_rows)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that the agent is called with."""
+        return self.agent_rows or self.n_lanes
 
     @property
     def n_workers(self) -> int:
@@ -183,4 +190,5 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         n_slots=rng.randint(n_lanes * max(1, n_threads), 15) if together else rng.randint(1, 9),
         n_threads=n_threads,
         seeds=rng.randrange(2**40),
+        agent_rows=rng.choice([None, None, rng.randint(1, 7)]),
     )

@@ -11,12 +11,9 @@ from torch import nn
 
 from rlpool import (
     Agent,
-    Batcher,
     DictTensor,
     EpisodeBatcher,
     GymEnv,
-    GymEnvInf,
-    ParallelEnvManager,
     SpecError,
     TemporalDictTensor,
 )
@@ -68,17 +65,6 @@ class Recurrent(nn.Module, Agent):
         return state, DictTensor({"action": action}), DictTensor({"memory": memory})
 
 
-class Prepared(Recurrent):
-    """Its memory begins with what ``agent_info`` says."""
-
-    def initial_state(self, agent_info: Any, n_rows: int) -> DictTensor:
-        return DictTensor({"memory": agent_info["bias"][:, None].expand(n_rows, 32) @ self.weights})
-
-    @property
-    def weights(self) -> torch.Tensor:
-        return torch.arange(1024).view(32, 32).sin()
-
-
 def pendulum(n_steps: int = 25) -> gymnasium.Env[Any, Any]:
     return gymnasium.make("Pendulum-v1", max_episode_steps=n_steps)
 
@@ -87,10 +73,12 @@ def create_pendulums(n_lanes: int, seed: int) -> GymEnv:
     return GymEnv([pendulum() for _ in range(n_lanes)], seed)
 
 
-def collected(kind: Any, n_lanes: int, n_threads: int, **args: Any) -> list[TemporalDictTensor]:
+def collected(n_lanes: int, n_threads: int, looks_back: bool) -> list[TemporalDictTensor]:
     """One request of all episodes, and one of the first ten, whose numbers follow."""
     with EpisodeBatcher(
-        16, 64, kind, args, create_pendulums, {"n_lanes": n_lanes}, n_threads, 3, agent_rows=8
+        *(16, 64, Recurrent, {"looks_back": looks_back}, create_pendulums, {"n_lanes": n_lanes}),
+        *(n_threads, 3),
+        agent_rows=8,
     ) as batcher:
         results = []
         for n in (N_EPISODES, 10):
@@ -106,16 +94,13 @@ def same(one: TemporalDictTensor, other: TemporalDictTensor) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "args"),
-    variants([(Recurrent, {"looks_back": True})], [(Recurrent, {}), (Prepared, {})]),
-)
+@pytest.mark.parametrize("looks_back", variants([True], [False]))
 def test_episodes_are_bitwise_the_same_for_any_number_of_lanes_and_workers(
-    kind: Any, args: dict[str, Any]
+    looks_back: bool,
 ) -> None:
-    expected = collected(kind, 8, 0, **args)
+    expected = collected(8, 0, looks_back)
     for n_lanes, n_threads in DIVISIONS:
-        found = collected(kind, n_lanes, n_threads, **args)
+        found = collected(n_lanes, n_threads, looks_back)
         assert all(map(same, expected, found)), (n_lanes, n_threads)
 
 
@@ -128,54 +113,6 @@ def test_the_agent_is_called_with_that_many_rows_and_no_others() -> None:
             batcher.execute(13)
             batcher.get()
     assert agent.n_rows == {8}
-
-
-def test_requests_that_are_divided_otherwise_have_the_same_episodes() -> None:
-    with EpisodeBatcher(
-        16, 64, Recurrent, None, create_pendulums, {"n_lanes": 3}, 0, 3, agent_rows=8
-    ) as batcher:
-        batcher.execute(20)
-        whole = batcher.get()
-    with EpisodeBatcher(
-        16, 64, Recurrent, None, create_pendulums, {"n_lanes": 5}, 0, 3, agent_rows=8
-    ) as batcher:
-        parts = []
-        for n in (7, 13):
-            batcher.update(Recurrent().state_dict())
-            batcher.execute(n)
-            parts.append(batcher.get())
-    assert torch.equal(whole["action"], torch.cat([part["action"] for part in parts]))
-
-
-def test_windows_are_bitwise_the_same_however_lanes_are_divided_among_workers() -> None:
-    def create_lanes(n_lanes: int, seed: int) -> GymEnvInf:
-        return GymEnvInf([pendulum(7) for _ in range(n_lanes)], seed)
-
-    results = []
-    for n_threads, n_lanes in ((0, 6), (2, 3)):
-        with Batcher(
-            10, None, Recurrent, None, create_lanes, {"n_lanes": n_lanes}, n_threads, 1,
-            agent_rows=4,
-        ) as batcher:  # fmt: skip
-            batcher.reset()
-            windows = []
-            for _ in range(3):
-                batcher.execute()
-                windows.append(batcher.get())
-            results.append(windows)
-    assert all(map(same, *results))
-
-
-def test_a_manager_in_the_place_of_environments_has_the_same_episodes() -> None:
-    def create_manager(seed: int) -> ParallelEnvManager:
-        return ParallelEnvManager([pendulum] * 5, seed=seed, envs_per_worker=3)
-
-    with EpisodeBatcher(
-        16, 64, Recurrent, None, create_manager, n_threads=0, seeds=3, agent_rows=8
-    ) as batcher:
-        batcher.execute(N_EPISODES, BIASES)
-        found = batcher.get()
-    assert same(collected(Recurrent, 8, 0)[0], found)
 
 
 @pytest.mark.parametrize("rows", [0, 1.5, True, "8"])

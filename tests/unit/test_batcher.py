@@ -140,6 +140,23 @@ def test_progress_counts_finished_and_requested_episodes() -> None:
         assert batcher.progress == (0, 0)
 
 
+def test_seek_is_refused_while_something_is_pending_and_for_what_is_no_number() -> None:
+    batcher = make()
+    for number in (-1, 1.5, "3", 2**62 + 1):
+        with pytest.raises(SpecError, match="number"):
+            batcher.seek(number)
+    batcher.execute(2)
+    with pytest.raises(UsageError, match="pending"):
+        batcher.seek(0)
+    batcher.get()
+    batcher.seek(2**62)
+    batcher.execute(2)
+    assert len(batcher.get()) == 2
+    batcher.close()
+    with pytest.raises(UsageError):
+        batcher.seek(0)
+
+
 # Who owns results -----------------------------------------------------------------------------
 
 

@@ -49,17 +49,6 @@ def test_episodes_are_reset_with_the_seeds_that_were_named(named: Any, n_threads
     assert not set(seeds) & set(others.info["seed"].tolist())
 
 
-def test_other_requests_keep_the_seeds_of_their_numbers() -> None:
-    results = []
-    for named in (None, [1, 2, 3]):
-        with EpisodeBatcher(4, 6, StepCounter, None, create_counting, None, 0, 1) as batcher:
-            batcher.execute(3, episode_seeds=named)
-            batcher.get()
-            batcher.execute(3)
-            results.append(batcher.get().info["seed"].tolist())
-    assert results[0] == results[1]
-
-
 @pytest.mark.parametrize(
     ("named", "message"),
     [

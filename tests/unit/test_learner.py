@@ -29,18 +29,12 @@ from rlpool import (
 from support.agents import Recorder, StepCounter
 from support.envs import CountingEnv, SpacedLegacyEnv, SpaceEnv
 from support.meta import (
-    DRAWING,
     AncestorTaskEnv,
     CountingActor,
-    DrawingEnv,
-    DrawnTaskEnv,
-    LaggingLanes,
     MarkovActor,
     MemoryActor,
-    OwnGeneratorEnv,
     Storage,
     TaskEnv,
-    TaskFirstEnv,
     ragged_trials,
 )
 from support.variants import variants
@@ -210,20 +204,6 @@ def test_a_task_may_be_any_object_and_reaches_an_environment_that_is_no_trial() 
     assert env.unwrapped.calls.count({"number": 9}) == 3
 
 
-def test_seeds_determine_the_run_and_every_rollout_has_its_own() -> None:
-    def collected(seed: int | None) -> list[list[bytes]]:
-        learner = learner_of(MarkovActor(), BOTH, seed=seed)
-        for n_rollouts in (2, 3):
-            learner.collect_rollouts_parallel(n_rollouts)
-        rows: list[list[bytes]] = learner.policy_storage.as_bytes()
-        return rows
-
-    assert collected(1) == collected(1)
-    assert collected(1) != collected(2)
-    assert collected(None) != collected(None)
-    assert len({row[0] for row in collected(1)}) == 5
-
-
 def test_old_and_undeclared_environments_can_be_collected_in() -> None:
     old = learner_of(MarkovActor(), BOTH, VariBadWrapper(AncestorTaskEnv(), 2), tasks=[4])
     rows = [[0, 4, 0], [1, 4, 0], [2, 4, 1], [1, 4, 0]]
@@ -287,44 +267,6 @@ def test_side_by_side_gives_the_bits_of_one_after_another(
     assert learners[0].n_rollouts_total == 29
     one, *others = [learner.policy_storage.as_bytes() for learner in learners]
     assert others == [one, one]
-
-
-PLAIN = [DrawingEnv, TaskFirstEnv, DrawnTaskEnv, OwnGeneratorEnv]
-
-
-@pytest.mark.parametrize(
-    ("make", "tasks", "is_trial"),
-    variants(
-        [*itertools.product(DRAWING, (range(7),), (True,)), (PLAIN[0], range(7), False)],
-        [
-            *itertools.product(DRAWING, (None,), (True,)),
-            *itertools.product(PLAIN[1:], [range(7)], [False]),
-        ],
-    ),
-)
-def test_lanes_that_draw_by_their_task_give_the_bits_of_one_environment(
-    make: Callable[[], Any], tasks: Any, is_trial: bool
-) -> None:
-    def env() -> Any:
-        return VariBadWrapper(make(), 2) if is_trial else gymnasium.wrappers.TimeLimit(make(), 6)
-
-    n_observed = 3 if is_trial else 2
-    one, other = (learner_of(MarkovActor(n_observed), BOTH, env(), tasks) for _ in range(2))
-    for n_rollouts in (5, 16):
-        one.collect_rollouts_parallel(n_rollouts)
-        other.collect_rollouts_parallel(n_rollouts, parallel_env=lanes(4, env))
-    assert one.policy_storage.as_bytes() == other.policy_storage.as_bytes()
-
-
-@pytest.mark.parametrize("min_ready", [2, 9])
-def test_lanes_that_are_ready_first_go_on_without_the_others(min_ready: int) -> None:
-    slow = LaggingLanes([ragged_trials() for _ in range(5)], min_ready)
-    one, other = learner_of(MemoryActor("lstm")), learner_of(MemoryActor("lstm"))
-    for n_rollouts in (3, 17):
-        one.collect_rollouts_parallel(n_rollouts)
-        other.collect_rollouts_parallel(n_rollouts, parallel_env=slow)
-    assert one.policy_storage.as_bytes() == other.policy_storage.as_bytes()
-    assert slow.most_ready == min(min_ready, 5)
 
 
 # Agents --------------------------------------------------------------------------------------

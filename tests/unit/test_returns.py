@@ -176,14 +176,6 @@ def test_a_discount_per_step_multiplies_what_follows() -> None:
     assert many.tolist() == [[2.75, 3.5, 5.0]]
 
 
-def test_known_results_of_on_policy_traces() -> None:
-    # Where both policies agree and nothing is clipped, targets are those of GAE.
-    w = Window(4, 30)
-    values, ends = (w.reward, w.value, w.next_value), (w.terminated, w.done)
-    target, _ = vtrace(torch.zeros(4, 30).double(), *values, *ends, 0.9, 0.8)
-    assert torch.allclose(target, w.value + gae(*values, *ends, 0.9, 0.8))
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -32,27 +32,6 @@ def create_arrays(
     return VectorGymEnv(ArrayEnv(n_lanes, AutoresetMode(mode), seeds), seed, **arguments)
 
 
-def collect(
-    requests: list[int], n_slots: int = 40, create_env: Any = create_arrays, **env_args: Any
-) -> list[Any]:
-    with EpisodeBatcher(
-        8, n_slots, BinaryAgent, {}, create_env, env_args, n_threads=0, seeds=5
-    ) as batcher:
-        for n_episodes in requests:
-            batcher.execute(n_episodes)
-        return [batcher.get() for _ in requests]
-
-
-def test_a_warning_tells_once_that_nothing_can_be_seeded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    collect([5, 4], seeds="all")
-    assert not caplog.records
-    collect([5, 4], seeds="nothing")
-    (record,) = caplog.records
-    assert "cannot be seeded" in record.getMessage()
-
-
 def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
     noted = Noted(ArrayEnv(3, AutoresetMode.NEXT_STEP, "all"))
     with EpisodeBatcher(

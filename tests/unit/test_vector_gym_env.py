@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -13,7 +13,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RescaleAction
-from process.watching import assert_all_equal, assert_equal, worker_pids
+from process.watching import assert_equal, worker_pids
 from torch.utils._pytree import tree_map
 
 from rlpool import (
@@ -22,7 +22,6 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     SpecError,
-    TemporalDictTensor,
     VectorGymEnv,
     WorkerStartupError,
 )
@@ -31,7 +30,7 @@ from rlpool.envs.vec_env import LaneError
 from support.agents import ConstantAgent, FunctionAgent
 from support.envs import CountingEnv, EchoEnv, SpaceEnv
 from support.fragile import FragileEnv, RecurrentAgent
-from support.vector_envs import MODES, ArrayEnv, Noted, OwnVectorEnv, create_lanes
+from support.vector_envs import MODES, ArrayEnv, Noted, OwnVectorEnv
 
 ALL = [0, 1, 2]
 BOUNDS = np.float32(-1), np.float32(1)
@@ -55,28 +54,6 @@ def bits(value: Any) -> Any:
 
 
 # The bits of a GymEnv -----------------------------------------------------------------------
-
-
-def collect(create_env: Any = create_lanes, **env_args: Any) -> list[TemporalDictTensor | None]:
-    """Requests of lanes that are busy, idle, and idle for several episodes of another lane."""
-    with EpisodeBatcher(
-        16, 24, RecurrentAgent, {}, create_env, env_args, n_threads=0, seeds=5
-    ) as batcher:
-        batcher.execute(1, env_info={"length": [15]})
-        lengths = 1 + torch.arange(20) % 13
-        batcher.execute(20, {"gain": torch.linspace(0.5, 2.0, 20)}, {"length": lengths})
-        batcher.execute(7)
-        return [batcher.get() for _ in range(3)]
-
-
-serial = cache(lambda limit=None: collect(over="gym", limit=limit))
-
-
-@pytest.mark.parametrize("limit", [None, 4])
-@pytest.mark.parametrize("over", ["own", "array", "raw"])
-def test_episodes_have_the_bits_of_a_gym_env(over: str, limit: int | None) -> None:
-    if over != "raw" or limit is None:
-        assert_all_equal(collect(over=over, limit=limit), serial(limit))
 
 
 SPACES = [
@@ -293,9 +270,12 @@ def test_what_cannot_be_seeded_is_warned_of(
 
 def test_finding_it_out_leaves_no_trace() -> None:
     def episodes(**arguments: Any) -> Any:
-        return collect(lambda seed: VectorGymEnv(ArrayEnv(3), seed, **arguments))
+        create = lambda seed: VectorGymEnv(ArrayEnv(3), seed, **arguments)  # noqa: E731
+        with EpisodeBatcher(16, 24, RecurrentAgent, {}, create, n_threads=0, seeds=5) as batcher:
+            batcher.execute(20)
+            return batcher.get()
 
-    assert_all_equal(episodes(), episodes(seeding="episode"))
+    assert_equal(episodes(), episodes(seeding="episode"))
 
 
 TEXT = partial(SpaceEnv, spaces.Text(3), spaces.Discrete(2))
