@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import gymnasium
@@ -87,7 +87,10 @@ class GymEnv(VecEnv):
             envs = [TimeLimit(env, limit) for env in envs]
         self._envs = envs
         self._keep_float64 = keep_float64
-        self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
+        self._info_specs = dict(info_specs(info_keys, keep_float64=keep_float64))
+        with suppress(AttributeError):  # those that an environment asks for itself: VariBadWrapper
+            own = self.attribute(0, "step_info_keys")
+            self._info_specs |= info_specs(own, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
         self._open_lanes, self._checked_lanes = set(range(len(envs))), set(range(len(envs)))

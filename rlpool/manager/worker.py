@@ -121,7 +121,7 @@ def _declare(env: GymEnv, setup: Setup) -> None:
     if env.declaration is None:
         keep_float64, space = setup.options["keep_float64"], env.observation_space
         structure = structure_of_space(space, keep_float64=keep_float64, name="observation_space")
-        env.declare(Declaration(structure, setup.options["info_keys"]))
+        env.declare(Declaration(structure, env._info_specs))
 
 
 def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:

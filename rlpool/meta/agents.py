@@ -26,7 +26,10 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import takes_keyword, takes_position
 
-_OWN_KEYS = {"reward", "noise", *FLAGS}
+FINAL_KEY = "final_obs"
+"""Key of the observation that ended an episode within a trial, see ``VariBadWrapper``."""
+
+_OWN_KEYS = {"reward", "noise", FINAL_KEY, *FLAGS}
 
 
 class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)

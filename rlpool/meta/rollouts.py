@@ -16,7 +16,7 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.arguments import takes_keyword
-from rlpool.meta.agents import AGENT_ARCHS
+from rlpool.meta.agents import AGENT_ARCHS, FINAL_KEY
 from rlpool.record.tape import joined
 from rlpool.seeding import episode_seeds, noise_keys
 from rlpool.slots.blocks import Layout
@@ -81,6 +81,10 @@ class RolloutPlan(Plan):
         self._complete: dict[int, RolloutColumns] = {}
         self._n_delivered = 0
         self._acted = [key for key in step.output if is_action(key)]
+        # Of environments that show the starts of episodes: how the episodes before them ended.
+        shapes = {key: array.shape for key, array in self.arrays.rows.items()}
+        is_shown = FINAL_KEY in shapes and shapes[FINAL_KEY] == shapes.get(DEFAULT_OBSERVATION_KEY)
+        self._ends = [FINAL_KEY] * is_shown
 
     def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
         """The lanes' next rollouts, as far as there are any."""
@@ -100,7 +104,7 @@ class RolloutPlan(Plan):
 
     def take_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Copy slots out; the last one of a rollout completes it."""
-        kept = (*self.observed, *self._acted, "reward")
+        kept = [*self.observed, *self._acted, "reward", *self._ends]
         for episode, slot, _, is_last in chunks:
             length = int(self.arrays.control["length"][slot])
             copies = {key: self.arrays.rows[key][slot, :length].copy() for key in kept}
@@ -121,8 +125,11 @@ class RolloutPlan(Plan):
         before = joined(chunks)
         after = {
             key: np.concatenate([before[key][1:], finals[key][slot][None]])
-            for key in (*self.observed, "reward")
+            for key in (*self.observed, "reward", *self._ends)
         }
+        for key in self._ends:
+            is_end = after[key][:-1, -1] == 1  # they have the flag
+            after[DEFAULT_OBSERVATION_KEY][:-1][is_end] = after[key][:-1][is_end]
         terminals = np.zeros((len(before["reward"]), 1), bool)
         terminals[-1] = finals["terminated"][slot]
         return RolloutColumns(

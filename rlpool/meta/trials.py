@@ -21,6 +21,7 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
+from rlpool.meta.agents import FINAL_KEY
 from rlpool.meta.rollouts import TASK_OPTION
 from rlpool.seeding import seed_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
@@ -34,7 +35,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
 
     - The observation of an episode's last step has the flag 1, and the next action is chosen on
       it. By then the next episode has begun: its first observation is ``info["start_state"]``, and
-      that action is its first one.
+      that action is its first one. With ``show_start``, ``step`` returns that first observation
+      instead, and the one with the flag is ``info["final_obs"]``.
     - A trial ends as its last episode does: ``terminated`` if the environment terminated it,
       ``truncated`` if its time ran out. (Within the trial the end of an episode is neither; it is
       in ``info["done_mdp"]``.) So no trial is ``terminated`` merely because it reached its
@@ -51,6 +53,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         episodes_per_task: Episodes of a trial, at least 1.
         oracle: Append the current task to the observation, before the flag, to measure what an
             agent that knows the task could achieve.
+        show_start: Show the agent the first observation of every episode of the trial, instead of
+            the last one of the episode before.
 
     Attributes:
         observation_space: The space of ``env``, extended by the task if ``oracle`` and by the flag
@@ -60,6 +64,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         episode_count: Episodes of this trial that have ended.
         step_count_bamdp: Steps of this trial.
         done_mdp: Whether the last step ended an episode.
+        step_info_keys: Keys of the info that ``GymEnv`` adds to its ``info_keys``: ``final_obs``
+            with ``show_start``.
 
     Raises:
         SpecError: For anything but an environment, fewer than one episode, no time limit, an
@@ -77,10 +83,13 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         (1000, (5,))
     """
 
-    def __init__(self, env: Any, episodes_per_task: int, oracle: bool = False) -> None:
+    def __init__(
+        self, env: Any, episodes_per_task: int, oracle: bool = False, *, show_start: bool = False
+    ) -> None:
         fix = "pass an object with reset() and step(), such as gymnasium.make(...)"
         check_is_env("VariBadWrapper got", env, fix)
-        RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, oracle=oracle)
+        arguments = {"oracle": oracle, "show_start": show_start}
+        RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, **arguments)
         gymnasium.Wrapper.__init__(self, modernised(env, with_tasks=False))
         self.episodes_per_task = whole_number("episodes_per_task", episodes_per_task, 1)
         self.oracle = bool(oracle)
@@ -97,6 +106,11 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         self._is_extended = self.oracle or self.episodes_per_task > 1
         if self._is_extended:
             self.observation_space = self._extended_space()
+        self.step_info_keys: dict[str, Any] = {}
+        self.show_start = bool(show_start) and self.episodes_per_task > 1
+        if self.show_start:
+            dtype, shape = self.observation_space.dtype, self.observation_space.shape
+            self.step_info_keys[FINAL_KEY] = (float if dtype == np.float64 else dtype), shape
 
     @property
     def n_tasks(self) -> int | None:
@@ -169,7 +183,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
 
         Returns:
             Observation, reward, ``terminated``, ``truncated`` and an info with ``done_mdp``, and
-            with ``start_state`` where an episode began within the trial.
+            with ``start_state`` where an episode began within the trial. With ``show_start``, the
+            observation is that start there, and the info has ``final_obs``.
 
         Raises:
             UsageError: Before ``reset``, or after the trial's end.
@@ -192,7 +207,9 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         if self.done_mdp:
             self._elapsed = 0
             start, _ = self.env.reset(options=copy.deepcopy(self._options))
-            info["start_state"] = self._extended(start, flag=False)
+            info["start_state"] = start = self._extended(start, flag=False)
+            if self.show_start:
+                extended, info[FINAL_KEY] = start, extended
         return extended, reward, False, False, info
 
     def _extended_space(self) -> spaces.Box:
@@ -296,6 +313,8 @@ def make_env(
     episodes_per_task: int,
     seed: int | None = None,
     oracle: bool = False,
+    *,
+    show_start: bool = False,
     **kwargs: Any,
 ) -> VariBadWrapper:
     """Make one environment of trials, see ``VariBadWrapper``.
@@ -307,6 +326,7 @@ def make_env(
         seed: Seeds the action space and the first reset, unless that brings a seed; from 2**31 on,
             its hash does.
         oracle: Append the task to the observations.
+        show_start: Show the first observation of every episode, see ``VariBadWrapper``.
         **kwargs: For the environment; ``max_episode_steps`` is its time limit.
 
     Returns:
@@ -325,7 +345,7 @@ def make_env(
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     fix = "let it return one environment, an object with reset() and step()"
     check_is_env("env_id returned", env, fix)
-    trials = VariBadWrapper(env, episodes_per_task, oracle)
+    trials = VariBadWrapper(env, episodes_per_task, oracle, show_start=show_start)
     if seed is not None:
         trials._first_seed = seed_from(whole_number("seed", seed, 0))
         trials.action_space.seed(trials._first_seed)
@@ -348,6 +368,7 @@ def make_parallel_env(
     seed: int | None = None,
     oracle: bool = False,
     *,
+    show_start: bool = False,
     envs_per_worker: int = 1,
     timeout: float | None = DEFAULT_TIMEOUT_S,
     min_ready: int | None = None,
@@ -361,6 +382,7 @@ def make_parallel_env(
         n_workers: Number of processes; ``"auto"`` for ``max(1, cores - 2)``.
         seed: Determines all seeds; no two environments share a stream.
         oracle: Append the task to the observations.
+        show_start: Show the first observation of every episode, see ``VariBadWrapper``.
         envs_per_worker: Environments in each process.
         timeout: Seconds without progress after which a worker counts as hanging; ``None`` for
             never.
@@ -390,7 +412,8 @@ def make_parallel_env(
     policy = {
         each.name: kwargs.pop(each.name) for each in fields(FailurePolicy) if each.name in kwargs
     }
-    make = partial(make_env, env_id, episodes_per_task, oracle=oracle, **kwargs)
+    options = {"oracle": oracle, "show_start": show_start}
+    make = partial(make_env, env_id, episodes_per_task, **options, **kwargs)
     return ParallelEnvManager(
         [make] * (n_workers * envs_per_worker),
         envs_per_worker=envs_per_worker,

@@ -79,18 +79,21 @@ def test_the_manager_knows_trials_and_hands_tasks_on(two: ParallelEnvManager) ->
     assert "done_mdp" in info
 
 
-def collected(parallel_env: Any, is_random: bool = False) -> tuple[list[int], list[list[bytes]]]:
+def collected(
+    parallel_env: Any, is_random: bool = False, **shown: bool
+) -> tuple[list[int], list[list[bytes]]]:
     storage = Storage()
-    train_env = make_env(RAGGED, 2, **ARGUMENTS)
+    train_env = make_env(RAGGED, 2, **ARGUMENTS, **shown)
     learner = Learner(MemoryActor("lstm"), storage, train_env, None, AGENT_ARCHS.Memory, seed=3)
     steps = [learner.collect_rollouts_parallel(n, is_random, parallel_env) for n in (9, 2)]
     return steps, storage.as_bytes()
 
 
 def test_processes_that_do_not_wait_for_each_other_give_the_same_bits() -> None:
-    with make_parallel_env(RAGGED, 2, 2, envs_per_worker=2, min_ready=1, **ARGUMENTS) as env:
+    options = {**ARGUMENTS, "show_start": True}
+    with make_parallel_env(RAGGED, 2, 2, envs_per_worker=2, min_ready=1, **options) as env:
         assert env.num_envs == 4
-        assert collected(env) == collected(None)
+        assert collected(env) == collected(None, show_start=True) != collected(None)
 
 
 class KillsWorkers(Storage):

@@ -24,6 +24,7 @@ from rlpool import (
     UsageError,
     VariBadWrapper,
     collect_rollouts_parallel,
+    make_env,
 )
 
 from support.agents import Recorder, StepCounter
@@ -75,6 +76,25 @@ def test_an_episode_is_stored_as_arrays_that_share_no_memory() -> None:
     assert [column.shape[1:] for column in columns] == [(3,), (2,), (1,), (1,), (3,)]
     for one, other in itertools.combinations(columns, 2):
         assert not np.shares_memory(one, other)
+
+
+@pytest.mark.parametrize("limit", [3, 64])  # the second episode ends where a slot does
+@pytest.mark.parametrize("n_lanes", [1, 3])
+def test_transitions_end_with_their_own_episode_where_the_next_start_is_shown(
+    limit: int, n_lanes: int
+) -> None:
+    def stored(show_start: bool) -> Any:
+        make = functools.partial(make_env, TaskEnv, 3, show_start=show_start, limit=limit)
+        return episodes(learner_of(CountingActor(), env=lanes(n_lanes, make), tasks=[2, 5]), 4)
+
+    for ancestors, shown in zip(stored(False), stored(True), strict=True):
+        starts = [0, limit, 2 * limit]
+        assert (shown[0][starts, 0] == 0).all()
+        assert (shown[0][:, 2] == 0).all()
+        rest = np.setdiff1d(np.arange(3 * limit), starts)
+        assert np.array_equal(shown[0][rest], ancestors[0][rest])
+        for one, other in zip(shown[1:], ancestors[1:], strict=True):
+            assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize(

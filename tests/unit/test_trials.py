@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
-from gymnasium.wrappers import OrderEnforcing, TimeLimit
+from gymnasium.wrappers import OrderEnforcing, TimeLimit, TransformReward
 
-from rlpool import SpecError, UsageError, VariBadWrapper, make_env, make_parallel_env
+from rlpool import GymEnv, SpecError, UsageError, VariBadWrapper, make_env, make_parallel_env
 
 from support.envs import CountingEnv, ValueEnv
 from support.meta import DRAWING, AncestorTaskEnv, RaggedTaskEnv, TaskEnv, TaskFirstEnv
@@ -49,6 +49,25 @@ def test_a_trial_is_so_many_episodes_on_one_task() -> None:
         assert (env.step_count_bamdp, env.episode_count, env.horizon_bamdp) == (6, 2, 6)
     env.reset(task=0)
     assert (env.step_count_bamdp, env.episode_count, env.done_mdp) == (0, 0, False)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_start_of_every_episode_can_be_shown(dtype: Any) -> None:
+    inner = TaskEnv(limit=3)
+    inner.observation_space = spaces.Box(-np.inf, np.inf, (2,), dtype)
+    env = VariBadWrapper(inner, 2, show_start=True)
+    _, results = run(env, task=4)
+    rows = [[1, 4, 0], [2, 4, 0], [0, 4, 0], [1, 4, 0], [2, 4, 0], [3, 4, 1]]
+    assert [r[0].tolist() for r in results] == rows
+    ends = [r[4]["final_obs"].tolist() for r in results if "final_obs" in r[4]]
+    assert ends == [[3, 4, 1]] == [results[2][4]["final_obs"].tolist()]
+    for keeps in (False, True):
+        lanes = GymEnv([TransformReward(env, abs)], keep_float64=keeps)
+        lanes.reset_lanes([0], [0], [{"task": 4}])
+        for row, _ in enumerate(results):
+            lanes.step_lanes([0], {"action": ZERO[None]})
+            assert lanes.current["final_obs"][0, 2] == (row == 2)
+        assert lanes.current["final_obs"].dtype == lanes.current["frame"].dtype
 
 
 @pytest.mark.parametrize(
