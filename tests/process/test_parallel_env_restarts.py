@@ -46,6 +46,7 @@ pytestmark = [
 ]
 
 MakeFragile = Callable[..., Any]
+INFO_KEYS = {"t": int}
 
 
 @pytest.fixture
@@ -66,7 +67,8 @@ def kill(manager: ParallelEnvManager, worker: int, number: int = signal.SIGKILL)
 
 
 def undisturbed(options: dict[int, dict[str, int]], n_lanes: int = 3, **how: Any) -> Any:
-    return played(GymEnv([FragileEnv() for _ in range(n_lanes)], 1), options, **how)
+    envs = [FragileEnv() for _ in range(n_lanes)]
+    return played(GymEnv(envs, 1, info_keys=INFO_KEYS), options, **how)
 
 
 def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
@@ -106,7 +108,7 @@ def test_a_failure_in_the_middle_of_episodes_is_not_seen(
 ) -> None:
     options = {1: failing(kind, step), 2: {"length": 9}, 4: failing(kind, step)}
     limits = {"timeout": 0.5 if kind == "hang" else 60.0, "on_env_error": "restart"}
-    with open_manager(fragile, 3, envs_per_worker=2, **limits) as manager:
+    with open_manager(fragile, 3, envs_per_worker=2, info_keys=INFO_KEYS, **limits) as manager:
         before = pids(manager)
         with caplog.at_level(logging.WARNING, "rlpool"):
             assert_same_rows(played(manager, options), undisturbed(options))
@@ -122,7 +124,8 @@ def test_a_failure_in_the_middle_of_episodes_is_not_seen(
 @pytest.mark.usefixtures("short_patience")
 def test_workers_that_are_hit_from_outside_are_replaced() -> None:
     hits = {0: (0, signal.SIGKILL), 5: (1, signal.SIGSTOP), 8: (1, signal.SIGKILL)}
-    with open_manager(FragileEnv, 3, envs_per_worker=2, timeout=0.5) as manager:
+    options = {"envs_per_worker": 2, "timeout": 0.5, "info_keys": INFO_KEYS}
+    with open_manager(FragileEnv, 3, **options) as manager:
         first, before = pids(manager), n_descriptors()
 
         def hit(step: int) -> None:

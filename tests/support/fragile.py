@@ -142,8 +142,10 @@ class RecurrentAgent(Agent):
 def create_fragile(
     seed: int, n_lanes: int = 2, restarts: bool = False, kind: Any = FragileEnv, **arguments: Any
 ) -> GymEnv:
-    """Lanes of ``FragileEnv``, or of another kind."""
-    return (GymEnvInf if restarts else GymEnv)([kind(**arguments) for _ in range(n_lanes)], seed)
+    """Lanes of ``FragileEnv``, with what it tells in its infos, or of another kind."""
+    envs = [kind(**arguments) for _ in range(n_lanes)]
+    info_keys = {"t": int} if issubclass(kind, FragileEnv) else None
+    return (GymEnvInf if restarts else GymEnv)(envs, seed, info_keys=info_keys)
 
 
 def failing(kind: str, step: int, **options: int) -> dict[str, int]:

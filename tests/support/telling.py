@@ -21,7 +21,6 @@ from rlpool import (
     VectorGymEnv,
 )
 
-from support.faults import FailingEnv
 from support.vector_envs import OwnVectorEnv
 
 KEYS = {
@@ -88,25 +87,6 @@ class MaskedAgent(Agent):
         wanted = (observation["noise"] * mask.sum(1, keepdim=True)).long()
         action = (mask & (n_before == wanted)).long().argmax(1)
         return DictTensor(), DictTensor({"action": action}), DictTensor()
-
-
-class CountedInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Says in the info which step it was, of this episode and of all before."""
-
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        self.t = 0
-        return self.env.reset(**arguments)
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        *results, _ = self.env.step(action)
-        return *results, {"t": self.t}
-
-
-def create_counted(seed: int, once: str, kind: str) -> GymEnv:
-    """Lanes of which one fails once, in its step 4."""
-    envs = [CountedInfos(FailingEnv(kind, at_step=4, once=once, length=9)) for _ in range(2)]
-    return GymEnvInf(envs, seed, info_keys={"t": int})
 
 
 def create_telling(

@@ -46,14 +46,14 @@ def episodes(kind: str = "gym", n_threads: int = 0, n: int = 6, **extra: Any) ->
         return batcher.get()
 
 
-def windows(kind: str, n_threads: int) -> list[TemporalDictTensor]:
+def windows(kind: str) -> list[TemporalDictTensor]:
     with Batcher(
         6,
         create_agent=MaskedAgent,
         agent_args={},
         create_env=create_telling,
         env_args={"kind": kind, "restarts": True},
-        n_threads=n_threads,
+        n_threads=0,
         seeds=3,
     ) as batcher:
         batcher.reset()
@@ -96,33 +96,16 @@ def check_values(result: TemporalDictTensor) -> None:
     assert torch.equal(chosen == 1, is_step)
 
 
-@pytest.mark.parametrize("kind", ["gym", *TOGETHER])
+@pytest.mark.parametrize("kind", ["gym", "DISABLED", *TOGETHER])
 def test_a_key_holds_what_was_known_before_the_step_and_after_it(kind: str) -> None:
     result = episodes(kind)
     assert len({int(length) for length in result.lengths}) > 1
     check_values(result)
 
 
-@pytest.mark.parametrize(("kind", "n_threads"), [("gym", 2), ("manager", 0), ("DISABLED", 0)])
-def test_the_bits_do_not_depend_on_where_lanes_run(kind: str, n_threads: int) -> None:
-    assert_equal(episodes(), episodes(kind, n_threads))
-
-
-@pytest.mark.parametrize(
-    ("kind", "n_threads"),
-    [("gym", 0), ("gym", 1), ("manager", 0), ("DISABLED", 0), ("NEXT_STEP", 0)],
-)
-def test_windows_keep_the_last_info_of_an_episode(kind: str, n_threads: int) -> None:
-    results = windows(kind, n_threads)
-    for result in results:
-        check_values(result)
-    if kind != "NEXT_STEP":
-        for result, expected in zip(results, windows("gym", 0), strict=True):
-            assert_equal(result, expected)
-
-
-def test_windows_that_restart_within_a_step_show_the_first_info_of_the_next_episode() -> None:
-    for result in windows("SAME_STEP", 0):
+@pytest.mark.parametrize("kind", ["DISABLED", *TOGETHER])
+def test_windows_keep_the_last_info_of_an_episode_and_show_the_first_of_the_next(kind: str) -> None:
+    for result in windows(kind):
         check_values(result)
 
 
