@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from rlpool.batch.messages import Execute, Window
 from rlpool.batch.worker import Collector
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.generators import OwnGenerators
+from rlpool.machine.torch_settings import OwnSettings, TorchSettings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts, given_up
 from rlpool.workers.wire import Failed, Message, Ready
@@ -59,9 +58,9 @@ class LocalWorker:
         self.control.set_state(0, State.STARTING)
         self._record = self.control.of_worker(0)
         how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
-        self._place = Place(0, 1, root, how)
+        self._place = Place(0, 1, root, TorchSettings.current(), how)
         self._collector = self._new_collector()
-        self._generators = OwnGenerators()
+        self._generators, self._settings = OwnGenerators(), OwnSettings()
         self._is_closed = False
         self._is_at_work = False
         self._failure: WorkerError | None = None  # of an environment that is made again
@@ -185,19 +184,15 @@ class LocalWorker:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What users' code finds in a worker process: its own generators, one torch thread."""
+        """What users' code finds in a worker process: its own generators, settings of torch."""
         if self._is_at_work:  # and closed by what it runs
             yield
             return
-        with self._generators.in_use():
-            n_threads = torch.get_num_threads()
+        with self._generators.in_use(), self._settings.in_use():
             try:
                 self._is_at_work = True
                 self._record.end_wait()
-                if n_threads != 1:  # the bits of a result can depend on it
-                    torch.set_num_threads(1)
                 yield
             finally:
-                torch.set_num_threads(n_threads)
                 self._is_at_work = False
                 self._record.begin_wait()

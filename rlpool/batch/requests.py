@@ -227,13 +227,14 @@ class Request(ABC):
             seeds: Returns their seeds.
         """
         info: dict[str, Derivation] = {
-            "episode": lambda: torch.tensor(episodes),
-            "seed": lambda: torch.tensor(seeds()),
+            "episode": lambda: torch.tensor(episodes, device="cpu"),
+            "seed": lambda: torch.tensor(seeds(), device="cpu"),
         }
         if self.tells_failures:
             failures = self.failures
-            info["failed"] = lambda: torch.tensor([number in failures for number in episodes])
-        info["policy_version"] = partial(torch.full, (len(episodes),), self.policy.version)
+            info["failed"] = lambda: torch.tensor([n in failures for n in episodes], device="cpu")
+        version, shape = self.policy.version, (len(episodes),)
+        info["policy_version"] = partial(torch.full, shape, version, device="cpu")
         for prefix, arrays in zip(("agent_info", "env_info"), self.infos, strict=True):
             for key, array in arrays.items():
                 info[join_key(prefix, key)] = partial(_rows_of, array, episodes)

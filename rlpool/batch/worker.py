@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -42,7 +41,7 @@ from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Close, Done, Message, Pipe
-from rlpool.workers.worker_process import Place, Server, called, run
+from rlpool.workers.worker_process import Place, Server, called, load, run
 
 
 def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
@@ -141,14 +140,11 @@ class Collector(Server):
         self._in_process, self._hint = setup.in_process, setup.hint
         seed = self._place.seed
         functions: Any = setup.functions if memory is None else memory.root().tobytes()
-        if not self._in_process:
-            functions = called(
-                self._here, "loading create_env and create_agent", pickle.loads, functions
-            )
+        if self._in_process:
+            seed_generators(seed)  # not the caller's, see LocalWorker
+        else:
+            functions = load(self._place, "create_env and create_agent", functions)
         create_env, env_args, create_agent, agent_args, agent_rows, watches_infos = functions
-        # Only now: modules that were imported to load the functions may have seeded generators. In
-        # the caller's process these are not the caller's generators, see LocalWorker.
-        seed_generators(seed)
         env = called(
             self._here,
             "create_env",

@@ -75,7 +75,7 @@ class TemporalDictTensor(DictTensorBase):
         first = steps[0][1] if steps else None
         if lengths is None:
             n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
-            device = None if first is None else first.device
+            device = "cpu" if first is None else first.device
             lengths = torch.full((n_elems,), n_timesteps, dtype=torch.int64, device=device)
         else:
             _check_lengths(lengths, first)

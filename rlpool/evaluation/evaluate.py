@@ -240,7 +240,7 @@ def _entries(
             known = [key for key in part if f"_{key}" in part]
             what = f"infos names {key!r}, which the environments do not report"
             raise SpecError(what, fix=f"name it in info_keys of GymEnv; there are {known}")
-    last = torch.arange(len(numbers)), part.lengths - 1
+    last = torch.arange(len(numbers), device="cpu"), part.lengths - 1
     returns, successes = episode_returns(part).tolist(), _successes(part, numbers)
     terminated = part["_terminated"][last].tolist()
     seeds, lengths = part.info["seed"].tolist(), part.lengths.tolist()

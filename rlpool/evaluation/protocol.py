@@ -16,6 +16,7 @@ from torch import nn
 from rlpool.agents.agent import Agent
 from rlpool.data.infos import Infos
 from rlpool.envs.description import plain
+from rlpool.machine.torch_settings import TorchSettings, default_device
 
 
 def protocol_of(
@@ -45,6 +46,10 @@ def protocol_of(
         "agent_info": dtypes[0],
         "env_info": dtypes[1],
         "infos_digest": digest_of([dict(info) for info in rows]),
+        "torch": {
+            "default_device": str(default_device()),
+            **{name: str(value) for name, value in TorchSettings.current()._asdict().items()},
+        },
         "versions": {each.__name__: str(each.__version__) for each in libraries},
     }
 

@@ -33,6 +33,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,14 @@ class Evaluation:
             failures: Why episodes were given up, as far as that is still known.
         """
         success = [entry["success"] for entry in entries]
+        on_cpu = partial(torch.tensor, device="cpu")
         can_fail = protocol.get("on_env_error", "raise") != "raise"
         return cls(
-            returns=torch.tensor([entry["return"] for entry in entries]),
-            lengths=torch.tensor([entry["length"] for entry in entries]),
-            successes=None if None in success else torch.tensor(success),
-            seeds=torch.tensor([entry["seed"] for entry in entries]),
-            failed=torch.tensor([bool(entry["error"]) for entry in entries]) if can_fail else None,
+            returns=on_cpu([entry["return"] for entry in entries], dtype=torch.float32),
+            lengths=on_cpu([entry["length"] for entry in entries]),
+            successes=None if None in success else on_cpu(success),
+            seeds=on_cpu([entry["seed"] for entry in entries]),
+            failed=on_cpu([bool(entry["error"]) for entry in entries]) if can_fail else None,
             failures=tuple(failures),
             entries=tuple(entries),
             protocol=protocol,

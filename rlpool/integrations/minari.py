@@ -320,7 +320,7 @@ def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTens
     steps = {key: torch.from_numpy(values) for key, values in packed.items()}
     return TemporalDictTensor.from_packed(
         steps,
-        torch.tensor(lengths),
+        torch.tensor(lengths, device="cpu"),
         DictTensor({key: torch.from_numpy(array) for key, array in info.items()}),
     )
 

@@ -270,7 +270,8 @@ class AgentDriver:
         """Copy rows of some lanes, where bits matter to the same place: memory may be aligned."""
         kept = self._gathered.setdefault(name, {}) if self._shares_rows else {}
         for key, value in values.items():
-            tensor, copy = torch.as_tensor(value), kept.get(key)
+            tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+            copy = kept.get(key)
             if copy is None or copy.dtype is not tensor.dtype or copy.shape[1:] != tensor.shape[1:]:
                 shape = self.n_rows, *tensor.shape[1:]
                 copy = kept[key] = torch.empty(shape, dtype=tensor.dtype, device="cpu")

@@ -18,7 +18,6 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import all_tasks, check_is_env
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError, described
-from rlpool.machine.generators import seed_generators
 from rlpool.manager.channel import (
     FAILED,
     NONE_ENDED,
@@ -42,7 +41,7 @@ from rlpool.workers.payload import unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Message, Pipe
-from rlpool.workers.worker_process import Place, Server, called, run
+from rlpool.workers.worker_process import Place, Server, called, load, run
 
 _LONGEST_SLEEP_S = 3600.0
 """Of a worker that waits; nothing happens at the end of it."""
@@ -88,8 +87,7 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
     """
     seed = place.seed
     where = Where(worker=place.worker)
-    functions = called(where, "loading env_fns", pickle.loads, setup.functions)
-    seed_generators(seed)
+    functions = load(place, "env_fns", setup.functions)
     envs = []
     for number, create in enumerate(functions):
         lane = setup.first_lane + number

@@ -122,7 +122,7 @@ class ActingAgent(Agent):
             return DictTensor()
         previous, reward, internal = self._agent.get_initial_info()
         self._initial_reward = torch.as_tensor(reward, device=self._device).reshape(1, -1)
-        leaves, self._structure = _pytree.tree_flatten((torch.as_tensor(previous), internal))
+        leaves, self._structure = _pytree.tree_flatten((_tensor(previous), internal))
         is_dict = isinstance(internal, DictTensor)
         self._batch_dims = [0, *(_batch_dim(leaf, is_dict) for leaf in leaves[1:])]
         return DictTensor(
@@ -245,4 +245,9 @@ def _batch_dim(leaf: Any, is_first: bool) -> int:
 
 
 def _first(result: Any) -> Tensor:
-    return torch.as_tensor(result[0] if isinstance(result, tuple) else result)
+    return _tensor(result[0] if isinstance(result, tuple) else result)
+
+
+def _tensor(value: Any) -> Tensor:
+    """A tensor as it is; anything else on the CPU, whatever torch's default device is."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")

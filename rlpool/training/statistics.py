@@ -169,7 +169,7 @@ class EpisodeStatistics:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The sums and lengths of the episodes that are running, by lane; copies."""
-        sums, lengths = torch.tensor(self._running)
+        sums, lengths = torch.from_numpy(self._running.copy())
         return {"sums": sums, "lengths": lengths.long()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

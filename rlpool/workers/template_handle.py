@@ -10,8 +10,8 @@ A few differences remain:
   set, which fixes the hashes in spawned workers as well.
 - ``/proc/<pid>/environ`` shows the variables that the template was started with. Cgroup,
   namespaces, scheduling, I/O priority, and NUMA policy are those that the caller had then.
-- At the end of a worker, ``atexit`` handlers run and streams are flushed, but objects and libraries
-  are not finalized.
+- At the end of a worker, environments and agent are deleted, ``atexit`` handlers run and files are
+  flushed, but other objects and libraries are not finalized.
 """
 
 from __future__ import annotations

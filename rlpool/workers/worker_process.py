@@ -6,7 +6,9 @@ import faulthandler
 import fcntl
 import functools
 import gc
+import io
 import os
+import pickle
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +27,7 @@ from rlpool.data.storage import Memory, anonymous_file
 from rlpool.errors import Where, WorkerError, WorkerStartupError
 from rlpool.machine.generators import seed_generators
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
+from rlpool.machine.torch_settings import TorchSettings
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix, worker_error
 from rlpool.seeding import worker_seed
@@ -56,12 +59,14 @@ class Place(NamedTuple):
         worker: Its number.
         n_workers: How many there are.
         root: Root of all seeds.
+        settings: Of torch, the caller's.
         policy: Says when it is replaced.
     """
 
     worker: int
     n_workers: int
     root: int
+    settings: TorchSettings
     policy: FailurePolicy = FailurePolicy()
 
     @property
@@ -83,13 +88,30 @@ def run_connected(
 ) -> None:
     """The main function of every worker process: ``run``, with its logs connected."""
     _write_stacks_on_signal()
+    is_forked = gc.get_freeze_count() > 0  # from the template, which froze what it had imported
     pipe = Pipe(connection)
     connect(PipeHandler(place.worker, pipe), levels)
     try:
         run(place, pipe, control_fd)
     finally:
+        if not is_forked:  # where that would copy the memory of the template
+            gc.unfreeze()
+        _write_open_files()
         # The user's threads may keep this process alive: the caller does not wait for them.
         connection.close()
+
+
+def _write_open_files() -> None:
+    """Write what is in the buffers of files that environments and agents leave open.
+
+    Most files were closed with their owners. Interpreters that are not finalized would drop the
+    buffers of the others, and the garbage collector may close a file before its buffer is written.
+    """
+    for thing in gc.get_objects():  # but for what is frozen, see ``load``
+        if issubclass(type(thing), io.IOBase):
+            with suppress(Exception):  # it is closed, or its disk is full
+                thing.flush()
+    gc.collect()
 
 
 def _write_stacks_on_signal() -> None:
@@ -161,6 +183,28 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
         told, fix = what_and_fix(what, error)
         text = text_of(error)
         raise WorkerStartupError(told, where=where, fix=fix, traceback_text=text) from error
+
+
+def load(place: Place, what: str, functions: bytes) -> Any:
+    """Load the user's functions in a worker process.
+
+    Args:
+        place: Which worker it is.
+        what: What the error message calls them.
+        functions: Their pickle.
+
+    Raises:
+        WorkerStartupError: If that fails.
+    """
+    loaded = called(Where(worker=place.worker), f"loading {what}", pickle.loads, functions)
+    # Only now: modules that were imported for them may have changed settings or seeded generators.
+    place.settings.use()
+    seed_generators(place.seed)
+    # The garbage collector can skip modules; those of the template it skips already. It has to see
+    # environments, and what they leave open, when the worker ends.
+    if not gc.get_freeze_count():
+        gc.freeze()
+    return loaded
 
 
 class Server(ABC):
@@ -247,8 +291,6 @@ def run(
         with shared.being_read():
             is_ready = server.start()
         if is_ready:
-            # Modules, environments and agent stay: the garbage collector can skip them.
-            gc.freeze()
             server.serve()
     except (EOFError, ConnectionError):
         pass  # the caller is gone or has closed its end: there is nobody left to tell
@@ -257,6 +299,7 @@ def run(
             server.report_failure(worker_error(error, Where(worker=place.worker)))
     finally:
         server.close()
+        vars(server).clear()  # frees environments and agent, whatever refers back to the server
 
 
 def _has_other_devices() -> bool:

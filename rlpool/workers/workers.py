@@ -35,6 +35,7 @@ from rlpool.errors import (
 from rlpool.machine.imports import missing_guard_error
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
+from rlpool.machine.torch_settings import TorchSettings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
@@ -167,6 +168,7 @@ class Workers:
         self.fatal: RlpoolError | None = None
         self.all_up = False
         self._root = root
+        self._settings = TorchSettings.current()  # now: a successor has the same
         self._runs = runs
         self._policy = policy
         self._timeout_s = timeout_s
@@ -208,7 +210,7 @@ class Workers:
         prepare(start_method)
         self.control.worker_starts(life.worker)
         self._watch.forget(life.worker)
-        place = Place(life.worker, self.n_workers, self._root, self._policy)
+        place = Place(life.worker, self.n_workers, self._root, self._settings, self._policy)
         with starting_processes():
             life.pipe, life.process = launch(
                 self._runs[life.worker], place, self.control.fd, start_method

@@ -153,6 +153,12 @@ def test_another_agent_or_environment_is_named_with_both_sides() -> None:
     assert found.episodes
     found = verify(evaluation, Policy, create_shorter)
     assert "environment.spec.max_episode_steps: 60 and 50" in found.differences
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = verify(evaluation, Policy, create_cartpoles)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "torch.float32_matmul_precision: 'highest' and 'high'" in found.differences
 
 
 # Going on ----------------------------------------------------------------------------------------

@@ -1,0 +1,173 @@
+"""Workers are like the program: its settings of torch, its start method, its files at the end."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from process.watching import worker_pids
+
+from rlpool import DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager
+
+from support.agents import ConstantAgent
+from support.variants import variants
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
+
+START_METHODS = variants(["auto"], ["spawn"])
+ENDS = 2  # steps of an episode
+
+
+class LookingEnv(gymnasium.Env[Any, Any]):
+    """Its observation is what ``look()`` returns, a list of integers."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(-1000, 1000, (4,), np.int64)
+
+    def look(self) -> list[int]:
+        return settings()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.array(self.look()), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return np.array(self.look()), 1.0, self.t == ENDS, False, {}
+
+
+def create_env(seed: int, kind: Any = LookingEnv, **arguments: Any) -> GymEnv:
+    return GymEnv([kind(**arguments)], seed)
+
+
+def open_batcher(n_workers: int = 1, **options: Any) -> EpisodeBatcher:
+    given = {"create_agent": ConstantAgent, "create_env": create_env, "seeds": 1, **options}
+    return EpisodeBatcher(4, 4, n_workers=n_workers, **given)
+
+
+# Settings of torch ----------------------------------------------------------------------------
+
+
+def settings() -> list[int]:
+    precision = ["highest", "high", "medium"].index(torch.get_float32_matmul_precision())
+    is_double = torch.get_default_dtype() is torch.float64
+    return [is_double, torch.get_deterministic_debug_mode(), precision, torch.empty(0).is_meta]
+
+
+def use(dtype: torch.dtype, mode: int, precision: str, device: str | None) -> None:
+    torch.set_default_dtype(dtype)
+    torch.set_deterministic_debug_mode(mode)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_default_device(device)
+
+
+use_defaults = partial(use, torch.float32, 0, "highest", None)
+use_others = partial(use, torch.float64, 1, "medium", "meta")
+IN_WORKERS = [1, 1, 2, 0]
+
+
+@pytest.fixture
+def other_settings() -> Iterator[None]:
+    use_others()
+    yield
+    use_defaults()
+
+
+@pytest.mark.usefixtures("other_settings")
+@pytest.mark.parametrize(
+    ("n_workers", "start_method"), [(0, "auto"), *variants([(1, "auto")], [(1, "spawn")])]
+)
+def test_settings_of_torch_hold_in_workers_and_results_are_on_the_cpu(
+    n_workers: int, start_method: str
+) -> None:
+    with open_batcher(n_workers, start_method=start_method, on_env_error="truncate") as batcher:
+        use_defaults()  # the workers that are there, and their successors, keep theirs
+        for _ in range(2):
+            batcher.execute(2)
+            result = batcher.get()
+            assert result["frame"].tolist() == [[IN_WORKERS] * ENDS] * 2
+            for pid in worker_pids():
+                os.kill(pid, signal.SIGKILL)
+        assert settings() == [0, 0, 0, 0]
+        use_others()
+        batcher.execute(2, env_info={"x": [1.5, 2.5]})
+        result = batcher.get()
+        assert result.info["env_info/x"].dtype is torch.float64
+        tensors = [*result.values(), *result.info.values(), result.lengths]
+        assert {tensor.device.type for tensor in tensors} == {"cpu"}
+        assert settings() == [1, 1, 2, 1]
+
+
+@pytest.mark.usefixtures("other_settings")
+def test_settings_of_torch_hold_in_workers_of_managers() -> None:
+    with ParallelEnvManager([LookingEnv], seed=1) as manager:
+        observation, _ = manager.reset()
+        assert observation["frame"].tolist() == [IN_WORKERS]
+        action = torch.zeros(1, dtype=torch.int64, device="cpu")
+        _, (running, _) = manager.step(DictTensor({"action": action}))
+        assert running["frame"].tolist() == [IN_WORKERS]
+
+
+# Files that are left open ---------------------------------------------------------------------
+
+N_LINES = 6
+
+
+class WritingEnv(LookingEnv):
+    """Writes a line per step to a file that it never closes.
+
+    Args:
+        directory: Where the file is.
+        holder: What refers to the file: the environment, a cycle, its class, or the archive of a
+            compressed file.
+    """
+
+    kept: Any = None
+
+    def __init__(self, directory: str, holder: str) -> None:
+        path = f"{directory}/{os.getpid()}-{id(self)}"
+        self.file = gzip.open(path, "wt") if holder == "archive" else open(path, "w")  # noqa: SIM115
+        if holder == "cycle":
+            self.me = self
+        if holder == "class":
+            type(self).kept, self.file = self.file, open(os.devnull, "w")  # noqa: SIM115
+
+    def step(self, action: Any) -> Any:
+        print("step", file=self.kept or self.file)
+        return super().step(action)
+
+
+def lines_in(directory: Path, holder: str) -> int:
+    contents = [path.read_bytes() for path in directory.iterdir()]
+    decoded = map(gzip.decompress, contents) if holder == "archive" else contents
+    return sum(content.count(b"step\n") for content in decoded)
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("holder", ["env", "cycle", "class", "archive"])
+def test_files_that_environments_leave_open_are_written(
+    tmp_path: Path, holder: str, start_method: str
+) -> None:
+    env_args = {"kind": WritingEnv, "directory": str(tmp_path), "holder": holder}
+    restarts = {"max_episodes_per_worker": 2}  # one that is replaced leaves nothing behind either
+    with open_batcher(env_args=env_args, start_method=start_method, **restarts) as batcher:
+        batcher.execute(N_LINES // ENDS)
+        batcher.get()
+    assert lines_in(tmp_path, holder) == N_LINES
+    with ParallelEnvManager(
+        [partial(WritingEnv, str(tmp_path), holder)], seed=1, start_method=start_method
+    ) as manager:
+        manager.reset()
+        manager.step(DictTensor({"action": torch.zeros(1, dtype=torch.int64)}))
+    assert lines_in(tmp_path, holder) == N_LINES + 1
