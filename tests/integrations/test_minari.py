@@ -19,7 +19,6 @@ from rlpool import (
     DictTensor,
     EpisodeBatcher,
     GymEnv,
-    Pool,
     SpecError,
     TemporalDictTensor,
 )
@@ -208,20 +207,6 @@ def test_a_dataset_is_repeated_bit_by_bit_in_its_recovered_environment(name: str
 
 
 @pytest.mark.filterwarnings("ignore:env_spec is None")
-@needs_images
-def test_images_and_nested_observations_are_repeated_bit_by_bit() -> None:
-    episodes, env = episodes_and_env("nested")
-    to_minari(episodes, "drift/nested-v0", env)
-    check_repeats(minari.load_dataset("drift/nested-v0"), Drift("nested"), 10)
-
-
-def test_an_environment_may_be_given_by_its_id() -> None:
-    episodes = episodes_of(lambda: gym.make("CartPole-v1"), 4)
-    to_minari(episodes, "cartpole-v0", "CartPole-v1", description="random")
-    assert minari.load_dataset("cartpole-v0").spec.env_spec.id == "CartPole-v1"
-
-
-@pytest.mark.filterwarnings("ignore:env_spec is None")
 @pytest.mark.parametrize(
     ("entry_point", "kwargs"),
     [(Drift, {}), ("support.drifting:Drift", {"limit": np.int64(7)})],
@@ -253,18 +238,6 @@ def test_float64_observations_are_what_the_batcher_made_of_them() -> None:
     np.testing.assert_array_equal(frame, np.float32(frame))
     assert from_minari(dataset)["frame"].dtype == torch.float32
     assert from_minari(dataset, keep_float64=True)["frame"].dtype == torch.float64
-
-
-@pytest.mark.filterwarnings("ignore:env_spec is None")
-def test_a_dataset_flows_into_a_pool() -> None:
-    episodes, env = episodes_and_env("dict")
-    got = from_minari(to_minari(episodes, "drift-v0", env))
-    pool, wanted = Pool(pool_size=1000, seed=0), Pool(pool_size=1000, seed=0, keys=list(got))
-    pool.extend(got)
-    wanted.extend(episodes)
-    one, two = pool.sample(50, n_step=3), wanted.sample(50, n_step=3)
-    for key, tensor in two.items():
-        assert torch.equal(one[key], tensor), key
 
 
 # Datasets of others ------------------------------------------------------------------------------

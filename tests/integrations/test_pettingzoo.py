@@ -9,12 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 
-from rlpool import Agent, Batcher, DictTensor, EpisodeBatcher, SpecError, replay_agent
+from rlpool import Agent, DictTensor, EpisodeBatcher, SpecError, replay_agent
 from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEnvInf
 
 from support.examples import complaints
@@ -107,13 +106,6 @@ def test_agents_die_among_the_zombies_and_walkers() -> None:
         assert (alive.any(-1) & ~alive.all(-1)).any(), name
 
 
-def test_workers_give_the_same_bits() -> None:
-    name = "walkers that fall alone"
-    one, _ = collected(PARALLEL[name])
-    other, _ = collected(PARALLEL[name], n_workers=2)
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 @pytest.mark.parametrize("name", TURNS)
 def test_games_in_turns_are_those_of_pettingzoos_conversion(name: str) -> None:
     make = TURNS[name]
@@ -151,22 +143,10 @@ def test_a_game_in_turns_is_that_of_a_loop_over_agents() -> None:
         assert total.abs().tolist() in ([1.0, 1.0], [0.0, 0.0])
 
 
-def test_the_state_of_a_centralised_critic() -> None:
-    episodes, _ = collected(PARALLEL["simple_spread_v3"], state=True)
-    env = PARALLEL["simple_spread_v3"]()
-    env.reset(seed=int(episodes.info["seed"][0]))
-    assert np.array_equal(episodes["state"][0, 0].numpy(), env.state().astype(np.float32))
-
-
 def test_environments_whose_agents_are_not_known_are_refused() -> None:
     for module in (generated_agents_parallel_v0.parallel_env, generated_agents_env_v0.env):
         with pytest.raises(SpecError, match="possible_agents"):
             PettingZooEnv([module()], 0)
-
-
-def test_gymnasiums_environments_are_refused() -> None:
-    with pytest.raises(SpecError, match="GymEnv takes environments of Gymnasium"):
-        PettingZooEnv([gymnasium.make("CartPole-v1")], 0)
 
 
 class Policy(Agent, torch.nn.Module):
@@ -198,19 +178,6 @@ def test_independent_learners_replay_their_own_steps() -> None:
     logits = replay_agent(Policy(), own)["logits"]
     assert logits.requires_grad
     torch.testing.assert_close(logits, own["logits"])
-
-
-def test_windows_restart_on_their_own() -> None:
-    def create_env(seed: int) -> PettingZooEnvInf:
-        return PettingZooEnvInf([simple_spread_v3.parallel_env(max_cycles=5)], seed)
-
-    arguments = {"sizes": {"action": 5}}
-    with Batcher(12, None, RandomAgents, arguments, create_env, n_workers=0, seed=0) as batcher:
-        batcher.reset()
-        batcher.execute()
-        window = batcher.get()
-    assert window["_truncated"][0].nonzero().flatten().tolist() == [4, 9]
-    assert window.per_agent()["_done"].sum().item() == 2 * 3
 
 
 @pytest.mark.parametrize("kind", [JointEnv, PettingZooEnv, PettingZooEnvInf])

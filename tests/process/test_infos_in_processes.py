@@ -14,7 +14,6 @@ from process.watching import worker_pids
 
 from rlpool import AgentError, Batcher, DictTensor, EnvError, ParallelEnvManager, replay
 
-from support.envs import CountingEnv
 from support.needy import (
     Needy,
     NeedyAgent,
@@ -23,7 +22,6 @@ from support.needy import (
     agent_info,
     create_manager,
     create_needy,
-    create_partly_needy,
     env_info,
 )
 
@@ -61,11 +59,6 @@ def test_wrong_infos_then_right_ones(runs: MakeRuns, kind: str) -> None:
         run(env_info=env_info())
     for _ in range(2):
         run.assert_right(env_info=env_info(), agent_info=agent_info())
-
-
-def test_what_the_first_request_shows_counts(runs: MakeRuns) -> None:
-    run = runs(partial(create_partly_needy, observes="undeclared"), NeedyAgent, 2)
-    run.assert_right(env_info=env_info(), agent_info=agent_info())
 
 
 class DyingEnv(NeedyEnv):
@@ -136,16 +129,3 @@ def test_a_remote_is_reset_with_options_after_it_failed_without() -> None:
         kind, (observation, reward, done, _) = remote.recv()
         assert (observation.tolist(), reward, done) == ([1, 4], 401.0, False)
         assert manager.reset(env_info())[0]["frame"].tolist() == [[0, 5], [0, 6]]
-
-
-class DefaultEnv(CountingEnv):
-    """Its own default applies where there are no options."""
-
-    def reset(self, env_info: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
-        return super().reset(options={"id": env_info["id"]})
-
-
-def test_in_processes_too_an_environments_own_default_applies(runs: MakeRuns) -> None:
-    over = runs(lambda seed: ParallelEnvManager([DefaultEnv] * 2, seed=seed))
-    over.batcher.execute(6)
-    assert over.batcher.get()["frame"][:, 0].tolist() == [[0, 8]] * 6

@@ -263,14 +263,6 @@ def test_a_hang_raises_worker_timeout_error(struck: Struck, kind: str, way: str)
         assert caught.value.where[1:6] == (0, None, None, 1, 4)
 
 
-@pytest.mark.promise("I4")
-def test_many_slow_lanes_are_no_hang() -> None:
-    with open_manager(FaultyEnv, 4, envs_per_worker=4, timeout=0.3) as manager:
-        manager.reset_lanes(range(4), [1] * 4, [{"sleep_ms": 90}] * 4)
-        manager.step_lanes(range(4), no_actions(manager))
-        assert manager.current["frame"][:, 1].tolist() == [1] * 4
-
-
 # Starting -------------------------------------------------------------------------------------
 
 

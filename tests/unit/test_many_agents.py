@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -18,6 +19,7 @@ from rlpool import (
     ParallelEnvManager,
     Pool,
     SpecError,
+    WorkerStartupError,
     gae,
 )
 from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEnvInf
@@ -255,98 +257,64 @@ def test_gae_takes_rewards_of_all_agents() -> None:
     generator = torch.Generator().manual_seed(0)
     reward, value, following = torch.randn(3, 5, 7, 4, generator=generator)
     terminated, done = torch.rand(2, 5, 7, generator=generator) < 0.2
-    done = done | terminated
     lengths = torch.tensor([7, 3, 5, 1, 6])
-    each = [
-        gae(
-            reward[..., a],
-            value[..., a],
-            following[..., a],
-            terminated,
-            done,
-            0.9,
-            0.8,
-            lengths=lengths,
-        )
-        for a in range(4)
-    ]
-    joint = gae(reward, value, following, terminated, done, 0.9, 0.8, lengths=lengths)
-    assert torch.equal(joint, torch.stack(each, -1))
-    by_agent = lengths.unsqueeze(-1).expand(5, 4)
-    again = gae(reward, value, following, terminated, done, 0.9, 0.8, lengths=by_agent)
-    assert torch.equal(again, joint)
+
+    def advantage(*values: torch.Tensor, lengths: Any = None) -> torch.Tensor:
+        return gae(*values, terminated, done | terminated, 0.9, 0.8, lengths=lengths)
+
+    of_each = [(reward[..., k], value[..., k], following[..., k]) for k in range(4)]
+    each = torch.stack([advantage(*values, lengths=lengths) for values in of_each], -1)
+    for given in (lengths, lengths.unsqueeze(-1).expand(5, 4)):
+        assert torch.equal(advantage(reward, value, following, lengths=given), each)
     for wrong in (lengths.tolist(), lengths.int()):
         with pytest.raises(SpecError, match=r"int64 \[5, 4\]"):
-            gae(reward, value, following, terminated, done, 0.9, 0.8, lengths=wrong)
-    shared = gae(reward, value[..., 0], following[..., 0], terminated, done, 0.9, 0.8)
-    expected = gae(reward[..., 2], value[..., 0], following[..., 0], terminated, done, 0.9, 0.8)
-    assert torch.equal(shared[..., 2], expected)
+            advantage(reward, value, following, lengths=wrong)
+    shared = value[..., 0], following[..., 0]
+    assert torch.equal(advantage(reward, *shared)[..., 2], advantage(reward[..., 2], *shared))
 
 
 # What is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [[Lives(LIVES)], Lives(LIVES)])
-def test_a_gym_env_says_what_to_do(given: Any) -> None:
-    with pytest.raises(SpecError, match="PettingZooEnv"):
-        GymEnv(given, 0)
+def lives(kind: Any = Lives, **changes: Any) -> Any:
+    """An environment without some attributes, or with others."""
+    env = kind(LIVES)
+    for name, value in changes.items():
+        delattr(env, name) if value is None else setattr(env, name, value)
+    return env
 
 
-def test_a_manager_says_what_to_do() -> None:
-    with pytest.raises(Exception, match="JointEnv"):
-        ParallelEnvManager([lambda: Lives(LIVES)])
+class Named(Lives):
+    def observation_space(self, agent: str) -> Any:
+        return gymnasium.spaces.Dict(alive=gymnasium.spaces.Discrete(2))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"state": "yes"}, "state"),
-        ({"reward": ["sum"]}, "'sum'"),
-        ({"reward": "max"}, "'max'"),
-        ({"state": True}, "state_space"),
-    ],
-)
-def test_arguments_that_do_not_fit(change: Any, words: str) -> None:
-    env = Lives(LIVES)
-    del env.state_space
-    with pytest.raises(SpecError, match=words):
-        PettingZooEnv([env], 0, **change)
+TWICE = Lives(LIVES)
+REFUSED: list[tuple[Any, Any, str]] = [
+    *((GymEnv, given, "PettingZooEnv") for given in ([lives()], lives())),
+    (GymEnv, [JointEnv(lives())] * 2, "environments 0 and 1 are the same object"),
+    *(
+        (PettingZooEnv, given, "environment")
+        for given in (lives(), gymnasium.make("CartPole-v1"), 3, [])
+    ),
+    (PettingZooEnv, [gymnasium.make("CartPole-v1")], "PettingZoo"),
+    (PettingZooEnv, [TWICE, lives(), TWICE], "environments 0 and 2 are the same object"),
+    (PettingZooEnv, [lives(), Lives(GROUPS)], "environment 1"),
+    (PettingZooEnv, [lives(Named)], "'alive'"),
+    (PettingZooEnv, [lives(possible_agents=None)], "possible_agents"),
+    (partial(PettingZooEnv, state="yes"), [lives()], "state"),
+    (partial(PettingZooEnv, state=True), [lives(state_space=None)], "state_space"),
+    (partial(PettingZooEnv, reward=["sum"]), [lives()], "'sum'"),
+    (partial(PettingZooEnv, reward="max"), [lives()], "'max'"),
+]
 
 
-def test_an_environment_is_in_one_lane() -> None:
-    with pytest.raises(SpecError, match="environments 0 and 2 are the same object"):
-        PettingZooEnv([env := Lives(LIVES), Lives(LIVES), env])
-    with pytest.raises(SpecError, match="environments 0 and 1 are the same object"):
-        GymEnv([JointEnv(Lives(LIVES))] * 2)
-
-
-def test_environments_with_other_agents_are_refused() -> None:
-    with pytest.raises(SpecError, match="environment 1"):
-        PettingZooEnv([Lives(LIVES), Lives(GROUPS)], 0)
-
-
-@pytest.mark.parametrize("given", [Lives(LIVES), gymnasium.make("CartPole-v1"), 3, []])
-def test_what_is_no_list_of_such_environments_is_refused(given: Any) -> None:
-    with pytest.raises(SpecError):
-        PettingZooEnv(given, 0)
-    with pytest.raises(SpecError, match="PettingZoo"):
-        PettingZooEnv([gymnasium.make("CartPole-v1")], 0)
-
-
-def test_keys_that_the_agents_observe_already_are_refused() -> None:
-    class Named(Lives):
-        def observation_space(self, agent: str) -> Any:
-            return gymnasium.spaces.Dict(alive=gymnasium.spaces.Discrete(2))
-
-    with pytest.raises(SpecError, match="key 'alive' is given by PettingZooEnv and by the obs"):
-        PettingZooEnv([Named(LIVES)], 0)
-
-
-def test_agents_have_to_be_known_beforehand() -> None:
-    env = Lives(LIVES)
-    del env.possible_agents
-    with pytest.raises(SpecError, match="possible_agents"):
-        PettingZooEnv([env], 0)
+def test_environments_and_arguments_that_do_not_fit_are_refused() -> None:
+    for kind, given, named in REFUSED:
+        with pytest.raises(SpecError, match=named):
+            kind(given, 0)
+    with pytest.raises(WorkerStartupError, match="JointEnv"):
+        ParallelEnvManager([lives])
 
 
 class Wrong(Lives):
@@ -419,11 +387,6 @@ def test_results_that_do_not_fit_name_the_agent(change: Any, words: str) -> None
         batcher.execute(1)
         with pytest.raises(EnvError, match=words):
             batcher.get()
-
-
-def test_no_episodes_have_no_agents() -> None:
-    own = collected(LIVES, SIZES).slice(0, 0).per_agent()
-    assert own["frame"].shape == (0, 0, 2)
 
 
 def test_the_steps_of_agents_have_no_agents() -> None:

@@ -189,47 +189,6 @@ def test_a_copy_reads_everything_before_it_writes() -> None:
     assert (swapped["a"].tolist(), swapped["b"].tolist()) == ([2, 1, 0], [0, 1, 2])
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.uint16, ()), (torch.uint64, (2, 3))])
-def test_unsigned_values_are_moved_like_others(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    rows, top = torch.tensor([3, 0]), 2 ** (8 * dtype.itemsize)
-    numbers = steps_of()["action"].view(4, T, *[1] * len(shape)).expand(4, T, *shape).clone()
-    values = (top - 1 - numbers.numpy().astype(object)) % top  # more than signed numbers hold
-    kind = str(dtype).removeprefix("torch.")
-    unsigned = torch.from_numpy(values.astype(kind))
-    lengths = torch.tensor(LENGTHS)
-    few = TemporalDictTensor({"x": unsigned}, lengths, {"y": unsigned[:, 0].clone()})
-    many = TemporalDictTensor({"x": numbers}, lengths, {"y": numbers[:, 0].clone()})
-
-    def same(one: Any, other: Any) -> None:
-        found, wanted = _pytree.tree_leaves(one), _pytree.tree_leaves(other)
-        for left, right in zip(found, wanted, strict=True):
-            if left.dtype == dtype:
-                expected = (top - 1 - right.numpy().astype(object)) % top
-                assert (left.numpy() == expected.astype(kind)).all()
-            else:
-                assert torch.equal(left, right)
-
-    for method in (
-        lambda batch: batch.flatten(with_info=True),
-        lambda batch: (batch[rows], batch[batch.lengths > 1]),
-        lambda batch: batch.temporal_multi_index(torch.tensor([0, 1, 2, 4])),
-        lambda batch: batch.masked_temporal_index(2),
-        lambda batch: (batch.unfold(), batch.shorten(), batch.temporal_slice(1, 3)),
-    ):
-        same(method(few), method(many))
-    packed = TemporalDictTensor.from_packed(few.flatten(), lengths, few.info)
-    assert torch.equal(packed.flatten()["x"], few.flatten()["x"])
-    assert torch.equal(packed.info["y"], few.info["y"])
-    assert packed["x"][1, 1:].float().sum() == 0
-    for batch in (few, many):
-        batch.copy_(batch.temporal_slice(0, 3), rows[1:], rows[:1])
-        flat = DictTensor({"x": batch["x"][:, 0].clone()})
-        flat.copy_(flat, rows, rows.flip(0))
-        batch.info.set("flat", flat["x"])
-    assert few["x"][3, 3:].float().sum() == 0
-    same(few.flatten(with_info=True), many.flatten(with_info=True))
-
-
 def test_a_single_trajectory_knows_its_time_and_has_no_rows() -> None:
     row = steps_of()[0]
     assert (row.lengths.item(), row.info["task"].item(), row.n_timesteps()) == (3, 1, 5)

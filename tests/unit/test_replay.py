@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -257,24 +256,6 @@ def test_the_agent_gets_keys_and_batch_as_in_collection_or_all_transitions_at_on
     assert at_once.seen == [({"hidden"}, keys, int(collected.lengths.sum()))]
 
 
-class PreciseStartAgent(RecurrentAgent):
-    """Starts, in replay, from a state of another dtype than the stored one, as under autocast."""
-
-    def initial_state(self, agent_info, n):
-        return DictTensor({"hidden": self.start(agent_info, n)["hidden"].to(self.dtype)})
-
-    dtype = torch.float32
-
-
-def test_a_state_of_another_dtype_replaces_the_stored_one_where_all_rows_start():
-    collected = collect_episodes(PreciseStartAgent)
-    agent = PreciseStartAgent()
-    agent.dtype = torch.bfloat16
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        replayed = replay_agent(agent, collected)
-    assert torch.equal(replayed.lengths, collected.lengths)
-
-
 @pytest.mark.parametrize("wrong", ["one row", "one value"])
 def test_an_agent_that_returns_something_else_is_refused(wrong):
     class WrongAgent(FeedForwardAgent):
@@ -286,33 +267,6 @@ def test_an_agent_that_returns_something_else_is_refused(wrong):
         SpecError, match=r"the agent returned ('\w+' of shape \[1\]|DictTensor) for 8 rows"
     ):
         replay_agent(WrongAgent(), collect_episodes(FeedForwardAgent))
-
-
-class UnsignedAgent(Agent):
-    """Returns what it sees, in a dtype of which torch can do little."""
-
-    def require_history(self):
-        return True
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        thousandths = (observation["frame"][:, 0] * 1000).int() + 60_000
-        seen = torch.from_numpy(thousandths.numpy().astype(np.uint16))
-        before = torch.zeros_like(seen)
-        if history.lengths.any():
-            last = (history.lengths - 1).clamp(min=0)
-            before = history.get(["seen"]).temporal_multi_index(last)["seen"]
-        output, action = {"seen": seen, "before": before}, torch.zeros(len(seen), dtype=torch.int64)
-        return DictTensor(), DictTensor({"action": action, **output}), DictTensor()
-
-
-@each_source
-def test_unsigned_outputs_are_replayed(state):
-    collected = collect_episodes(UnsignedAgent)
-    assert collected["seen"].dtype == torch.uint16
-    assert collected["seen"].int().max() > 60_000
-    replayed = replay_agent(UnsignedAgent(), collected, state=state)
-    assert replayed["seen"].tolist() == collected["seen"].tolist()
-    assert replayed["before"].dtype == torch.uint16
 
 
 def test_what_cannot_be_replayed_is_refused():

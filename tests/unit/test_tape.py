@@ -54,16 +54,6 @@ def test_steps_are_kept_in_order_however_they_arrive(n_small: int) -> None:
     assert before.n_steps == tape.n_steps - 1
 
 
-def test_what_is_kept_is_bounded() -> None:
-    tape = Tape(5)
-    for number in range(10):
-        tape.add({"action": np.arange(4096) + 4096 * number}, most_bytes=3 * 2**15)
-    assert tape.first_step == 7 * 4096
-    assert tape.n_steps == 10 * 4096
-    assert tape.actions["action"][0] == tape.first_step
-    assert "first 28672 actions" in tape.why_lost
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(8, 4000))
 def test_the_bound_holds_after_every_chunk_and_the_latest_steps_are_kept(
     lengths: list[int], most_bytes: int
