@@ -18,7 +18,6 @@ from rlpool import (
     sample_tanh_normal,
 )
 
-
 N = 200_000
 EVENLY = torch.arange(N) / N  # frequencies have no sampling error
 GENERATOR = torch.Generator()
