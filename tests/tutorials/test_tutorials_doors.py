@@ -75,13 +75,8 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_at_the_start_in_one_line(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(("flags", "told"), FAILS_LATER)
 def test_what_would_fail_later_is_refused_at_the_start_in_one_line(
-    flags: str,
-    told: str,
-    program_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    program_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(program_folder)
     Path("folder").mkdir()
@@ -89,11 +84,12 @@ def test_what_would_fail_later_is_refused_at_the_start_in_one_line(
     Path("empty").touch()
     torch.save({"q_network": {}, "random": torch.get_rng_state(), "progress": {}}, "other.pt")
     before = sorted(program_folder.iterdir())
-    name, *flags_of = flags.split()
-    assert run(FOLDER / f"{name}.py", monkeypatch, *flags_of) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert error.count("\n") == 1
+    for flags, told in FAILS_LATER:
+        name, *flags_of = flags.split()
+        assert run(FOLDER / f"{name}.py", monkeypatch, *flags_of) == 2, flags
+        error = capsys.readouterr().err
+        assert told in error
+        assert error.count("\n") == 1
     assert sorted(program_folder.iterdir()) == before
 
 
