@@ -133,6 +133,14 @@ class Agent:
                 fix="define update(self, info), for instance self.model.load_state_dict(info)",
             )
 
+        def to(self, *arguments: Any, **named: Any) -> Any:
+            """Move the agent to a device, as ``nn.Module.to``, if it is a module."""
+            if not isinstance(self, nn.Module):
+                what = f"{type(self).__name__} is not a torch module, so it has no to()"
+                fix = "class MyAgent(Agent, nn.Module), or move its network: self.network.to(...)"
+                raise UsageError(what, fix=fix)
+            return super().to(*arguments, **named)
+
     def seed(self, seed: int) -> None:
         """Seed the agent's own generators. Called once.
 
@@ -167,6 +175,9 @@ def call_problem(agent: Agent) -> tuple[str, str] | None:
     it can be called.
     """
     kind, method, fix = type(agent), "__call__", _DEFINE_CALL
+    if isinstance(agent, nn.Module) and "_modules" not in vars(agent):
+        what = f"{kind.__name__}.__init__ does not call that of nn.Module"
+        return what, "call super().__init__() first in it"
     if kind.__call__ in (Agent.__call__, nn.Module.__call__):
         method = "forward"
         forward = agent.forward if isinstance(agent, nn.Module) else nn.Module.forward

@@ -155,7 +155,7 @@ class EpisodeBatcher(BatcherBase):
     @whole
     def execute(
         self,
-        n_episodes: int,
+        n_episodes: int | None = None,
         agent_info: Info = None,
         env_info: Info = None,
         *,
@@ -197,13 +197,14 @@ class EpisodeBatcher(BatcherBase):
 
     def _request(
         self,
-        n_episodes: int,
+        n_episodes: int | None,
         agent_info: Info,
         env_info: Info,
         given_seeds: Sequence[int] | None,
     ) -> None:
         self._open()
-        n_episodes = whole_number("n_episodes", n_episodes, 1)
+        fix = "say how many episodes: execute(32)"
+        n_episodes = whole_number("n_episodes", n_episodes, 1, fix=fix)
         if n_episodes > N_SEEDS:
             what = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
             raise SpecError(what, fix="ask for fewer at a time: stream()")

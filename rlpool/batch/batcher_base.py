@@ -73,6 +73,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     _recipe: Recipe | None = None
     _is_closed = False
     _progress: ShowProgress = False
+    _has_said_stopped = False  # whether ``get`` has returned None since the last reset
     _policy = Policy()
     _update: tuple[Any] | None = None  # what was given to an ``update`` that has not ended
     _failures: tuple[WorkerError, ...] = ()
@@ -288,11 +289,12 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
             Lengths of windows are from 1 to ``n_timesteps`` (from 0 where lanes cannot be reset one
             by one: the steps in which they restart are missing). A ``Batcher`` returns ``None``
-            once all lanes have stopped (see ``all_stopped``).
+            once, when all lanes have stopped (see ``all_stopped``).
 
         Raises:
             UsageError: If nothing is pending, as when the last call was interrupted, or the
-                batcher is closed; or ``progress=True`` without tqdm.
+                batcher is closed; if a ``Batcher`` has returned ``None`` before; or
+                ``progress=True`` without tqdm.
             TimeoutError: If the result is not there after ``timeout``: a ``ResultTimeoutError``.
             EnvError, AgentError: If the user's code failed. The request is lost, the batcher
                 still works; a ``Batcher`` needs a ``reset`` to go on.
@@ -315,6 +317,11 @@ class BatcherBase(CrashOnly, ProcessOwner):
         timeout = checked_wait(timeout)
         progress = self._progress if progress is None else checked_progress(progress)
         if self._has_stopped(dispatcher):
+            if self._has_said_stopped:
+                what = "all lanes have ended, and get() has returned None already"
+                fix = "call reset(), or use environments that restart on their own (GymEnvInf)"
+                raise UsageError(what, fix=fix)
+            self._has_said_stopped = True
             return None
         if self.is_interrupted:
             what = "nothing is pending: the last call was interrupted"

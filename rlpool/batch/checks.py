@@ -14,6 +14,9 @@ from rlpool.machine.arguments import whole_number
 LAST_NUMBER = 2**62
 """Numbers of episodes and policies are 64-bit words in workers."""
 
+LAST_ROOT = 2**128 - 1
+"""Roots of seeds have 128 bits, see ``root_from``."""
+
 Show = Callable[[int, int], object]
 
 ShowProgress = bool | Show
@@ -78,9 +81,9 @@ def checked_state(state: Any) -> State:
         what = f"a batcher's state has the keys {list(names)}, got {state!r:.200}"
         raise SpecError(what, fix=fix)
     checked = {name: whole_number(name, state[name], 0, fix=fix) for name in names}
-    for name in names[1:]:
-        if checked[name] > LAST_NUMBER:
-            raise SpecError(f"{name} is {checked[name]}, the largest is 2**62", fix=fix)
+    for name, most in zip(names, (LAST_ROOT, LAST_NUMBER, LAST_NUMBER), strict=True):
+        if checked[name] > most:
+            raise SpecError(f"{name} is {checked[name]}, the largest is {most}", fix=fix)
     return checked
 
 

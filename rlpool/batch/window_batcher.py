@@ -10,7 +10,7 @@ from rlpool.batch.checks import CreateAgent, CreateEnv, Seeds
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import Policy, Request, WindowRequest
 from rlpool.data.infos import Info, Infos, as_infos
-from rlpool.errors import RlpoolError, UsageError
+from rlpool.errors import RlpoolError, SpecError, UsageError
 from rlpool.machine.arguments import also_takes
 from rlpool.machine.calls import whole
 from rlpool.record.tape import WindowTapes
@@ -138,6 +138,7 @@ class Batcher(BatcherBase):
         self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
         self._running = list(range(self.n_lanes))
         self._is_first = self._is_reset = True
+        self._has_said_stopped = False
 
     @whole
     def execute(self, agent_info: Info = None, env_info: Info = None) -> None:
@@ -166,6 +167,11 @@ class Batcher(BatcherBase):
             (6, 6)
         """
         dispatcher = self._open()
+        number: Any = agent_info
+        if isinstance(number, int):
+            what = f"execute() got {number}, and a Batcher counts no episodes"
+            fix = "call execute() for the next window of all lanes, or use an EpisodeBatcher"
+            raise SpecError(what, fix=fix)
         if not self._is_reset or self.is_interrupted:
             raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
         given = as_infos(agent_info, env_info, self.n_lanes)

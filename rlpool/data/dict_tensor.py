@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from rlpool.data import rows as base
 from rlpool.data.rows import Rows, instance, kind, resolve_rows, selected, write_rows_
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, UsageError
 from rlpool.machine.imports import import_extra
 
 BatchT = TypeVar("BatchT", bound="DictTensorBase")
@@ -94,6 +94,13 @@ class DictTensorBase:
             return self._tensors[key]
         except KeyError:
             raise KeyError(f"no key {key!r}, there are {list(self._tensors)}") from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Refuse to replace a tensor or rows, for which there are methods."""
+        what = f"a {type(self).__name__} takes no {key!r:.40} by assignment"
+        example = "frame" if not isinstance(key, str) else key
+        fix = f'replace the tensor: e.set("{example}", e["{example}"] / 2), or copy_ for rows'
+        raise UsageError(what, fix=fix)
 
     def get(self: BatchT, keys: Iterable[str], clone: bool = False) -> BatchT:
         """Keep some keys.

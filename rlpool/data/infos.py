@@ -103,7 +103,7 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         what, _, _ = str(error).partition("\n")
         if isinstance(value, Tensor):
-            what, fix = f"has dtype {value.dtype}, which NumPy lacks", "convert it, to float32 say"
+            what, fix = f"has dtype {value.dtype}, which NumPy lacks", f"pass {key}.float()"
         else:
             what = f"is {type(value).__name__} {value!r:.40}, not numbers ({what:.80})"
             fix = "give a tensor, an array or a list of numbers, with as many in every row"

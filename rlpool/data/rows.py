@@ -183,10 +183,10 @@ def from_start(row: int, n_elems: int) -> int:
 
 
 def _no_selection(rows: Any, n_elems: int) -> SpecError:
-    return SpecError(
-        f"cannot select from {n_elems} rows with {kind(rows)}",
-        fix=f"use an int, a forward slice, an int64 tensor [N] or a bool mask [{n_elems}]",
-    )
+    fix = f"use an int, a forward slice, an int64 tensor [N] or a bool mask [{n_elems}]"
+    if isinstance(rows, tuple):
+        fix = 'index one of the tensors: observation["frame"][:, 2]'
+    return SpecError(f"cannot select from {n_elems} rows with {kind(rows)}", fix=fix)
 
 
 def row_pair(

@@ -353,6 +353,9 @@ def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
         made: Anything.
         seed: See ``VectorGymEnv``.
     """
+    if isinstance(made, VecEnv) and not hasattr(made, "n_lanes"):
+        what = f"{type(made).__name__}.__init__ does not call that of VecEnv"
+        raise SpecError(what, fix="call super().__init__(...) first in it")
     if not isinstance(made, VectorEnv):
         return made
     try:

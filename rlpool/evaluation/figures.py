@@ -332,6 +332,9 @@ def plot(
     if not evaluations:
         raise SpecError("there is nothing to plot", fix="pass evaluations: plot(a, b)")
     names = [str(number) for number in range(len(evaluations))] if names is None else list(names)
+    if len(names) != len(evaluations):
+        what = f"names has {len(names)} entries for {len(evaluations)} evaluations"
+        raise SpecError(what, fix="give one name for each")
     for name, each in zip(names, evaluations, strict=True):
         refuse_no_evaluation(f"evaluation {name!r}", each)
     are_paired = len(evaluations) == 2

@@ -394,7 +394,7 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> NDArray:
     except (RuntimeError, TypeError):
         raise SpecError(
             f"{name} has dtype {tensor.dtype}, which NumPy does not have",
-            fix="convert it, for example to float32",
+            fix="return it as tensor.float()",
         ) from None
     if array.shape[:1] != (n_lanes,):
         raise SpecError(

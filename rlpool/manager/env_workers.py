@@ -18,16 +18,7 @@ from typing import Any
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory, carved_bytes
 from rlpool.envs.vec_env import LaneError
-from rlpool.errors import (
-    EnvError,
-    EnvSpecError,
-    SpecError,
-    UsageError,
-    Where,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
 from rlpool.manager.channel import (
@@ -46,7 +37,7 @@ from rlpool.manager.channel import (
 )
 from rlpool.manager.worker import main
 from rlpool.observe.stats import StatsReader
-from rlpool.record.failures import ENV_HINT
+from rlpool.record.failures import ENV_HINT, lane_death
 from rlpool.record.tape import LaneTapes, Tape, actions_of
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import pack
@@ -450,7 +441,7 @@ class EnvWorkers(CrashOnly):
 
     def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
         """Let what a worker was doing have failed, instead of its successor doing it again."""
-        failure = _lane_death(failure, lane, self._call_of(lane))
+        failure = lane_death(failure, lane, self._call_of(lane))
         if self.is_unanswered(lane):
             self._refuse_request(lane, failure)
         if self._is_busy(worker):
@@ -534,34 +525,6 @@ class LaneSpecFailure(LaneFailure, EnvSpecError):
     """An ``EnvSpecError`` of a lane."""
 
 
-class LaneDeath(WorkerDiedError, LaneError):
-    """The death of a worker in a lane's call, again and again: like an exception of its env."""
-
-    can_be_repeated = True
-
-    def __reduce__(self) -> Any:
-        return WorkerDiedError(**self._constructor_arguments()).__reduce__()
-
-
-class LaneHang(WorkerTimeoutError, LaneError):
-    """The same of a worker that hangs."""
-
-    can_be_repeated = True
-
-    def __reduce__(self) -> Any:
-        return WorkerTimeoutError(**self._constructor_arguments()).__reduce__()
-
-
-def _lane_death(failure: WorkerError, lane: int, call: str) -> WorkerError:
-    """The failure of a worker as one of its lane, as callers of the lane contract expect it."""
-    for kind, of_lane in ((WorkerDiedError, LaneDeath), (WorkerTimeoutError, LaneHang)):
-        if isinstance(failure, kind):
-            death = of_lane(**failure._constructor_arguments())
-            death.lane, death.call = lane, call
-            return death
-    return failure
-
-
 def lane_failure(error: EnvError, call: str, where: Where, tape: Tape | None) -> LaneFailure:
     """A worker's report about a lane as an exception, with the episode's options and actions.
 
@@ -571,7 +534,7 @@ def lane_failure(error: EnvError, call: str, where: Where, tape: Tape | None) ->
         where: Where it did.
         tape: The lane's episode, the failing step included; ``None`` if it cannot be repeated.
     """
-    changes: dict[str, Any] = {"where": where, "hint": ENV_HINT}
+    changes: dict[str, Any] = {"where": where, "hint": error.hint and ENV_HINT}
     if tape is not None and not tape.why_lost:
         changes |= {"options": tape.options, "actions": actions_of(tape.actions)}
     kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure

@@ -107,7 +107,7 @@ def collect_rollouts_parallel(
         if isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager):
             raise  # from another process, and says so
         where = error.where._replace(worker=None)
-        raise error.reworded(where=where, hint=LOCAL_HINT) from error.__cause__
+        raise error.reworded(where=where, hint=error.hint and LOCAL_HINT) from error.__cause__
     return sum(lengths)
 
 

@@ -14,7 +14,9 @@ from rlpool.errors import (
     SpecError,
     UsageError,
     Where,
+    WorkerDiedError,
     WorkerError,
+    WorkerTimeoutError,
     described,
 )
 
@@ -39,6 +41,24 @@ _SIGNATURES = {
 """What to do about functions of the user that cannot be called as they are."""
 
 
+_SAME_DTYPE = 'use one dtype: network.float(), or network(observation["frame"].to(dtype))'
+_ONE_TENSOR = 'compute with its tensors, such as observation["frame"]'
+_ADVICE = {
+    "Expected state_dict": "send the parameters: batcher.update(policy.state_dict())",
+    "no key 'noise'": "set n_noise of the agent's class to how many random numbers it needs per "
+    "step",
+    "same dtype": _SAME_DTYPE,
+    "weight dtype": _SAME_DTYPE,
+    "bias type": _SAME_DTYPE,
+    "scalar type": _SAME_DTYPE,
+    "DictTensor": _ONE_TENSOR,
+    "does not require grad": "agents collect without gradients: compute the loss from the result, "
+    "with replay_agent(agent, trajectories)",
+    "Module.__init__()": "call super().__init__() first in its __init__",
+}
+"""Words of exceptions that agents raise, and what to do about them."""
+
+
 def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
     """The error for an environment that raised or returned what does not fit.
 
@@ -47,7 +67,6 @@ def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
         where: Where it happened.
         **episode: ``options`` and ``actions`` of the episode.
     """
-    hint = DEBUG_HINT
     if isinstance(error, WorkerError):  # put together in the process where it happened
         what, fix, hint, text = error.what, error.own_fix, error.hint, error.traceback_text
         where = where._replace(worker=error.where.worker)
@@ -56,7 +75,7 @@ def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
     else:
         cause = error.__cause__ or error
         what, fix = what_and_fix(f"env.{error.call}", cause)
-        text, is_spec = text_of(cause), isinstance(cause, SpecError)
+        hint, text, is_spec = _hint(cause), text_of(cause), isinstance(cause, SpecError)
     kind = EnvSpecError if is_spec else EnvError
     return kind(what, where=where, fix=fix, hint=hint, traceback_text=text, **episode)
 
@@ -74,8 +93,35 @@ def agent_error(
     """
     what, fix = what_and_fix(who, error)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
-    text = text_of(error)
-    return kind(what, where=where, fix=fix, hint=DEBUG_HINT, traceback_text=text, **episode)
+    text, hint = text_of(error), _hint(error)
+    return kind(what, where=where, fix=fix, hint=hint, traceback_text=text, **episode)
+
+
+def _hint(error: BaseException) -> str:
+    """The advice to debug, for exceptions of the user's own code."""
+    return "" if isinstance(error, SpecError | UsageError) else DEBUG_HINT
+
+
+class LaneDeath(WorkerDiedError, LaneError):
+    """The death of a manager's worker in one lane's call, again and again."""
+
+    can_be_repeated = True
+
+
+class LaneHang(WorkerTimeoutError, LaneError):
+    """The same of a worker that hangs."""
+
+    can_be_repeated = True
+
+
+def lane_death(failure: WorkerError, lane: int, call: str) -> WorkerError:
+    """The failure of a manager's worker as one of its lane, whose episode can be given up."""
+    for kind, of_lane in ((WorkerDiedError, LaneDeath), (WorkerTimeoutError, LaneHang)):
+        if isinstance(failure, kind):
+            death = of_lane(**failure._constructor_arguments())
+            death.lane, death.call = lane, call
+            return death
+    return failure
 
 
 def worker_error(error: BaseException, where: Where) -> WorkerError:
@@ -94,11 +140,10 @@ def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     if isinstance(error, SpecError | UsageError):
         return f"{who}: {error.what}", error.fix
     fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""
-    if who == "agent.update" and "Expected state_dict" in described(error):
-        fix = "send the parameters: batcher.update(policy.state_dict())"
-    if who == THE_AGENT and isinstance(error, KeyError) and "noise" in str(error):
-        fix = "set n_noise of the agent's class to how many random numbers it needs per step"
-    return f"{who} raised {described(error)}", fix
+    raised = described(error)
+    if "agent" in who:
+        fix = next((advice for words, advice in _ADVICE.items() if words in raised), fix)
+    return f"{who} raised {raised}", fix
 
 
 def _could_not_be_called(error: BaseException) -> bool:

@@ -71,11 +71,12 @@ def test_get_is_none_once_all_lanes_have_stopped() -> None:
             while (window := batcher.get(blocking=False)) is None:
                 assert not batcher.all_stopped  # it is just not there yet
             assert window.lengths.tolist() == lengths
-            for blocking in (True, False, True):
-                assert batcher.get(blocking=blocking) is None
+            assert batcher.get() is None
+            for blocking in (True, False):
+                batcher.execute()
                 assert batcher.all_stopped
-        batcher.execute()
-        assert batcher.get() is None
+                with pytest.raises(UsageError, match=r"reset\(\)(.|\n)*GymEnvInf"):
+                    batcher.get(blocking=blocking)
 
 
 def test_agent_info_may_change_between_windows_without_a_reset() -> None:
