@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
+import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -54,6 +55,9 @@ SEEDINGS: tuple[Seeding, ...] = get_args(Seeding)
 
 N_SEEDS = 2**31
 """Seeds are in ``[0, N_SEEDS)``."""
+
+MOST_NAMED_SEEDS = 10**7
+"""Of one request: each of them is checked and sent to every worker."""
 
 NOISE_CHUNK = 128
 """Steps of noise computed at once: enough that lanes seldom need the next chunk."""
@@ -168,10 +172,14 @@ def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
     if not is_list or isinstance(seeds, str | bytes) or getattr(seeds, "ndim", 1) == 0:
         what = f"episode_seeds should be a list of ints, got {seeds!r:.60}"
         raise SpecError(what, fix="name one seed per episode")
+    try:
+        n_seeds = len(seeds)
+    except OverflowError:  # of a range
+        n_seeds = sys.maxsize
+    if not 0 < n_seeds <= MOST_NAMED_SEEDS or n_episodes not in (None, n_seeds):
+        what = f"episode_seeds has {n_seeds:,} seeds for {n_episodes or 'some'} episodes"
+        raise SpecError(what, fix=f"name one per episode, {MOST_NAMED_SEEDS:,} at most")
     checked = [whole_number(f"episode_seeds[{i}]", seed, 0) for i, seed in enumerate(seeds)]
-    if not checked or n_episodes not in (None, len(checked)):
-        what = f"episode_seeds has {len(checked)} seeds for {n_episodes or 'some'} episodes"
-        raise SpecError(what, fix="name one seed per episode")
     if max(checked) >= N_SEEDS:
         what = f"episode_seeds[{checked.index(max(checked))}] is {max(checked)}, not below 2**31"
         raise SpecError(what, fix="choose smaller ones: simulators in C take no more")

@@ -21,6 +21,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.calls import whole
+from rlpool.record.tape import Tape
 from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (
@@ -129,6 +130,7 @@ class EpisodeBatcher(BatcherBase):
 
     _next_episode = 0
     _last: tuple[int, Infos, list[int] | None] | None = None
+    _tape: Tape | None = None  # of an episode that workers repeat in place of the next request
 
     @also_takes(n_threads="n_workers", seed="seeds")
     def __init__(
@@ -228,6 +230,7 @@ class EpisodeBatcher(BatcherBase):
                 root=self._root,
                 first=first,
                 given_seeds=given_seeds,
+                tape=self._tape,
             )
         )
 

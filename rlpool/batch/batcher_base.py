@@ -84,6 +84,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
     _WATCHES_INFOS = False
     """Whether a key of ``info_keys`` that is in no info is an error, not a warning."""
 
+    _max_steps: int | None = None  # of episodes, which are truncated there
+
     def __init__(
         self,
         n_timesteps: int,
@@ -118,7 +120,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         self._owner_pid = os.getpid()
         env_args, agent_args = keywords("env_args", env_args), keywords("agent_args", agent_args)
         given = (create_env, env_args, create_agent, agent_args)
-        functions: Any = (*given, agent_rows, self._WATCHES_INFOS)
+        functions: Any = (*given, agent_rows, self._WATCHES_INFOS, self._max_steps)
         if n_workers:
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, given, strict=True))

@@ -46,6 +46,13 @@ from rlpool.workers.workers import Workers
 
 _LOG = logging.getLogger("rlpool")
 
+_LONG_STEPS = 100_000
+"""Steps of an episode after which it is doubtful that the policy ever ends it."""
+
+_KEEP_STATE = "wrappers carry state from one episode to the next, which seeds do not repeat: %s"
+
+_IS_LONG = "an episode has %d steps and goes on (evaluate(max_steps=...) truncates episodes)"
+
 LayoutMaker = Callable[[StepSpecs], Layout]
 
 
@@ -122,7 +129,7 @@ class Dispatcher:
         self._n_requests = 0
         self.n_lanes = 0
         self.environment: Mapping[str, Any] = {}
-        self.is_closed = False
+        self.is_closed = self._has_warned = False
         self._processes: Workers | LocalWorker
         if n_workers:
             runs = [partial(main, recipe.shared)] * n_workers
@@ -278,7 +285,10 @@ class Dispatcher:
     def _agree(self) -> None:
         """Compare what the workers report, and make blocks, unless keys need infos to be known."""
         reports = [self._reports[worker] for worker in range(self._processes.n_workers)]
-        self.n_lanes, self.environment = reports[0].n_lanes, reports[0].environment
+        self.n_lanes, keepers = reports[0].n_lanes, reports[0].state_keepers
+        if keepers and not self.environment:  # once
+            _LOG.warning(_KEEP_STATE, "; ".join(map("%s (%s)".__mod__, keepers.items())))
+        self.environment = reports[0].environment
         problem, specs = _disagreement(reports), reports[0].specs
         if problem is None and specs is not None:
             try:
@@ -417,6 +427,9 @@ class Dispatcher:
             if isinstance(request, EpisodeRequest):
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
                 slots = [] if request.error else request.empty_slots(message.chunks)
+                if not self._has_warned and request.n_unfinished_steps >= _LONG_STEPS:
+                    self._has_warned = True
+                    _LOG.warning(_IS_LONG, request.n_unfinished_steps)
                 self._processes.send(worker, Credit(message.number, slots))
         elif isinstance(message, Report):
             self._note_report(worker, message)

@@ -10,6 +10,7 @@ from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError
 from rlpool.loop.plan import Chunk
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
+from rlpool.record.tape import Tape
 from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload
@@ -115,6 +116,7 @@ class Execute:
         again: Episodes that an earlier worker of this number claimed and did not finish.
         given_up: The steps that fail of episodes, see ``Episode.gives_up_at``.
         payload: ``(agent_info, env_info, {})``, its memory follows.
+        tape: What to repeat instead, see ``not_repeated``.
     """
 
     number: int
@@ -128,6 +130,7 @@ class Execute:
     again: list[int]
     given_up: dict[EpisodeKey, int]
     payload: Payload | None
+    tape: Tape | None = None
 
 
 @dataclass(frozen=True)
@@ -183,12 +186,14 @@ class Report:
         error: Why not: a ``WorkerError`` if the user's code failed, which may succeed with infos;
             any other error is final.
         environment: What the environments are, see ``rlpool.envs.description``.
+        state_keepers: See ``VecEnv.state_keepers``.
     """
 
     n_lanes: int
     specs: StepSpecs | None
     error: RlpoolError | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    state_keepers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from rlpool.machine.arguments import called_with_seed
 from rlpool.machine.generators import seed_generators
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, agent_error
+from rlpool.record.repeat import not_repeated
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed
 from rlpool.slots.blocks import Block
@@ -144,7 +145,8 @@ class Collector(Server):
             seed_generators(seed)  # not the caller's, see LocalWorker
         else:
             functions = load(self._place, "create_env and create_agent", functions)
-        create_env, env_args, create_agent, agent_args, agent_rows, watches_infos = functions
+        create_env, env_args, create_agent, agent_args, *options = functions
+        agent_rows, watches_infos, max_steps = options
         env = called(
             self._here,
             "create_env",
@@ -155,6 +157,8 @@ class Collector(Server):
             fix = "end create_env with return GymEnv([...environments...], seed)"
             raise WorkerStartupError(what, where=self._here, fix=fix)
         self._closers.append(env.close)
+        if max_steps is not None:
+            env.max_steps = min(max_steps, env.max_steps or max_steps)
         if watches_infos:
             env.seen_keys = self._control.seen_keys
 
@@ -213,7 +217,7 @@ class Collector(Server):
             specs, problem = self._rollout.probe(seeds, options, rows or None, first=first), None
         except RlpoolError as error:
             specs, problem = None, self._advised(error)
-        return Report(n_lanes, specs, problem, described(self.env))
+        return Report(n_lanes, specs, problem, described(self.env), self.env.state_keepers)
 
     def _update(self, message: Update, memory: Memory | None) -> None:
         if memory is None:
@@ -229,9 +233,16 @@ class Collector(Server):
 
     def _run(self, message: Execute | Window, memory: Memory | None) -> bool:
         """Run a request's share, and of those that follow; False if this worker has to end."""
-        if self._failed_update is not None:
-            # The policy that the request needs could not be loaded.
-            self.report_failure(self._failed_update, message.number)
+        problem: WorkerError | None = (
+            self._failed_update
+        )  # the policy that the request needs could not be loaded
+        tape = message.tape if isinstance(message, Execute) else None
+        if isinstance(message, Execute) and tape is not None:
+            lane = message.first % self.env.n_lanes
+            problem = not_repeated(self.env, lane, tape, self._control.steps)
+        if problem is not None:
+            self.report_failure(problem, message.number)
+        if problem is not None or tape is not None:
             self._send(Done(message.number))
             return True
         self._next = message, memory

@@ -24,7 +24,7 @@ from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Results, wrong_count
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.legacy import modernised
-from rlpool.envs.single_envs import checked_environments
+from rlpool.envs.single_envs import checked_environments, state_keepers
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
@@ -80,6 +80,7 @@ class GymEnv(VecEnv):
     ) -> None:
         envs = checked_environments(envs)
         self.step_keys = getattr(envs[0], "step_keys", ())
+        self.state_keepers = state_keepers(envs[0])
         envs = [modernised(env) for env in envs]
         super().__init__(len(envs), seed)
         if max_episode_steps is not None:

@@ -1,4 +1,4 @@
-"""What counts as one environment, and what it says of its tasks."""
+"""What counts as one environment, what it says of its tasks, and which wrappers keep state."""
 
 from __future__ import annotations
 
@@ -92,3 +92,23 @@ def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
         return list(tasks)
     n_tasks = attribute("n_tasks")
     return None if n_tasks is None else list(range(int(n_tasks)))
+
+
+def state_keepers(env: Any) -> dict[str, str]:
+    """Wrappers that are known to carry state from one episode to the next.
+
+    Returns:
+        Name to what to use instead, the outermost first.
+    """
+    found: dict[str, str] = {}
+    seen: set[int] = set()  # an environment may refer to its wrapper
+    while id(env) not in seen:
+        seen.add(id(env))
+        kind = type(env)
+        if hasattr(kind, "update_running_mean") and env.update_running_mean:  # Gymnasium's
+            found[kind.__qualname__] = "set update_running_mean to False, or normalise in the agent"
+        elif any(each.__name__.startswith("EpisodicLife") for each in kind.__mro__):
+            found[kind.__qualname__] = "leave it out, so that episodes are whole games"
+        held = getattr(env, "__dict__", {})
+        env = held.get("inner", held.get("env", env))
+    return found

@@ -88,6 +88,10 @@ class VecEnv(ABC):
             and needs a reset before it can be stepped again.
         seeding: What can be seeded, see ``VectorGymEnv``.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
+        max_steps: After how many steps the loop truncates an episode, whatever limits the
+            environments have.
+        state_keepers: Wrappers that are known to carry state from one episode to the next, by name,
+            and what to use instead.
         seen_keys: One element, a bit for each key of ``info_keys`` that some info had. ``None`` if
             the warning after the first whole episode is enough.
         shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
@@ -110,6 +114,8 @@ class VecEnv(ABC):
     min_ready: int | None = None
     shares_current = False
     seen_keys: MutableSequence[int] | memoryview | None = None
+    max_steps: int | None = None
+    state_keepers: Mapping[str, str] = {}
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
     columns: Columns | None = None

@@ -16,6 +16,7 @@ from rlpool.data.specs import leaves_of, nester, structure_of_space
 from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Results, as_array, wrong_count
 from rlpool.envs.info_keys import InfoKeys, info_specs
+from rlpool.envs.single_envs import state_keepers
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError, UsageError, described
 from rlpool.machine.arguments import check_choice, whole_number
@@ -102,12 +103,13 @@ class VectorGymEnv(VecEnv):
     ) -> None:
         if seeding is not None:
             check_choice("seeding", seeding, SEEDINGS)
-        self._limit = max_episode_steps
+        self.max_steps = max_episode_steps
         if max_episode_steps is not None:
-            self._limit = whole_number("max_episode_steps", max_episode_steps, 1)
+            self.max_steps = whole_number("max_episode_steps", max_episode_steps, 1)
         _check_is_vector_env(vector_env)
         super().__init__(vector_env.num_envs, seed)
         self.vector_env: Any = vector_env
+        self.state_keepers = state_keepers(vector_env)
         self.auto_reset, n_lanes = auto_reset, self.n_lanes
         self.observation_space = vector_env.single_observation_space
         self.action_space = vector_env.single_action_space
@@ -272,8 +274,8 @@ class VectorGymEnv(VecEnv):
             rewards, terminated, truncated = self._step_all(lanes, self._last_batch)
         except BaseException as error:
             self._fail("step", error)
-        if self._limit is not None:
-            truncated = np.where(self._elapsed >= self._limit, True, truncated)
+        if self.max_steps is not None:
+            truncated = np.where(self._elapsed >= self.max_steps, True, truncated)
         if not all_step:
             rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
         if np.count_nonzero(in_episode) < len(in_episode):  # they are about to restart

@@ -24,6 +24,8 @@ from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.files import checked_target
 from rlpool.machine.imports import import_extra
 from rlpool.observe.control import Word
+from rlpool.record.repeat import N_HEAD
+from rlpool.record.tape import Tape, tape_of
 from rlpool.seeding import checked_seeds, evaluation_root
 from rlpool.training.statistics import episode_returns, numbers_of
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions
@@ -58,6 +60,8 @@ def evaluate(
     env_info: Info = None,
     episode_seeds: Sequence[int] | None = None,
     agent_rows: int | None = AGENT_ROWS,
+    max_steps: int | None = None,
+    check_repeatable: bool = True,
     infos: Sequence[str] = (),
     record: str | os.PathLike[str] | None = None,
     progress: bool = False,
@@ -74,8 +78,8 @@ def evaluate(
 
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
-    ``info_keys`` of ``GymEnv``: without it there are no successes. NaN is an error, and so is a
-    key of ``info_keys`` that is in no info of any episode.
+    ``info_keys`` of ``GymEnv``: without it there are no successes. Numbers count above 0.5. NaN is
+    an error, and so is a key of ``info_keys`` that is in no info of any episode.
 
     Args:
         agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
@@ -94,6 +98,13 @@ def evaluate(
             as for ``EpisodeBatcher.execute``. Noise still derives from ``seeds``.
         agent_rows: As for ``EpisodeBatcher``, but a number by default, so that no result depends on
             the number of environments. ``None`` calls the agent with a row per environment.
+        max_steps: Truncate episodes after this many steps. Without it, one warning is logged after
+            100,000 steps of an episode, which may never end.
+        check_repeatable: Repeat an episode at the end, and its beginning early on, with the same
+            actions and in an environment that has run others, and raise if observations, rewards
+            or flags differ: something is carried over from one episode to the next.
+            ``False`` goes on: a real robot needs it, and so do other environments that do not
+            repeat an episode. Lanes that are seeded per request are left out.
         infos: Keys of the environments' infos (see ``info_keys`` of ``GymEnv``) or observations
             whose value after the last step is recorded in ``entries``.
         record: A file, to which episodes are appended when they are complete. If it holds some
@@ -108,7 +119,8 @@ def evaluate(
         SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation
             or in a folder that does not exist.
         WorkerStartupError: If ``create_env`` raises.
-        EnvError, AgentError: If the user's code fails, or no info had a key of ``info_keys``.
+        EnvError, AgentError: If the user's code fails, no info had a key of ``info_keys``, or an
+            episode was not repeated (``NotRepeatedError``).
         WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
 
     Example:
@@ -120,6 +132,8 @@ def evaluate(
     refuse_no_agent(agent)
     n_episodes, given = _checked_episodes(n_episodes, episode_seeds)
     agent_rows = agent_rows and whole_number("agent_rows", agent_rows, 1)
+    if max_steps is not None:
+        max_steps = whole_number("max_steps", max_steps, 1)
     # What is started again is a worker.
     n_workers = n_workers or int(policy.get("on_env_error") == "restart")
     if record is not None:
@@ -130,7 +144,8 @@ def evaluate(
     copied, root = {"agent": _copied(agent, n_workers)}, evaluation_root(seeds)
     functions: tuple[Any, Any, Any, Any] = _in_evaluation_mode, copied, create_env, env_args
     rest: Any = {"agent_rows": agent_rows, "timeout": timeout, **policy}
-    with _Evaluator(_N_TIMESTEPS, n_slots, *functions, n_workers, root, **rest) as batcher:
+    sizes = max_steps, _N_TIMESTEPS, n_slots
+    with _Evaluator(*sizes, *functions, n_workers, root, **rest) as batcher:
         n_lanes = batcher.n_lanes // max(1, n_workers)
         protocol = protocol_of(
             agent,
@@ -144,6 +159,7 @@ def evaluate(
             n_lanes=n_lanes if agent_rows is None else None,
             on_env_error=policy.get("on_env_error", "raise"),
             infos=list(infos),
+            **({} if max_steps is None else {"max_steps": max_steps}),
         )
         size = _PER_LANE * n_lanes
         n_kept = size if agent_rows is None else 1  # of a record: multiples of it
@@ -151,9 +167,10 @@ def evaluate(
         numbers = range(len(entries), n_episodes)
         parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         failures: list[WorkerError] = []
-        found = _run(batcher, parts, rows, given, protocol["infos"])
+        check_repeatable = check_repeatable and batcher.environment["seeding"] == "episode"
+        arguments = parts, rows, given, protocol["infos"], failures
+        found = _run(batcher, *arguments, checks=check_repeatable)
         for part in _shown(found, len(parts)) if progress else found:
-            failures += batcher.failures
             entries += part
             _check_infos(batcher.unseen_keys(), entries, n_episodes, len(numbers))
             if record is not None:
@@ -169,6 +186,19 @@ class _Evaluator(EpisodeBatcher):
     _LOWERABLE = ()
     _SLOTS_PER_LANE = 2 * _PER_LANE
 
+    def __init__(self, max_steps: int | None, *arguments: Any, **options: Any) -> None:
+        self._max_steps = max_steps
+        super().__init__(*arguments, **options)
+
+    def repeat(self, episode: int, tape: Tape) -> None:
+        """Repeat an episode, while nothing else runs; see ``not_repeated``."""
+        after, self._tape = self.next_episode, tape
+        self.seek(episode)
+        self.execute(1)
+        self.get()
+        self.seek(after)
+        self._tape = None
+
     def unseen_keys(self) -> list[str]:
         """The keys of ``info_keys`` that no info had in any worker."""
         words = () if self._dispatcher is None else self._dispatcher.control.rows[:, Word.SEEN_KEYS]
@@ -178,23 +208,38 @@ class _Evaluator(EpisodeBatcher):
 
 
 def _run(
-    batcher: EpisodeBatcher,
+    batcher: _Evaluator,
     parts: Sequence[range],
     infos: Infos,
     given: list[int] | None,
     keys: Sequence[str],
+    failures: list[WorkerError],
+    checks: bool,
 ) -> Iterator[list[Entry]]:
     """What is recorded of the episodes of these numbers, one request after the other."""
     batcher.seek(parts[0].start if parts else 0)
-    for part in parts:
-        seeds = given and given[part.start : part.stop]
-        batcher.execute(len(part), *part_of(infos, part), episode_seeds=seeds)
-    for part in parts:
+    left, first, tape = list(parts), 0, None
+    for number, part in enumerate(parts):
+        while left and (number or not checks or len(left) == len(parts)):
+            some = left.pop(0)
+            seeds = given and given[some.start : some.stop]
+            batcher.execute(len(some), *part_of(infos, some), episode_seeds=seeds)
         trajectories = batcher.get()
+        failures += batcher.failures
         errors: dict[int | None, str] = {}
         for failure in batcher.failures:  # which worker ran the episode does not matter
             worker = f"worker {failure.where.worker} "
             errors[failure.where.row] = failure.what.replace(worker, "its worker ", 1)
+        row = next((row for row in range(len(part)) if row not in errors), None)
+        if checks and tape is None and row is not None:
+            # What truncates an episode is not part of the environment.
+            n_steps = int(trajectories.lengths[row])
+            n_steps -= n_steps == batcher._max_steps
+            options, left_out = options_of(infos[1], part[row]), batcher.environment["info_keys"]
+            first, tape = part[row], tape_of(trajectories, row, n_steps, options, left_out)
+        if tape is not None and part in (parts[0], parts[-1]):
+            is_last = part == parts[-1]
+            batcher.repeat(first, tape if is_last else tape.head(N_HEAD, tape.observation))
         yield _entries(part, trajectories, errors, infos, keys)
 
 
@@ -265,16 +310,16 @@ def _entries(
 
 def _successes(part: TemporalDictTensor, numbers: range) -> Tensor | None:
     if "_success" in part:
-        found = episode_returns(part, "_success")
+        found = numbers_of(part, "_success")
     elif "_is_success" in part:
         last = part.lengths[:, None] - 1
-        found = numbers_of(part, "_is_success").gather(1, last)[:, 0]
+        found = numbers_of(part, "_is_success").gather(1, last)
     else:
         return None
-    for row in found.isnan().nonzero()[:, 0].tolist():
+    for row in found.isnan().any(1).nonzero()[:, 0].tolist():
         what = f"the success of episode {numbers[row]} is nan"
         raise SpecError(what, fix="let the environment report a bool, in every step")
-    return found != 0
+    return (found > 0.5).any(1)
 
 
 # Doing it again ----------------------------------------------------------------------------------
@@ -339,6 +384,7 @@ def verify(
         raise SpecError("the evaluation has no record", fix="make it with evaluate")
     names = "n_episodes", "seeds", "episode_seeds", "agent_rows", "infos", "on_env_error"
     arguments = {name: protocol[name] for name in names}
+    arguments["max_steps"] = protocol.get("max_steps")
     for name in ("agent_info", "env_info"):
         arguments[name] = {
             key: np.array([entry[name][key] for entry in entries], dtype)
@@ -347,7 +393,8 @@ def verify(
     if any(entry["error"] for entry in entries):
         n_workers = n_workers or 1
     agent = create_agent if isinstance(create_agent, Agent) else create_agent()
-    again = evaluate(agent, create_env, env_args=env_args, n_workers=n_workers, **arguments)
+    arguments |= {"env_args": env_args, "n_workers": n_workers, "check_repeatable": False}
+    again = evaluate(agent, create_env, **arguments)
     found = differences(protocol, again.protocol)
     numbers: list[int] = []
     for entry, other in zip(entries, again.entries, strict=True):

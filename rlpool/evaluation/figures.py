@@ -297,7 +297,7 @@ def _pairs(
 def _refuse_other_environments(first: Evaluation, second: Evaluation) -> None:
     """Raise for evaluations of different environments."""
     one, other = (
-        {name: each.protocol.get(name) for name in ("environment", "env_args")}
+        {name: each.protocol.get(name) for name in ("environment", "env_args", "max_steps")}
         for each in (first, second)
     )
     if differs := differences(one, other):

@@ -60,6 +60,7 @@ class Rollout:
         self._record = record if record is not None else WorkerRecord.private()
         self._record.begin_lanes(env.n_lanes)
         self._calls = AgentCalls(agent, env, self._record, agent_rows)
+        self._max_steps = None if env.steps_all_lanes else env.max_steps  # those end them alone
         kind = LaneTable if env.seeding == "episode" else SelfRestartingLanes
         self._lanes = kind(env, self._calls, self._record, worker)
 
@@ -184,6 +185,8 @@ class Rollout:
             stepped, ended = self._step_some(free, outputs)
         record.env_ns[0] += monotonic_ns()
         record.n_steps[0] += len(stepped)
+        if self._max_steps is not None:
+            ended = self._truncate_long(stepped, ended, self._max_steps)
         for active in active_plans:
             all_step = stepped is live
             rows = active.rows if all_step else active.rows_of(stepped)
@@ -219,6 +222,16 @@ class Rollout:
         if giving_up:
             env.truncate_lanes(giving_up, outputs)
         return stepped, sorted({*ended, *giving_up})
+
+    def _truncate_long(
+        self, stepped: Sequence[int], ended: Sequence[int], max_steps: int
+    ) -> list[int]:
+        """Truncate episodes that are long enough; returns all lanes whose episodes have ended."""
+        running, current = self._lanes.running, self._env.current
+        others = [lane for lane in stepped if lane not in ended]
+        over = [lane for lane in others if running[lane].steps + 1 >= max_steps]
+        current["truncated"][over] = current["done"][over] = True
+        return sorted([*ended, *over])
 
     # Failures ------------------------------------------------------------------------------------
 

@@ -246,6 +246,7 @@ class Report:
         native_action: The actions' keys with the dtypes that the environments take.
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
         tasks: ``(n_tasks, horizon_bamdp, all_tasks)``, see ``ParallelEnvManager``.
+        state_keepers: See ``VecEnv.state_keepers``.
     """
 
     declaration: Declaration
@@ -253,6 +254,7 @@ class Report:
     native_action: Mapping[str, TensorSpec]
     spaces: bytes
     tasks: tuple[int | None, int | None, list[Any] | None]
+    state_keepers: Mapping[str, str]
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,8 @@ class EnvServer(Server):
         # _declare() has seen to it that these are there.
         declaration: Any = env.declaration
         action: Any = env.action_structure
-        return Report(declaration, action, env.native_actions, pickled, tasks_of(env))
+        knows = env.native_actions, pickled, tasks_of(env), env.state_keepers
+        return Report(declaration, action, *knows)
 
     def serve(self) -> None:
         """Carry out commands until told to close."""

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlpool.data.specs import is_action
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import check_is_env, is_environment
 from rlpool.envs.vec_env import LaneError, VecEnv
@@ -20,9 +22,17 @@ from rlpool.errors import (
     UsageError,
     Where,
     WorkerError,
+    described,
 )
 from rlpool.record.failures import env_error
 from rlpool.record.tape import REWARD, Actions, Tape, action_columns
+
+N_HEAD = 128
+"""Steps in which nearly everything shows that is carried over from other episodes."""
+
+_MOST_SHOWN = 8  # numbers of an array that differs
+
+_RESTORE = "let reset(seed=...) restore all state, which a real robot cannot"
 
 
 class Divergence(NamedTuple):
@@ -69,9 +79,8 @@ def repeat_together(env: VecEnv, tapes: Mapping[int, Tape]) -> Iterator[dict[int
 
     Args:
         env: The environments.
-        tapes: Lane to its episode. Rewards that it holds (NaN stands for one that is not known) and
-            the observation after the last step are compared bit by bit with what the environment
-            gives.
+        tapes: Lane to its episode. What it holds of steps (a reward of NaN is not known) and the
+            observation after the last one are compared bit by bit with what the environment gives.
 
     Yields:
         How far lanes are, after their reset and after every step.
@@ -114,15 +123,18 @@ class _Repetition:
     def next_action(self) -> Actions:
         """The action of the next step."""
         self._row = next(self._rows)
-        return {key: value for key, value in self._row.items() if key != REWARD}
+        return {key: value for key, value in self._row.items() if is_action(key)}
 
     def stepped(self, *, has_ended: bool) -> Reached:
         """Compare after a step."""
-        if self._found is None and REWARD in self._row:
-            reward, recorded = self._env.current[REWARD][self._lane], self._row[REWARD]
-            if not np.isnan(recorded) and not _is_same(reward, recorded):
-                what = f"the reward is {reward}, it was {recorded}"
+        for key, recorded in self._row.items() if self._found is None else ():
+            current = self._env.current.get(key)
+            if current is None or (key == REWARD and np.isnan(recorded)):
+                continue
+            if not _is_same(current[self._lane], recorded):
+                what = f"{key!r} is {_short(current[self._lane])}, it was {_short(recorded)}"
                 self._found = Divergence(self._step, what)
+                break
         self._step += 1
         return self._compared(has_ended=has_ended)
 
@@ -142,6 +154,38 @@ def _rows_of(tape: Tape) -> Iterator[Actions]:
     for chunk in tape.chunks:
         for row in range(len(next(iter(chunk.values())))):
             yield {key: array[row, ...] for key, array in chunk.items()}
+
+
+def not_repeated(env: VecEnv, lane: int, tape: Tape, progress: Any) -> NotRepeatedError | None:
+    """Repeat an episode in a lane that may have run others, then its beginning in one that has.
+
+    Args:
+        env: The environments, none of which is in an episode.
+        lane: The lane, that of the episode.
+        tape: The episode, with what each step showed and, as its observation, what the reset did.
+        progress: Its first element counts the steps.
+
+    Returns:
+        Where it differs; ``None`` if nothing is carried over from one episode to the next.
+    """
+    tapes = tape.head(tape.n_steps), tape.head(N_HEAD), tape.head(0, tape.observation)
+    reached, what = Reached(0, False, None), ""
+    try:
+        for reached in chain.from_iterable(repeat(env, lane, each) for each in tapes):
+            progress[0] += 1
+            if reached.divergence is not None:
+                what = reached.divergence.what
+                break
+    except LaneError as error:
+        what = f"{error.call}() raised {described(error.__cause__ or error)}"
+    if not what:
+        return None
+    name, fix = next(iter(env.state_keepers.items()), ("the environment", _RESTORE))
+    return NotRepeatedError(
+        f"{name} did not repeat an episode with the same seed, options and actions: {what}",
+        where=Where(seed=tape.seed, step=max(reached.n_steps - 1, 0)),
+        fix=f"{fix}; check_repeatable=False goes on",
+    )
 
 
 def take_over(
@@ -213,6 +257,11 @@ def _is_same(value: Any, recorded: Any) -> bool:
         and np.can_cast(value.dtype, recorded.dtype, "same_kind")
         and value.astype(recorded.dtype).tobytes() == recorded.tobytes()
     )
+
+
+def _short(value: Any) -> str:
+    """An array of a few numbers, or its shape."""
+    return str(value) if np.size(value) <= _MOST_SHOWN else f"an array {list(np.shape(value))}"
 
 
 class Replay(NamedTuple):

@@ -21,14 +21,15 @@ the caller                   actions                          any lanes
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rlpool.data.specs import FLAGS, Structure, TensorSpec, flattener
+from rlpool.data.specs import FLAGS, Structure, TensorSpec, flattener, is_action
 from rlpool.data.storage import NDArray
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import converted
 from rlpool.envs.vec_env import Options
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs, successor_key
@@ -102,7 +103,8 @@ class Tape:
         first_step: The step of the first action that is kept. An episode whose first actions were
             dropped cannot be repeated.
         chunks: The actions, ``[k, ...]`` per key, in order; with ``"reward"``, what the same steps
-            gave (NaN where that is not known), if that is recorded.
+            gave (NaN where that is not known), if that is recorded, and so with any other key of
+            ``VecEnv.current``.
         observation: ``[...]`` per key: what the environment showed after the last step; empty if
             that is not known.
         state: ``[...]`` per key: the agent's state then.
@@ -142,7 +144,7 @@ class Tape:
     @property
     def actions(self) -> Actions:
         """The actions that are kept, in one array per key."""
-        return {key: array for key, array in self.columns.items() if key != REWARD}
+        return {key: array for key, array in self.columns.items() if is_action(key)}
 
     def add(self, chunk: Actions, most_bytes: int | None = None) -> None:
         """Record some steps.
@@ -168,6 +170,11 @@ class Tape:
     def continued(self) -> Tape:
         """A tape to go on with, while this one stays as it is."""
         return replace(self, chunks=list(self.chunks))
+
+    def head(self, n_steps: int, observation: Mapping[str, NDArray] | None = None) -> Tape:
+        """The tape of its first steps, and what the environment showed after them, if known."""
+        chunk = {key: array[:n_steps] for key, array in self.columns.items()}
+        return replace(self, chunks=[chunk], observation=observation or {}, state={})
 
     def without_last(self) -> Tape:
         """The tape without its last step."""
@@ -345,6 +352,36 @@ class WindowTapes:
 def _is_enough(step: StepSpecs) -> bool:
     """Whether actions, observations and states are enough to repeat episodes of this kind."""
     return not step.wants_history and not step.resets_together
+
+
+def tape_of(
+    trajectories: TemporalDictTensor,
+    row: int,
+    n_steps: int,
+    options: Options,
+    left_out: Collection[str],
+) -> Tape:
+    """The tape of a complete episode, with what every step showed.
+
+    Args:
+        trajectories: What a batcher returned.
+        row: Which of them.
+        n_steps: Its steps that are wanted; there are fewer if ``MOST_BYTES`` do not hold them.
+        options: Options of its reset.
+        left_out: Keys of observations that need not be the same again.
+
+    Returns:
+        The tape, whose ``observation`` is the reset's.
+    """
+    steps = {k: trajectories[k][row].numpy() for k in trajectories if is_action(k)}
+    for key in trajectories:
+        after = successor_key(key)
+        if after in trajectories and key not in left_out and not key.startswith("last_action"):
+            steps[key] = trajectories[after][row].numpy()
+    n_steps = min(n_steps, MOST_BYTES // sum(array[0].nbytes for array in steps.values()))
+    chunk = {key: array[:n_steps].copy() for key, array in steps.items()}
+    shown = {k: trajectories[k][row, 0].numpy().copy() for k in steps if not is_action(k)}
+    return Tape(int(trajectories.info["seed"][row]), options, chunks=[chunk], observation=shown)
 
 
 def action_row(
