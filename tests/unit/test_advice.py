@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from operator import setitem
 from typing import Any
 
 import gymnasium
 import pytest
 import torch
+from gymnasium.wrappers import TransformReward
 from torch import nn
 
 from rlpool import (
@@ -20,6 +22,7 @@ from rlpool import (
     GymEnv,
     ParallelEnvManager,
     RlpoolError,
+    UsageError,
     WorkerStartupError,
     evaluate,
 )
@@ -258,6 +261,76 @@ def test_a_module_that_is_no_agent_is_told_how_to_become_one() -> None:
         Bare()(None, DictTensor())
 
 
+class Doing(ConstantAgent):
+    """Does something with its observation before it acts."""
+
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.do = do
+
+    def __call__(self, state: Any, observation: Any, *others: Any) -> Any:
+        self.do(observation)
+        return super().__call__(state, observation, *others)
+
+
+@pytest.mark.parametrize(
+    ("do", "fix"),
+    [
+        (lambda o: nn.Linear(1, 2).double()(o["frame"]), "network.float()"),
+        (lambda o: nn.Linear(1, 2, bias=False).bfloat16()(o["frame"]), "network.float()"),
+        (lambda o: nn.Conv1d(1, 2, 1).double()(o["frame"][:, None]), "network.float()"),
+        (lambda o: nn.GRU(1, 2).double()(o["frame"]), "network.float()"),
+        (lambda o: nn.LayerNorm(1).double()(o["frame"]), "network.float()"),
+        (lambda o: o[:, 0], 'observation["frame"][:, 2]'),
+        (lambda o: o[..., :1], 'observation["frame"][:, 2]'),
+        (lambda o: nn.Linear(1, 2)(o), 'such as observation["frame"]'),
+        (lambda o: o / 255, 'such as observation["frame"]'),
+        (lambda o: setitem(o, "frame", o["frame"] / 2), 'set("frame", e["frame"] / 2)'),
+        (lambda o: nn.Linear(1, 2)(o["frame"]).sum().backward(), "replay_agent("),
+    ],
+)
+def test_what_an_agent_does_wrong_is_met_with_what_to_write(do: Any, fix: str) -> None:
+    assert fix in fix_of(error_of(lambda: Doing(do)))
+
+
+class Uninitialised(AgentFirst):
+    def __init__(self) -> None:
+        self.size = 3
+
+
+class SetsModule(AgentFirst):
+    def __init__(self) -> None:
+        self.network = nn.Linear(1, 2)
+
+
+class UninitialisedEnv(GymEnv):
+    def __init__(self, seed: int) -> None:
+        self.size = 3
+
+
+@pytest.mark.parametrize(
+    "parts", [(Uninitialised,), (SetsModule,), (ConstantAgent, UninitialisedEnv)]
+)
+def test_who_forgets_super_is_told_to_call_it(parts: Any) -> None:
+    error = error_of(*parts)
+    assert isinstance(error, WorkerStartupError)
+    assert "call super().__init__(" in fix_of(error)
+
+
+def test_only_modules_move() -> None:
+    assert isinstance(AgentFirst().to("cpu"), AgentFirst)
+    with pytest.raises(UsageError, match=r"\(Agent, nn.Module\)"):
+        ConstantAgent().to("cuda")  # type: ignore[attr-defined]
+
+
+def test_what_is_returned_wrong_need_not_be_debugged() -> None:
+    for error in (
+        error_of(lambda: Doing(lambda o: DictTensor({"a": o["frame"], "b": o["frame"][:1]}))),
+        error_of(env=lambda seed: GymEnv([TransformReward(CountingEnv(), str)], seed)),
+    ):
+        assert "this process" not in str(error)
+
+
 # What environments lack -----------------------------------------------------------------------
 
 
@@ -281,6 +354,28 @@ def test_what_create_env_returned_instead_is_told(make: Any, what: str, fix: str
 
 
 # What was passed ------------------------------------------------------------------------------
+
+
+def test_calls_that_go_wrong_are_met_with_those_to_make() -> None:
+    given = None, ConstantAgent, {}, create_env, {}, 0
+    with EpisodeBatcher(3, 4, *given[1:]) as batcher, Batcher(3, *given) as windows:
+        batcher.execute(3)
+        windows.reset()
+        episodes: Any = batcher.get()
+        halves = {"x": torch.ones(3, dtype=torch.bfloat16)}
+        for call, fix in (
+            (lambda: episodes[:, 0], 'observation["frame"][:, 2]'),
+            (
+                lambda: setitem(episodes, "frame", episodes["frame"] / 2),
+                'e.set("frame", e["frame"]',
+            ),
+            (lambda: batcher.execute(), "execute(32)"),
+            (lambda: batcher.execute(3, halves), "x.float()"),
+            (lambda: windows.execute(8), "call execute() for the next window"),
+        ):
+            with pytest.raises(RlpoolError) as caught:
+                call()
+            assert fix in fix_of(caught.value)
 
 
 def test_objects_in_place_of_functions_are_refused() -> None:

@@ -238,6 +238,7 @@ STATE = {"root": 5, "next_episode": 3, "policy_version": 1}
         {key: STATE[key] for key in ("root", "next_episode")},
         *({**STATE, key: wrong} for key in STATE for wrong in ("3", -1, 1.5)),
         {**STATE, "next_episode": 2**63},
+        {**STATE, "root": 2**200},
     ],
     ids=str,
 )

@@ -121,6 +121,7 @@ def test_a_plot_has_all_returns_and_the_paired_differences() -> None:
     [
         ([], {}, "nothing to plot"),
         (["a.json"], {}, "evaluation '0'"),
+        ([ONE], {"names": ["a", "b"]}, "2 entries for 1"),
         ([ONE, evaluation_of([1.0], seeds=[99])], {}, "share no seed"),
     ],
 )
