@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from process.watching import n_descriptors, shared_files, wait_until, worker_pid
 from rlpool import AgentError, Batcher, EnvError, EpisodeBatcher, RlpoolError, UsageError
 
 from support.agents import NoisyAgent
-from support.envs import create_counting
+from support.envs import CountingEnv, create_counting
+from support.parallel import create_manager
 from support.striking import Alarm, Strike, alarms
 
 N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "6"))
@@ -24,10 +26,12 @@ N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "6"))
 pytestmark = [pytest.mark.timeout(240), pytest.mark.promise("I3")]
 
 
-def create(kind: Any, n_workers: int) -> Any:
-    env_args = {"restarts": kind is Batcher}
-    agent_args = {"n_noise": 1}
-    return kind(5, 9, Updated, agent_args, create_counting, env_args, n_workers, 3)
+def create(kind: Any, n_workers: int, over: str = "gym") -> Any:
+    if over == "manager":
+        create_env, env_args = create_manager, {"make_env": CountingEnv, "n_lanes": 2}
+    else:
+        create_env, env_args = create_counting, {"restarts": kind is Batcher}
+    return kind(5, 9, Updated, {"n_noise": 1}, create_env, env_args, n_workers, 3)
 
 
 class Updated(NoisyAgent):
@@ -83,14 +87,20 @@ def n_points(batcher: Any, call: Callable[[Any], Any]) -> int:
     return strike.n_points
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
-@pytest.mark.parametrize("call", list(CALLS))
-def test_a_batcher_can_be_used_after_any_interrupt(call: str, kind: Any, n_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("call", "kind", "n_workers", "over"),
+    [
+        *itertools.product(CALLS, (EpisodeBatcher, Batcher), (0, 2), ("gym",)),
+        ("get", EpisodeBatcher, 0, "manager"),
+    ],
+)
+def test_a_batcher_can_be_used_after_any_interrupt(
+    call: str, kind: Any, n_workers: int, over: str
+) -> None:
     rng = random.Random(f"{call} {kind} {n_workers} {os.environ.get('RLPOOL_FIRST_CASE', 0)}")
-    create(kind, n_workers).close()  # starts the template
+    create(kind, n_workers, over).close()  # starts the template
     before = n_descriptors(), worker_pids()
-    with alarms(), create(kind, n_workers) as batcher:
+    with alarms(), create(kind, n_workers, over) as batcher:
         points = n_points(batcher, CALLS[call])
         for _ in range(N_STRIKES):
             prepare(batcher)
@@ -119,12 +129,10 @@ def test_a_batcher_can_be_used_after_any_interrupt(call: str, kind: Any, n_worke
     assert n_descriptors() <= before[0]
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_a_batcher_can_be_closed_after_its_close_was_interrupted(n_workers: int) -> None:
-    rng = random.Random(n_workers)
+def test_a_batcher_can_be_closed_after_its_close_was_interrupted() -> None:
     files = shared_files(os.getpid())
-    for number in [0, *(rng.randrange(400) for _ in range(N_STRIKES))]:
-        batcher = create(EpisodeBatcher, n_workers)
+    for number in (0, 40, 150, 300):
+        batcher = create(EpisodeBatcher, 2)
         prepare(batcher)
         with alarms():
             try:

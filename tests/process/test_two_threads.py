@@ -120,13 +120,12 @@ def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: 
 
 
 @pytest.mark.usefixtures("short_patience")
-@pytest.mark.parametrize("is_late", [False, True])
 def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
-    gate: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+    gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batcher, closed, reap = open_episodes(gate, 1), threading.Event(), workers.reap
-    if is_late:  # it clears away a worker that has ended, and finds it closed
-        monkeypatch.setattr(workers, "reap", lambda process: closed.wait() and reap(process))
+    # It clears away a worker that has ended, and finds it closed.
+    monkeypatch.setattr(workers, "reap", lambda process: closed.wait() and reap(process))
     batcher.execute(1)
     errors: list[str] = []
 

@@ -118,18 +118,6 @@ def test_other_values_are_refused_and_nothing_is_added(frame_stack: int, at: int
         pool(state, 0, state + 1, 0.0, False)
 
 
-def test_after_a_step_that_ends_an_episode_there_may_be_anything() -> None:
-    batch, other = steps(0, 9), steps(50, 53)
-    batch["_done"][0, 8] = True
-    batch["_frame"][0, 8] = 0
-    pool = Pool(pool_size=20, frame_stack=4)
-    pool.extend(TemporalDictTensor.cat([batch, other]))
-    assert torch.equal(pool.transitions()["_frame"][:9], batch["_frame"][0])
-    state = np.arange(4 * 9).reshape(4, 9)
-    pool(state, 0, state + 1, 0.0, True)
-    assert pool.transitions()["_frame"][-1].tolist() == (state + 1).tolist()
-
-
 def test_single_transitions_share_their_frames() -> None:
     pool, frames = Pool(pool_size=50, seed=0, frame_stack=4), stacks(0, 41).numpy()
     for step in range(40):
@@ -153,15 +141,3 @@ def test_a_disk_that_is_full_keeps_the_frames(
     assert_same_tensors(pool.transitions(), before)
     pool.extend(steps(20, 3800))
     assert torch.equal(pool.transitions()["frame"], steps(0, 3800)["frame"][0])
-
-
-def test_a_full_pool_is_saved_with_the_frames_before_its_oldest_transitions() -> None:
-    pools = [Pool(pool_size=20, seed=0, frame_stack=4) for _ in range(2)]
-    for start, stop in ((0, 20), (20, 25)):
-        pools[0].extend(steps(start, stop))
-    pools[1].load_state_dict(pools[0].state_dict())
-    for pool in pools:
-        assert torch.equal(pool.transitions()["frame"], stacks(5, 25))
-        pool.extend(steps(25, 30))
-    assert_same_tensors(pools[1].transitions(), pools[0].transitions())
-    assert_same_tensors(pools[1].sample(20), pools[0].sample(20))

@@ -15,7 +15,6 @@ from rlpool import (
     EnvError,
     EpisodeBatcher,
     GymEnv,
-    UsageError,
     Where,
 )
 
@@ -133,41 +132,3 @@ def test_an_environments_error_says_where(call: str, n_timesteps: int) -> None:
         f"  where: worker 0, lane 1, row 3, episode 3, step {step}, seed {seed}, env_info {info}"
     )
     assert fix.startswith("  fix:   ")
-
-
-@pytest.mark.parametrize("call", ["reset", "step", "agent"])
-def test_an_interrupt_stays_one_and_the_batcher_works_afterwards(call: str) -> None:
-    class Interrupted(StepCounter):
-        is_armed = call == "agent"
-
-        def __call__(self, state: Any, observation: Any, *rest: Any) -> Any:
-            if self.is_armed and bool((observation["frame"][:, 1] == 2).any()):
-                self.is_armed = False
-                raise KeyboardInterrupt
-            return super().__call__(state, observation, *rest)
-
-    class Once(FailingEnv):
-        def reset(self, **arguments: Any) -> Any:
-            return self.tried(super().reset, **arguments)
-
-        def step(self, action: Any) -> Any:
-            return self.tried(super().step, action)
-
-        def tried(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except KeyboardInterrupt:
-                self.fails_at = -1
-                raise
-
-    batcher = make([Once(KeyboardInterrupt(), call, fails_at=2, step=1)], Interrupted(), n_slots=3)
-    with batcher:
-        batcher.execute(3, env_info=info_of([2, 2, 2]))
-        batcher.execute(2, env_info=info_of([3, 9]))
-        with pytest.raises(KeyboardInterrupt):
-            batcher.get()
-        with pytest.raises(UsageError, match="the last call was interrupted"):
-            batcher.get()
-        batcher.execute(2, env_info=info_of([3, 9]))  # with new ones, that are armed again
-        assert_same_tensors(batcher.get(), counting_trajectories([3, 9], [0, 1]))
-    assert batcher.closed

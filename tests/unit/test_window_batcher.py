@@ -15,19 +15,16 @@ from rlpool import (
     EnvError,
     GymEnv,
     GymEnvInf,
-    SpecError,
     TemporalDictTensor,
     UsageError,
 )
 
 from support.agents import (
     FunctionAgent,
-    InfoEcho,
     StepCounter,
     zeros,
 )
 from support.envs import (
-    CountingEnv,
     FailingEnv,
     create_counting,
 )
@@ -77,36 +74,6 @@ def test_get_is_none_once_all_lanes_have_stopped() -> None:
                 assert batcher.all_stopped
                 with pytest.raises(UsageError, match=r"reset\(\)(.|\n)*GymEnvInf"):
                     batcher.get(blocking=blocking)
-
-
-def test_agent_info_may_change_between_windows_without_a_reset() -> None:
-    """The state of an episode stays, but for one that begins with the window."""
-
-    def ids(window: Any) -> list[Any]:
-        told = window.info["agent_info/id"].tolist() if "agent_info/id" in window.info else None
-        return [window["info_id"].tolist(), window["first_id"][:, 0].tolist(), told]
-
-    with make(2, agent=InfoEcho, restarts=True) as batcher:
-        batcher.reset({"id": [1, 2, 3]}, info_of([9, 2, 3]))
-        batcher.execute()
-        given = torch.tensor([4, 5, 6])
-        batcher.execute({"id": given})
-        given.fill_(0)  # it was copied
-        batcher.execute()
-        batcher.execute(agent_info={})
-        found = [batcher.get() for _ in range(4)]
-        with pytest.raises(SpecError, match="'id' in agent_info has 2 rows, 3 were expected"):
-            batcher.execute({"id": [1, 2]})
-        batcher.execute({"id": 7, "other": 0.5})
-        found.append(batcher.get())
-    assert [ids(window) for window in found] == [
-        [[[1, 1], [2, 2], [3, 3]], [1, 2, 3], [1, 2, 3]],
-        [[[4, 4], [5, 5], [6, 6]], [1, 5, 3], [4, 5, 6]],
-        [[[4, 4], [5, 5], [6, 6]], [1, 5, 6], [4, 5, 6]],
-        [[[-1, -1]] * 3, [1, -1, -1], None],
-        [[[7, 7]] * 3, [1, 7, -1], [7, 7, 7]],
-    ]
-    assert found[4].info["agent_info/other"].tolist() == [0.5] * 3
 
 
 # Lanes that restart on their own --------------------------------------------------------------
@@ -176,29 +143,3 @@ def test_an_error_says_where_and_a_reset_repairs_it(
         batcher.reset(env_info=info_of([3, 4, 2]))
         (window,) = windows(batcher, 1)
         assert window["frame"][:, 0].tolist() == [[0, 1], [0, 2], [0, 3]]
-
-
-@pytest.mark.promise("I3")
-def test_the_step_of_an_error_counts_from_the_last_restart() -> None:
-    class Env(CountingEnv):
-        n_steps = 0
-
-        def step(self, action: Any) -> Any:
-            self.n_steps += 1
-            if self.n_steps == 9:
-                raise KeyError("goal")
-            return super().step(action)
-
-    with make(4, create_env=lambda seed: GymEnvInf([Env(length=3)], seed)) as batcher:
-        batcher.reset()
-        with pytest.raises(EnvError) as caught:
-            windows(batcher, 3)
-        assert caught.value.where.step == 2
-
-
-def test_an_error_at_a_reset_is_reported() -> None:
-    envs = [FailingEnv(KeyError("goal"), "reset", fails_at=2)]
-    with make(3, create_env=lambda seed: GymEnv(envs, seed)) as batcher:
-        batcher.reset(env_info=DictTensor({"id": torch.tensor([2])}))
-        with pytest.raises(EnvError, match=r"env\.reset raised KeyError"):
-            windows(batcher, 1)
