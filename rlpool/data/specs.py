@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,10 +80,12 @@ class Leaf:
     Attributes:
         spec: Shape and dtype in storage.
         is_scalar: Whether the environment returns and expects Python numbers, not arrays.
+        native: The dtype that the environment expects; ``None`` without a space that declares it.
     """
 
     spec: TensorSpec
     is_scalar: bool
+    native: np.dtype[Any] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return f"a single {self.spec.dtype}" if self.is_scalar else str(self.spec)
@@ -192,15 +194,26 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
     if "Tuple" in kinds:
         return tuple(inner(number, part) for number, part in enumerate(space.spaces))
     if "Discrete" in kinds:
-        return Leaf(TensorSpec((), np.dtype(np.int64)), is_scalar=True)
+        native = np.dtype(getattr(space, "dtype", np.int64))
+        return Leaf(TensorSpec((), np.dtype(np.int64)), is_scalar=True, native=native)
     if kinds & {"Box", "MultiDiscrete", "MultiBinary"}:
-        dtype = stored_dtype(np.dtype(space.dtype), keep_float64)
-        return Leaf(TensorSpec(tuple(space.shape), dtype), is_scalar=False)
+        native = np.dtype(space.dtype)
+        spec = TensorSpec(tuple(space.shape), stored_dtype(native, keep_float64))
+        return Leaf(spec, is_scalar=False, native=native)
     raise SpecError(
         f"{name} is a {type(space).__name__} space, which has no fixed shape to put into a tensor",
         fix="wrap the environment so that it uses Box, Discrete, MultiDiscrete, MultiBinary, "
         f"Dict or Tuple; {PADDING}",
     )
+
+
+def leaf_spaces(space: Any) -> list[Any]:
+    """The parts of a space that are no ``Dict`` or ``Tuple``, in the order of ``leaves_of``."""
+    parts = getattr(space, "spaces", None)
+    if parts is None:
+        return [space]
+    parts = parts.values() if isinstance(parts, Mapping) else parts
+    return [leaf for part in parts for leaf in leaf_spaces(part)]
 
 
 PADDING = (

@@ -7,8 +7,8 @@ by one, or refused with an error that names lane, key and both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from rlpool.data.specs import (
     fitted_rewards,
     flattener,
     is_action,
+    leaf_spaces,
     leaves_of,
 )
 from rlpool.data.storage import NDArray, batch_array
@@ -47,6 +48,60 @@ class BadValue(SpecError):
     def __init__(self, lane: int, what: str, fix: str = "") -> None:
         super().__init__(what, fix=fix)
         self.lane = lane
+
+
+class Choices(NamedTuple):
+    """The whole numbers that a discrete action may be: ``first`` and those that follow it.
+
+    Attributes:
+        key: The action's key.
+        first: int64 ``[n_lanes, *shape]``, or one row for all lanes.
+        count: uint64 of the same shape.
+    """
+
+    key: str
+    first: NDArray
+    count: NDArray
+
+    def refuse(self, actions: NDArray, lanes: Sequence[int]) -> None:
+        """Raise ``BadValue`` if the action of one of some lanes is none of them."""
+        for lane in lanes:
+            row, action = lane % len(self.first), np.asarray(actions[lane]).astype(np.int64)
+            first, count = self.first[row], self.count[row]
+            if not ((action - first).view(np.uint64) < count).all():
+                last = first + count.astype(np.int64) - 1
+                got, begin, end = (array.tolist() for array in (action, first, last))
+                what = f"the action {self.key!r} is {got}, outside of {begin} to {end}"
+                fix = "return actions of the space, or let the environment declare another"
+                if first.any() and (action.view(np.uint64) < count).all():
+                    fix = f"this space begins at {begin}: add `start` to the action"
+                raise BadValue(lane, what, fix)
+
+
+def choices_of(keys: Iterable[str], spaces: Sequence[Any]) -> list[Choices]:
+    """The choices of discrete actions; bounds of a ``Box`` are left to the environments.
+
+    Args:
+        keys: Keys of the actions.
+        spaces: The action space of each lane, or one for all.
+    """
+    found = []
+    for key, parts in zip(keys, zip(*map(leaf_spaces, spaces), strict=True), strict=True):
+        pairs = [_first_and_count(space) for space in parts]
+        if pairs[0] is not None:
+            first, count = map(np.stack, zip(*pairs, strict=True))
+            found.append(Choices(key, first.astype(np.int64), count.astype(np.uint64)))
+    return found
+
+
+def _first_and_count(space: Any) -> tuple[Any, Any] | None:
+    """Of a space without ``Dict`` or ``Tuple``; ``None`` for a ``Box``."""
+    count = getattr(space, "nvec", getattr(space, "n", None))
+    if count is None:
+        return None
+    if "MultiBinary" in {base.__name__ for base in type(space).__mro__}:
+        count = np.full(space.shape, 2)  # its ``n`` is its shape
+    return np.broadcast_to(getattr(space, "start", 0), np.shape(count)), count
 
 
 def wrong_count(call: str, wanted: str, result: Any) -> SpecError:

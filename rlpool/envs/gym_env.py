@@ -21,7 +21,7 @@ from rlpool.data.specs import (
     structure_of_value,
 )
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Results, wrong_count
+from rlpool.envs.columns import Results, choices_of, wrong_count
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import checked_environments, state_keepers
@@ -81,6 +81,7 @@ class GymEnv(VecEnv):
         envs = checked_environments(envs)
         self.step_keys = getattr(envs[0], "step_keys", ())
         self.state_keepers = state_keepers(envs[0])
+        checks_actions = getattr(envs[0], "checks_actions", False)
         envs = [modernised(env) for env in envs]
         super().__init__(len(envs), seed)
         if max_episode_steps is not None:
@@ -111,6 +112,9 @@ class GymEnv(VecEnv):
             self._decode = action_decoder(native)
             leaves = leaves_of({"action": native}, "")
             self.native_actions = {key: leaf.spec for key, leaf in leaves.items()}
+            if not checks_actions:
+                spaces = [env.action_space for env in envs]
+                self._choices = choices_of(self.action_leaves, spaces)
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
         """Put a wrapper around each environment, outermost; before the first reset."""
@@ -311,7 +315,7 @@ def action_decoder(structure: Structure) -> Callable[[Mapping[str, NDArray]], li
 
 
 def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, NDArray]], list[Any]]:
-    dtype = leaf.spec.dtype
+    dtype = leaf.native
     if leaf.is_scalar or leaf.spec.shape:
         return lambda actions: list(np.array(actions[key], dtype))
     return lambda actions: [np.asarray(value) for value in np.array(actions[key], dtype)]

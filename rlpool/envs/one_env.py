@@ -203,7 +203,7 @@ class OneEnv(GymEnv):
             actions = _described(action, ACTION_KEY)
             self._taken = Columns(actions, "", 1, widens=True, prefix=ACTION_KEY)
             self.action_leaves = self._taken.leaves
-            self._decode = lambda actions: [None]
+            self._decode, self._choices = lambda actions: [None], ()
             self._steps = [self._step_and_note]
             self._declare_structure(structure).write(lanes, [state])
         self.is_declared = True

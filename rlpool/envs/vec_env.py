@@ -26,7 +26,7 @@ from rlpool.data.specs import (
     refuse_collisions,
 )
 from rlpool.data.storage import NDArray, batch_array
-from rlpool.envs.columns import BadValue, Columns, Results, checked_results, fitted_rows
+from rlpool.envs.columns import BadValue, Choices, Columns, Results, checked_results, fitted_rows
 from rlpool.envs.info_keys import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.machine.interrupts import ctrl_c
@@ -122,6 +122,7 @@ class VecEnv(ABC):
     _info_specs: Mapping[str, TensorSpec] = {}
     _infos: InfoColumns | None = None  # where keys of the infos are asked for
     action_leaves: dict[str, Leaf] | None = None
+    _choices: Sequence[Choices] = ()  # of the actions that have any
     _action_dtypes: Mapping[str, np.dtype[Any]] = {}  # which actions have to fit
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
@@ -325,6 +326,13 @@ class VecEnv(ABC):
                 try:
                     fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
                 except SpecError as error:
+                    self._fail("step", error)
+        for choices in self._choices:
+            offsets = actions[choices.key] - choices.first
+            if np.count_nonzero(offsets.view(np.uint64) < choices.count) < offsets.size:
+                try:
+                    choices.refuse(actions[choices.key], lanes)  # other rows may hold anything
+                except BadValue as error:
                     self._fail("step", error)
         results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
         # What nearly every environment returns, and float32 holds rewards if it holds their norm;

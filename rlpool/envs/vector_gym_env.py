@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from rlpool.data.specs import leaves_of, nester, structure_of_space
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Results, as_array, wrong_count
+from rlpool.envs.columns import Results, as_array, choices_of, wrong_count
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.single_envs import state_keepers
 from rlpool.envs.vec_env import Options, VecEnv
@@ -118,13 +118,12 @@ class VectorGymEnv(VecEnv):
             self.observation_space, keep_float64=keep_float64, name="single_observation_space"
         )
         self._observations = self._declare_structure(observed)
-        stored, native = (
-            structure_of_space(self.action_space, keep_float64=wide, name="single_action_space")
-            for wide in (keep_float64, True)
+        stored = structure_of_space(
+            self.action_space, keep_float64=keep_float64, name="single_action_space"
         )
         self.action_leaves = leaves_of({"action": stored}, "")
-        self._native_actions = leaves_of({"action": native}, "")
-        self._nest_action = nester(native)
+        self._choices = choices_of(self.action_leaves, [self.action_space])
+        self._nest_action = nester(stored)
         self._mode = _autoreset_mode(vector_env)
         self.seeding: Seeding = seeding or _detected_seeding(vector_env)
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
@@ -288,7 +287,8 @@ class VectorGymEnv(VecEnv):
 
     def _batch(self, rows: Any, actions: Mapping[str, NDArray]) -> Any:
         """The actions of all lanes, as the vector environment takes them: copies."""
-        parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
+        leaves = self.action_leaves or {}
+        parts = [np.array(actions[key], leaf.native) for key, leaf in leaves.items()]
         if not isinstance(rows, slice):
             idle = np.ones(self.n_lanes, bool)
             idle[rows] = False

@@ -24,7 +24,7 @@ agent's last observation is still shown where the step after its last one begins
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,14 @@ from rlpool.data.specs import (
     TensorSpec,
     flattener,
     join_key,
+    leaf_spaces,
     leaves_of,
     nester,
     refuse_collisions,
     structure_of_space,
 )
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import BadValue, checked_results, converted, wrong_count
+from rlpool.envs.columns import BadValue, checked_results, choices_of, converted, wrong_count
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, info_specs, value_of
 from rlpool.envs.single_envs import check_all_differ, is_of_agents
@@ -93,6 +94,8 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         >>> observation["frame"].shape, env.action_space
         ((3, 18), MultiDiscrete([5 5 5]))
     """
+
+    checks_actions = True  # those of agents that are alive
 
     def __init__(
         self,
@@ -432,13 +435,15 @@ class _AgentGroup:
             }
         self._specs = {self.key(key): leaf.spec for key, leaf in leaves.items()}
         self._flatten = flattener(observation, "observation")
-        parts = [batch_differing_spaces([part] * n) for part in _leaf_spaces(space)]
+        parts = [batch_differing_spaces([part] * n) for part in leaf_spaces(space)]
         self.spaces = dict(zip(self._specs, parts, strict=True))
         space = env.action_space(agents[0])
         action = structure_of_space(space, keep_float64=True, name=f"action_space({agents[0]!r})")
         self.action_space = batch_differing_spaces([space] * n)
         batched = structure_of_space(self.action_space, keep_float64=True, name="action_space")
         self._split, self._nest = flattener(batched, "action"), nester(action)
+        self._action_keys = list(leaves_of({"action": action}, ""))
+        self._choices = choices_of(self._action_keys, [space])
 
     def key(self, key: str) -> str:
         """A key of this group."""
@@ -472,10 +477,23 @@ class _AgentGroup:
         return arrays
 
     def split(self, action: Any, alive: Iterable[str]) -> dict[str, Any]:
-        """The actions of those of its agents that are alive."""
+        """The actions of those of its agents that are alive.
+
+        Raises:
+            SpecError: If one of them is outside of its agent's space.
+        """
         parts = self._split(action)
-        places = [(agent, self._places[agent]) for agent in alive if agent in self._places]
-        return {agent: self._nest([part[place] for part in parts]) for agent, place in places}
+        places = {agent: self._places[agent] for agent in alive if agent in self._places}
+        for choices in self._choices:
+            part = parts[self._action_keys.index(choices.key)]
+            try:
+                choices.refuse(part, list(places.values()))
+            except BadValue as error:
+                what = f"agent {self.agents[error.lane]!r}: {error.what}"
+                raise SpecError(what, fix=error.fix) from error
+        return {
+            agent: self._nest([part[place] for part in parts]) for agent, place in places.items()
+        }
 
     def flags(self, agents: Iterable[str]) -> NDArray:
         """Which agents are among these, bool ``[A]``."""
@@ -549,13 +567,3 @@ def _grouped(env: Any) -> dict[str, list[str]]:
                 fix="give agents names without '/' or a leading '_', other than 'action'",
             )
     return groups
-
-
-def _leaf_spaces(space: Any) -> Iterator[Any]:
-    """The parts of a space that are no ``Dict`` or ``Tuple``, in order."""
-    if isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
-        parts: Any = space.spaces
-        for part in parts.values() if isinstance(parts, Mapping) else parts:
-            yield from _leaf_spaces(part)
-    else:
-        yield space

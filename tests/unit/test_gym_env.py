@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +23,14 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     GymEnvInf,
+    ParallelEnvManager,
     SpecError,
     UsageError,
+    VectorGymEnv,
     replay,
 )
 from rlpool.envs.columns import as_array
+from rlpool.envs.vec_env import LaneError
 
 from support.agents import ConstantAgent, FunctionAgent
 from support.envs import (
@@ -35,6 +39,7 @@ from support.envs import (
     SpaceEnv,
     ValueEnv,
 )
+from support.vector_envs import OwnVectorEnv
 
 gymnasium.register_envs(ale_py)
 W = gymnasium.wrappers
@@ -96,6 +101,7 @@ SPACES = {
     "box uint8 image": spaces.Box(0, 255, (8, 6, 3), np.uint8),
     "box int64": spaces.Box(-9, 9, (2,), np.int64),
     "discrete with start": spaces.Discrete(5, start=-7),
+    "discrete int8": spaces.Discrete(5, start=1, dtype=np.int8),
     "multidiscrete 2-d": spaces.MultiDiscrete([[3, 4], [5, 6]]),
     "multibinary": spaces.MultiBinary(4),
     "tuple": spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)]),
@@ -156,6 +162,48 @@ def test_actions_of_every_space_reach_the_environments_in_its_types(space: Any) 
         assert not last[:, 0].any()
         assert last[:, 1].tolist() == expected.to(last.dtype).tolist()
         assert trajectories[f"_last_{key}"].tolist() == trajectories[key].to(last.dtype).tolist()
+
+
+OUTSIDE: list[Any] = [
+    (spaces.Discrete(2, start=5), 6, 0, "is 0, outside of 5 to 6", "begins at 5: add `start`"),
+    (spaces.Discrete(2, start=5), 5, 7, "is 7, outside of 5 to 6", "return actions of the space"),
+    (spaces.Discrete(3, dtype=np.int8), 2, 258, "is 258, outside of 0 to 2", "return actions"),
+    (spaces.Discrete(3), 0, -1, "is -1, outside of 0 to 2", "return actions of the space"),
+    (spaces.MultiDiscrete([2, 3]), [1, 2], [2, 0], r"is \[2, 0\], outside", "return actions"),
+    (spaces.MultiBinary(2), [0, 1], [0, -1], r"is \[0, -1\], outside of \[0, 0\]", "return"),
+]
+
+
+KINDS = {
+    "gym": lambda make: GymEnv([make() for _ in range(4)]),
+    "vector": lambda make: VectorGymEnv(OwnVectorEnv([make] * 4, "Disabled"), seeding="episode"),
+    "manager": lambda make: ParallelEnvManager([make] * 4, envs_per_worker=4),
+}
+
+
+REFUSED = [(kind, *case) for kind in ("gym", "vector") for case in OUTSIDE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "space", "good", "bad", "words", "fix"), [*REFUSED, ("manager", *OUTSIDE[0])]
+)
+def test_actions_outside_of_the_space_are_refused_with_lane_value_and_bounds(
+    kind: str, space: Any, good: Any, bad: Any, words: str, fix: str
+) -> None:
+    nested = spaces.Dict(a=spaces.Tuple([space]))
+    env = KINDS[kind](lambda: SpaceEnv(BIT, copy.deepcopy(nested), length=9))
+    env.reset_all_next()
+    env.reset_lanes([0, 1, 2, 3], [0] * 4, [None] * 4)
+    actions = np.array([bad, good, good, good])  # the first lane does not step
+    env.step_lanes([1, 2, 3], {"action/a/0": actions})
+    actions[2] = bad
+    with pytest.raises(LaneError) as caught:
+        env.step_lanes([1, 2, 3], {"action/a/0": actions})
+    env.close()
+    error: Any = caught.value if kind == "manager" else caught.value.__cause__
+    assert caught.value.lane == 2
+    assert re.search(f"'action/a/0' {words}", str(error))
+    assert fix in error.fix
 
 
 def test_actions_are_copies_that_the_environment_may_keep() -> None:

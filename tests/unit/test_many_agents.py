@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 
 from rlpool import (
     Batcher,
@@ -22,6 +23,7 @@ from rlpool import (
     WorkerStartupError,
     gae,
 )
+from rlpool.envs.vec_env import LaneError
 from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEnvInf
 
 from support.many_agents import Lives, RandomAgents, check_agents, check_joint_episode
@@ -387,6 +389,33 @@ def test_results_that_do_not_fit_name_the_agent(change: Any, words: str) -> None
         batcher.execute(1)
         with pytest.raises(EnvError, match=words):
             batcher.get()
+
+
+class Strict(Lives):
+    """Its small agents count their actions from 1, as int8."""
+
+    def action_space(self, agent: str) -> Any:
+        is_big = agent.startswith("big")
+        return super().action_space(agent) if is_big else Discrete(4, start=1, dtype=np.int8)
+
+    def step(self, actions: Any) -> Any:
+        assert all(self.action_space(agent).contains(actions[agent]) for agent in actions)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize(("lives", "key"), [(LIVES, "action"), (GROUPS, "action/small")])
+def test_actions_of_agents_that_are_alive_have_to_be_in_their_space(lives: Any, key: str) -> None:
+    env = PettingZooEnv([Strict(lives)])
+    env.reset_lanes([0], [0], [None])
+    actions = {key: np.full((1, len(env.groups[key[7:]])), 4), "action/big": np.ones((1, 2, 2))}
+    actions[key][0, -1] = 9  # small_3 is not born, small_1 neither
+    env.step_lanes([0], actions)
+    actions[key][0, 0] = 0
+    with pytest.raises(LaneError) as caught:
+        env.step_lanes([0], actions)
+    assert "agent 'small_0': the action 'action' is 0, outside of 1 to 4" in str(
+        caught.value.__cause__
+    )
 
 
 def test_the_steps_of_agents_have_no_agents() -> None:

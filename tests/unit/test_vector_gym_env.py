@@ -59,7 +59,7 @@ def bits(value: Any) -> Any:
 SPACES = [
     spaces.Box(-1, 1, (2, 3), np.float64),
     spaces.Box(0, 255, (4, 4), np.uint8),
-    spaces.Discrete(3, start=5),
+    spaces.Discrete(3, start=5, dtype=np.int8),
     spaces.MultiDiscrete([2, 3]),
     spaces.MultiBinary(3),
     spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,)))),
@@ -74,10 +74,10 @@ SPACES = [
 def test_every_space_is_batched_as_in_a_gym_env(space: Any, keeps: bool) -> None:
     def played(vec: Any, single: Any) -> tuple[Any, Any]:
         vec.reset_lanes(ALL, [4, 5, 6], [None] * 3)
-        rng, seen = np.random.default_rng(0), []
+        rng, seen, start = np.random.default_rng(0), [], getattr(space, "start", 0)
         for lanes in (ALL, [0, 2], [2]):
             actions = {
-                key: rng.integers(0, 2, (3, *leaf.spec.shape)).astype(leaf.spec.dtype)
+                key: (rng.integers(0, 2, (3, *leaf.spec.shape)) + start).astype(leaf.spec.dtype)
                 for key, leaf in vec.action_leaves.items()
             }
             vec.step_lanes(lanes, actions)
