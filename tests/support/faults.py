@@ -155,7 +155,7 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         once: Whether only the first fault of all strikes.
     """
 
-    action_space = gymnasium.spaces.Discrete(3)
+    action_space = gymnasium.spaces.Discrete(1000)
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class TellingEnv(gymnasium.Env[Any, Any]):
     """
 
     observation_space = spaces.Box(0, 10, (1,))
-    action_space = spaces.Discrete(3)
+    action_space = spaces.Discrete(1000)
 
     def __init__(self, refuses: bool = False, extra: Any = None) -> None:
         self._refuses = refuses

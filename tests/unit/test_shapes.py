@@ -111,7 +111,7 @@ def execute(agent_info: Tensor, env_info: Tensor) -> None:
 
 
 def step(action: Tensor) -> None:
-    env = GymEnv([CountingEnv() for _ in range(B)], 0)
+    env = GymEnv([CountingEnv(n_actions=B) for _ in range(B)], 0)
     env.reset()
     env.step(DictTensor({"action": action}))
 
