@@ -90,7 +90,7 @@ class Scaled(DeviceAgent):
         self.scale = scale
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
-        return DictTensor({"steps": torch.full((n,), 7)})
+        return DictTensor({"steps": torch.full((n,), 17)})
 
     def __call__(self, *arguments: Any) -> Any:
         state, output, new_state = super().__call__(*arguments)
@@ -100,9 +100,9 @@ class Scaled(DeviceAgent):
 
 @pytest.mark.parametrize("n_threads", [0, 1])
 def test_a_subclass_has_arguments_and_initial_states_of_its_own(n_threads: int) -> None:
-    got = collected(copy.deepcopy(Scaled(scale=-3)), n_threads)
-    assert set(got["steps"][:, 0].tolist()) == {7}
-    assert set(got["action"][:, 0].tolist()) == {-3 * (7 + 1 - FIRST_STATE)}
+    got = collected(copy.deepcopy(Scaled(scale=3)), n_threads)
+    assert set(got["steps"][:, 0].tolist()) == {17}
+    assert set(got["action"][:, 0].tolist()) == {3 * (17 + 1 - FIRST_STATE)}
 
 
 def test_the_agent_gets_updates_seeds_and_its_end() -> None:
