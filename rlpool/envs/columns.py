@@ -56,18 +56,18 @@ class Choices(NamedTuple):
     Attributes:
         key: The action's key.
         first: int64 ``[n_lanes, *shape]``, or one row for all lanes.
-        count: uint64 of the same shape.
+        size: uint64 of the same shape.
     """
 
     key: str
     first: NDArray
-    count: NDArray
+    size: NDArray
 
     def refuse(self, actions: NDArray, lanes: Sequence[int]) -> None:
         """Raise ``BadValue`` if the action of one of some lanes is none of them."""
         for lane in lanes:
             row, action = lane % len(self.first), np.asarray(actions[lane]).astype(np.int64)
-            first, count = self.first[row], self.count[row]
+            first, count = self.first[row], self.size[row]
             if not ((action - first).view(np.uint64) < count).all():
                 last = first + count.astype(np.int64) - 1
                 got, begin, end = (array.tolist() for array in (action, first, last))
@@ -96,10 +96,11 @@ def choices_of(keys: Iterable[str], spaces: Sequence[Any]) -> list[Choices]:
 
 def _first_and_count(space: Any) -> tuple[Any, Any] | None:
     """Of a space without ``Dict`` or ``Tuple``; ``None`` for a ``Box``."""
-    count = getattr(space, "nvec", getattr(space, "n", None))
-    if count is None:
+    kinds = {base.__name__ for base in type(space).__mro__}
+    if "Box" in kinds:
         return None
-    if "MultiBinary" in {base.__name__ for base in type(space).__mro__}:
+    count = space.nvec if "MultiDiscrete" in kinds else space.n
+    if "MultiBinary" in kinds:
         count = np.full(space.shape, 2)  # its ``n`` is its shape
     return np.broadcast_to(getattr(space, "start", 0), np.shape(count)), count
 

@@ -329,7 +329,7 @@ class VecEnv(ABC):
                     self._fail("step", error)
         for choices in self._choices:
             offsets = actions[choices.key] - choices.first
-            if np.count_nonzero(offsets.view(np.uint64) < choices.count) < offsets.size:
+            if np.count_nonzero(offsets.view(np.uint64) < choices.size) < offsets.size:
                 try:
                     choices.refuse(actions[choices.key], lanes)  # other rows may hold anything
                 except BadValue as error:
