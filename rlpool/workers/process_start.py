@@ -193,6 +193,7 @@ class _Process(SpawnProcess):
 
     is_forked = False
     life_line: Inherited | int
+    _start_method: Any = None  # in the process, the default is what it is here
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802

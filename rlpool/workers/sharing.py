@@ -16,6 +16,8 @@ import logging
 import os
 import pickle
 import socket
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import context, managers, reduction, synchronize
@@ -229,8 +231,43 @@ def _dumped(value: Any, copies: bool = False, spawns: bool = False) -> tuple[byt
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream, copies, spawns)
-    pickler.dump(value)
+    pickler.dump(_Named(value, _Names()))
     return stream.getvalue(), pickler.kept
+
+
+class _MainModule(types.ModuleType):
+    """The main module of a worker."""
+
+
+def begin_main_module() -> None:
+    """Let this process, a worker, pickle what arrives of the caller's main module, by its name.
+
+    Functions and classes of a script arrive as copies, with the globals that they have in the
+    caller. The script that multiprocessing has imported has others of the same names.
+    """
+    main = _MainModule("__main__")
+    vars(main).update(vars(sys.modules["__main__"]))
+    sys.modules["__main__"] = main
+
+
+class _Names:
+    """In a pickle: what it has of the main module, by name."""
+
+
+class _Named(NamedTuple):
+    """In a pickle: an object, and what the pickle has of the main module."""
+
+    value: Any
+    names: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, tuple(self)
+
+
+def _named(value: Any, names: Mapping[str, Any]) -> Any:
+    if isinstance(main := sys.modules["__main__"], _MainModule):
+        vars(main).update(names)
+    return value
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -241,9 +278,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.kept: list[Any] = []
         self._copies = copies
         self._spawns = spawns
+        self._names: dict[str, Any] = {}
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce what is shared as multiprocessing does; leave everything else to cloudpickle."""
+        if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
+            name = value.__qualname__
+            if vars(sys.modules["__main__"]).get(name) is value:
+                self._names[name] = value
+        elif type(value) is _Names:
+            return dict, (list(self._names.items()),)
         if isinstance(value, type) and issubclass(value, _CTYPES):
             return NotImplemented  # by its name: a copy, as cloudpickle makes, is refused by ctypes
         if _is_inherited(value):

@@ -34,7 +34,7 @@ from rlpool.seeding import worker_seed
 from rlpool.workers.failure_policy import FailurePolicy, Recycling
 from rlpool.workers.logs import Levels, PipeHandler, connect
 from rlpool.workers.process_end import end_with_parent
-from rlpool.workers.sharing import Shared
+from rlpool.workers.sharing import Shared, begin_main_module
 from rlpool.workers.template import set_title
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
 
@@ -287,6 +287,7 @@ def run(
     """
     server = make_server(settle_in(place, control_fd))
     install_fast_checks()
+    begin_main_module()
     try:
         with shared.being_read():
             is_ready = server.start()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,62 @@ def test_files_that_environments_leave_open_are_written(
         manager.reset()
         manager.step(DictTensor({"action": torch.zeros(1, dtype=torch.int64)}))
     assert lines_in(tmp_path, holder) == N_LINES + 1
+
+
+# Processes of environments --------------------------------------------------------------------
+
+SCRIPT = """\
+import multiprocessing
+
+import gymnasium
+import numpy as np
+
+
+def double(number, results):
+    results.put(2 * number)
+
+
+class StartingEnv(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1000, 1000, (3,), np.int64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def count(self, results):
+        results.put(3)
+
+    def reset(self, *, seed=None, options=None):
+        results, found = multiprocessing.Queue(), []
+        for target, arguments in ((double, (4, results)), (self.count, (results,))):
+            process = multiprocessing.Process(target=target, args=arguments)
+            process.start()
+            found.append(results.get())
+            process.join()
+        found.append(METHODS.index(multiprocessing.get_start_method()))
+        return np.array(found), {}
+
+    def step(self, action):
+        return np.zeros(3, np.int64), 0.0, True, False, {}
+
+
+METHODS = ["fork", "spawn", "forkserver"]
+"""
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("method", variants(["fork", "spawn"], ["forkserver"]))
+def test_environments_start_processes_as_the_program_does(
+    as_main: Callable[[str], None], method: str, start_method: str
+) -> None:
+    as_main(SCRIPT)
+    kind = vars(sys.modules["__main__"])["StartingEnv"]
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        env_args = {"kind": kind}
+        with open_batcher(env_args=env_args, start_method=start_method) as batcher:
+            batcher.execute(1)
+            found = batcher.get()["frame"][0].tolist()
+        with ParallelEnvManager([kind], seed=1, start_method=start_method) as manager:
+            found += manager.reset()[0]["frame"].tolist()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert found == [[8, 3, ["fork", "spawn", "forkserver"].index(method)]] * 2
