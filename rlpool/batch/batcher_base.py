@@ -286,7 +286,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
             ``last_action``, the agent's outputs and state, and with a leading ``_`` the
             environment's keys and the state after the step (computed on first access). ``info``
             has per row ``episode``, ``seed``, ``policy_version``, ``agent_info/...`` and
-            ``env_info/...``. They are views of memory that is yours until you drop the last of
+            ``env_info/...``; of a ``Batcher`` also ``batcher``, ``lane`` and ``first_step``. They
+            are views of memory that is yours until you drop the last of
             them, and is reused afterwards.
 
             Lengths of windows are from 1 to ``n_timesteps`` (from 0 where lanes cannot be reset one

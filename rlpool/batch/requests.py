@@ -14,7 +14,7 @@ import torch
 
 from rlpool.batch.messages import EpisodeKey, Execute, Window
 from rlpool.batch.plans import Claims, Shares
-from rlpool.data.infos import Infos, options_of
+from rlpool.data.infos import WINDOW_KEYS, Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -33,7 +33,7 @@ from rlpool.record.tape import (
 )
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
 from rlpool.slots.blocks import Block, successor_key
-from rlpool.slots.trajectories import Derivation, Glue, slots_of, trajectories_of
+from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.workers.payload import Packed, Payload
 
 
@@ -376,6 +376,8 @@ class WindowRequest(Request):
         n_resets: Number of the ``reset`` whose episodes run.
         n_windows: Windows requested before that reset.
         is_first: Whether it is the first window after that reset.
+        positions: int64 ``[2, lanes of all workers]``: the episode and its number of the step that
+            each lane takes next. ``result`` moves them on.
         tapes: What the running episodes have done so far, ``None`` if it is not recorded.
         lanes_left: Lanes that go on after this window, set by ``result``.
     """
@@ -385,6 +387,7 @@ class WindowRequest(Request):
     n_resets: int
     n_windows: int
     is_first: bool
+    positions: NDArray
     tapes: WindowTapes | None = None
     lanes_left: list[int] = field(default_factory=list)
 
@@ -491,7 +494,21 @@ class WindowRequest(Request):
         n_together = self.n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         rows = slots_of(block.arrays, slice(self.n_rows))
+        told = np.full(self.n_rows, self.root >> 65), np.array(lanes), *self._move_on(rows)
+        info |= {k: partial(torch.from_numpy, v) for k, v in zip(WINDOW_KEYS, told, strict=True)}
         return trajectories_of(block.layout, rows, info)
+
+    def _move_on(self, rows: Slice) -> NDArray:
+        """Move its lanes to the end of the window; returns their positions before."""
+        before = self.positions[:, self.lanes]
+        n_ended, step = np.zeros_like(before[0]), before[1] + rows.lengths
+        if self.running_block.layout.restarts and rows.lengths.any():
+            done = rows.rows[successor_key("done")]
+            n_ended = done.sum(axis=1)
+            n_behind = done[:, ::-1].argmax(axis=1) + rows.lengths - done.shape[1]
+            step = np.where(n_ended, n_behind, step)
+        self.positions[:, self.lanes] = before[0] + n_ended, step
+        return before
 
 
 def _rows_of(array: NDArray, rows: Sequence[int]) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlpool.batch.batcher_base import BatcherBase
 from rlpool.batch.checks import CreateAgent, CreateEnv, Seeds
 from rlpool.batch.dispatch import Dispatcher
@@ -30,6 +32,10 @@ class Batcher(BatcherBase):
 
     A lane is one environment of one worker; lanes of worker 0 come first. With environments that
     restart on their own (``GymEnvInf``) lanes never end.
+
+    The ``info`` of a window says where each row begins: ``batcher`` (a number that follows from
+    ``seeds``), ``lane``, ``episode`` (the number of the lane's episode) and ``first_step`` (the
+    step's number in it). A ``Pool`` joins windows by them.
 
     Args:
         n_timesteps: Steps per window.
@@ -91,6 +97,7 @@ class Batcher(BatcherBase):
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, policy_of(policy)
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
+        self._positions = np.zeros((2, self.n_lanes), np.int64)  # see WindowRequest
 
     @property
     def all_stopped(self) -> bool:
@@ -135,6 +142,8 @@ class Batcher(BatcherBase):
         dispatcher = self._ready()
         dispatcher.drop_pending()
         self._infos, self._queued = infos, ()
+        self._positions[0] += self._positions[1] > 0
+        self._positions[1] = 0
         self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
         self._running = list(range(self.n_lanes))
         self._is_first = self._is_reset = True
@@ -218,6 +227,7 @@ class Batcher(BatcherBase):
                 n_resets=self._n_resets - 1,
                 n_windows=self._n_windows_before,
                 is_first=is_first,
+                positions=self._positions,
                 root=self._root,
                 tapes=self._tapes,
             )
@@ -229,6 +239,7 @@ class Batcher(BatcherBase):
 
     def _go_to(self, number: int) -> None:
         self._n_resets, self._n_windows, self._is_reset = number, 0, False
+        self._positions[:] = [[number], [0]]
 
     @classmethod
     def layout(

@@ -149,6 +149,7 @@ def info_of_agents(info: DictTensor, steps: AgentSteps) -> dict[str, Tensor]:
     rows = torch.arange(len(steps.lengths), device=steps.lengths.device)
     own = info.index(rows.div(steps.n_agents, rounding_mode="floor"))._tensors
     own["agent"] = rows % steps.n_agents
-    if "episode" in own:
-        own["episode"] = own["episode"] * steps.n_agents + own["agent"]
+    name = "lane" if "lane" in own else "episode"  # of a window, or of whole episodes
+    if name in own:
+        own[name] = own[name] * steps.n_agents + own["agent"]
     return own

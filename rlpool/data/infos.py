@@ -25,6 +25,8 @@ and arrays keep their dtype.
 """
 
 
+WINDOW_KEYS = ("batcher", "lane", "episode", "first_step")  # where a window's rows begin
+
 Infos = tuple[dict[str, NDArray], dict[str, NDArray]]
 """``(agent_info, env_info)`` as arrays by key."""
 

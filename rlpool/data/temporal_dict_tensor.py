@@ -215,7 +215,10 @@ class TemporalDictTensor(DictTensorBase):
                 fix="count steps from the start: rows end at different steps",
             )
         lengths = (self._lengths - start).clamp(0, stop - start)
-        return self._wrap(self._in_time(start, stop), lengths, copy(self._info))
+        info = copy(self._info)
+        if "first_step" in info:  # of a window
+            info.set("first_step", info["first_step"] + start)
+        return self._wrap(self._in_time(start, stop), lengths, info)
 
     def temporal_index(self, step: int) -> DictTensor:
         """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1."""
@@ -472,9 +475,9 @@ class TemporalDictTensor(DictTensorBase):
         Returns:
             Copies ``[B * A, T', ...]``, T' being the longest life, zero-padded past ``lengths``.
             Row ``i * A + a`` is agent ``a`` of row ``i``, ``info["agent"]`` is ``a``,
-            ``info["episode"]`` is numbered likewise, and the rest of ``info`` is that of the joint
-            episode. An agent that was never alive has length 0. In windows of a ``Batcher`` an
-            agent's lives follow each other.
+            ``info["episode"]`` is numbered likewise (in windows ``info["lane"]``), and the rest of
+            ``info`` is that of the joint episode. An agent that was never alive has length 0. In
+            windows of a ``Batcher`` an agent's lives follow each other.
 
         Raises:
             SpecError: If there is no such group.

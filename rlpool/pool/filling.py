@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import WINDOW_KEYS
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -23,6 +24,7 @@ from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store, make_store
 from rlpool.pool.sub_pool import WindowRules, routes
 
+_MOST_WAITING = 8  # ends of windows per lane, as batchers with the same seeds have the same lanes
 _OTHER = "load it into a pool that is made with the same arguments"
 
 
@@ -57,16 +59,19 @@ class Filler:
     Attributes:
         store: The store; one of nothing before the first transition.
         router: As given.
-        max_priority: The largest priority so far, to the pool's power: that of new transitions.
+        max_priority: The largest priority given so far, to the pool's power; 0 if there is none.
     """
 
     def __init__(self, settings: Settings, router: np.random.Generator) -> None:
         self._settings = settings
         self.router = router
         self.store = Store.of_nothing(settings.n_workers)
-        self.max_priority = 1.0
+        self.max_priority = 0.0
         # Sub-pool to its ``next`` when its newest transition was one that may be continued.
         self._open: dict[int, int] = {}
+        # Batcher and lane to what waits for its next window: a transition (see SubPools.find), and
+        # episode, number and checksum of the step that would follow it.
+        self._waiting: dict[tuple[int, int], list[list[int]]] = {}
         self._has_run = False  # the first transitions of all processes were added
 
     # Adding ----------------------------------------------------------------------------------
@@ -77,12 +82,17 @@ class Filler:
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
         store, new = self._new_rows(trajectories)
+        lengths = trajectories.lengths.cpu().numpy()
+        sizes = lengths[lengths > 0]
+        draws: list[int | float] = [index or 0] * len(sizes)
         if index is None and self._settings.n_workers > 1:
-            sizes = trajectories.lengths.cpu().numpy()
-            sizes = sizes[sizes > 0]
-            self._distribute(store, new, sizes, self.router.random(len(sizes)).tolist())
+            draws = self.router.random(len(sizes)).tolist()
+        first = self._distribute(store, new, sizes, draws)
+        if all(key in trajectories.info for key in WINDOW_KEYS):
+            windows = np.stack([trajectories.info[k].numpy(force=True) for k in WINDOW_KEYS], 1)
+            self._join(store, windows[lengths > 0], first, sizes, new.is_last)
         else:
-            store.add(index or 0, new, self.max_priority)
+            store.shortest_cut = min(store.shortest_cut, new.shortest_cut)
         self.store = store
 
     def add(self, values: Mapping[str, NDArray], index: int | None) -> None:
@@ -103,7 +113,7 @@ class Filler:
         sub_pool = store.sub_pools[index]
         is_open = not is_chosen and self._open.get(index) == sub_pool.next
         joined = is_open and store.ends_in(index, values)
-        store.add(index, new, self.max_priority, joined=joined)
+        store.add(index, new, self.max_priority or 1.0, joined=joined)
         if not is_chosen and not values[ingest.DONE_KEY]:
             self._open[index] = sub_pool.next
         self.store = store
@@ -177,12 +187,52 @@ class Filler:
 
     def _distribute(
         self, store: Store, new: ingest.NewRows, sizes: NDArray, draws: Sequence[int | float]
+    ) -> NDArray:
+        """Add pieces of these sizes to the sub-pools that ``routes`` draws.
+
+        Returns:
+            The first transition of each piece, see ``SubPools.find``.
+        """
+        chosen = np.array(routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws))
+        first = np.zeros_like(sizes)
+        for index in np.unique(chosen).tolist():
+            mine = chosen == index
+            numbers = store.sub_pools[index].next + sizes[mine].cumsum() - sizes[mine]
+            first[mine] = numbers * len(store.sub_pools) + index
+            part = new if mine.all() else new.part(np.flatnonzero(np.repeat(mine, sizes)))
+            store.add(index, part, self.max_priority or 1.0)
+        return first
+
+    def _join(
+        self, store: Store, windows: NDArray, first: NDArray, sizes: NDArray, is_last: NDArray
     ) -> None:
-        """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
-        chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
-        each = np.repeat(chosen, sizes)
-        for index in np.unique(each).tolist():
-            store.add(index, new.part(np.flatnonzero(each == index)), self.max_priority)
+        """Join rows of windows with those that came before in their lanes, if these are stored.
+
+        Args:
+            store: Where they are.
+            windows: int64 ``[n, 4]``: what each row's ``info`` has under ``WINDOW_KEYS``.
+            first: The first transition of each row, see ``SubPools.find``.
+            sizes: Steps of each row.
+            is_last: Of all steps, whether the next one does not continue the episode.
+        """
+        ends = np.flatnonzero(is_last)
+        places = np.searchsorted(ends, sizes.cumsum() - 1)
+        n_ended = np.diff(places, prepend=-1) - 1  # episodes, before the last step
+        step = np.where(n_ended, 0, windows[:, 3]) + np.diff(ends, prepend=-1)[places]
+        last = first + (sizes - 1) * len(store.sub_pools)
+        here = np.column_stack([windows[:, 2:], store.checksums(first, after=False)])
+        there = np.column_stack([windows[:, 2] + n_ended, step, store.checksums(last, after=True)])
+        pairs = []
+        rows = zip(*map(np.ndarray.tolist, (windows, first, last, here, there)), strict=True)
+        for (batcher, lane, *_), name, newest, position, following in rows:
+            waiting = self._waiting.setdefault((batcher, lane), [])
+            for end in [end for end in waiting if end[1:] == position][:1]:
+                waiting.remove(end)
+                pairs.append((end[0], name))
+            waiting.append([newest, *following])
+            del waiting[:-_MOST_WAITING]
+        if pairs:
+            store.join(*np.array(pairs).T)
 
     # State -----------------------------------------------------------------------------------
 
@@ -193,6 +243,7 @@ class Filler:
             "settings": self._settings.saved(),
             "store": self.store.state_dict() if self.store.has_schema else None,
             "open": [i for i, n in self._open.items() if n == sub_pools[i].next],
+            "waiting": {lane: list(ends) for lane, ends in self._waiting.items()},
             "has_run": self._has_run,
             "max_priority": self.max_priority,
             "router": self.router.bit_generator.state,
@@ -216,6 +267,7 @@ class Filler:
             other.store = self._new_store(Schema.from_plain(saved["schema"]))
             other.store.load_state_dict(saved)
         other._open = {int(i): other.store.sub_pools[i].next for i in state["open"]}
+        other._waiting = {lane: list(ends) for lane, ends in state["waiting"].items()}
         other._has_run = bool(state["has_run"])
         other.max_priority = float(state["max_priority"])
         return other

@@ -48,10 +48,11 @@ TRANSITION_KEYS = (
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
 _START = "initial_state"
-_FLAGS = (DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY, _START)
+_END_FLAGS = (DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY)
 _SUFFICIENT = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
 """Flags from which every end of an episode within a row is known."""
 
+NOTHING_CUT = 2**63 - 1  # more steps than any row has
 _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
 
 
@@ -86,14 +87,20 @@ class NewRows(NamedTuple):
         is_last: bool ``[n]``: whether the next one does not continue the episode.
         finals: Paired key to values after the step, right wherever ``is_last`` holds.
         stacks: Key of a stack to whole values.
+        is_terminal: bool ``[n]``: whether the state after it has no future.
         ends_known: Whether it is known where episodes end.
+        terminal_known: Whether it is known which ones are terminal.
+        shortest_cut: Steps of the shortest row that ends within an episode.
     """
 
     columns: Mapping[str, LazyRows]
     is_last: NDArray
     finals: Mapping[str, LazyRows]
     stacks: Mapping[str, LazyRows]
+    is_terminal: NDArray
     ends_known: bool = True
+    terminal_known: bool = True
+    shortest_cut: int = NOTHING_CUT
 
     def part(self, places: slice | NDArray) -> NewRows:
         """Some of the transitions, no copy: a range, or pieces that each end with a last one."""
@@ -101,7 +108,8 @@ class NewRows(NamedTuple):
             {key: values.part(places) for key, values in every.items()}
             for every in (self.columns, self.finals, self.stacks)
         )
-        return NewRows(columns, self.is_last[places], finals, stacks, self.ends_known)
+        new = self._replace(is_last=self.is_last[places], is_terminal=self.is_terminal[places])
+        return new._replace(columns=columns, finals=finals, stacks=stacks)
 
 
 def infos_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -152,12 +160,20 @@ def from_trajectories(
     tensors = trajectories._steps._tensors
     lengths = trajectories.lengths.cpu().numpy()
     steps = _Steps(lengths)
-    is_last = np.zeros(lengths.sum(), bool)
-    is_last[lengths[lengths > 0].cumsum() - 1] = True
-    for key in _FLAGS:
-        if key in tensors and _derivation(tensors, key) is None:
-            flags = _flags(key, steps.rows_of(tensors[key].numpy(force=True)).values())
-            is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
+    flags = {
+        key: _flags(key, steps.rows_of(tensors[key].numpy(force=True)).values())
+        for key in (*_END_FLAGS, _START)
+        if key in tensors
+    }
+    never = np.zeros(lengths.sum(), bool)
+    is_last = np.logical_or.reduce([flags.get(key, never) for key in _END_FLAGS])
+    sizes = lengths[lengths > 0]
+    last_steps = sizes.cumsum() - 1
+    shortest_cut = sizes[~is_last[last_steps]].min(initial=NOTHING_CUT)
+    is_last[:-1] |= flags.get(_START, never)[1:]
+    is_last[last_steps] = True
+    not_truncated = flags.get(DONE_KEY, never) & ~flags.get(TRUNCATED_KEY, never)
+    is_terminal = flags.get(TERMINATED_KEY, not_truncated)
 
     def rows_of(key: str, spec: TensorSpec) -> LazyRows:
         tensor = infos[key] if key in infos else tensors[key]
@@ -179,7 +195,8 @@ def from_trajectories(
     # A row may hold several episodes. Values that follow from each other do not prove that it is
     # one: a reset may lead to the very state in which an episode ended.
     ends_known = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _SUFFICIENT)
-    return _new_rows(schema, columns, is_last, finals, bool(ends_known))
+    known = bool(ends_known), TERMINATED_KEY in flags or DONE_KEY in flags
+    return _new_rows(schema, columns, is_last, finals, is_terminal, *known, int(shortest_cut))
 
 
 def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
@@ -200,7 +217,7 @@ def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
         for key in finals.keys() & set(schema.stacks):
             both = np.concatenate([columns[key].values(), finals[key].values()])
             _check_shifted(key, both, np.zeros(1, bool))
-    return _new_rows(schema, columns, np.ones(1, bool), finals)
+    return _new_rows(schema, columns, np.ones(1, bool), finals, values[TERMINATED_KEY][None])
 
 
 def _new_rows(
@@ -208,7 +225,7 @@ def _new_rows(
     columns: dict[str, LazyRows],
     is_last: NDArray,
     finals: dict[str, LazyRows],
-    ends_known: bool = True,
+    *more: Any,
 ) -> NewRows:
     """Rows of whole values, with the newest frames in place of stacks."""
     stacks = {key: columns[key] for key in schema.stacks}
@@ -217,7 +234,7 @@ def _new_rows(
             with_next = values.part(slice(some.start, some.stop + 1)).values()
             _check_shifted(key, with_next, is_last[some])
         columns[key] = values.newest_frames()
-    return NewRows(columns, is_last, finals, stacks, ends_known)
+    return NewRows(columns, is_last, finals, stacks, *more)
 
 
 def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:

@@ -27,7 +27,7 @@ from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
-_FORMAT = 3  # of state_dict
+_FORMAT = 4  # of state_dict
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
 
 
@@ -242,9 +242,12 @@ class Pool:
         Each row is a stream of its own, which may hold several episodes. ``_done``,
         ``_terminated`` and ``_truncated``, or ``initial_state`` say where they end, whether these
         are stored or not; without them n-step returns and sequences are refused until ``clear``.
-        Rows of a single step need none. The windows of a ``Batcher`` are not joined: no n-step
-        return and no sequence goes on from one window to the next, so with windows of one step
-        they have one step.
+        Rows of a single step need none.
+
+        The windows of a ``Batcher`` are joined: samples go on in the lane's next window as within
+        one, whatever ``index`` they were added with. Their ``info`` says which rows follow each
+        other, so keep it. Samples end where the next window is not stored, or does not start from
+        what the last step led to, as when observations were normalised differently.
 
         Values after a step that follow from the next step, such as ``_frame``, are not stored
         twice. The pool keeps no reference to the trajectories. Of their ``info`` it stores what
@@ -371,13 +374,14 @@ class Pool:
         Args:
             batch_size: How many, at most as many as there are.
             n_step: Look so many steps ahead, or fewer where an episode, or what is stored of it,
-                ends before: at the edge of a window, too, since windows are not joined. Keys with a
-                leading ``_`` then have their value after the last of these steps, except
-                ``_reward``. The result also has ``n_step_return``, the discounted sum of the
-                rewards of these steps, and ``n_step_discount``, the factor for the value of what
-                comes after, both float32 ``[batch_size]``. The factor is
-                ``discount ** steps``, or 0 after a termination (``_terminated``, or where that is
-                not stored ``_done`` without ``_truncated``). After a truncation, which is not a
+                ends before; a warning says so, once, if shorter rows ended within an episode and
+                cannot be joined (see ``extend``). Keys with a leading ``_`` then have their value
+                after the last of these steps, except ``_reward``. The result also has
+                ``n_step_return``, the discounted sum of the rewards of these steps, and
+                ``n_step_discount``, the factor for the value of what comes after, both float32
+                ``[batch_size]``. The factor is ``discount ** steps``, or 0 after a termination: the
+                trajectories' ``_terminated``, or where they lack it ``_done`` without
+                ``_truncated``, whether these are stored or not. After a truncation, which is not a
                 termination, the value of the last observation counts.
             discount: Discount per step, for ``n_step``.
             beta: Exponent of the importance weights, for a pool with priorities: 1 corrects
@@ -389,8 +393,8 @@ class Pool:
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
-            SpecError: If ``n_step`` is given and no ``_reward`` is stored, or ``n_step`` is above 1
-                and the ends of some episodes are not known, see ``Pool.extend``.
+            SpecError: If ``n_step`` is given and no ``_reward`` is stored, or it is not known where
+                some episodes end or terminate, see ``Pool.extend``.
 
         Reference:
             Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
@@ -412,8 +416,8 @@ class Pool:
         """Draw sequences of steps that followed each other in one episode, for recurrent learners.
 
         A sequence starts at a transition that is drawn as by ``sample``, and ends after ``length``
-        steps, or earlier where its episode, or what is stored of it, ends. It never goes on in the
-        next window, see ``extend``.
+        steps, or earlier where its episode, or what is stored of it, ends. It goes on in the next
+        window, see ``extend``.
 
         Args:
             batch_size: How many, at most as many as there are transitions.
@@ -468,7 +472,8 @@ class Pool:
     def update_priorities(self, index: Any, priorities: Any) -> None:
         """Set the priorities of transitions, usually their absolute errors plus a small constant.
 
-        New transitions have the largest priority so far, so that each is soon seen.
+        New transitions have the largest priority that was given so far, so that each is soon seen;
+        1 before any was given.
 
         Args:
             index: int64 ``[n]``, as ``sample`` gave it. Transitions that were dropped are left out.
@@ -496,12 +501,9 @@ class Pool:
         store = self._store
         if store.tree is None or not given.size:
             return
-        numbers, sub_pools = np.divmod(given, len(store.sub_pools))
-        oldest, after, _ = store.sub_pools.numbers[sub_pools].T
-        is_there = (oldest <= numbers) & (numbers < after)
+        rows, is_there = store.sub_pools.find(given)
         with store.changing():
-            rows = store.sub_pools.rows_of(sub_pools[is_there], numbers[is_there])
-            store.tree.set(rows, powers[is_there])
+            store.tree.set(rows[is_there], powers[is_there])
         largest = float(powers[is_there].max(initial=0.0))
         self._filler.max_priority = max(self._filler.max_priority, largest)
 

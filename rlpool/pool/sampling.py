@@ -6,6 +6,7 @@ the end stand for those at the beginning, which costs nothing.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,17 @@ from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import real_number, whole_number
-from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
+from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TRUNCATED_KEY
 from rlpool.pool.store import Store
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
 RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
+_LOG = logging.getLogger("rlpool")
+_TOO_SHORT = (
+    "n_step is %d, but rows of %d steps in the pool end within an episode, so that returns end "
+    "there, too: keep the info of a Batcher's windows, which joins them, or give longer rows"
+)
 _LONGEST = 2**31  # steps: more than any episode has, small enough for int64 row numbers
 
 
@@ -86,7 +92,7 @@ def _draw(store: Store, generator: np.random.Generator, n: int) -> NDArray:
                 "all priorities are zero, so that nothing can be drawn",
                 fix="add a small constant to the priorities",
             )
-        return store.tree.draw(n, generator)
+        return generator.permutation(store.tree.draw(n, generator))
     lengths = store.sub_pools.lengths
     # Half the time of generator.integers, and uniform up to one part in 2**53 / len(store).
     # The product is always below the total.
@@ -116,26 +122,42 @@ def _steps_from(store: Store, first: NDArray, most: int, what: str) -> tuple[NDA
         Rows ``[n, most]``, and how many of each are steps of one episode, at least 1.
     """
     if most > 1:
-        _check_ends_known(store, what)
-    rows = store.sub_pools.ahead(first[:, None], np.arange(min(most, max(store.sub_pools.lengths))))
+        missing = TRUNCATED_KEY if store.terminal_known else DONE_KEY
+        _check_known(store.ends_known, what, missing)
+    ahead = np.arange(min(most, len(store)))
+    rows = store.sub_pools.ahead(first[:, None], ahead)
     # The newest transition is a last one, so this never leaves what is stored.
     is_last = store.is_last.take(rows, mode="wrap")
     is_last[:, -1] = True
-    return rows, is_last.argmax(axis=1) + 1
+    lengths = is_last.argmax(axis=1) + 1
+    joined = np.arange(len(first))
+    while store.has_followers:
+        joined = joined[lengths[joined] < len(ahead)]
+        followers = store.followers(rows[joined, lengths[joined] - 1])
+        joined, followers = joined[followers >= 0], followers[followers >= 0]
+        if not joined.size:
+            break
+        n_ahead = ahead - lengths[joined, None]
+        more = store.sub_pools.ahead(followers[:, None], n_ahead)
+        rows[joined] = np.where(n_ahead >= 0, more, rows[joined])
+        is_last = (n_ahead >= 0) & store.is_last.take(more, mode="wrap")
+        is_last[:, -1] = True
+        lengths[joined] = is_last.argmax(axis=1) + 1
+    return rows, lengths
 
 
 def _look_ahead(
     store: Store, batch: dict[str, NDArray], rows: NDArray, n_step: int, discount: float
 ) -> NDArray:
     """Add the returns of some steps; gives the rows of the last of these steps."""
-    end = TERMINATED_KEY if TERMINATED_KEY in store.columns else DONE_KEY
-    for key in (REWARD_KEY, end):
-        if key not in store.columns or np.prod(store.schema.columns[key].shape) != 1:
-            raise SpecError(
-                f"n_step needs one number per step under {key!r}, "
-                f"{key!r} is {store.schema.columns.get(key, 'missing')}",
-                fix="store it",
-            )
+    spec = store.schema.columns.get(REWARD_KEY)
+    if spec is None or np.prod(spec.shape) != 1:
+        what = f"n_step needs one number per step, {REWARD_KEY!r} is {spec or 'missing'}"
+        raise SpecError(what, fix="store it")
+    _check_known(store.terminal_known, "n-step returns", DONE_KEY)
+    if 0 < store.shortest_cut < n_step:
+        _LOG.warning(_TOO_SHORT, n_step, store.shortest_cut)
+        store.shortest_cut = 0
     discount = real_number("discount", discount, "from 0 to 1")
     every, n_steps = _steps_from(store, rows, n_step, "n-step returns")
     ahead = np.arange(every.shape[1])
@@ -143,11 +165,8 @@ def _look_ahead(
     discounted = rewards * np.float64(discount) ** ahead
     returns = np.where(ahead < n_steps[:, None], discounted, 0).sum(axis=1)
     last: NDArray = every[np.arange(len(rows)), n_steps - 1]
-    flags = store.take(last, [end, TRUNCATED_KEY])
-    is_end = flags[end].astype(bool).reshape(-1)
-    if end == DONE_KEY and TRUNCATED_KEY in flags:
-        is_end &= ~flags[TRUNCATED_KEY].astype(bool).reshape(-1)
-    discounts = np.where(is_end, 0, np.float64(discount) ** n_steps)
+    is_terminal = store.is_terminal.take(last, mode="wrap")
+    discounts = np.where(is_terminal, 0, np.float64(discount) ** n_steps)
     batch[RETURN_KEY] = returns.astype(np.float32)
     batch[DISCOUNT_KEY] = discounts.astype(np.float32)
     return last
@@ -166,10 +185,9 @@ def _weights(store: Store, rows: NDArray, beta: float) -> dict[str, NDArray]:
     }
 
 
-def _check_ends_known(store: Store, what: str) -> None:
-    """Refuse what would cross from one episode into another."""
-    if not store.ends_known:
-        missing = TRUNCATED_KEY if TERMINATED_KEY in store.columns else DONE_KEY
+def _check_known(is_known: bool, what: str, missing: str) -> None:
+    """Refuse what would cross from one episode into another, or count what is not there."""
+    if not is_known:
         raise SpecError(
             f"{what} need to know where episodes end, and some trajectories had no {missing!r}",
             fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}",

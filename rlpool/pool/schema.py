@@ -106,7 +106,8 @@ class Schema:
 
     def arrays(self) -> dict[str, TensorSpec]:
         """Shapes and dtypes per row of a store's arrays by name, in the order in which they lie."""
-        arrays = {"is_last": TensorSpec((), np.dtype(np.bool_))}
+        flag, name = TensorSpec((), np.dtype(np.bool_)), TensorSpec((), np.dtype(np.int64))
+        arrays = {"is_last": flag, "is_terminal": flag, "follower": name}
         if self.paired:
             arrays["final_row"] = TensorSpec((), np.dtype(np.int32))
         if self.stacks:

@@ -9,6 +9,10 @@ values after those are in ``finals``, which grows with the number of such rows::
     is_last     -   -   x   -   x      after a step: b, c, finals[0], l, finals[1]
     final_row           0       1
 
+A row that ends a window of a ``Batcher`` is a last one too. Where the episode goes on in the next
+window, ``follower`` says which transition that is: by its number and sub-pool, so that it shows
+whether it is still there.
+
 Of a stack of frames, a row holds the newest one. The older ones are those of the rows before it, up
 to the first row of its piece. The frames before that one are in ``heads``, once per piece. ``age``
 says how many rows of the piece come before a row, at most all but one frame of a stack. Finals are
@@ -19,6 +23,7 @@ Memory for the full size is mapped at once, and costs nothing until it is writte
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +35,7 @@ import torch
 from rlpool.data.storage import Memory, NDArray, allocate, carve, carved_bytes
 from rlpool.errors import SpecError
 from rlpool.machine.limits import check_size
-from rlpool.pool.ingest import NewRows
+from rlpool.pool.ingest import NOTHING_CUT, NewRows
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
 from rlpool.pool.sub_pool import SubPool, SubPools, WindowRules
@@ -92,9 +97,14 @@ class Store:
         finals: Paired key to the values after last rows.
         is_last: bool ``[n_rows]``: whether the next row does not continue the episode. The newest
             row of a sub-pool always is.
+        is_terminal: bool ``[n_rows]``: whether the state after the step has no future.
         final_row: int32 ``[n_rows]``: where in ``finals`` a last row's values are.
         sub_pools: The sub-pools.
+        has_followers: Whether any last row has a follower.
         ends_known: Whether it is known of all transitions where episodes end.
+        terminal_known: Whether it is known of all transitions if they are terminal.
+        shortest_cut: Steps of the shortest row that was added, ends within an episode, and cannot
+            be joined with what follows; 0 once there was a warning.
         tree: The priorities, or ``None``.
     """
 
@@ -114,13 +124,15 @@ class Store:
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
         self._heads = {key: arrays[f"heads/{key}"] for key in schema.stacks}
-        self.is_last = arrays["is_last"]
+        self.is_last, self.is_terminal = arrays["is_last"], arrays["is_terminal"]
+        self._follower, self.has_followers = arrays["follower"], False
         self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
         self._age = arrays.get("age", self.is_last)  # none without stacks
         self._head_row = arrays.get("head_row", self.is_last)
         self.tree = PriorityTree(n_rows) if with_priorities else None
         self._final_places, self._head_places = FreeRows(n_rows), FreeRows(n_rows)
-        self.ends_known = True
+        self.ends_known = self.terminal_known = True
+        self.shortest_cut = NOTHING_CUT
         self._is_whole = True  # no change is under way, or was interrupted
 
     @classmethod
@@ -178,6 +190,7 @@ class Store:
             "n_finals": self._final_places.n_used,
             "n_heads": self._head_places.n_used,
             "ends_known": self.ends_known,
+            "terminal_known": self.terminal_known,
             # Where a view has no bytes another one may begin, and torch.save wants one dtype per
             # place.
             "arrays": {n: t if t.numel() else t.clone() for n, t in tensors.items()},
@@ -205,6 +218,8 @@ class Store:
                 )
             own[...] = given
         self.ends_known = bool(state["ends_known"])
+        self.terminal_known = bool(state["terminal_known"])
+        self.has_followers = bool(self._follower.any())
         self._final_places.n_used, self._head_places.n_used = counts
         self._recover()
 
@@ -246,6 +261,7 @@ class Store:
             self._drop(sub_pool, min(start, oldest))
             newest = sub_pool.pieces(start - 1, start) if joined and len(sub_pool) else []
             self.ends_known &= new.ends_known
+            self.terminal_known &= new.terminal_known
             rows = np.concatenate([np.arange(p.start, p.stop) for p in pieces] or [lasts])
             self._write(pieces, new, rows[lasts], lasts)
             if self.schema.stacks and rows.size:
@@ -268,7 +284,9 @@ class Store:
             some = new if len(pieces) == 1 else new.part(slice(start, stop))
             for key, values in some.columns.items():
                 values.values(self.columns[key][piece])
-            self.is_last[piece] = some.is_last
+            self.is_last[piece], self.is_terminal[piece] = some.is_last, some.is_terminal
+            if self.has_followers:
+                self._follower[piece] = 0
             start = stop
         if self.schema.paired and lasts.size:
             finals = self._final_places.take(lasts.size)
@@ -298,6 +316,22 @@ class Store:
         self._age[rows] = np.minimum(age, self.schema.n_frames - 1)
         self._head_row[rows] = heads[piece_numbers]
 
+    def join(self, before: NDArray, after: NDArray) -> None:
+        """Let last rows be followed by others, both int64 ``[n]``: see ``SubPools.find``."""
+        rows, is_there = self.sub_pools.find(before)
+        self._follower[rows[is_there]] = after[is_there] + 1
+        self.has_followers |= bool(is_there.any())
+
+    def checksums(self, names: NDArray, *, after: bool) -> list[int]:
+        """A checksum for each transition of what it starts from, or of what it led to."""
+        rows, _ = self.sub_pools.find(names)
+        keys = [*self.schema.paired, *self.schema.apart]
+        if after:
+            keys = list(map(successor_key, keys))
+        values = self.take(rows, keys) | (self.take_after(rows) if after else {})
+        flat = [values[key].reshape(len(rows), -1).view(np.uint8) for key in keys]
+        return [zlib.crc32(row) for row in np.hstack([np.zeros((len(rows), 0), np.uint8), *flat])]
+
     def _drop(self, sub_pool: SubPool, stop: int) -> None:
         """Drop the transitions before number ``stop``."""
         pieces = sub_pool.pieces(sub_pool.oldest, stop)
@@ -319,7 +353,8 @@ class Store:
             self.sub_pools.numbers[...] = self.sub_pools.numbers[:, 1:2]
             for places in (self._final_places, self._head_places):
                 places.reset(0, np.zeros(0, int))
-            self.ends_known = True
+            self.ends_known = self.terminal_known = True
+            self.shortest_cut = NOTHING_CUT
 
     def _recover(self) -> None:
         """Make the bookkeeping of finals, heads and priorities fit the rows in use."""
@@ -397,6 +432,11 @@ class Store:
             values[ends] = self.finals[key].take(final_rows, 0)
             taken[successor_key(key)] = values
         return taken
+
+    def followers(self, rows: NDArray) -> NDArray:
+        """Rows with which the windows go on that some rows end; -1 where nothing is known of it."""
+        names = self._follower.take(rows, 0, None, "wrap") - 1
+        return np.where((found := self.sub_pools.find(names))[1], found[0], -1)
 
     def _stacked(self, key: str, rows: NDArray, n_ahead: int = 0) -> NDArray:
         """Stacks of frames, whose newest ones are so many rows ahead of some rows: 0 or 1."""

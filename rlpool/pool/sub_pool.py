@@ -181,6 +181,16 @@ class SubPools(list[SubPool]):
         rows: NDArray = self._offsets[index] + places
         return rows
 
+    def find(self, names: NDArray) -> tuple[NDArray, NDArray]:
+        """Rows of transitions, and whether they are still there.
+
+        Args:
+            names: ``number * len(self) + sub-pool`` of each.
+        """
+        numbers, index = np.divmod(names, len(self))
+        oldest, after, _ = self.numbers[index].T
+        return self.rows_of(index, numbers), (oldest <= numbers) & (numbers < after)
+
     def ahead(self, rows: NDArray, n_steps: int | NDArray) -> NDArray:
         """Rows so many places after others, of the same sub-pool."""
         if len(self) == 1:

@@ -270,7 +270,7 @@ def vtrace(
     """
     given = {"value": value, "log_ratio": log_ratio}
     steps = Steps(reward, done, terminated, next_value, discount, lengths, **given)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp().clamp(max=torch.finfo(log_ratio.dtype).max)  # times 0 it is 0
     rho = ratio.clamp(max=real_number("rho_clip", rho_clip, "above 0"))
     decay = real_number("lambda_", lambda_, "from 0 to 1")
     cut = ratio.clamp(max=real_number("c_clip", c_clip, "above 0")) * decay

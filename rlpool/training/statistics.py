@@ -115,7 +115,7 @@ class EpisodeStatistics:
         """Add the next window.
 
         Windows have to come in the order of their steps, none left out. Lanes that have stopped
-        are missing in later ones: ``window.info["episode"]`` says which lane each row is. Where it
+        are missing in later ones: ``window.info["lane"]`` says which lane each row is. Where it
         is missing, row *i* is lane *i*.
 
         Args:
@@ -128,7 +128,7 @@ class EpisodeStatistics:
 
         Raises:
             SpecError: If a key is missing, it has more than one number per step, or
-                ``info["episode"]`` does not name a different lane for each row.
+                ``info["lane"]`` does not name a different lane for each row.
         """
         values = numbers_of(window, self._key)
         done = numbers_of(window, _DONE).bool().cpu().numpy()
@@ -156,11 +156,12 @@ class EpisodeStatistics:
         n_rows = window.n_elems()
         lanes: Any = slice(n_rows)
         n_lanes = n_rows
-        if "episode" in window.info:
-            lanes = window.info["episode"].cpu().numpy()
+        name = "lane" if "lane" in window.info else "episode"
+        if name in window.info:
+            lanes = window.info[name].cpu().numpy()
             is_right = lanes.shape == (n_rows,) and lanes.dtype.kind in "iu"
             if not is_right or lanes.min(initial=0) < 0 or len(np.unique(lanes)) < n_rows:
-                what = f"info['episode'] is {kind(window.info['episode'])}, not a lane for each row"
+                what = f"info[{name!r}] is {kind(window.info[name])}, not a lane for each row"
                 raise SpecError(what, fix="keep what the Batcher's window has there")
             n_lanes = int(lanes.max(initial=-1)) + 1
         n_more = max(0, n_lanes - self._running.shape[1])

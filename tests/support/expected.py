@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,12 +38,14 @@ class Expected:
         info: The info of each row.
         failures: Number of an episode to the step in which it fails.
         breaks: Whether the agent fails.
+        told: Returns what else the infos say, once the result is handed out.
     """
 
     rows: list[list[Values]]
     info: Values
     failures: dict[int, int]
     breaks: bool = False
+    told: Callable[[list[list[Values]]], Values] | None = None
 
     def check(self, get: Any) -> Any:
         """Call a function that returns the result, and compare it; returns the result."""
@@ -53,6 +57,8 @@ class Expected:
                 assert (where.row, where.step) in self.failures.items(), (where, self.failures)
             return None
         got = get()
+        if self.told is not None:
+            self.info, self.told = self.info | self.told(self.rows), None
         assert_same(got, self.rows, self.info)
         return got
 
@@ -121,10 +127,28 @@ class WindowsByHand(ByHand):
     n_resets = n_windows = 0
     is_reset = False
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        # Episode and number of the next step of each lane.
+        self.positions = {lane: [0, 0] for lane in range(setting.n_all_lanes)}
+
     def resume(self, n_pending: int) -> None:
         """Begin episodes that no lane has begun before."""
         self.n_resets += self.n_windows * self.setting.n_timesteps
         self.n_windows = 0
+        self.positions = {lane: [self.n_resets, 0] for lane in self.positions}
+
+    def moved(self, lanes: list[int], rows: list[list[Values]]) -> Values:
+        """Where the rows of a window begin; goes on behind them."""
+        before = np.array([self.positions[lane] for lane in lanes])
+        for lane, row in zip(lanes, rows, strict=True):
+            for step in row:
+                episode, number = self.positions[lane]
+                is_end = bool(step["_done"])
+                self.positions[lane] = [episode + is_end, 0 if is_end else number + 1]
+        batchers = np.full(len(lanes), self.root >> 65)
+        columns = batchers, np.array(lanes), before[:, 0], before[:, 1]
+        return dict(zip(("batcher", "lane", "episode", "first_step"), columns, strict=True))
 
     def reset(self, agent_info: Any, env_info: Any) -> None:
         setting = self.setting
@@ -134,6 +158,7 @@ class WindowsByHand(ByHand):
         self.agent_info, self.env_info = agent_info, env_info
         self.lanes = {k: self.lane(k) for k in range(setting.n_all_lanes)}
         self.is_reset = True
+        self.positions = {k: [episode + (n > 0), 0] for k, (episode, n) in self.positions.items()}
 
     def lane(self, lane: int) -> Lane | None:
         if self.setting.over == "together":
@@ -163,7 +188,8 @@ class WindowsByHand(ByHand):
                 failures[k] = failed.step
         seeds = [self.seeds.seed(k, 0) for k in running]
         info = self.info(running, seeds, self.agent_info, self.env_info)
-        return Expected(rows, info, failures) if running else None
+        told = partial(self.moved, running)
+        return Expected(rows, info, failures, told=told) if running else None
 
 
 class EpisodesTogether(EpisodesByHand):
@@ -248,7 +274,8 @@ class WindowsTogether(WindowsByHand):
             return None
         seeds = [self.seeds.seed(lane - lane % setting.n_lanes, 0) for lane in rows]
         info = self.info(list(rows), seeds, self.agent_info, self.env_info)
-        return Expected(list(rows.values()), info, {})
+        told = partial(self.moved, list(rows))
+        return Expected(list(rows.values()), info, {}, told=told)
 
     def window(self, worker: Together, first: int) -> dict[int, list[Values]]:
         """The next steps of a worker's lanes: as many as one of them has room for."""

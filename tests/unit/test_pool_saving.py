@@ -115,7 +115,7 @@ def states() -> list[Any]:
     missing = {k: arrays[k] for k in arrays if k != "columns/frame/0.0"}
     cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
     return [
-        *(None, {}, {"format": 3}, {**whole, "format": 4}, {**whole, "generator": {}}),
+        *(None, {}, {"format": 4}, {**whole, "format": 5}, {**whole, "generator": {}}),
         *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
     ]
 

@@ -75,7 +75,9 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
             assert pool.sample(50)["number"].min() >= 1000
             assert pool.sample_sequences(50, 1)["number"][:, 0].min() >= 1000
             assert pool.nbytes == n_bytes
-    assert n_refused == 4  # is_last, final_row, frame, number, and then what follows the frames
+    assert (
+        n_refused == 6
+    )  # is_last, is_terminal, follower, final_row, frame, number, and then what follows the frames
     assert len(pool) == 9100
     assert n_reserved > 9000 * (100 + 8 + 100)  # frame, number, and the frame that follows
 
@@ -107,7 +109,7 @@ def test_an_addition_is_refused_only_if_the_disk_has_no_room_for_it(
 ) -> None:
     disk = Disk(monkeypatch)
     pool = Pool(None, 2, 20_000, storage="memmap", directory=tmp_path, seed=0)
-    disk.n_left = 1 + 10  # is_last, and the rows
+    disk.n_left = 3 + 10  # is_last, is_terminal, follower, and the rows
     for _ in range(5):
         pool.extend(pages(2, 3), index)
     with pytest.raises(SpecError, match=r"disk.*\n.*free some space"):
@@ -121,7 +123,7 @@ def test_rows_are_used_again_after_clear_and_mean_other_transitions(
     options = {"pool_size": 40, "processes": 2, "priority_exponent": 1.0, "seed": 0}
     disk = Disk(monkeypatch)
     pool = Pool(**options, storage="memmap", directory=tmp_path)
-    disk.n_left = 1 + 2 * 15
+    disk.n_left = 3 + 2 * 15
     for value in range(5):  # more than there is room for, and than a sub-pool has rows
         for index in (0, 1):
             pool.extend(pages(15, 10 * value + index), index)
