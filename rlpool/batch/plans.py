@@ -24,7 +24,7 @@ from rlpool.batch.messages import ChunksDone, Execute, Window
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
-from rlpool.loop.plan import Chunk, Episode, Plan
+from rlpool.loop.plan import Chunk, Lane, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.seeding import episode_seeds, noise_keys
@@ -244,33 +244,37 @@ class EpisodePlan(_RequestPlan):
         self._chunks: list[Chunk] = []
         self.lacks_slots = False
 
-    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
-        """The lanes' next episodes, of those that have a slot to write to."""
-        episodes: dict[int, Episode] = {}
+    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Let lanes take their next episodes, as far as these have a slot to write to."""
+        begun: list[Lane] = []
         may_leave = self._recycling.max_episodes is not None
         if may_leave and self.is_left_over():
-            return episodes
+            return begun
         claimed, exhausted = self._claimed, self._exhausted
-        short = [lane for lane in lanes if not claimed[lane] and lane not in exhausted]
+        short: list[int] = []
+        for lane in lanes:
+            if not claimed[lane.number] and lane.number not in exhausted:
+                short.append(lane.number)  # noqa: PERF401  (one call less per step)
         if short:
             self._claim(short)
         for lane in lanes:
-            if not claimed[lane] or (may_leave and self.is_left_over()):
+            mine = claimed[lane.number]
+            if not mine or (may_leave and self.is_left_over()):
                 continue
-            number = claimed[lane][-1]
-            is_at_home = self._in_place and number not in self._moved
-            slot = number if is_at_home else self._free_slot()
+            row = mine[-1]
+            is_at_home = self._in_place and row not in self._moved
+            slot = row if is_at_home else self._free_slot()
             if slot is None:
                 continue
-            claimed[lane].pop()
+            mine.pop()
             self._recycling.n_begun += 1
-            noise = self._noise[number] if self._noise is not None else None
-            options = options_of(self.env_info, number) if self.env_info else None
-            seed = self.seeds[number]
-            fails_at = self._given_up.get((number, seed))
-            running = self._first + number
-            episodes[lane] = Episode(number, seed, options, noise, slot, 0, fails_at, running)
-        return episodes
+            noise = self._noise[row] if self._noise is not None else None
+            options = options_of(self.env_info, row) if self.env_info else None
+            seed = self.seeds[row]
+            fails_at = self._given_up.get((row, seed)) if self.gives_up else None
+            lane.begin(self, row, seed, options, noise, slot, fails_at, self._first + row)
+            begun.append(lane)
+        return begun
 
     def _claim(self, lanes: Sequence[int]) -> None:
         """Claim episodes of the lanes' rows."""
@@ -279,9 +283,15 @@ class EpisodePlan(_RequestPlan):
             if not claim:
                 self._exhausted.add(lane)
 
-    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
-        """Free slots for the lanes, as far as they go."""
-        return {lane: slot for lane in lanes if (slot := self._free_slot()) is not None}
+    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Give the lanes free slots, as far as they go."""
+        served: list[Lane] = []
+        for lane in lanes:
+            slot = self._free_slot()
+            if slot is not None:
+                lane.slot = slot
+                served.append(lane)
+        return served
 
     def _free_slot(self) -> int | None:
         self.lacks_slots = not self._free
@@ -298,26 +308,27 @@ class EpisodePlan(_RequestPlan):
         """Whether this worker is to be replaced; a share that is fixed it runs before."""
         return self._recycling.is_due() and not self.layout.step.resets_together
 
-    def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
+    def take_back(self, lane: Lane, slot: int | None) -> None:
         """Let an episode begin again, here; its first chunk replaces what the caller has of it."""
-        self._claimed[lane].append(episode.number)
-        self._exhausted.discard(lane)
-        if chunk:
-            self._moved.add(episode.number)
-        is_at_home = self._in_place and episode.number not in self._moved
+        self._claimed[lane.number].append(lane.row)
+        self._exhausted.discard(lane.number)
+        if lane.chunk:
+            self._moved.add(lane.row)
+        is_at_home = self._in_place and lane.row not in self._moved
         if slot is not None and not is_at_home:
             self._free.append(slot)
         self.flush()
 
-    def take_chunks(self, chunks: Sequence[Chunk]) -> None:
+    def take_slots_of(self, lanes: Sequence[Lane], *, is_last: bool) -> None:
         """Take complete slots; one that is its row's whole episode stays where it is."""
-        for complete in chunks:
-            episode, slot, chunk, is_last = complete
-            self._site.control.done[0] += is_last
-            if self._in_place and is_last and chunk == 0 and slot == episode:
-                self._whole[episode] = 1  # the last thing that is written about it
+        if is_last:
+            self._site.control.done[0] += len(lanes)
+        for lane in lanes:
+            row, slot, chunk = lane.row, lane.slot, lane.chunk
+            if self._in_place and is_last and chunk == 0 and slot == row:
+                self._whole[row] = 1  # the last thing that is written about it
             else:
-                self._chunks.append(complete)
+                self._chunks.append((row, slot, chunk, is_last))
 
     def flush(self) -> None:
         """Report the slots that have to be emptied."""
@@ -373,34 +384,41 @@ class WindowPlan(_RequestPlan):
         resets_together = self.layout.step.resets_together
         self._only_seed = self._seeds.seed(self._first_lane, 0) if resets_together else None
 
-    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
-        """In the first window after a reset: the lanes' episodes."""
-        mine = [lane for lane in lanes if self._starts and lane in self._slots]
+    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """In the first window after a reset: let lanes take their episodes."""
+        if not self._starts:
+            return []
+        mine = [lane for lane in lanes if lane.number in self._slots]
         self._site.recycling.n_begun += len(mine)
-        first = self._first_lane
-        return {lane: self._episode(first + lane, self._slots.pop(lane), 0) for lane in mine}
+        for lane in mine:
+            self._begin(lane, self._slots.pop(lane.number), 0)
+        return mine
 
-    def resumed(self, lane: int, n_restarts: int) -> Episode:
-        """The episode that another worker had begun in a lane; it has no slot yet."""
-        return self._episode(self._first_lane + lane, -1, n_restarts)
+    def resume(self, lane: Lane, n_restarts: int) -> None:
+        """Let a lane take the episode that another worker had begun; it has no slot yet."""
+        self._begin(lane, -1, n_restarts)
 
-    def restarted(self, lane: int, episode: Episode) -> Episode:
-        """The lane's next episode, in the same slot."""
+    def restart(self, lane: Lane) -> None:
+        """Let a lane take its next episode, in the same slot."""
         self._site.recycling.n_begun += 1
-        return self._episode(episode.number, episode.slot, episode.n_restarts + 1)
+        self._begin(lane, lane.slot, lane.n_restarts + 1)
 
-    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
-        """The lanes' slots of this window, once."""
-        return {lane: self._slots.pop(lane) for lane in lanes if lane in self._slots}
+    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Give the lanes their slots of this window, once."""
+        mine = [lane for lane in lanes if lane.number in self._slots]
+        for lane in mine:
+            lane.slot = self._slots.pop(lane.number)
+        return mine
 
-    def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
+    def _begin(self, lane: Lane, slot: int, n_restarts: int) -> None:
+        number = self._first_lane + lane.number
         seed, n_noise = self._only_seed, self.layout.step.n_noise
         if seed is None:
             seed = self._seeds.seed(number, n_restarts)
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         options = options_of(self.env_info, number) if self.env_info else None
         fails_at = self._given_up.get((number, seed))
-        return Episode(number, seed, options, noise, slot, n_restarts, fails_at, number)
+        lane.begin(self, number, seed, options, noise, slot, fails_at, number, n_restarts)
 
 
 def check_together(

@@ -16,9 +16,8 @@ from rlpool.data.specs import FLAGS, row_specs
 from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
-from rlpool.loop.active_plan import ActivePlan
 from rlpool.loop.agent_driver import AgentDriver, rows_repeating
-from rlpool.loop.plan import Episode
+from rlpool.loop.plan import Lane, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.slots.blocks import NOISE_KEY, Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
@@ -179,26 +178,26 @@ class AgentCalls:
         self._copies_all = env.shares_current or self.history is not None
         return True
 
-    def begin(self, lanes: Sequence[int], episodes: Sequence[Episode]) -> None:
+    def begin(self, numbers: Sequence[int], lanes: Sequence[Lane]) -> None:
         """Let episodes begin with the next call; the lanes show their infos already."""
-        self.driver.start(lanes, self.infos.tensors, episodes)
+        self.driver.start(numbers, self.infos.tensors, lanes)
         noise, history = self.noise, self.history
-        for lane, episode in zip(lanes, episodes, strict=True) if noise or history else ():
-            if noise is not None and episode.noise is not None:
-                noise.start(lane, episode.noise)
+        for lane in lanes if noise or history else ():
+            if noise is not None and lane.noise is not None:
+                noise.start(lane.number, lane.noise)
             if history is not None:
-                history.restart(lane)
+                history.restart(lane.number)
 
     def act(
         self,
-        active_plans: Sequence[ActivePlan],
+        plans: Sequence[Plan],
         lanes: Sequence[int],
         live_rows: NDArray | None = None,
     ) -> dict[str, NDArray]:
         """Call the agent for the lanes that take this step; write its inputs and outputs.
 
         Args:
-            active_plans: The plans that run.
+            plans: The plans that run.
             lanes: The lanes.
             live_rows: Their rows, and in place of all others the first of them. ``None`` if there
                 are lanes that run and do not take this step.
@@ -212,9 +211,9 @@ class AgentCalls:
         driver, record, are_all = self.driver, self.record, live_rows is not None
         if self.noise is not None:
             self.noise.draw(None if are_all else lanes)
-        for active in active_plans:
-            rows = active.rows if are_all else active.rows_of(lanes)
-            for target, source in active.writer.before:
+        for plan in plans:
+            rows = plan.rows if are_all else plan.rows_of(lanes)
+            for target, source in plan.writer.before:
                 target[rows] = source
         starting = driver.starting
         observation, history = self._observation, None
@@ -228,14 +227,14 @@ class AgentCalls:
         outputs = driver.act(observation, self.infos.shown, history, lanes)
         record.agent_ns[0] += monotonic_ns()
         if driver.state and starting:
-            for active in active_plans:
+            for plan in plans:
                 for lane in starting:
-                    active.writer.write_state(int(active.rows[lane]), lane)
+                    plan.writer.write_state(int(plan.rows[lane]), lane)
         if self.history is not None:
             self.history.record({**self.current, **driver.state, **outputs}, lanes)
-        for active in active_plans:
-            rows = active.rows if are_all else active.rows_of(lanes)
-            for key, target, buffer, flat_buffer in active.writer.outputs:
+        for plan in plans:
+            rows = plan.rows if are_all else plan.rows_of(lanes)
+            for key, target, buffer, flat_buffer in plan.writer.outputs:
                 if buffer is None:
                     target[rows] = outputs[key]
                 else:

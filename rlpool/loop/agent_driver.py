@@ -16,7 +16,7 @@ from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
-from rlpool.loop.plan import Episode
+from rlpool.loop.plan import Lane
 from rlpool.machine.interrupts import ctrl_c
 
 Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
@@ -104,22 +104,22 @@ class AgentDriver:
         self,
         lanes: Sequence[int],
         agent_info: DictTensor | None,
-        episodes: Sequence[Episode] = (),
+        running: Sequence[Lane] = (),
     ) -> None:
         """Mark lanes that start an episode with the next call.
 
         Args:
             lanes: Lane numbers.
             agent_info: The batch's ``agent_info``, including the new rows of these lanes.
-            episodes: Their episodes, none in a probe.
+            running: The lanes with their episodes, none in a probe.
 
         Raises:
             AgentFailure: If the agent's ``initial_state`` fails.
         """
-        for lane, episode in zip(lanes, episodes, strict=False) if self._shares_rows else ():
-            row = episode.running_number % self.n_rows
-            if row != self._row_of[lane]:
-                self._row_of[lane], self._last = row, ([], [])
+        for lane in running if self._shares_rows else ():
+            row = lane.episode % self.n_rows
+            if row != self._row_of[lane.number]:
+                self._row_of[lane.number], self._last = row, ([], [])
         if self._makes_initial_states:
             try:
                 state = self._initial_states(sorted(lanes), agent_info)

@@ -12,10 +12,9 @@ from rlpool.data.specs import row_specs
 from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import NotRepeatedError, Where
-from rlpool.loop.active_plan import ActivePlan, Lane, State, by_number
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import rows_repeating
-from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
+from rlpool.loop.plan import Lane, Plan, PlanQueue, State, by_number
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.repeat import take_over
 from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_steps
@@ -46,23 +45,23 @@ class LaneTable:
 
     Attributes:
         plans: The plans that run, the oldest first.
-        running: Lane to what it runs, of those that are not idle.
-        idle: The lanes that are, ascending.
-        parked: What those run that are parked, likewise.
-        live: The lanes that step, ascending.
+        lanes: All lanes.
+        idle: Those that are idle, ascending.
+        parked: Those that are parked, likewise.
+        live: Numbers of the lanes that step, ascending.
         live_rows: These rows, and in place of all others the first; ``None`` if no lane is live.
         gives_up: Whether a step of any episode is known to fail.
-        giving_up: The lanes whose next step is.
+        giving_up: Numbers of the lanes whose next step is.
         steps_until_full: Lower bound of the steps until a slot is full; 0 if it is not known.
     """
 
     def __init__(self, env: VecEnv, calls: AgentCalls, record: WorkerRecord, worker: int) -> None:
         self._env, self._calls, self._record, self._worker = env, calls, record, worker
         self._n_lanes = env.n_lanes
-        self.plans: list[ActivePlan] = []
+        self.plans: list[Plan] = []
         self._postponed: Plan | None = None  # follows when all of these are over
         self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
-        self.running: dict[int, Lane] = {}
+        self.lanes = [Lane(number) for number in range(env.n_lanes)]
         self.gives_up = False
         self.giving_up: list[int] = []
 
@@ -86,13 +85,17 @@ class LaneTable:
 
     def _note_waiting(self) -> None:
         """Find the lanes that are idle, and those that are parked."""
-        self.idle = [lane for lane in range(self._n_lanes) if lane not in self.running]
-        parked = [lane for lane in self.running.values() if lane.state is State.PARKED]
-        self.parked = sorted(parked, key=by_number)
+        self.idle = [lane for lane in self.lanes if lane.state is State.IDLE]
+        self.parked = [lane for lane in self.lanes if lane.state is State.PARKED]
+
+    @property
+    def running(self) -> list[Lane]:
+        """The lanes that are not idle."""
+        return [lane for lane in self.lanes if lane.state is not State.IDLE]
 
     # Plans ---------------------------------------------------------------------------------------
 
-    def bind_next(self) -> ActivePlan | None:
+    def bind_next(self) -> Plan | None:
         """Begin a further plan, if there is one that fits to those that run.
 
         A batch has one set of keys, so ``agent_info`` with others has to wait; and so has a plan
@@ -109,15 +112,15 @@ class LaneTable:
             return None
         if plan.resets_all_lanes:
             self._env.reset_all_next()
-        active = ActivePlan(plan, self._writer_of(plan), self._n_lanes, self._record)
-        self.plans.append(active)
+        plan.bind(self._writer_of(plan), self._n_lanes, self._record)
+        self.plans.append(plan)
         if is_first:
             keys.declare(infos)
-            self._continue_with(active)
+            self._continue_with(plan)
         self.gives_up = self.gives_up or plan.gives_up
         if plan.tapes:
-            self._take_over(active)
-        return active
+            self._take_over(plan)
+        return plan
 
     def _writer_of(self, plan: Plan) -> SlotWriter:
         """What writes into a plan's block; the next plan with the same block gets the same."""
@@ -127,61 +130,60 @@ class LaneTable:
             writer = self._writers[plan.arrays] = SlotWriter(plan.layout, plan.arrays, *sources)
         return writer
 
-    def _take_over(self, active: ActivePlan) -> None:
+    def _take_over(self, plan: Plan) -> None:
         """Bring lanes to where another worker was with a plan's episodes; they are parked.
 
         Raises:
             EnvError: If an environment does not repeat what it did.
         """
-        plan, env = active.plan, self._env
+        env = self._env
         able: dict[int, Tape] = {}
         wheres: dict[int, Where] = {}
         for number, known in plan.tapes.items():
-            episode = replace(plan.resumed(number, known.n_restarts), options=known.options)
-            tape, n_steps = replace(known, seed=episode.seed), known.n_steps
-            lane = Lane(number, episode, active, episode.slot, steps_before=n_steps, tape=tape)
-            self.running[number] = lane
-            seed = tape.seed, tape.options
-            here = Where(self._worker, number, episode.number, None, 0, *seed)
-            if _can_begin(episode, tape, here):
-                able[number], wheres[number] = tape, here
+            lane = self.lanes[number]
+            plan.resume(lane, known.n_restarts)
+            lane.state, lane.options, lane.steps_before = State.PARKED, known.options, known.n_steps
+            lane.tape = replace(known, seed=lane.seed)
+            here = Where(self._worker, number, lane.row, None, 0, lane.seed, lane.options)
+            if _can_begin(lane, lane.tape, here):
+                able[number], wheres[number] = lane.tape, here
             else:
                 env.begin_lanes([number])
         take_over(env, able, wheres, self._record.steps)
-        lanes = [self.running[number] for number in plan.tapes]
+        lanes = [self.lanes[number] for number in plan.tapes]
         self._show_infos(lanes)
-        self._calls.begin([lane.number for lane in lanes], [lane.episode for lane in lanes])
+        self._calls.begin(list(plan.tapes), lanes)
         for number, known in plan.tapes.items():
             if known.n_steps:
                 self._calls.driver.resume(number, known.state)
         self._note_waiting()
 
-    def _continue_with(self, active: ActivePlan) -> None:
+    def _continue_with(self, plan: Plan) -> None:
         """Let lanes that are parked go on with the next window, which may have other infos."""
         for lane in self.parked:
-            lane.active = active
-            if lane.episode.gives_up_at is not None:
+            lane.plan = plan
+            if lane.gives_up_at is not None:
                 self.gives_up = True  # its reset has failed, behind the last step of a window
         self._show_infos(self.parked)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane in self.parked if not lane.steps_before]:
-            self._calls.begin([lane.number for lane in new], [lane.episode for lane in new])
+            self._calls.begin([lane.number for lane in new], new)
 
     def _show_infos(self, lanes: Sequence[Lane]) -> None:
         """Show the agent the ``agent_info`` of the episodes of lanes."""
-        for active in self.plans:
+        for plan in self.plans:
             rows: dict[int, int] = {}
             for lane in lanes:
-                if lane.active is active:
-                    rows[lane.number] = lane.episode.number
+                if lane.plan is plan:
+                    rows[lane.number] = lane.row
             if rows:
-                self._calls.infos.show(active.plan.agent_info or {}, rows)
+                self._calls.infos.show(plan.agent_info or {}, rows)
 
     def have_news(self) -> bool:
         """Whether lanes that wait may get something."""
         have_slots = False
-        for active in self.plans:
-            have_slots |= active.plan.has_news()
+        for plan in self.plans:
+            have_slots |= plan.has_news()
         return have_slots or (self._postponed is None and self._queue.has_next())
 
     def wait(self) -> bool:
@@ -189,50 +191,50 @@ class LaneTable:
         if not self.plans:
             return False
         self._record.begin_wait()
-        has_waited = any(active.plan.wait() for active in self.plans)
+        has_waited = any(plan.wait() for plan in self.plans)
         self._record.end_wait()
         return has_waited
 
     def must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""
-        together = [plan.plan for plan in self.plans if plan.plan.resets_all_lanes]
+        together = [plan for plan in self.plans if plan.resets_all_lanes]
         return any(plan.lacks_slots for plan in together) or bool(self.parked)
 
-    def drop(self, cancelled: ActivePlan) -> None:
+    def drop(self, cancelled: Plan) -> None:
         """Drop a cancelled plan; its lanes get other work."""
-        for lane in list(self.running.values()):
-            if lane.active is cancelled:
+        for lane in self.running:
+            if lane.plan is cancelled:
                 cancelled.abandon(lane)
-                del self.running[lane.number]
         self._note_waiting()
         self._end_plan(cancelled)
         self.fill()
 
-    def _end_plan(self, active: ActivePlan) -> None:
+    def _end_plan(self, plan: Plan) -> None:
         """Drop a plan of which lanes run nothing any more."""
-        self.plans.remove(active)
-        self._queue.done(active.plan)
+        self.plans.remove(plan)
+        self._queue.done(plan)
 
-    def begin_again(self, failed: ActivePlan) -> None:
+    def begin_again(self, failed: Plan) -> None:
         """Leave all slots: a plan has failed, and episodes of others begin again."""
         self.plans.remove(failed)
-        for lane in self.running.values():
+        for lane in self.running:
             slot = None if lane.state is State.PARKED else lane.slot
-            lane.active.abandon(lane)
-            if lane.active is not failed:
-                lane.active.plan.take_back(lane.number, lane.episode, slot, lane.chunk)
+            lane.plan.abandon(lane)
+            if lane.plan is not failed:
+                lane.plan.take_back(lane, slot)
         self._clear()
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
-        for lane in self.running.values():
-            if lane.active in self.plans:  # otherwise its block is no longer ours
-                lane.active.abandon(lane)
+        for lane in self.running:
+            if lane.plan in self.plans:  # otherwise its block is no longer ours
+                lane.plan.abandon(lane)
         self._clear()
 
     def _clear(self) -> None:
         """Let all lanes be idle."""
-        self.running.clear()
+        for lane in self.lanes:
+            lane.state = State.IDLE
         self._note_waiting()
 
     # Steps that are not finished -----------------------------------------------------------------
@@ -240,7 +242,7 @@ class LaneTable:
     @property
     def free(self) -> list[int]:
         """The live lanes that can take a step: those whose last one is finished."""
-        return [lane for lane in self.live if self.running[lane].state is State.LIVE]
+        return [lane for lane in self.live if self.lanes[lane].state is State.LIVE]
 
     def finish_steps(self, begun: Sequence[int], ready: Sequence[int]) -> list[int]:
         """Take note of steps that were begun, and of the lanes that have finished theirs.
@@ -249,12 +251,13 @@ class LaneTable:
             The latter. A lane may still be stepping for a cancelled plan: it is not among them.
         """
         for lane in begun:
-            self.running[lane].state = State.STEPPING
-        mine = {n for n, lane in self.running.items() if lane.state is State.STEPPING}
+            self.lanes[lane].state = State.STEPPING
+        mine = {lane.number for lane in self.lanes if lane.state is State.STEPPING}
         finished = [lane for lane in ready if lane in mine]
         for lane in finished:
-            self.running[lane].state = State.LIVE
-        self._record.first_steps[list(mine.difference(finished))] += 1  # has yet to be made
+            self.lanes[lane].state = State.LIVE
+        for lane in mine.difference(finished):
+            self._record.first_step[lane] += 1  # has yet to be made
         return finished
 
     # Slots and episodes --------------------------------------------------------------------------
@@ -264,54 +267,43 @@ class LaneTable:
         if ended:
             lanes: list[Lane] = []
             for number in ended:
-                lanes.append(self.running[number])  # noqa: PERF401  (one call less per step)
-            if lanes[0].active.restarts:
+                lanes.append(self.lanes[number])  # noqa: PERF401  (one call less per step)
+            if lanes[0].plan.restarts:
                 self._restart(lanes)
             else:
                 self._leave_slots(lanes, is_last=True)
         if not self.steps_until_full:
-            for active in self.plans:
-                if full := self._full_lanes(active):
+            for plan in self.plans:
+                if full := self._full_lanes(plan):
                     self._leave_slots(full, is_last=False)
-        for active in self.plans:
-            active.plan.flush()
+        for plan in self.plans:
+            plan.flush()
         self.fill()
 
-    def _full_lanes(self, active: ActivePlan) -> list[Lane]:
+    def _full_lanes(self, plan: Plan) -> list[Lane]:
         """The lanes of a plan that leave their slots now, in the middle of episodes."""
-        return active.full_lanes(self.running.values())
+        return plan.full_lanes(self.lanes)
 
-    def _leave_slots(self, lanes: Sequence[Lane], is_last: bool) -> None:
+    def _leave_slots(self, lanes: list[Lane], *, is_last: bool) -> None:
         """Complete slots; their lanes become idle, or parked if the episodes continue."""
-        active_plans = self.plans
-        for active in active_plans:
-            mine = lanes
-            if len(active_plans) > 1:
-                mine = [lane for lane in lanes if lane.active is active]
-                if not mine:
-                    continue
-            chunks: list[Chunk] = []
-            for lane in mine:
-                chunk = lane.episode.number, lane.slot, lane.chunk, is_last
-                chunks.append(chunk)
+        plans = self.plans
+        for plan in plans:
+            mine = lanes if len(plans) == 1 else [lane for lane in lanes if lane.plan is plan]
+            if not mine:
+                continue
             if not is_last:
                 self._record_slots(mine)
-            active.leave_slots(mine, is_last)
-            if is_last:
-                numbers: list[int] = []
-                for lane in mine:
-                    numbers.append(lane.number)
-                    del self.running[lane.number]
-                self.idle = self.idle + numbers
-            else:
-                self.parked = [*self.parked, *mine]
-            active.plan.take_chunks(chunks)
+            plan.leave(mine, is_last=is_last)
+        if is_last:
+            self.idle = self.idle + lanes
+        else:
+            self.parked = self.parked + lanes
 
     def _record_slots(self, lanes: Sequence[Lane]) -> None:
         """Put full slots on the tapes of lanes of one plan, before they leave them."""
         if self._env.seeding != "episode":
             return  # such episodes cannot be repeated
-        plan = lanes[0].active.plan
+        plan = lanes[0].plan
         last_rewards = self._env.current[REWARD][[lane.number for lane in lanes]]
         slots = [lane.slot for lane in lanes]
         steps = slot_steps(plan.layout, plan.arrays, slots, last_rewards)
@@ -330,9 +322,9 @@ class LaneTable:
         if starting:
             starting.sort(key=by_number)  # plans may have been asked in turns
             self._begin_episodes(starting)
-        for active in list(self.plans):
-            if not active.n_lanes and active.plan.is_over():
-                self._end_plan(active)
+        for plan in list(self.plans):
+            if not plan.n_writing and plan.is_over():
+                self._end_plan(plan)
         # Usually the lanes that ended start again. Then nothing else changes, and
         # steps_until_full remains a lower bound.
         if (self.idle, self.parked) != self._at_stock or not self.steps_until_full:
@@ -346,77 +338,66 @@ class LaneTable:
         """
         if self.parked:
             self._enter_next_slots()
-        for active in self.plans if self.idle else ():
-            episodes = active.plan.next_episodes(self.idle)
-            if not episodes:
+        for plan in self.plans if self.idle else ():
+            begun = plan.next_episodes(self.idle)
+            if not begun:
                 continue
-            begun: list[Lane] = []
-            for number, episode in episodes.items():
-                self.running[number] = lane = Lane(number, episode, active, episode.slot)
-                begun.append(lane)
-            active.enter_slots(begun)
+            plan.enter(begun)
             starting += begun
             if len(begun) == len(self.idle):
                 self.idle = []
-                break  # usually: every lane that ended begins again
-            self.idle = [lane for lane in self.idle if lane not in episodes]
-        self.idle = sorted(self.idle)
+                return  # usually: every lane that ended begins again
+            self.idle = [lane for lane in self.idle if lane.state is State.IDLE]
+        self.idle = sorted(self.idle, key=by_number)
 
     def _enter_next_slots(self) -> None:
         """Let parked lanes go on in their next slots, if there are any."""
         noise = self._calls.noise
-        for active in self.plans:
-            mine = {lane.number: lane for lane in self.parked if lane.active is active}
-            slots = active.plan.next_slots(list(mine)) if mine else {}
-            for number, slot in slots.items():
-                lane = mine[number]
-                lane.slot = slot
-                if noise is not None and lane.episode.noise is not None:
-                    noise.start(number, lane.episode.noise, lane.steps_before)
-            if slots:
-                active.enter_slots([mine[number] for number in slots])
-                self.parked = [lane for lane in self.parked if lane.number not in slots]
+        for plan in self.plans:
+            mine = [lane for lane in self.parked if lane.plan is plan]
+            served = plan.next_slots(mine) if mine else []
+            for lane in served:
+                if noise is not None and lane.noise is not None:
+                    noise.start(lane.number, lane.noise, lane.steps_before)
+            if served:
+                plan.enter(served)
+                self.parked = [lane for lane in self.parked if lane.state is State.PARKED]
         self.parked = sorted(self.parked, key=by_number)
 
     def _restart(self, lanes: Sequence[Lane]) -> None:
         """Start the next episodes of lanes that stay in their slots."""
-        lanes[0].active.restart_in_slots(lanes)
+        lanes[0].plan.restart_in_slots(lanes)
         self._begin_episodes(lanes)
 
     def _begin_episodes(self, lanes: Sequence[Lane]) -> None:
         """Reset lanes, ascending, and let the agent begin there."""
         calls, record = self._calls, self._record
         numbers: list[int] = []
-        episodes: list[Episode] = []
         able: list[int] = []  # whose reset is not known to fail
         seeds: list[int] = []
         options: list[Options] = []
         for lane in lanes:
-            episode = lane.episode
             numbers.append(lane.number)
-            episodes.append(episode)
-            if episode.gives_up_at != -1:
+            if lane.gives_up_at != -1:
                 able.append(lane.number)
-                seeds.append(episode.seed)
-                options.append(episode.options)
+                seeds.append(lane.seed)
+                options.append(lane.options)
         record.env_ns[0] -= monotonic_ns()
         if self.gives_up:
             self.steps_until_full = 0  # take stock
-            self._env.begin_lanes([lane for lane in numbers if lane not in able])
+            self._env.begin_lanes([lane.number for lane in lanes if lane.gives_up_at == -1])
         if able:
             self._env.reset_lanes(able, seeds, options)
         record.env_ns[0] += monotonic_ns()
         if calls.infos.arrays:
             self._show_infos(lanes)
-        calls.begin(numbers, episodes)
+        calls.begin(numbers, lanes)
 
     def _take_stock(self) -> None:
         """Find the lanes that step, and the number of steps until the first slot is full."""
         self._at_stock = self.idle, self.parked
-        live = set(range(self._n_lanes)).difference(self.idle)
-        for lane in self.parked:
-            live.discard(lane.number)
-        self.live = sorted(live)
+        waiting = {*self.idle, *self.parked}
+        self.live = [lane.number for lane in self.lanes if lane not in waiting]
         self.live_rows = rows_repeating(self.live, self._n_lanes) if self.live else None
         self.steps_until_full = min(map(_UNTIL_FULL, self.plans), default=0)
         if self.gives_up:
@@ -426,9 +407,9 @@ class LaneTable:
         """Find the lanes whose next step is known to fail, and when others get there."""
         self.giving_up = []
         for number in self.live:
-            lane = self.running[number]
-            if lane.episode.gives_up_at is not None:
-                n_left = max(lane.episode.gives_up_at, 0) - lane.steps
+            lane = self.lanes[number]
+            if lane.gives_up_at is not None:
+                n_left = max(lane.gives_up_at, 0) - lane.steps
                 if n_left <= 0:
                     self.giving_up.append(number)
                 else:
@@ -447,11 +428,16 @@ class SelfRestartingLanes(LaneTable):
 
     def have_news(self) -> bool:
         """See ``LaneTable.have_news``."""
-        return super().have_news() or bool(self._env.ready_lanes(self.idle))
+        return super().have_news() or bool(self._ready(self.idle))
 
-    def drop(self, cancelled: ActivePlan) -> None:
+    def _ready(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Those of some lanes that are at the start of an episode."""
+        ready = self._env.ready_lanes(list(map(by_number, lanes)))
+        return list(map(self.lanes.__getitem__, ready))
+
+    def drop(self, cancelled: Plan) -> None:
         """See ``LaneTable.drop``."""
-        self._restarting = [lane for lane in self._restarting if lane.active is not cancelled]
+        self._restarting = [lane for lane in self._restarting if lane.plan is not cancelled]
         super().drop(cancelled)
 
     def _clear(self) -> None:
@@ -462,37 +448,37 @@ class SelfRestartingLanes(LaneTable):
         """See ``LaneTable.turn_over``."""
         restarting, self._restarting = self._restarting, ()
         for lane in restarting:
-            lane.active.rows[lane.number] -= 1  # its step was none of an episode
+            lane.plan.rows[lane.number] -= 1  # its step was none of an episode
         if restarting:
             self._restart(restarting)
         super().turn_over(ended)
 
     def _restart(self, lanes: Sequence[Lane]) -> None:
-        ready = self._env.ready_lanes([lane.number for lane in lanes])
+        ready = self._ready(lanes)
         if len(ready) < len(lanes):
-            others = [lane for lane in lanes if lane.number not in ready]
+            others = [lane for lane in lanes if lane not in ready]
             self._restarting = [*self._restarting, *others]
             self.steps_until_full = 0  # take stock
         if ready:
-            super()._restart([lane for lane in lanes if lane.number in ready])
+            super()._restart(ready)
 
-    def _full_lanes(self, active: ActivePlan) -> list[Lane]:
+    def _full_lanes(self, plan: Plan) -> list[Lane]:
         """All lanes: a window is over for those as well that have restarted, and did less."""
-        full = super()._full_lanes(active)
-        if not full or not active.restarts:
+        full = super()._full_lanes(plan)
+        if not full or not plan.restarts:
             return full
-        live = [self.running[lane] for lane in self.live if lane in self.running]
+        live = [lane for lane in self.running if lane.number in self.live]
         for lane in live:
             # The step in which one restarts may be written already.
-            active.writer.abandon(lane.slot, active.steps_in_slot(lane))
+            plan.writer.abandon(lane.slot, plan.steps_in_slot(lane))
         return live
 
     def _deal(self, starting: list[Lane]) -> None:
-        ready = self._env.ready_lanes(self.idle)
+        ready = self._ready(self.idle)
         others = set(self.idle).difference(ready)
-        self.idle = list(ready)
+        self.idle = ready
         super()._deal(starting)
-        self.idle = sorted(others.union(self.idle))
+        self.idle = sorted(others.union(self.idle), key=by_number)
 
     def _take_stock(self) -> None:
         super()._take_stock()
@@ -500,13 +486,13 @@ class SelfRestartingLanes(LaneTable):
             self.steps_until_full = 1  # after every step it is seen who has restarted
 
 
-def _can_begin(episode: Episode, tape: Tape, where: Where) -> bool:
+def _can_begin(lane: Lane, tape: Tape, where: Where) -> bool:
     """Whether a lane can be reset to repeat its tape: not if it was given up in its reset.
 
     Raises:
         NotRepeatedError: If it was given up in what it has done before.
     """
-    fails_at = episode.gives_up_at
+    fails_at = lane.gives_up_at
     if fails_at is None or fails_at >= tape.n_steps:
         return True
     if tape.n_steps:

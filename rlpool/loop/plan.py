@@ -1,53 +1,117 @@
-"""What a rollout runs: the contract between the step loop and its caller."""
+"""What a rollout runs: lanes, the plans that deal episodes to them, and where plans come from."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from operator import attrgetter
 from typing import Protocol
+
+import numpy as np
 
 from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import Options
 from rlpool.errors import WorkerError
+from rlpool.observe.control import MAX_REQUESTS, WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStart
 from rlpool.slots.blocks import Arrays, Layout
+from rlpool.slots.writer import SlotWriter
 
 
-@dataclass(slots=True)
-class Episode:
-    """An episode to run.
+class State(Enum):
+    """What a lane does."""
+
+    IDLE = auto()  # it runs no episode
+    PARKED = auto()  # its episode has no slot, and its rows of the batch stay as they are
+    LIVE = auto()  # it steps with the batch, into its slot
+    STEPPING = auto()  # live, with a step that is not finished
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A lane of a rollout, and the episode that it runs unless it is idle.
 
     Attributes:
-        number: Row of the request.
+        number: Its number.
+        plan: The plan that the episode belongs to.
+        state: What the lane does.
+        row: The episode's row of the request.
         seed: Seed of its reset.
         options: Its row of ``env_info``.
         noise: Its noise, ``None`` if the agent needs none.
-        slot: Slot of its first chunk.
-        n_restarts: Number of automatic restarts of its lane before it.
-        gives_up_at: Its step that fails, and is not made: it is truncated there. -1 if its reset
-            does. ``None`` if none is known to fail.
-        running_number: Its number among all episodes of the batcher; of a window that of its lane
-            among all lanes.
+        slot: The slot that the lane writes to.
+        gives_up_at: The episode's step that fails, and is not made: it is truncated there. -1 if
+            its reset does. ``None`` if none is known to fail.
+        episode: Its number among all episodes of the batcher; of a window that of its lane among
+            all lanes.
+        n_restarts: Number of automatic restarts of the lane before it.
+        chunk: Number of the chunk within the episode.
+        steps_before: Steps of the episode before row 0 of the slot; negative if the episode
+            started later in the slot.
+        tape: Records the slots that the episode has left; ``None`` if it has left none.
     """
 
     number: int
-    seed: int
-    options: Options
-    noise: NoiseStart | None
-    slot: int
-    n_restarts: int = 0
+    plan: Plan = field(init=False)
+    state: State = State.IDLE
+    row: int = -1
+    seed: int = 0
+    options: Options = None
+    noise: NoiseStart | None = None
+    slot: int = -1
     gives_up_at: int | None = None
-    running_number: int = 0
+    episode: int = 0
+    n_restarts: int = 0
+    chunk: int = 0
+    steps_before: int = 0
+    tape: Tape | None = None
+
+    def begin(
+        self,
+        plan: Plan,
+        row: int,
+        seed: int,
+        options: Options,
+        noise: NoiseStart | None,
+        slot: int,
+        gives_up_at: int | None = None,
+        episode: int = 0,
+        n_restarts: int = 0,
+    ) -> None:
+        """Take an episode, whose first step is still to be made; the arguments are attributes."""
+        self.plan, self.row, self.seed, self.options = plan, row, seed, options
+        self.noise, self.slot, self.gives_up_at, self.episode = noise, slot, gives_up_at, episode
+        self.n_restarts, self.chunk, self.steps_before, self.tape = n_restarts, 0, 0, None
+
+    @property
+    def start(self) -> int:
+        """The first row of the slot that belongs to the episode."""
+        return max(0, -self.steps_before)
+
+    @property
+    def tape_so_far(self) -> Tape:
+        """The tape; a new one is made if there is none."""
+        self.tape = self.tape or Tape(self.seed, self.options)
+        return self.tape
+
+    @property
+    def steps(self) -> int:
+        """Steps of the episode so far."""
+        return self.steps_before + self.plan.steps_in_slot(self)
 
 
 Chunk = tuple[int, int, int, bool]
-"""Episode, slot, the chunk's number, and whether the episode ends with it."""
+"""Row of the episode, slot, the chunk's number, and whether the episode ends with it."""
 
 
 class Plan(ABC):
-    """Decides which episodes a rollout runs and where it writes them.
+    """Decides which episodes a rollout runs, and lets lanes write them into its block.
+
+    All lanes write in every step. Those that run nothing of this plan write to the spare slot after
+    the last, to different rows if there are enough.
 
     Attributes:
         number: Number of the request.
@@ -59,7 +123,13 @@ class Plan(ABC):
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
         cancelled: One element, not zero once the request was cancelled.
         gives_up: Whether any of its episodes has a step that is known to fail.
-        numbers_episodes: Whether ``running_number`` counts the episodes of the batcher.
+        numbers_episodes: Whether ``Lane.episode`` counts the episodes of the batcher.
+        writer: Writes into the block, once the plan is bound.
+        rows: int64 ``[n_lanes]``: ``slot * n_timesteps + step`` of each lane, in shared memory:
+            they tell how far a worker got that died.
+        strides: int64 ``[n_lanes]``: 1 for lanes that write into a slot, 0 for the others.
+        n_writing: Number of lanes that do.
+        restarts: Whether lanes restart inside a slot.
     """
 
     number = worker = 0
@@ -72,24 +142,26 @@ class Plan(ABC):
     gives_up = False
     numbers_episodes = False
 
+    # What it decides -----------------------------------------------------------------------------
+
     @property
     def resets_all_lanes(self) -> bool:
         """Whether it begins with one reset of all lanes; it runs alone then."""
         return False
 
     @abstractmethod
-    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
-        """The next episode of each idle lane that gets one (for now)."""
+    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Let idle lanes take their next episodes; returns those that get one (for now)."""
 
     @abstractmethod
-    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
-        """By lane, slots for the next chunks of their episodes, as far as there are any now."""
+    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Give lanes slots for the next chunks of their episodes; returns those that get one."""
 
-    def take_chunks(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
-        """Take complete slots."""
+    def take_slots_of(self, lanes: Sequence[Lane], *, is_last: bool) -> None:  # noqa: B027
+        """Take complete slots, with which the episodes of their lanes have ended if ``is_last``."""
 
     def flush(self) -> None:  # noqa: B027
-        """Report the chunks completed since the last call."""
+        """Report the slots completed since the last call."""
 
     def wait(self) -> bool:
         """Wait for slots when no lane can step; False if there is nothing to wait for."""
@@ -109,19 +181,155 @@ class Plan(ABC):
 
     # Of windows:
 
-    def resumed(self, lane: int, n_restarts: int) -> Episode:
-        """The episode on a lane's tape."""
+    def resume(self, lane: Lane, n_restarts: int) -> None:
+        """Let a lane take the episode on its tape."""
         raise NotImplementedError
 
-    def restarted(self, lane: int, episode: Episode) -> Episode:
-        """The next episode of a lane whose episode ended within a window, in the same slot."""
+    def restart(self, lane: Lane) -> None:
+        """Let a lane whose episode ended within a window take the next one, in the same slot."""
         raise NotImplementedError
 
     # Of plans that run at the same time as others:
 
-    def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
-        """Let an episode begin again, which was in chunk ``chunk`` and in a slot, if any."""
+    def take_back(self, lane: Lane, slot: int | None) -> None:
+        """Let a lane's episode begin again, which was in a slot, if any."""
         raise NotImplementedError
+
+    # Where lanes write ---------------------------------------------------------------------------
+
+    def bind(self, writer: SlotWriter, n_lanes: int, record: WorkerRecord) -> None:
+        """Let lanes write into the block; none does yet.
+
+        Args:
+            writer: Writes into it.
+            n_lanes: Number of lanes.
+            record: Where it is noted what they do.
+        """
+        self.writer, self.restarts = writer, self.layout.restarts
+        control, worker = self.arrays.control, self.worker
+        self._n_timesteps = self.layout.n_timesteps
+        self._spare_rows = writer.spare_rows
+        self._current_slots: NDArray = control["slot"][worker]
+        self.rows: NDArray = control["row"][worker]
+        self.rows[:] = self._spare_rows
+        self.strides = np.zeros(n_lanes, np.int64)
+        self.n_writing = 0
+        # As memoryviews: single numbers are read and written faster that way.
+        self._running = control["running"][worker].data
+        self._steps_before = control["steps_before"][worker].data
+        self._slot, self._row = self._current_slots.data, self.rows.data
+        self._stride = self.strides.data
+        self._spare_row = self._spare_rows.data
+        self._record, self._entry = record, record.entry_of(self.number)
+
+    def enter(self, lanes: Sequence[Lane]) -> None:
+        """Let lanes write into their slots, from the first row."""
+        record, n_timesteps, restarts = self._record, self._n_timesteps, self.restarts
+        n_so_far = record.steps[0]
+        for lane in lanes:
+            number, slot, n_before = lane.number, lane.slot, lane.steps_before
+            lane.state = State.LIVE
+            self._slot[number] = slot
+            self._row[number] = slot * n_timesteps
+            self._stride[number] = 1
+            self._running[number] = lane.row
+            self._steps_before[number] = n_before
+            record.request[number] = self.number
+            record.first_step[number] = n_so_far - max(0, n_before)
+            record.pause[number] = 0
+            # All episodes of a lane that restarts are those of one row, so they are counted.
+            record.episode[number] = 1 + (lane.n_restarts if restarts else lane.row)
+        self.n_writing += len(lanes)
+
+    def restart_in_slots(self, lanes: Sequence[Lane]) -> None:
+        """Let lanes go on writing into their slots, with their next episodes."""
+        record = self._record
+        for lane in lanes:
+            number = lane.number
+            self.restart(lane)
+            lane.steps_before = lane.slot * self._n_timesteps - self._row[number]
+            self._steps_before[number] = lane.steps_before
+            record.first_step[number] = record.steps[0]
+            record.episode[number] = 1 + lane.n_restarts
+        record.finished[MAX_REQUESTS] += len(lanes)
+        record.n_episodes[0] += len(lanes)
+
+    def leave(self, lanes: Sequence[Lane], *, is_last: bool) -> None:
+        """Complete the slots of lanes, which leave them and end their episodes, or wait.
+
+        Args:
+            lanes: The lanes.
+            is_last: Whether their episodes end there.
+        """
+        record, n_timesteps = self._record, self._n_timesteps
+        numbers: list[int] = []
+        slots: list[int] = []
+        lengths: list[int] = []
+        starts: list[bool] = []
+        for lane in lanes:
+            numbers.append(lane.number)
+            slots.append(lane.slot)
+            lengths.append(self._row[lane.number] - lane.slot * n_timesteps)
+            starts.append(lane.steps_before == 0)
+        self.writer.complete(slots, numbers, lengths, starts)
+        for lane, length in zip(lanes, lengths, strict=True):
+            number = lane.number
+            self._row[number] = self._spare_row[number]
+            self._stride[number] = 0
+            if is_last:
+                lane.state = State.IDLE
+                self._running[number] = -1
+                record.episode[number] = 0
+            else:
+                lane.state = State.PARKED
+                lane.steps_before += length
+                record.pause[number] = lane.steps_before + 1
+        self.n_writing -= len(lanes)
+        if is_last:
+            record.finished[self._entry] += len(lanes)
+            record.n_episodes[0] += len(lanes)
+        self.take_slots_of(lanes, is_last=is_last)
+        for lane in () if is_last else lanes:
+            lane.chunk += 1
+
+    def abandon(self, lane: Lane) -> None:
+        """Let a lane leave its episode, and its slot if it is in one, whose contents are lost."""
+        number = lane.number
+        if lane.state is not State.PARKED:
+            self.writer.abandon(lane.slot, self.steps_in_slot(lane))
+            self._row[number] = self._spare_row[number]
+            self._stride[number] = 0
+            self.n_writing -= 1
+        self._running[number] = -1
+        self._record.episode[number] = 0
+        lane.state = State.IDLE
+
+    def rows_of(self, lanes: Sequence[int]) -> NDArray:
+        """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
+        rows: NDArray = self._spare_rows.copy()
+        rows[lanes] = self.rows[lanes]
+        return rows
+
+    def steps_in_slot(self, lane: Lane) -> int:
+        """Rows of its slot that a lane has filled."""
+        steps: int = self._row[lane.number] - lane.slot * self._n_timesteps
+        return steps
+
+    def full_lanes(self, lanes: Iterable[Lane]) -> list[Lane]:
+        """Those of the lanes that run this plan and have filled their slots."""
+        return [
+            lane
+            for lane in lanes
+            if lane.state in _IN_A_SLOT
+            and lane.plan is self
+            and self.steps_in_slot(lane) == self._n_timesteps
+        ]
+
+    @property
+    def steps_until_full(self) -> int:
+        """Steps until the first slot is full, at most ``n_timesteps``."""
+        steps = (self.rows - self._current_slots * self._n_timesteps) * self.strides
+        return self._n_timesteps - int(np.maximum.reduce(steps, initial=0))
 
 
 class PlanQueue(Protocol):
@@ -165,3 +373,8 @@ class OnePlan:
     def failed(self, plan: Plan, error: WorkerError) -> None:
         """Raise the error."""
         raise error
+
+
+_IN_A_SLOT = State.LIVE, State.STEPPING
+
+by_number = attrgetter("number")

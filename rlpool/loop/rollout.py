@@ -24,11 +24,10 @@ from rlpool.agents.agent import Agent
 from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerDiedError, WorkerError, WorkerTimeoutError
-from rlpool.loop.active_plan import ActivePlan, Lane
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
 from rlpool.loop.lane_table import LaneTable, SelfRestartingLanes
-from rlpool.loop.plan import PlanQueue
+from rlpool.loop.plan import Lane, Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import THE_AGENT, agent_error, env_error
@@ -124,7 +123,7 @@ class Rollout:
                         failed, failure = self._ended_by(error)
                         failure.__cause__ = error.__cause__
                         lanes.begin_again(failed)
-                        queue.failed(failed.plan, failure)
+                        queue.failed(failed, failure)
         finally:
             if not is_at_end:
                 self._record.end_calls()
@@ -139,9 +138,9 @@ class Rollout:
             lanes.bind_next()
         lanes.fill()
         while True:
-            for active in lanes.plans:
-                if active.plan.cancelled[0]:
-                    lanes.drop(active)
+            for plan in lanes.plans:
+                if plan.cancelled[0]:
+                    lanes.drop(plan)
                     break
             all_step = not lanes.idle and not lanes.parked
             if lanes.live and (all_step or not env.steps_all_lanes or not lanes.must_wait()):
@@ -171,13 +170,13 @@ class Rollout:
         lanes that do not take this step go to the spare slot. So episodes have the same bits,
         whichever lanes are ready at the same time.
         """
-        lanes, record, active_plans = self._lanes, self._record, self._lanes.plans
+        lanes, record, plans = self._lanes, self._record, self._lanes.plans
         live = free = stepped = lanes.live
         if self._waits_for_all:
-            outputs = self._calls.act(active_plans, live, lanes.live_rows)
+            outputs = self._calls.act(plans, live, lanes.live_rows)
         else:
             free = lanes.free
-            outputs = self._calls.act(active_plans, free) if free else {}
+            outputs = self._calls.act(plans, free) if free else {}
         record.env_ns[0] -= monotonic_ns()
         if self._waits_for_all and not lanes.giving_up:
             ended = self._env.step_lanes(live, outputs)
@@ -187,15 +186,15 @@ class Rollout:
         record.n_steps[0] += len(stepped)
         if self._max_steps is not None:
             ended = self._truncate_long(stepped, ended, self._max_steps)
-        for active in active_plans:
+        for plan in plans:
             all_step = stepped is live
-            rows = active.rows if all_step else active.rows_of(stepped)
-            for target, source in active.writer.after:
+            rows = plan.rows if all_step else plan.rows_of(stepped)
+            for target, source in plan.writer.after:
                 target[rows] = source
             if all_step:
-                np.add(active.rows, active.strides, out=active.rows)
+                np.add(plan.rows, plan.strides, out=plan.rows)
             else:
-                active.rows[stepped] += active.strides[stepped]
+                plan.rows[stepped] += plan.strides[stepped]
         record.steps[0] += 1
         lanes.steps_until_full -= 1
         if ended or not lanes.steps_until_full:
@@ -227,48 +226,48 @@ class Rollout:
         self, stepped: Sequence[int], ended: Sequence[int], max_steps: int
     ) -> list[int]:
         """Truncate episodes that are long enough; returns all lanes whose episodes have ended."""
-        running, current = self._lanes.running, self._env.current
+        lanes, current = self._lanes.lanes, self._env.current
         others = [lane for lane in stepped if lane not in ended]
-        over = [lane for lane in others if running[lane].steps + 1 >= max_steps]
+        over = [lane for lane in others if lanes[lane].steps + 1 >= max_steps]
         current["truncated"][over] = current["done"][over] = True
         return sorted([*ended, *over])
 
     # Failures ------------------------------------------------------------------------------------
 
-    def _ended_by(self, error: LaneError) -> tuple[ActivePlan, WorkerError]:
+    def _ended_by(self, error: LaneError) -> tuple[Plan, WorkerError]:
         """The plan that a failure of the user's code ends, and the error that says so.
 
         The agent is called for all lanes at once, so its error names all of the plan's rows in the
         call. If several plans took part, the oldest one ends and the others begin again.
         """
-        running, active_plans = self._lanes.running, self._lanes.plans
+        plans = self._lanes.plans
         numbers = error.lanes if isinstance(error, AgentFailure) else [error.lane]
-        lanes = [running[number] for number in numbers if number in running]
+        lanes = [lane for lane in self._lanes.running if lane.number in numbers]
         if not lanes:
-            return active_plans[0], _user_error(error, Where(self._worker, error.lane))
-        active = next(each for each in active_plans if each in [lane.active for lane in lanes])
-        first, *others = [lane for lane in lanes if lane.active is active]
+            return plans[0], _user_error(error, Where(self._worker, error.lane))
+        plan = next(each for each in plans if each in [lane.plan for lane in lanes])
+        first, *others = [lane for lane in lanes if lane.plan is plan]
         failure = self._failure(error, first)
         if others:
-            rows = ", ".join(str(lane.episode.number) for lane in [first, *others])
+            rows = ", ".join(str(lane.row) for lane in [first, *others])
             failure = failure.reworded(what=f"{failure.what} (in one call for the rows {rows})")
-        return active, failure
+        return plan, failure
 
     def _failure(self, error: LaneError, lane: Lane) -> WorkerError:
         """The error for a failure of the user's code in a lane's episode."""
-        env, plan, episode = self._env, lane.active.plan, lane.episode
+        env, plan = self._env, lane.plan
         used = env.seed_used(lane.number)
-        seed = episode.seed if used is None else used
-        number = episode.running_number if plan.numbers_episodes else None
-        place = lane.number, episode.number, number, lane.steps, seed, episode.options
+        seed = lane.seed if used is None else used
+        episode = lane.episode if plan.numbers_episodes else None
+        place = lane.number, lane.row, episode, lane.steps, seed, lane.options
         where = Where(self._worker, *place)
         if env.seeding != "episode":
             return _user_error(error, where)
         tape = lane.tape_so_far
-        stop = lane.active.steps_in_slot(lane) + (error.call == "step")
+        stop = plan.steps_in_slot(lane) + (error.call == "step")
         here = slot_actions(plan.layout, plan.arrays, lane.slot, lane.start, stop)
         actions = None if tape.why_lost else actions_of(tape.actions, here)
-        return _user_error(error, where, options=episode.options, actions=actions)
+        return _user_error(error, where, options=lane.options, actions=actions)
 
 
 def _user_error(error: LaneError, where: Where, **episode: Any) -> WorkerError:

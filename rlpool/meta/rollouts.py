@@ -14,7 +14,7 @@ from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, is_action
 from rlpool.data.storage import Memory, NDArray
 from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
-from rlpool.loop.plan import Chunk, Episode, Plan
+from rlpool.loop.plan import Lane, Plan
 from rlpool.machine.arguments import takes_keyword
 from rlpool.meta.agents import AGENT_ARCHS, FINAL_KEY
 from rlpool.record.tape import joined
@@ -86,31 +86,33 @@ class RolloutPlan(Plan):
         is_shown = FINAL_KEY in shapes and shapes[FINAL_KEY] == shapes.get(DEFAULT_OBSERVATION_KEY)
         self._ends = [FINAL_KEY] * is_shown
 
-    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
-        """The lanes' next rollouts, as far as there are any."""
-        episodes: dict[int, Episode] = {}
+    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Let lanes take their next rollouts, as far as there are any."""
+        begun: list[Lane] = []
         for lane in lanes:
-            number = self._next[lane]
+            number = self._next[lane.number]
             if number < len(self.options):
                 noise = None if self._noise is None else self._noise[number]
                 seed, options = self._seeds[number], self.options[number]
-                episodes[lane] = Episode(number, seed, options, noise, lane, running_number=number)
-                self._next[lane] += len(self._next)
-        return episodes
+                lane.begin(self, number, seed, options, noise, lane.number, episode=number)
+                self._next[lane.number] += len(self._next)
+                begun.append(lane)
+        return begun
 
-    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
-        """The lanes' slots again, as their contents were copied out."""
-        return {lane: lane for lane in lanes}
+    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """The lanes keep their slots, as the contents were copied out."""
+        return list(lanes)
 
-    def take_chunks(self, chunks: Sequence[Chunk]) -> None:
+    def take_slots_of(self, lanes: Sequence[Lane], *, is_last: bool) -> None:
         """Copy slots out; the last one of a rollout completes it."""
         kept = [*self.observed, *self._acted, "reward", *self._ends]
-        for episode, slot, _, is_last in chunks:
+        for lane in lanes:
+            row, slot = lane.row, lane.slot
             length = int(self.arrays.control["length"][slot])
             copies = {key: self.arrays.rows[key][slot, :length].copy() for key in kept}
-            self._chunks.setdefault(episode, []).append(copies)
+            self._chunks.setdefault(row, []).append(copies)
             if is_last:
-                self._complete[episode] = self._joined(self._chunks.pop(episode), slot)
+                self._complete[row] = self._joined(self._chunks.pop(row), slot)
         while self._n_delivered in self._complete:
             self.deliver(self._complete.pop(self._n_delivered))
             self._n_delivered += 1

@@ -15,7 +15,6 @@ through ``/proc``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from enum import IntEnum
 from time import monotonic_ns
 from typing import Any
@@ -104,16 +103,23 @@ class WorkerRecord:
         lane: One element: the lane whose environment runs.
         done: One element, which counts completed episodes and commands.
         n_steps: One element: steps of all lanes.
+        n_episodes: One element: episodes that lanes have completed.
+        finished: The same for the request at each entry, see ``entry_of``.
         agent_ns: One element: time in calls of the agent.
         env_ns: One element: time in steps and resets of the environments.
         waiting_ns: One element: time without anything to do.
         seen_keys: One element: the keys of infos that there were, see ``VecEnv``.
+        request: Of each lane, the number of its request.
+        episode: Of each lane, the number of its episode plus 1; 0 if it runs none. Written last
+            when one begins.
+        first_step: Of each lane, what ``steps`` was before the first step of its episode.
+        pause: Of each lane that waits, the steps of its episode plus 1; 0 for the others.
     """
 
     def __init__(self, header: NDArray, row: NDArray, lanes: NDArray) -> None:
         # As memoryviews: single numbers are read and written faster that way.
         words, self._head, self._lanes = row.data, header.data, lanes
-        self.steps, self.lane, self.done, self.n_steps, self._n_episodes = (
+        self.steps, self.lane, self.done, self.n_steps, self.n_episodes = (
             words[word : word + 1]
             for word in (Word.STEPS, Word.LANE, Word.DONE, Word.N_STEPS, Word.N_EPISODES)
         )
@@ -122,7 +128,7 @@ class WorkerRecord:
         )
         self.seen_keys = words[Word.SEEN_KEYS : Word.SEEN_KEYS + 1]
         self._n_lanes = words[Word.N_LANES : Word.N_LANES + 1]
-        self._finished = words[Word.N_FINISHED : Word.N_FINISHED + MAX_REQUESTS + 1]
+        self.finished = words[Word.N_FINISHED : Word.N_FINISHED + MAX_REQUESTS + 1]
         self._name_lanes(lanes)
 
     @classmethod
@@ -132,8 +138,7 @@ class WorkerRecord:
         return cls(header, row, np.zeros((_LANE_WORDS, 1), np.int64))
 
     def _name_lanes(self, lanes: NDArray) -> None:
-        self._request, self._episode, self._first_step, self._pause = (a.data for a in lanes)
-        self.first_steps: NDArray = lanes[2]
+        self.request, self.episode, self.first_step, self.pause = (a.data for a in lanes)
 
     def begin_lanes(self, n_lanes: int) -> None:
         """Say how many lanes there are; none of them runs anything."""
@@ -148,37 +153,6 @@ class WorkerRecord:
             if number and self._head[Head.REQUESTS + entry] == number:
                 return entry
         return MAX_REQUESTS
-
-    # What lanes do ------------------------------------------------------------------------------
-
-    def lanes_begin(self, request: int, begun: Sequence[tuple[int, int, int]]) -> None:
-        """Lanes begin episodes of a request, or go on with them.
-
-        Args:
-            request: Number of the request.
-            begun: Of each lane its number, that of its episode, and the steps made before.
-        """
-        n_so_far = self.steps[0]
-        for lane, episode, n_before in begun:
-            self._request[lane] = request
-            self._first_step[lane] = n_so_far - n_before
-            self._pause[lane] = 0
-            self._episode[lane] = episode + 1
-
-    def lane_pauses(self, lane: int, n_steps: int) -> None:
-        """A lane waits after so many steps of its episode."""
-        self._pause[lane] = n_steps + 1
-
-    def lanes_end(self, lanes: Sequence[int], entry: int) -> None:
-        """Lanes have completed their episodes, of the request that is counted at ``entry``."""
-        for lane in lanes:
-            self._episode[lane] = 0
-        self._finished[entry] += len(lanes)
-        self._n_episodes[0] += len(lanes)
-
-    def lane_gives_up(self, lane: int) -> None:
-        """A lane has left its episode, which is not complete."""
-        self._episode[lane] = 0
 
     # What its time goes into --------------------------------------------------------------------
 
