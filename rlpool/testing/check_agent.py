@@ -77,8 +77,13 @@ class AgentChecks(Checks):
         made.seed(worker_seed(self.root, number))
         return made
 
-    def calls(self, n_lanes: int) -> list[tuple[Any, Any, Tensors]]:
-        """The calls of an agent by a batcher whose lanes end at any time."""
+    def calls(self, n_lanes: int, n_runs: int = 1) -> list[tuple[Any, Any, Tensors]]:
+        """The calls of an agent by a batcher whose lanes end at any time.
+
+        Args:
+            n_lanes: Number of lanes.
+            n_runs: How often the same episodes are run.
+        """
         recorder, n_episodes, info = Recorder(self.make()), 2 * n_lanes, self.agent_info
         self.last_calls = recorder.calls
         if not info.empty():
@@ -90,8 +95,10 @@ class AgentChecks(Checks):
         create |= {"n_workers": 0, "seeds": self.root}
         with EpisodeBatcher(_N_STEPS, n_episodes, **create) as batcher:
             recorder.calls.clear()  # of the call by which the batcher learns the keys
-            batcher.execute(n_episodes, info, self.envs.options)
-            batcher.get()
+            for _ in range(n_runs):
+                batcher.seek(0)
+                batcher.execute(n_episodes, info, self.envs.options)
+                batcher.get()
         return recorder.calls
 
     @cached_property
@@ -139,6 +146,19 @@ class AgentChecks(Checks):
             result, _, *again = [_call(agent, inputs) for inputs in (one, other, one, one)]
             for each in again:
                 yield from differing("called twice, others in between", result, each, fix)
+
+    def forgets(self) -> Problems:
+        """The end of an episode leaves no memory: the same episodes again give the same bits."""
+        calls = self.calls(1, n_runs=2)
+        half = len(calls) // 2
+        fix = "keep memory in the state alone, and let initial_state begin it anew"
+        for (one, _, first), (other, _, again) in zip(calls[:half], calls[half:], strict=False):
+            shown = ({**_tensors(_INPUTS[1:], inputs[1:])} for inputs in (one, other))
+            if any(differing("", *shown, "")):
+                return  # the environment's fault, or that of a call before
+            states = (_tensors(_INPUTS[:1], inputs[:1]) for inputs in (one, other))
+            mine = (state | result for state, result in zip(states, (first, again), strict=True))
+            yield from differing("in an episode, and in the same one after others", *mine, fix)
 
     def inputs_unchanged(self) -> Problems:
         """What it is called with stays as it was."""
@@ -192,6 +212,7 @@ def check_agent(
     - results of a row that depend on other rows, bit by bit;
     - different bits from the same arguments, noise included, after other calls or with another
       state of the global random generators;
+    - memory that survives the end of an episode;
     - state, observations, ``agent_info`` or history that were changed in place.
 
     It runs in this process, as in a worker: under ``torch.inference_mode``. An instance that is
@@ -224,6 +245,7 @@ def check_agent(
             checks.action_fits,
             checks.rows_are_independent,
             checks.deterministic,
+            checks.forgets,
             checks.inputs_unchanged,
         ]
     )

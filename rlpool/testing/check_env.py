@@ -40,6 +40,7 @@ from rlpool.record.tape import action_row
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 
 _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds
+_N_REPETITIONS = 10  # of an episode: some environments change after a few of them
 _RNG = "let reset(seed=...) restore all state, draw from self.np_random alone, and share nothing"
 
 Problems = Generator[tuple[bool, str, str], None, None]
@@ -249,8 +250,25 @@ class EnvChecks(Checks):
     def repeats(self) -> Problems:
         """The same seed and actions give the same bits, whatever ran in between."""
         vec = self.lanes()
-        one, _, again = (self.episodes(vec, [self.seeds[n]])[0] for n in (0, 1, 0))
-        yield from self._differing(one, again, "the same actions twice")
+        order = 0, 1, *[0] * _N_REPETITIONS
+        one, _, *others = (self.episodes(vec, [self.seeds[n]])[0] for n in order)
+        name, fix = next(iter(vec.state_keepers.items()), ("", _RNG))
+        for number, again in enumerate(others, 2):
+            how = f"the same actions in episode {number} {name and f'with {name}'}".strip()
+            yield from self._differing(one, again, how, fix)
+        if name:
+            yield False, f"{name} carries state from one episode to the next", fix
+
+    def starts_vary(self) -> Problems:
+        """Lanes and episodes do not all begin alike."""
+        vec = self.lanes(1, n_lanes=2)
+        n_lanes = vec.n_lanes if vec.seeding == "episode" else 1
+        rows = [row for place, row, _ in self.steps if place.startswith("reset")]
+        seeds = episode_seeds(self.root, len(rows), n_lanes)
+        rows += [episode[0].row for episode in self.episodes(vec, seeds)]
+        if len({tuple((key, row[key].tobytes()) for key in row) for row in rows}) == 1:
+            fix = "draw the start from self.np_random, unless it is meant to be fixed"
+            yield False, "all lanes and episodes begin alike, whatever their seeds", fix
 
     def fresh_instance_repeats(self) -> Problems:
         """So does another instance, as after a crash, in each of its lanes, while others run."""
@@ -262,12 +280,14 @@ class EnvChecks(Checks):
         vec = self.lanes()
         for lane, seed in enumerate(seeds):
             how = f"alone, and in lane {lane} of another instance"
-            yield from self._differing(self.episodes(vec, [seed])[0], together[lane], how)
+            yield from self._differing(self.episodes(vec, [seed])[0], together[lane], how, _RNG)
 
-    def _differing(self, first: Sequence[Step], second: Sequence[Step], how: str) -> Problems:
+    def _differing(
+        self, first: Sequence[Step], second: Sequence[Step], how: str, fix: str
+    ) -> Problems:
         """Where two episodes differ."""
         for one, other in zip(first, second, strict=False):
-            yield from differing(f"{one.place}, {how}", one.row, other.row, _RNG)
+            yield from differing(f"{one.place}, {how}", one.row, other.row, fix)
 
 
 def outside(space: Any, what: str, value: Any) -> Problems:
@@ -295,7 +315,8 @@ def check_env(
       observations and rewards (infinite ones are a warning);
     - different bits from the same seed and the same actions, in the same instance after other
       episodes, or in another one, in another lane, as after a crash. Lanes that are reset together
-      are compared as far as they can be seeded.
+      are compared as far as they can be seeded;
+    - as a warning, that lanes and episodes all begin alike, which may be meant.
 
     It runs in this process, on instances of its own: an instance that is given is copied. The
     process's global random generators are left as they were. Nothing interrupts an environment
@@ -326,5 +347,6 @@ def check_env(
             checks.values_are_finite,
             checks.repeats,
             checks.fresh_instance_repeats,
+            checks.starts_vary,
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,30 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import RecordEpisodeStatistics
 from torch import nn
 
 from rlpool import (
     Agent,
+    Batcher,
     DictTensor,
     EnvSpecError,
     EpisodeBatcher,
     GymEnv,
+    NotRepeatedError,
+    ParallelEnvManager,
     SpecError,
+    VectorGymEnv,
     evaluate,
     sample_categorical,
+    verify,
 )
 
 from support.agents import StepCounter
 from support.envs import CountingEnv, create_counting
+from support.keeping import KEEPING, Seeded, create_keeping, frozen
+from support.vector_envs import ArrayEnv
 
 
 class Policy(nn.Module, Agent):
@@ -235,3 +245,139 @@ def test_an_agent_that_cannot_be_copied_is_refused() -> None:
     agent.cache = agent.layers[0].weight * 2  # part of a graph
     with pytest.raises(SpecError, match=r"(?s)the agent cannot be copied.*__deepcopy__"):
         evaluate(agent, create_cartpole, 2)
+
+
+class Rates(CountingEnv):
+    """Its infos have numbers from 0 to 1, and a last one that is large."""
+
+    def step(self, action: Any) -> Any:
+        success = {1: 0.3, 2: -1.0, 3: 0.4, 4: 0.6}[self.t + 1]
+        return *super().step(action)[:4], {"success": success, "is_success": success}
+
+
+@pytest.mark.parametrize("key", ["success", "is_success"])
+def test_numbers_are_successes_above_a_half(key: str) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([Rates()], seed, info_keys=[key])
+
+    found = evaluate(StepCounter(), create_env, 4, env_info={"length": [1, 2, 3, 4]}).successes
+    assert found is not None
+    assert found.tolist() == [False, False, False, True]
+
+
+# What is carried from one episode to the next
+
+
+@pytest.mark.parametrize(("n_envs", "n_workers", "over_manager"), [(1, 0, 0), (2, 2, 0), (3, 0, 1)])
+def test_environments_that_repeat_episodes_are_evaluated_as_without_a_check(
+    n_envs: int, n_workers: int, over_manager: int, tmp_path: Path
+) -> None:
+    def create_env(seed: int) -> Any:
+        if over_manager:
+            return ParallelEnvManager([Seeded] * n_envs, seed=seed)
+        return GymEnv([Seeded() for _ in range(n_envs)], seed)
+
+    one = evaluate(StepCounter(), create_env, 20, n_workers=n_workers, record=tmp_path / "a.jsonl")
+    other = evaluate(StepCounter(), create_env, 20, check_repeatable=False, agent_rows=None)
+    assert one.entries == other.entries
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_carries_state_over_is_named(name: str, n_envs: int) -> None:
+    arguments: Any = {"env_args": {"name": name, "n_envs": n_envs}}
+    with pytest.raises(NotRepeatedError, match=f"^{name.partition(',')[0]} did not repeat"):
+        evaluate(StepCounter(), create_keeping, 24, **arguments)
+    assert evaluate(StepCounter(), create_keeping, 24, check_repeatable=False, **arguments).entries
+
+
+@pytest.mark.parametrize(("n_workers", "over_manager"), [(2, False), (0, True)])
+def test_it_is_named_wherever_it_runs(n_workers: int, over_manager: bool, tmp_path: Path) -> None:
+    arguments = {"name": "NormalizeReward", "n_envs": 2, "over_manager": over_manager}
+    record = tmp_path / "run.jsonl"
+    with pytest.raises(NotRepeatedError, match=r"^NormalizeReward did"):
+        evaluate(
+            *(StepCounter(), create_keeping, 24),
+            env_args=arguments,
+            n_workers=n_workers,
+            record=record,
+        )
+    assert len(record.read_text().splitlines()) == 1, "nothing is recorded that may be wrong"
+
+
+def test_lanes_that_one_reset_begins_are_left_out() -> None:
+    def create_env(seed: int) -> VectorGymEnv:
+        return VectorGymEnv(ArrayEnv(2, AutoresetMode.NEXT_STEP), seed, seeding="request")
+
+    assert evaluate(StepCounter(), create_env, 6, max_steps=3).lengths.max() == 3
+
+
+def test_infos_need_not_be_repeated() -> None:
+    def create_env(seed: int) -> GymEnv:
+        envs = [RecordEpisodeStatistics(Seeded())]
+        return GymEnv(envs, seed, info_keys={"episode/t": np.float64})
+
+    assert evaluate(StepCounter(), create_env, 5, infos=["episode/t"]).entries
+
+
+@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (KEEPING["NormalizeReward"], ["NormalizeReward", "NormalizeObservation"]),
+        (KEEPING["EpisodicLifeEnv"], ["EpisodicLifeEnv"]),
+        (frozen, []),
+        (Seeded, []),
+    ],
+)
+def test_batchers_warn_of_wrappers_that_keep_state(
+    kind: Any, make: Any, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([make()], seed)
+
+    caplog.set_level("WARNING", "rlpool")
+    kind(8, 2, StepCounter, {}, create_env, n_workers=0).close()
+    assert [name for name in names if name in caplog.text] == names
+    assert len(caplog.records) == bool(names)
+
+
+# Episodes that never end
+
+
+@pytest.mark.parametrize("over_manager", [False, True])
+@pytest.mark.parametrize("max_steps", [1, 4, 200])
+def test_episodes_are_truncated_after_the_most_steps(max_steps: int, over_manager: bool) -> None:
+    def create_env(seed: int) -> Any:
+        makers = [partial(CountingEnv, length) for length in (3, 10**9, 4)]
+        if over_manager:
+            return ParallelEnvManager(makers, seed=seed, min_ready=2)
+        return GymEnv([maker() for maker in makers], seed)
+
+    found = evaluate(StepCounter(), create_env, 6, max_steps=max_steps)
+    lengths = [min(n, max_steps) for n in (3, 10**9, 4)] * 2
+    assert found.lengths.tolist() == lengths
+    assert [e["terminated"] for e in found.entries] == [
+        n < 10**9 and n <= max_steps for n in (3, 10**9, 4)
+    ] * 2
+    assert found.protocol["max_steps"] == max_steps
+    assert not verify(found, StepCounter(), create_env).differences
+
+
+def test_an_episode_that_may_never_end_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpool.batch.dispatch._LONG_STEPS", 1_000)  # 100,000 take long
+    for max_steps, n_warnings in ((1_000, 0), (1_200, 1)):
+        evaluate(StepCounter(), create_counting, 12, env_info={"length": 5000}, max_steps=max_steps)
+        assert sum("max_steps" in record.msg for record in caplog.records) == n_warnings
+
+
+@pytest.mark.parametrize("seeds", [range(10**12), range(2**31), range(10**30)])
+def test_seeds_without_end_are_refused_by_their_number(seeds: range) -> None:
+    with pytest.raises(SpecError, match="episode_seeds has"):
+        evaluate(StepCounter(), create_counting, episode_seeds=seeds)
+    with EpisodeBatcher(8, 4, StepCounter, {}, create_counting, n_workers=0) as batcher:
+        for n_episodes in (2, 10**9):
+            with pytest.raises(SpecError, match="episode_seeds has"):
+                batcher.execute(n_episodes, episode_seeds=seeds)

@@ -138,6 +138,20 @@ class Counts(ConstantAgent):
         return None, DictTensor({"action": zeros(observation) + self.n_calls % 2}), None
 
 
+class Remembers(Net):
+    """Begins an episode with what it remembers of the last one."""
+
+    last = torch.zeros(1, 4)
+
+    def initial_state(self, agent_info: Any, n: int) -> DictTensor:
+        return DictTensor({"hidden": self.last[:1].expand(n, 4)})
+
+    def __call__(self, *arguments: Any) -> Any:
+        state, output, new_state = super().__call__(*arguments)
+        self.last = new_state["hidden"].clone()
+        return state, output, new_state
+
+
 class Values(nn.Linear, Agent):
     """Outputs a function of itself and the frames; without ``update``."""
 
@@ -167,6 +181,7 @@ ERRORS: list[tuple[str, Any]] = [
     ("rows_are_independent", acting(mean)),
     ("rows_are_independent", partial(Values, lambda net, x: x - x.mean(0))),
     ("deterministic", Counts),
+    ("forgets", Remembers),
     ("deterministic", partial(Values, lambda net, x: nn.functional.dropout(net.weight @ x.T).T)),
     ("deterministic", acting(lambda o: torch.randint(2, (o.n_elems(),)))),
     ("inputs_unchanged", returning(in_place)),

@@ -21,6 +21,7 @@ from rlpool.testing import CountingEnv, check_env
 
 from support.envs import AncestorCountingEnv, EchoEnv, SpacedLegacyEnv, SpaceEnv
 from support.faults import FailingEnv
+from support.keeping import KEEPING
 from support.vector_envs import ArrayEnv, OwnVectorEnv
 
 RESTARTS = AutoresetMode.NEXT_STEP
@@ -166,6 +167,7 @@ ERRORS: list[tuple[str, Any]] = [
     ("repeats", lambda: VectorGymEnv(ArrayEnv(2, RESTARTS, seeds="nothing"), seeding="request")),
     ("repeats", EchoEnv),
     ("repeats", of_global(draw_numpy)),
+    *(("repeats", make) for make in KEEPING.values()),
     ("fresh_instance_repeats", Offset),
     ("fresh_instance_repeats", lambda seed: GymEnv([Offset(seed)], seed)),
     ("fresh_instance_repeats", lambda seed: GymEnv([make() for make in UNEQUAL], seed)),
@@ -178,6 +180,8 @@ WARNINGS: list[tuple[str, Any]] = [
     ("observations_fit", observed(lambda t: np.array([2.0]))),  # float64
     ("observations_fit", observed(lambda t: {"a": 3}, spaces.Dict({"a": spaces.Discrete(3)}))),
     ("values_are_finite", stepping(lambda o, r, *rest: (o, float("inf"), *rest))),
+    ("starts_vary", CountingEnv),
+    ("starts_vary", lambda seed: GymEnv([CountingEnv(), CountingEnv()], seed)),
 ]
 
 
@@ -188,7 +192,7 @@ def test_what_is_wrong_is_an_error_of_its_check_alone(name: str, env: Any) -> No
     failed = failed_checks(caught.value)
     assert name in failed, str(caught.value)
     # What differs between the episodes of one instance differs between instances as well.
-    assert failed - {"fresh_instance_repeats", "repeats"} <= {name}
+    assert failed - {"fresh_instance_repeats", "repeats", "starts_vary"} <= {name}
 
 
 @pytest.mark.parametrize(("name", "env"), WARNINGS)
@@ -203,7 +207,10 @@ def test_all_problems_are_told_at_once_and_with_their_places() -> None:
 
     with pytest.raises(EnvSpecError) as caught:
         check_env(bad(step=step))
-    assert failed_checks(caught.value) == {"observations_fit", "values_are_finite"}
+    assert failed_checks(caught.value) - {"starts_vary"} == {
+        "observations_fit",
+        "values_are_finite",
+    }
     assert "step 0 of the episode with seed" in str(caught.value)
 
 
