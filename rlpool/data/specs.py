@@ -334,9 +334,11 @@ def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
             fits = isinstance(value, tuple | list) and len(value) == len(parts)
         if not fits:
             got: Any = len(value) if isinstance(value, tuple | list) else type(value).__name__
+            fix = ""
             if isinstance(value, Mapping):
-                got = sorted(map(str, value))
-            raise SpecError(f"{name} should {wanted}, got {got}")
+                got, extra = sorted(map(str, value)), [key for key in value if key not in keys]
+                fix = f"leave out {extra}, or add it to the space" if is_dict and extra else ""
+            raise SpecError(f"{name} should {wanted}, got {got}", fix=fix)
         return [leaf for key, part in parts for leaf in part(value[key])]
 
     return flatten
@@ -351,6 +353,16 @@ def nester(structure: Structure) -> Callable[[Sequence[Any]], Any]:
 def is_action(key: str) -> bool:
     """Whether a key belongs to an action."""
     return key == "action" or key.startswith("action/")
+
+
+def action_fix(got: TensorSpec | None, wanted: TensorSpec | None) -> str:
+    """What to write where actions of an agent have another shape or kind than their space."""
+    is_choice = got and wanted and got.dtype.kind == "f" and wanted.dtype.kind != "f"
+    if got and wanted and got.shape == (*wanted.shape, 1):
+        return f"drop the last axis: action.squeeze(-1){'.long()' if is_choice else ''}"
+    if is_choice:
+        return "choose an action: logits.argmax(-1), or sample_categorical(logits, noise)[0]"
+    return "return actions of the action space's shape and kind"
 
 
 def row_specs(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorSpec]:

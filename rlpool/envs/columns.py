@@ -108,7 +108,12 @@ def _first_and_count(space: Any) -> tuple[Any, Any] | None:
 def wrong_count(call: str, wanted: str, result: Any) -> SpecError:
     """The error for a ``reset`` or ``step`` that did not return a tuple of so many values."""
     got = len(result) if isinstance(result, tuple) else type(result).__name__
-    return SpecError(f"{call}() should return {wanted} values, got {got}")
+    fix = (
+        "return five values: observation, reward, terminated, truncated, info; or convert an "
+        'environment of the old gym: gym.make("GymV21Environment-v0", env=...)'
+    )
+    fix = fix if got == 4 else ""
+    return SpecError(f"{call}() should return {wanted} values, got {got}", fix=fix)
 
 
 def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> NDArray:
@@ -143,7 +148,10 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
         is_like = not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind")
     if is_like or (widens and np.can_cast(array.dtype, spec.dtype)):
         return fitted(repr(key), array, spec.dtype)
-    raise SpecError(f"{key!r} should have dtype {spec.dtype}, got {array.dtype}")
+    what = f"{key!r} should have dtype {spec.dtype}, got {array.dtype}"
+    raise SpecError(
+        what, fix=f"return .astype(np.{spec.dtype}), or declare {array.dtype} in its space"
+    )
 
 
 def as_array(value: Any) -> NDArray:

@@ -22,6 +22,7 @@ from rlpool.data.specs import (
     Leaf,
     Structure,
     TensorSpec,
+    action_fix,
     is_action,
     refuse_collisions,
 )
@@ -506,7 +507,10 @@ class VecEnv(ABC):
             if values.shape != (len(self._running), *shape):
                 raise SpecError(
                     f"{key!r} should have shape {[len(self._running), *shape]}, one row for each "
-                    f"running environment, got {list(values.shape)}"
+                    f"running environment, got {list(values.shape)}",
+                    fix=action_fix(
+                        TensorSpec(values.shape[1:], values.dtype), leaves and leaves[key].spec
+                    ),
                 )
             actions[key] = np.zeros((self.n_lanes, *shape), values.dtype)
             actions[key][self._running] = values

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.specs import TensorSpec, is_action, row_specs
+from rlpool.data.specs import TensorSpec, action_fix, is_action, row_specs
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import Options, VecEnv
@@ -99,7 +99,7 @@ def _match_actions(env: VecEnv, driver: AgentDriver, outputs: Mapping[str, Tenso
             problem = SpecError(
                 f"action {key!r}: the agent gives {mine or 'nothing'} per row, "
                 f"the action space wants {theirs or 'no such key'}",
-                fix="return actions of the action space's shape and kind",
+                fix=action_fix(mine, theirs),
             )
             raise AgentFailure([0], "agent") from problem
     driver.converted_actions = {

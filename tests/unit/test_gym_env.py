@@ -17,6 +17,7 @@ import torch
 from gymnasium import spaces
 
 from rlpool import (
+    AgentError,
     DictTensor,
     EnvError,
     EnvSpecError,
@@ -181,11 +182,11 @@ KINDS = {
 }
 
 
-REFUSED = [(kind, *case) for kind in ("gym", "vector") for case in OUTSIDE]
+REFUSED_ACTIONS = [(kind, *case) for kind in ("gym", "vector") for case in OUTSIDE]
 
 
 @pytest.mark.parametrize(
-    ("kind", "space", "good", "bad", "words", "fix"), [*REFUSED, ("manager", *OUTSIDE[0])]
+    ("kind", "space", "good", "bad", "words", "fix"), [*REFUSED_ACTIONS, ("manager", *OUTSIDE[0])]
 )
 def test_actions_outside_of_the_space_are_refused_with_lane_value_and_bounds(
     kind: str, space: Any, good: Any, bad: Any, words: str, fix: str
@@ -246,9 +247,10 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (I32, np.zeros(2, np.float32), "'frame' should have dtype int32, got float32"),
     (I32, np.array([2**40, 0]), "'frame' should fit int32, got 1099511627776"),
     (U8, [1, 256], "'frame' should fit uint8, got 256"),
-    (U8, np.zeros(2, np.int64), "'frame' should have dtype uint8, got int64"),
+    (U8, np.zeros(2, np.float32), r"dtype uint8, got float32(.|\n)*return \.astype\(np\.uint8\)"),
     (FIVE, 1.5, "'frame' should have dtype int64, got float64"),
     (spaces.Dict(a=FIVE), {"b": 1}, r"the keys \['a'\], got \['b'\]"),
+    (spaces.Dict(a=FIVE), {"a": 0, "b": 1}, r"got \['a', 'b'\](.|\n)*leave out \['b'\]"),
     (spaces.Tuple([FIVE]), (1, 2), "tuple of 1 parts, got 2"),
 ]
 CONVERTED: list[tuple[Any, Any, Any]] = [
@@ -367,6 +369,26 @@ def test_flags_may_be_of_every_type_that_says_true_or_false(flag: Any) -> None:
     assert running.tolist() == [0, 1][: 2 - bool(np.asarray(flag))]
 
 
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (torch.rand(2, 3), r"logits\.argmax\(-1\), or sample_categorical"),
+        (torch.rand(2), r"logits\.argmax\(-1\), or sample_categorical"),
+        (zeros(2)[:, None], r"action\.squeeze\(-1\)$"),
+        (torch.ones(2, 1), r"action\.squeeze\(-1\)\.long\(\)"),
+        (zeros(2)[:, None, None], "return actions of the action space's shape"),
+    ],
+)
+def test_actions_of_another_shape_or_kind_are_met_with_what_to_write(given: Any, fix: str) -> None:
+    with pytest.raises(AgentError, match=fix):
+        collect([CountingEnv(), CountingEnv()], 2, lambda n: given)
+    env = GymEnv([CountingEnv(), CountingEnv()], seed=0)
+    env.reset()
+    if given.ndim > 1:  # whole floats are taken by hand
+        with pytest.raises(SpecError, match=fix):
+            env.step(DictTensor({"action": given}))
+
+
 WRONG_OUTPUTS = [
     *(DictTensor(), DictTensor({"move": zeros(2)})),
     *(DictTensor({"action": zeros(3)}), {"action": torch.zeros(2, 1).long()}),
@@ -388,6 +410,7 @@ def test_policy_outputs_that_do_not_fit_are_refused(output: Any) -> None:
     [
         (lambda action: {}["goal"], KeyError, "goal"),  # comes out as it is
         (lambda action: (1, 2, 3), EnvSpecError, "should return five values, got 3"),
+        (lambda action: (1, 2, 3, {}), EnvSpecError, r"got 4(.|\n)*five values: .*gym\.make\("),
         (lambda action: None, EnvSpecError, "should return five values, got NoneType"),
     ],
 )
