@@ -205,8 +205,7 @@ class EpisodeBatcher(BatcherBase):
         given_seeds: Sequence[int] | None,
     ) -> None:
         self._open()
-        fix = "say how many episodes: execute(32)"
-        n_episodes = whole_number("n_episodes", n_episodes, 1, fix=fix)
+        n_episodes = whole_number("n_episodes", n_episodes, 1, fix="say how many: execute(32)")
         if n_episodes > N_SEEDS:
             what = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
             raise SpecError(what, fix="ask for fewer at a time: stream()")

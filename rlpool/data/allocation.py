@@ -177,9 +177,8 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
 
 def _dtype(dtype: Any) -> str:
     try:
-        if isinstance(dtype, torch.dtype):
-            dtype = numpy_dtype(dtype)
-        found = np.dtype(object if dtype is None else dtype)  # None is float64 to NumPy
+        given = numpy_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+        found = np.dtype(object if given is None else given)  # None is float64 to NumPy
     except (TypeError, ValueError):
         found = np.dtype(object)
     if found.kind not in "biufc":

@@ -134,7 +134,8 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
     what, fix = f"{key!r} should have shape {list(spec.shape)}", f"if it varies: {PADDING}"
     try:
         array = as_array(value)
-    except ValueError as error:  # nested lists of different lengths
+    except (ValueError, TypeError) as error:  # nested lists of different lengths, bfloat16
+        fix = "return tensor.float()" if isinstance(value, torch.Tensor) else fix
         raise SpecError(f"{what}, got {value!r:.60}: {error}", fix=fix) from error
     if array.shape != spec.shape:
         is_ragged = bool(spec.shape) and array.ndim == len(spec.shape) and not is_action(key)

@@ -369,7 +369,7 @@ def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
     if dtype.kind == "O":
         raise SpecError(
             f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
-            fix="convert it, to float32 say",
+            fix="pass tensor.float()",
         )
     return TensorSpec(tuple(tensor.shape[2:]), dtype)
 
@@ -462,7 +462,10 @@ def as_array(value: Any) -> NDArray:
     """
     try:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, torch.Tensor):
+            what = f"a pool cannot hold a tensor of {value.dtype}: {error}"
+            raise SpecError(what, fix="pass tensor.float()") from error
         array = np.asarray(None)
     if type(value) is float and not _MOST_FLOAT32 < abs(value) < math.inf:
         return array.astype(np.float32)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlpool import Agent, Array, DictTensor, EpisodeBatcher, GymEnv, Pool, SpecError, VectorGymEnv
+from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, Pool, SpecError, VectorGymEnv
 from rlpool.data.specs import fitted
 from rlpool.envs.vec_env import VecEnv
 
@@ -119,26 +119,6 @@ def function(target: Dtype) -> Door:
     return lambda value: fitted("'frame'", value, target)
 
 
-def array_write(target: Dtype) -> Door:
-    array = Array((2,), target)
-
-    def write(value: Any) -> Any:
-        array[1:] = np.array([value])
-        return array.to_ndarray()[1]
-
-    return write
-
-
-def array_item(target: Dtype) -> Door:
-    array = Array((2,), target)
-
-    def write(value: Any) -> Any:
-        array[0] = value.item()
-        return array.to_ndarray()[0]
-
-    return write
-
-
 def next_state(target: Dtype) -> Door:
     pool = Pool(pool_size=1)
 
@@ -200,12 +180,12 @@ def action_of_a_vector_env(target: Dtype) -> Door:
 DOORS = {
     door.__name__: door
     for door in (
-        *(function, array_write, array_item, next_state, stored_action),
+        *(function, next_state, stored_action),
         *(observation, kept_observation, info),
         *(action, action_of_a_vector_env),
     )
 }
-TAKES_ALL = {"function", "array_write", "array_item", "info"}
+TAKES_ALL = {"function", "info"}
 """Doors that take every number that fits; others refuse some dtypes, whatever the numbers are."""
 
 
@@ -225,7 +205,7 @@ def test_a_number_arrives_as_it_is_or_is_refused_by_name(name: str) -> None:
                     assert is_what_was_given(stored, value), (target, value, stored)
                     n_stored += 1
     assert n_stored > 200
-    assert all("frame" in what or "action" in what or "written" in what for what in refused)
+    assert all("frame" in what or "action" in what for what in refused)
 
 
 @pytest.mark.parametrize("kind", [GymEnv, Pool])

@@ -248,6 +248,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (I32, np.array([2**40, 0]), "'frame' should fit int32, got 1099511627776"),
     (U8, [1, 256], "'frame' should fit uint8, got 256"),
     (U8, np.zeros(2, np.float32), r"dtype uint8, got float32(.|\n)*return \.astype\(np\.uint8\)"),
+    (F32, torch.zeros(2, dtype=torch.bfloat16), r"'frame'(.|\n)*return tensor.float\(\)"),
     (FIVE, 1.5, "'frame' should have dtype int64, got float64"),
     (spaces.Dict(a=FIVE), {"b": 1}, r"the keys \['a'\], got \['b'\]"),
     (spaces.Dict(a=FIVE), {"a": 0, "b": 1}, r"got \['a', 'b'\](.|\n)*leave out \['b'\]"),
