@@ -116,6 +116,7 @@ def states() -> list[Any]:
     cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
     return [
         *(None, {}, {"format": 4}, {**whole, "format": 5}, {**whole, "generator": {}}),
+        {**whole, "extra": 1},
         *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
     ]
 
