@@ -399,24 +399,6 @@ def test_a_manager_reports_a_lane_that_kills_its_worker_again(kind: str, tmp_pat
             assert (caught.value.where.lane, caught.value.where.step) == (0, 1)
 
 
-@pytest.mark.parametrize(("kind", "on_env_error"), variants([RAISES], [DIES]))
-def test_a_lane_that_was_given_up_in_its_reset_is_truncated_by_a_successor(
-    kind: str, on_env_error: str, tmp_path: Path
-) -> None:
-    make, others = partial(FragileEnv, str(tmp_path), ALWAYS), worker_pids()
-    options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 3}
-    with ParallelEnvManager([make] * 2, seed=1, envs_per_worker=2, **options) as manager:
-        manager.reset_lanes([0, 1], [3, 4], [{"length": 5}, failing(kind, -1)])
-        for pid in worker_pids() - others:
-            os.kill(pid, signal.SIGKILL)
-        assert manager.step_lanes([0, 1], {"action": np.array([1, 2])}) == [1]
-        assert manager.current["truncated"].tolist() == [False, True]
-        assert manager.current["frame"][0].tolist()[::2] == [1.0, 1.0]
-        manager.reset_lanes([1], [9], [{"length": 1}])
-        assert manager.step_lanes([0, 1], {"action": np.array([1, 2])}) == [1]
-        assert manager.current["terminated"].tolist() == [False, True]
-
-
 @pytest.mark.parametrize("n_threads", variants([0], [2]))
 def test_an_evaluation_tells_which_episodes_failed(n_threads: int, tmp_path: Path) -> None:
     env_args = {"n_lanes": 2, "marks": str(tmp_path), "times": ALWAYS}

@@ -243,21 +243,6 @@ def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
 
 
 @pytest.mark.usefixtures("short_patience")
-def test_a_get_that_waits_when_a_handler_closes_the_batcher_says_so() -> None:
-    batcher = open_batcher(2)
-    batcher.execute(8, env_info=faults_at(8, 1, "hang", 1))
-    batcher.execute(8)
-    before = signal.signal(signal.SIGALRM, lambda *_: batcher.close())
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(UsageError, match="closed meanwhile"):
-            batcher.get()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("short_patience")
 def test_a_handler_may_close_what_is_being_closed() -> None:
     batcher = open_batcher(2, env_args={"close_fault": "hang"})
     before = signal.signal(signal.SIGALRM, lambda *_: batcher.close())

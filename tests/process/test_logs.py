@@ -155,20 +155,6 @@ def test_a_caller_that_does_not_read_stops_no_worker_and_learns_what_is_dropped(
     assert len(arrived) + sum(int(number) for _, number in dropped) == 3 * N_FLOOD
 
 
-def test_a_handler_that_raises_interrupts_the_call(seen: Seen, tmp_path: Path) -> None:
-    def fail() -> None:
-        seen.react = lambda: None
-        raise OSError("the disk is full")
-
-    with open_batcher("various", tmp_path) as batcher:
-        seen.react = fail
-        begin(batcher)
-        with pytest.raises(OSError, match="the disk is full"):
-            batcher.get()
-        begin(batcher)
-        assert batcher.get().lengths.tolist() == [1]
-
-
 def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:
     env_fns = [partial(TalkingEnv, "converse", str(tmp_path))] * 2
     for number in (1, 2):

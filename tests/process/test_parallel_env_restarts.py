@@ -26,7 +26,6 @@ from rlpool import (
 
 from support.agents import StepCounter
 from support.envs import assert_same_tensors
-from support.faults import FailingEnv
 from support.fragile import (
     ChancyEnv,
     FragileEnv,
@@ -261,17 +260,6 @@ def test_a_request_in_the_middle_of_which_a_worker_dies_is_sent_again(
             other.send(("reset", None))
 
 
-def test_a_remotes_step_whose_observation_was_written_before_the_failure_is_repeated(
-    tmp_path: Path,
-) -> None:
-    function = partial(FailingEnv, "wrong_reward", at_step=1, once=tmp_path / "struck")
-    with ParallelEnvManager([function], seed=1, on_env_error="restart") as manager:
-        ask(manager, 0, "reset", {"seed": 7, "options": {}})
-        answers = [ask(manager, 0, "step", 0) for _ in range(3)]
-    assert [command for command, _ in answers] == ["transition"] * 3
-    assert [float(transition[0].flat[0]) for _, transition in answers] == [1.0, 2.0, 3.0]
-
-
 # Recycling ------------------------------------------------------------------------------------
 
 
@@ -301,17 +289,3 @@ def test_workers_are_replaced_after_so_many_episodes(
     assert 4 <= max(counts) <= 4 + n_repeated
     if envs_per_worker == 1:
         assert sum(counts) == 12 + 2  # the batcher resets every lane once, to see what a step is
-
-
-def test_remotes_are_recycled_as_well() -> None:
-    seen: list[list[Any]] = []
-    for options in ({"max_episodes_per_worker": 2}, {}):
-        with open_manager(FragileEnv, 1, **options) as manager:
-            for attribute in ("n_resets", "seed"):
-                seen.append([])
-                for _ in range(5):
-                    ask(manager, 0, "reset", None)
-                    seen[-1].append(ask(manager, 0, "get_attr", {"attr": attribute})[1])
-    assert seen[0] == [1, 2, 1, 2, 1]
-    assert seen[2] == [1, 2, 3, 4, 5]
-    assert seen[1] == seen[3]

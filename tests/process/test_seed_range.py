@@ -25,6 +25,7 @@ from support.old_seeding import (
     OldSeedingEnv,
     OldTaskEnv,
     OwnActionsEnv,
+    ResetSeededEnv,
 )
 
 pytestmark = pytest.mark.promise("I2")
@@ -82,12 +83,12 @@ def test_remotes_go_on_from_a_seed_that_they_are_given() -> None:
 
 
 def test_episodes_of_a_pool_have_short_seeds_in_both_protocols() -> None:
-    with Pool([OldSeedingEnv(), OwnActionsEnv()], 2, 100, seed=3) as pool:
+    with Pool([OldSeedingEnv(), OwnActionsEnv(), ResetSeededEnv()], 3, 100, seed=3) as pool:
         for _ in range(4):
             pool.store()
         states, _, next_states, _, _ = pool.get_pool()
     assert next_states.tolist() == states.tolist()
-    check_all_differ(sorted(set(states.flatten().tolist())), 8)
+    check_all_differ(sorted(set(states.flatten().tolist())), 12)
 
 
 def test_trials_and_learners_have_short_seeds() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ import torch
 from process.watching import assert_all_equal, is_running, wait_until, worker_pids
 
 import rlpool
-from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor
-from rlpool.testing import CountingEnv
+from rlpool import Batcher, DictTensor, EpisodeBatcher, TemporalDictTensor
 
 from support.faults import ENDINGS, create_agent, create_env, faults
 from support.fragile import ChancyEnv, RecurrentAgent, create_fragile
@@ -355,36 +352,3 @@ def test_recycled_workers_hand_their_windows_on_whatever_they_do_while_they_clos
     assert time.monotonic() - start_s < 2 * CLOSE_S
     assert_all_equal(results, windows(env_args, ({}, {})))
     assert n_processes(ran_in) > 2
-
-
-class SlowEnv(CountingEnv):
-    """Takes its time."""
-
-    def step(self, action: Any) -> Any:
-        time.sleep(0.3)
-        return super().step(action)
-
-
-def create_slow(seed: int) -> GymEnv:
-    return GymEnv([SlowEnv(length=1)], seed)
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
-def test_waiting_costs_no_processor_time_when_a_forked_copy_has_the_pipe_of_a_dead_worker() -> None:
-    others = worker_pids()
-    with EpisodeBatcher(4, 4, create_agent, {}, create_slow, {}, n_threads=2, seeds=1) as batcher:
-        victim = min(worker_pids() - others)
-        if not (copy := os.fork()):
-            signal.pause()
-        try:
-            os.kill(victim, signal.SIGKILL)
-            wait_until(lambda: not is_running(victim))
-            batcher.execute(2)
-            batcher.get()
-            batcher.execute(2)
-            start_s = time.process_time()
-            batcher.get()
-            assert time.process_time() - start_s < 0.15
-        finally:
-            os.kill(copy, signal.SIGKILL)
-            os.waitpid(copy, 0)

@@ -30,19 +30,16 @@ class ActingEnv:
         self.length, self.number = length, number
         self.n_resets = 0
         self.state = np.zeros(4)
-        self.calls: list[Any] = []
         self.closes = ""  # the file that close() makes
 
     def reset(self) -> tuple[Any, Any]:
         self.t = 0
         self.n_resets += 1
-        self.calls.append("reset")
         self.state[:] = 0, self.n_resets, -1, self.number
         return self.state, 10 * self.n_resets
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any]:
         self.t += 1
-        self.calls.append(action)
         self.state[:] = self.t, self.n_resets, action, self.number
         return action + 1, self.state, 0.1 * self.t, self.t >= self.length
 
@@ -135,32 +132,6 @@ class WrappingEnv(NoisyEnv):
     def draw(self) -> list[float]:
         action_space = gymnasium.spaces.Box(0, 1, (), np.float64)
         return [*super().draw(), float(action_space.sample()), *self.observation.tolist()]
-
-
-class SeededEnv(NoisyEnv):
-    """Its states are drawn from a generator of its own, which ``seed`` seeds."""
-
-    def __init__(self, length: int = 5) -> None:
-        super().__init__(length)
-        self.generator = np.random.default_rng(0)
-        self.seeds: list[int] = []
-
-    def seed(self, seed: int) -> None:
-        self.seeds.append(seed)
-        self.generator = np.random.default_rng(seed)
-
-    def draw(self) -> list[float]:
-        return self.generator.random(3).tolist()
-
-
-class ResetSeededEnv(SeededEnv):
-    """Takes its seed in ``reset``."""
-
-    seed = None  # type: ignore[assignment]
-
-    def reset(self, seed: int | None = None) -> tuple[Any, Any]:
-        SeededEnv.seed(self, -1 if seed is None else seed)
-        return super().reset()
 
 
 class DuckEnv:

@@ -81,3 +81,13 @@ class OwnActionsEnv:
     def step(self, action: int) -> tuple[int, Any, float, bool]:
         self.t += 1
         return 0, np.array([self.given]), 1.0, self.t == 2
+
+
+class ResetSeededEnv(OwnActionsEnv):
+    """Takes its seed in ``reset``."""
+
+    seed = None  # type: ignore[assignment]
+
+    def reset(self, seed: int) -> tuple[Any, int]:  # type: ignore[override]
+        OwnActionsEnv.seed(self, seed)
+        return super().reset()

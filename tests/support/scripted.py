@@ -262,7 +262,7 @@ class ScriptedAgent(Agent):
         hidden = torch.tanh(hidden)
         # The lowest bits too decide what follows.
         chosen = (seen ^ hidden[:, 0].contiguous().view(torch.int32)) & 0x7FFFFFFF
-        output = {"value": hidden.sum(1), "chosen": chosen}
+        output = {"value": hidden.sum(1), "chosen": chosen, "row": torch.arange(n)}
         output |= {key: action_of(space, chosen) for key, space in self.leaves}
         new = {}
         if not state.empty():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,11 +18,8 @@ from rlpool.pool.runner import ActionChooser
 from support.acting_envs import (
     ActingEnv,
     DuckEnv,
-    NoisyEnv,
     OldDuckEnv,
-    ResetSeededEnv,
     ScriptedEnv,
-    SeededEnv,
     TypedActingEnv,
     actions,
     states,
@@ -92,19 +88,6 @@ def assert_same(episode: Any, expected: Any) -> None:
 
 
 # The pool's own protocol
-
-
-@pytest.mark.parametrize(("length", "n_timesteps"), [(1, 1), (2, 64), (10, 3), (10, 10)])
-def test_an_episode_is_what_the_environment_did_in_one_reset(length: int, n_timesteps: int) -> None:
-    env = ActingEnv(length, number=7)
-    calls: list[Any] = []
-    with episodes_of(env, n_timesteps=n_timesteps) as run:
-        for n_resets in (1, 2, 3):
-            episode = run()
-            assert_same(episode, ActingEnv.expected(length, n_resets, number=7))
-            assert not episode.truncated.any()
-            calls += ["reset", *range(10 * n_resets, 10 * n_resets + length)]
-            assert env.calls == calls
 
 
 def test_the_very_action_object_goes_back_to_the_environment_and_is_copied() -> None:
@@ -240,20 +223,6 @@ def test_a_first_reset_that_fails_is_told_once_and_called_once() -> None:
 # Gymnasium's protocol
 
 
-@pytest.mark.parametrize("ends", ["terminated", "truncated"])
-def test_a_gymnasium_environment_is_known_by_its_type(ends: str) -> None:
-    env = CountingEnv(length=3, ends=ends)
-    kept = []
-    episode = episode_of(env, policy=lambda state: kept.append(state) or int(state[0]))
-    assert episode.state[:, 0].tolist() == [state[0] for state in kept] == [0, 1, 2]
-    assert episode.next_state[:, 0].tolist() == [1, 2, 3]
-    assert episode.action.tolist() == [0, 1, 2]
-    assert episode.reward.tolist() == [1, 2, 3]
-    assert episode.done.tolist() == [False, False, True]
-    assert episode.truncated.tolist() == [False, False, ends == "truncated"]
-    assert env.is_closed
-
-
 @pytest.mark.parametrize("kind", [DuckEnv, OldDuckEnv])
 def test_an_environment_that_behaves_like_gymnasiums_is_one(kind: type[DuckEnv]) -> None:
     env = kind()
@@ -326,23 +295,6 @@ def test_policies_that_do_not_fit_are_refused() -> None:
 # Seeds
 
 
-@pytest.mark.parametrize("kind", [SeededEnv, ResetSeededEnv])
-def test_every_episode_has_a_seed_of_its_own_below_2_to_the_31(kind: type[SeededEnv]) -> None:
-    def data(first_seed: int, seed: int, n: int = 2) -> list[Any]:
-        env = kind()
-        with episodes_of(env, first_seed=first_seed, seed=seed) as run:
-            found = [run().state.tolist() for _ in range(n)]
-        assert env.seeds[0] == first_seed
-        assert len(set(env.seeds)) == n
-        assert all(0 <= seed < 2**31 for seed in env.seeds)
-        return found
-
-    assert data(3, 0) == data(3, 0)
-    assert data(3, 0)[0] != data(3, 0)[1]
-    assert data(3, 0)[0] != data(4, 0)[0]
-    assert data(3, 0)[1] != data(3, 1)[1]
-
-
 def test_sampled_actions_follow_the_seed_but_are_not_the_noise_of_the_environment() -> None:
     class Env(SpaceEnv):
         def observe(self) -> Any:
@@ -358,20 +310,3 @@ def test_sampled_actions_follow_the_seed_but_are_not_the_noise_of_the_environmen
     assert sampled(3) == sampled(3)
     assert sampled(3)[0] != sampled(3)[1]
     assert sampled(3) != sampled(4)
-
-
-def test_the_generators_of_the_process_are_seeded_with_each_episode() -> None:
-    def data() -> list[Any]:
-        random.seed(), np.random.seed(), torch.seed()  # noqa: NPY002
-        with episodes_of(NoisyEnv(), first_seed=5) as run:
-            return [run().state.tolist() for _ in range(2)]
-
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        first = data()
-        assert data() == first
-        assert first[0] != first[1]
-    finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])  # noqa: NPY002
-        torch.set_rng_state(kept[2])
