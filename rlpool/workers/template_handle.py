@@ -110,7 +110,7 @@ class Template:
         self._socket: Any = None
         self._fits: Any = None  # the identity and modules for which it was started
         self._refused: Any = None  # those for which there can be none
-        self._served: Any = None  # those for which there was one
+        self._served: Any = None  # those for which one has started a worker
         self._n_requests = 0  # for workers
 
     def is_up(self) -> bool:
@@ -138,7 +138,7 @@ class Template:
             except UnsafeError as error:
                 self._refuse(wanted, error)
                 return False
-            self._fits, self._served, self.reason = wanted, wanted, ""
+            self._fits, self.reason = wanted, ""
             return True
 
     def fork(self, fds: Sequence[int]) -> int:
@@ -151,13 +151,15 @@ class Template:
             UnsafeError: If that is not possible. There is no worker.
         """
         with self.lock:
-            for _ in range(_MAX_TRIES):
-                if not self.ready():
-                    break
+            n_left = _MAX_TRIES
+            while self.ready():
                 try:
                     return self._fork([0, 1, 2, *fds])
-                except TemplateLostError:
-                    continue
+                except TemplateLostError as error:
+                    n_left -= 1
+                    if not n_left:
+                        self._refuse(self._fits, error)
+                        break
             raise UnsafeError(self.reason)
 
     def _fork(self, fds: Sequence[int]) -> int:
@@ -184,6 +186,7 @@ class Template:
             else:  # for want of memory or descriptors: the next one may be forked again
                 _LOG.warning("a worker is spawned, not forked: %s", str(refusal))
             raise refusal
+        self._served = self._fits
         return int(answer)
 
     def _refuse(self, wanted: Any, error: UnsafeError) -> None:
