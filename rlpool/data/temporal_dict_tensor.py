@@ -198,6 +198,7 @@ class TemporalDictTensor(DictTensorBase):
 
         Returns:
             Views ``[B, stop - start, ...]``. ``lengths`` is new: clipped to ``[0, stop - start]``.
+            The ``first_step`` in the info of a window is left out, unless ``start`` is 0.
 
         Raises:
             SpecError: If not ``0 <= start <= stop <= T``.
@@ -216,8 +217,8 @@ class TemporalDictTensor(DictTensorBase):
             )
         lengths = (self._lengths - start).clamp(0, stop - start)
         info = copy(self._info)
-        if "first_step" in info:  # of a window
-            info.set("first_step", info["first_step"] + start)
+        if start:  # of a window's first step
+            info._tensors.pop("first_step", None)
         return self._wrap(self._in_time(start, stop), lengths, info)
 
     def temporal_index(self, step: int) -> DictTensor:

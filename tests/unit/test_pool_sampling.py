@@ -128,6 +128,38 @@ def test_only_a_termination_ends_the_value_of_what_comes_after() -> None:
         assert got == [2 * factor for factor in expected]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [["_terminated", "_done"], ["_done", "_truncated"], ["_truncated", "_terminated"]],
+)
+@pytest.mark.parametrize("n_stored", [0, 1, 2])
+def test_a_time_limit_is_no_termination_whatever_flags_are_stored(
+    flags: list[str], n_stored: int
+) -> None:
+    number = torch.arange(6).reshape(2, 3)
+    is_last, is_cut = number % 3 == 2, number < 3
+    told = {"_done": is_last, "_truncated": is_last & is_cut, "_terminated": is_last & ~is_cut}
+    steps = {"number": number, "_reward": torch.ones(2, 3), **{key: told[key] for key in flags}}
+    keys = ["number", "_reward", *flags[:n_stored]]
+    pool, other = pool_of(TemporalDictTensor(steps), keys=keys), Pool(pool_size=1000)
+    other.load_state_dict(pool.state_dict())
+    for each in (pool, other):
+        batch = each.sample(6, n_step=3, discount=0.5)
+        right = torch.where(batch["number"] < 3, 0.5 ** (3 - batch["number"]), 0.0)
+        assert torch.equal(batch["n_step_discount"], right)
+
+
+def test_a_single_transition_that_was_cut_off_is_no_termination_if_no_flag_is_stored() -> None:
+    for is_terminated, right in (False, 0.125), (None, 0.0):
+        pool = Pool(pool_size=9, seed=0, keys=["frame", "_frame", "_reward"])
+        for step in range(3):
+            is_end = step == 2
+            pool([step], 0, [step + 1], 1.0, is_end, terminated=is_terminated)
+        batch = pool.sample(3, n_step=3, discount=0.5)
+        expected = right * 2.0 ** batch["frame"][:, 0]
+        assert torch.equal(batch["n_step_discount"], expected.float())
+
+
 def test_n_steps_need_one_reward_and_one_flag_per_step() -> None:
     two_rewards = {"_reward": torch.zeros(1, 4, 2), "_done": torch.zeros(1, 4)}
     for steps, name in (
@@ -298,6 +330,27 @@ def test_transitions_without_priority_are_never_drawn() -> None:
     assert pool.sample(4)["number"].tolist() == [0, 0, 0, 0]
     with pytest.raises(UsageError, match="priority_exponent"):
         pool_of(episodes([4])).update_priorities([0], [1.0])
+
+
+def test_a_new_transition_has_the_largest_priority_that_was_given() -> None:
+    pool, other = prioritised(8, 100), Pool(pool_size=100, priority_exponent=1.0)
+    index = index_of_all(pool)
+    pool.update_priorities(index, np.zeros(8))
+    add(pool, 8, 9)  # with 0 it would never be drawn
+    newest = pool.sample(1)
+    assert newest["number"].tolist() == [8]
+    pool.update_priorities([*index, *newest["index"].tolist()], np.full(9, 0.001))
+    other.load_state_dict(pool.state_dict())
+    for each in (pool, other):
+        add(each, 9, 10)
+        assert sorted(each.sample(10)["number"].tolist()) == list(range(10))
+
+
+def test_a_batch_by_priority_is_in_random_order() -> None:
+    pool = prioritised(8)
+    orders = {tuple(pool.sample(8)["number"].tolist()) for _ in range(9)}
+    assert {tuple(sorted(order)) for order in orders} == {tuple(range(8))}
+    assert len(orders) > 1
 
 
 def test_draws_are_spread_over_equal_shares_of_the_priorities() -> None:

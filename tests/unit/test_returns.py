@@ -176,6 +176,19 @@ def test_a_discount_per_step_multiplies_what_follows() -> None:
     assert many.tolist() == [[2.75, 3.5, 5.0]]
 
 
+@pytest.mark.parametrize("discount", [0.9, 0.0])
+def test_ratios_without_a_limit_that_traces_multiply_with_zero_are_finite(discount: float) -> None:
+    reward, value = torch.arange(4.0)[None], torch.ones(1, 4)
+    ratio = torch.tensor([[1.0, 100.0, -200.0, 1e4]])  # the exponentials of two are infinite
+    ends = torch.tensor([[False, True, False, False]])
+    given = ratio, reward, value, value, ends, ends, discount
+    cut, uncut = (vtrace(*given, 0.0, c_clip=clip) for clip in (1.0, float("inf")))
+    assert torch.equal(torch.stack(cut), torch.stack(uncut))
+    for lambda_, c_clip, rho_clip in (1.0, 100.0, 1.0), (0.0, float("inf"), 2.0):
+        both = vtrace(*given, lambda_, c_clip=c_clip, rho_clip=rho_clip)
+        assert torch.stack(both).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
