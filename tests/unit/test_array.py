@@ -368,18 +368,6 @@ def test_the_window_moves_in_every_pickle_of_the_array_and_in_no_copy() -> None:
     assert values(array) == [2, 3]
 
 
-def test_neighbours_of_selected_rows() -> None:
-    array = counted(6, padding=1)
-    rows = array[[2, 0]]
-    assert (values(rows.next), values(rows.previous)) == ([3, 1], [1, -1])
-    for view in (array[6], array.next, array[[2, 6]]):
-        with pytest.raises(IndexError, match="later"):
-            _ = view.next
-    for view in (array[-1], array.previous, rows.previous):
-        with pytest.raises(IndexError, match="earlier"):
-            _ = view.previous
-
-
 # The end ----------------------------------------------------------------------------------------
 
 ACCESSES: list[Any] = [
@@ -422,16 +410,6 @@ def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
     assert (values(twin[-1:5]), twin.storage) == ([-1, 0, 1, 2, 3, 4], storage)
     twin[1] = 7
     assert values(part) == [7, 2]
-
-
-@each_storage
-def test_a_deep_copy_has_memory_of_its_own(storage: str) -> None:
-    array = counted(2, padding=1, full_size=4, storage=storage)
-    array.rotate()
-    copied, part = copy.deepcopy(array), copy.deepcopy(array[1:])
-    copied[0] = part[0] = 7
-    assert (values(array), values(copied), values(part)) == ([2, 3], [7, 3], [7])
-    assert copied.storage == storage
 
 
 def test_a_local_array_cannot_be_pickled_and_says_what_can() -> None:

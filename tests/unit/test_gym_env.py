@@ -489,22 +489,6 @@ def test_an_environment_may_change_its_options_and_the_episode_keeps_them() -> N
         replay(PoppingEnv(), caught.value)
 
 
-def test_seeds_differ_between_lanes_resets_and_restarts_and_repeat_with_the_same_seed() -> None:
-    def seeds(seed: Any, *lengths: int) -> list[Any]:
-        envs = [EchoEnv(length=length) for length in lengths]
-        env = GymEnvInf(envs, seed)
-        for _ in range(3):
-            env.reset()
-            for _ in range(4):
-                env.step(action(*[0] * len(envs)))
-        return [[seed for seed, _ in inner.resets] for inner in envs]
-
-    first = seeds(5, 1, 2)
-    assert len({*first[0], *first[1]}) == 15 + 9
-    assert first == seeds(5, 1, 2)
-    assert first[0] != seeds([5], 1)[0]
-
-
 # Time limits and wrappers
 
 

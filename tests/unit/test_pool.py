@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from rlpool import (
-    Batcher,
     DictTensor,
     EpisodeBatcher,
     GymEnv,
-    GymEnvInf,
     Pool,
     SpecError,
     TemporalDictTensor,
@@ -26,8 +23,8 @@ from rlpool import (
 )
 from rlpool.slots.trajectories import DerivedTensors, Successor
 
-from support.agents import FunctionAgent
-from support.envs import COUNTING_SPACE, CountingEnv, assert_same_tensors
+from support.agents import StepCounter
+from support.envs import CountingEnv, assert_same_tensors, create_counting
 
 
 def filled(n: int = 6, pool_size: int = 10, **options: Any) -> Pool:
@@ -168,68 +165,16 @@ def test_tensors_that_need_gradients_or_are_inferred_are_stored() -> None:
     assert not batch["x"].is_inference()
 
 
-class DictEnv(CountingEnv):
-    """Observations of several parts, one of them nested."""
-
-    observation_space = spaces.Dict(
-        {
-            "pixels": spaces.Box(0, 255, (3, 4), np.uint8),
-            "body": spaces.Dict({"speed": COUNTING_SPACE, "gear": spaces.Discrete(1000)}),
-        }
-    )
-
-    def observation(self) -> Any:
-        body = {"speed": super().observation(), "gear": np.int64(self.t)}
-        return {"pixels": np.full((3, 4), self.t, np.uint8), "body": body}
-
-
-def remember(
-    state: DictTensor | None, observation: DictTensor, agent_info: Any, history: Any
-) -> tuple[DictTensor, DictTensor, DictTensor]:
-    """An agent with a state of five numbers that count the steps since the episode began."""
-    n = observation.n_elems()
-    if state is None:
-        state = DictTensor({"memory": torch.zeros(n, 5)})
-    output = {"action": state["memory"][:, 0].long() % 3, "value": state["memory"][:, :1] * 2}
-    return state, DictTensor(output), DictTensor({"memory": state["memory"] + 1})
-
-
-def collected(restarts: bool) -> list[TemporalDictTensor]:
-    """Trajectories of a recurrent agent: whole episodes, or windows that episodes end within."""
-
-    def create_env(seed: int) -> GymEnv:
-        return (GymEnvInf if restarts else GymEnv)([DictEnv(length) for length in (3, 5)], seed)
-
-    agent: dict[str, Any] = {"create_agent": FunctionAgent, "agent_args": {"function": remember}}
-    options: dict[str, Any] = {**agent, "create_env": create_env, "n_threads": 0, "seeds": 0}
-    results = []
-    with Batcher(4, **options) if restarts else EpisodeBatcher(4, 8, **options) as batcher:
-        if restarts:
-            batcher.reset()
-        for _ in range(3):
-            batcher.execute(*() if restarts else (3,))
-            results.append(batcher.get())
-    return results
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_pool_holds_what_batchers_collect_bit_by_bit(restarts: bool) -> None:
-    results = collected(restarts)
-    pool = Pool(pool_size=30, seed=0)
-    for trajectories in results:
-        pool.extend(trajectories)
-    expected = DictTensor.cat([trajectories.flatten() for trajectories in results])
-    assert len(pool) == min(30, expected.n_elems()) > 20
-    assert_same_tensors(pool.transitions(), expected[expected.n_elems() - len(pool) :])
-
-
 def test_a_change_in_place_before_the_successor_is_looked_at_is_refused_and_nothing_is_lost() -> (
     None
 ):
     pool = Pool(pool_size=100)
-    first, second, third = collected(restarts=False)
+    with EpisodeBatcher(4, 8, StepCounter, {}, create_counting, n_threads=0) as batcher:
+        for _ in range(3):
+            batcher.execute(3)
+        first, second, third = (batcher.get() for _ in range(3))
     pool.extend(first)
-    second["pixels"].zero_()
+    second["frame"].zero_()
     with pytest.raises(UsageError, match="in place"):
         pool.extend(second)
     pool.extend(third)

@@ -2,63 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlpool import Pool, SpecError, TemporalDictTensor
 
-from support.transitions import add_numbers, trajectories_of_numbers
-
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "three sub-pools": {"processes": 3},
-    "priorities": {"priority_exponent": 0.6},
-    "windows": {"window_size": 7, "clearing_freq": 5, "window_size_": 2},
-    "memmap": {"storage": "memmap"},
-}
+WIDTH = 3
+"""Numbers per state, which is the one before it, shifted by one: a stack of so many frames."""
 
 
-def go_on(pool: Pool) -> list[torch.Tensor]:
-    """Add, sample and set priorities; gives all that was seen."""
-    seen: list[torch.Tensor] = []
-    for start in (100, 120, 140):
-        batch = pool.sample(8, n_step=2)
-        if "index" in batch:
-            pool.update_priorities(
-                batch["index"], torch.rand(8, generator=torch.Generator().manual_seed(start))
-            )
-        seen += batch.values()
-        seen += pool.sample_sequences(4, 3).values()
-        add_numbers(pool, start, start + 10)
-        pool.extend(trajectories_of_numbers(start + 10, [3, 5]))
-        seen += pool.transitions().values()
-    return seen
+def add_numbers(pool: Pool, start: int, stop: int, episode_length: int = 7) -> None:
+    """Add transitions ``start`` to ``stop``, one by one."""
+    for number in range(start, stop):
+        done = number % episode_length == episode_length - 1
+        state = np.arange(number, number + WIDTH)
+        pool(state, number, state + 1, float(number), done)
 
 
-def small_pool(start: int, seed: int, **options: Any) -> Pool:
-    pool = Pool(pool_size=30, seed=seed, **options)
-    pool.extend(trajectories_of_numbers(start, [3, 17, 15]))
-    add_numbers(pool, start + 35, start + 37)
+def small_pool(start: int, seed: int) -> Pool:
+    pool = Pool(pool_size=30, seed=seed)
+    add_numbers(pool, start, start + 37)
     pool.sample(3)
     return pool
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("was_filled", [False, True])
-def test_a_pool_goes_on_where_the_saved_one_was(
-    kind: str, was_filled: bool, tmp_path: Path
-) -> None:
-    pool = small_pool(0, 1, **KINDS[kind])
-    other = Pool(pool_size=30, seed=2, **KINDS[kind])
-    if was_filled:
-        add_numbers(other, 500, 540)
-    torch.save(pool.state_dict(), tmp_path / "pool.pt")
-    other.load_state_dict(torch.load(tmp_path / "pool.pt", weights_only=True, mmap=was_filled))
-    for mine, its in zip(go_on(other), go_on(pool), strict=True):
-        assert torch.equal(mine, its)
 
 
 @pytest.mark.parametrize("was_filled", [False, True])

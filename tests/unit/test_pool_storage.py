@@ -103,20 +103,6 @@ def pages(n: int, value: int) -> TemporalDictTensor:
     return TemporalDictTensor({"page": torch.full((1, n, 4096), value, dtype=torch.uint8)})
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_an_addition_is_refused_only_if_the_disk_has_no_room_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
-) -> None:
-    disk = Disk(monkeypatch)
-    pool = Pool(None, 2, 20_000, storage="memmap", directory=tmp_path, seed=0)
-    disk.n_left = 3 + 10  # is_last, is_terminal, follower, and the rows
-    for _ in range(5):
-        pool.extend(pages(2, 3), index)
-    with pytest.raises(SpecError, match=r"disk.*\n.*free some space"):
-        pool.extend(pages(1, 3), index)
-    assert len(pool) == 10
-
-
 def test_rows_are_used_again_after_clear_and_mean_other_transitions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
