@@ -51,7 +51,7 @@ _LONG_STEPS = 100_000
 
 _KEEP_STATE = "wrappers carry state from one episode to the next, which seeds do not repeat: %s"
 
-_IS_LONG = "an episode has %d steps and goes on (evaluate(max_steps=...) truncates episodes)"
+_IS_LONG = "an episode has more than %d steps (evaluate(max_steps=...) truncates it)"
 
 LayoutMaker = Callable[[StepSpecs], Layout]
 
@@ -427,9 +427,10 @@ class Dispatcher:
             if isinstance(request, EpisodeRequest):
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
                 slots = [] if request.error else request.empty_slots(message.chunks)
-                if not self._has_warned and request.n_unfinished_steps >= _LONG_STEPS:
+                n_before = request.running_block.layout.n_timesteps * message.chunks[-1][2]
+                if n_before >= _LONG_STEPS and not self._has_warned:
                     self._has_warned = True
-                    _LOG.warning(_IS_LONG, request.n_unfinished_steps)
+                    _LOG.warning(_IS_LONG, n_before)
                 self._processes.send(worker, Credit(message.number, slots))
         elif isinstance(message, Report):
             self._note_report(worker, message)

@@ -116,7 +116,7 @@ class Execute:
         again: Episodes that an earlier worker of this number claimed and did not finish.
         given_up: The steps that fail of episodes, see ``Episode.gives_up_at``.
         payload: ``(agent_info, env_info, {})``, its memory follows.
-        tape: What to repeat instead, see ``not_repeated``.
+        tape: What to repeat instead, an episode in lane ``first``.
     """
 
     number: int

@@ -248,12 +248,10 @@ class EpisodeRequest(Request):
     Attributes:
         first: Number of the first episode, from which their seeds, noise and batch rows derive.
         tape: The first episode, which workers repeat instead of running any.
-        n_unfinished_steps: Steps of the longest episode that went on when its slot was emptied.
     """
 
     first: int
     tape: Tape | None = None
-    n_unfinished_steps: int = 0
 
     def __post_init__(self) -> None:
         self._glue: Glue | None = None  # chunks that were copied out of their slots
@@ -349,8 +347,6 @@ class EpisodeRequest(Request):
             these = numbers == number
             self._glue.add(episodes[these], int(number), slots_of(block.arrays, slots[these]))
         self._arrived[episodes[is_last > 0]] = True
-        n_steps = (numbers + 1) * (1 - is_last) * block.layout.n_timesteps
-        self.n_unfinished_steps = max(self.n_unfinished_steps, int(n_steps.max()))
         emptied: list[int] = slots.tolist()
         return emptied
 

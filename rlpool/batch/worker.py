@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from rlpool.machine.arguments import called_with_seed
 from rlpool.machine.generators import seed_generators
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, agent_error
-from rlpool.record.repeat import not_repeated
+from rlpool.record.repeat import take_over
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed
 from rlpool.slots.blocks import Block
@@ -43,6 +44,11 @@ from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wire import Close, Done, Message, Pipe
 from rlpool.workers.worker_process import Place, Server, called, load, run
+
+_N_HEAD = 128
+"""Steps in which nearly everything shows that is carried over from other episodes."""
+
+_RESTORE = "let reset(seed=...) restore all state, which a real robot cannot"
 
 
 def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
@@ -199,9 +205,27 @@ class Collector(Server):
                 self._blocks[message.block] = Block(message.block, message.layout, memory)
         elif isinstance(message, Update):
             self._update(message, memory)
+        elif isinstance(message, Execute) and message.tape is not None:
+            self._repeat(message, message.tape)
         elif isinstance(message, Execute | Window):
             return self._run(message, memory)
         return True
+
+    def _repeat(self, message: Execute, tape: Tape) -> None:
+        """Repeat an episode, then its beginning once it has run here, and begin it once more."""
+        lane, where = message.first % self.env.n_lanes, self._here._replace(seed=tape.seed)
+        head = {key: array[:_N_HEAD] for key, array in tape.columns.items()}
+        steps, start = replace(tape, observation={}), replace(tape, chunks=[])
+        try:
+            for part in (steps, replace(steps, chunks=[head]), start):
+                place = {lane: where}
+                take_over(self.env, {lane: part}, place, self._control.steps, may_end=True)
+        except WorkerError as error:
+            name, fix = next(iter(self.env.state_keepers.items()), ("the environment", _RESTORE))
+            what = error.what.replace("the environment", name, 1)
+            fix = f"{fix}; check_repeatable=False goes on"
+            self.report_failure(error.reworded(what=what, fix=fix), message.number)
+        self._send(Done(message.number))
 
     def _probed(
         self, infos: Infos | None, first: int | None = None, seeds: Sequence[int] = ()
@@ -233,16 +257,9 @@ class Collector(Server):
 
     def _run(self, message: Execute | Window, memory: Memory | None) -> bool:
         """Run a request's share, and of those that follow; False if this worker has to end."""
-        problem: WorkerError | None = (
-            self._failed_update
-        )  # the policy that the request needs could not be loaded
-        tape = message.tape if isinstance(message, Execute) else None
-        if isinstance(message, Execute) and tape is not None:
-            lane = message.first % self.env.n_lanes
-            problem = not_repeated(self.env, lane, tape, self._control.steps)
-        if problem is not None:
-            self.report_failure(problem, message.number)
-        if problem is not None or tape is not None:
+        if self._failed_update is not None:
+            # The policy that the request needs could not be loaded.
+            self.report_failure(self._failed_update, message.number)
             self._send(Done(message.number))
             return True
         self._next = message, memory

@@ -24,7 +24,6 @@ from rlpool.machine.arguments import also_takes, whole_number
 from rlpool.machine.files import checked_target
 from rlpool.machine.imports import import_extra
 from rlpool.observe.control import Word
-from rlpool.record.repeat import N_HEAD
 from rlpool.record.tape import Tape, tape_of
 from rlpool.seeding import checked_seeds, evaluation_root
 from rlpool.training.statistics import episode_returns, numbers_of
@@ -100,9 +99,9 @@ def evaluate(
             the number of environments. ``None`` calls the agent with a row per environment.
         max_steps: Truncate episodes after this many steps. Without it, one warning is logged after
             100,000 steps of an episode, which may never end.
-        check_repeatable: Repeat an episode at the end, and its beginning early on, with the same
-            actions and in an environment that has run others, and raise if observations, rewards
-            or flags differ: something is carried over from one episode to the next.
+        check_repeatable: Repeat an episode after the first request and after the last one, with the
+            same actions and in an environment that has run others, and raise if observations,
+            rewards or flags differ: something is carried over from one episode to the next.
             ``False`` goes on: a real robot needs it, and so do other environments that do not
             repeat an episode. Lanes that are seeded per request are left out.
         infos: Keys of the environments' infos (see ``info_keys`` of ``GymEnv``) or observations
@@ -191,7 +190,7 @@ class _Evaluator(EpisodeBatcher):
         super().__init__(*arguments, **options)
 
     def repeat(self, episode: int, tape: Tape) -> None:
-        """Repeat an episode, while nothing else runs; see ``not_repeated``."""
+        """Repeat an episode, while nothing else runs."""
         after, self._tape = self.next_episode, tape
         self.seek(episode)
         self.execute(1)
@@ -233,13 +232,12 @@ def _run(
         row = next((row for row in range(len(part)) if row not in errors), None)
         if checks and tape is None and row is not None:
             # What truncates an episode is not part of the environment.
-            n_steps = int(trajectories.lengths[row])
-            n_steps -= n_steps == batcher._max_steps
-            options, left_out = options_of(infos[1], part[row]), batcher.environment["info_keys"]
-            first, tape = part[row], tape_of(trajectories, row, n_steps, options, left_out)
+            flags = [] if batcher._max_steps is None else ["truncated", "done"]
+            first = part[row]
+            tape = tape_of(trajectories, row, [*batcher.environment["info_keys"], *flags])
+            tape.options = options_of(infos[1], first)
         if tape is not None and part in (parts[0], parts[-1]):
-            is_last = part == parts[-1]
-            batcher.repeat(first, tape if is_last else tape.head(N_HEAD, tape.observation))
+            batcher.repeat(first, tape)
         yield _entries(part, trajectories, errors, infos, keys)
 
 

@@ -59,7 +59,7 @@ class Rollout:
         self._record = record if record is not None else WorkerRecord.private()
         self._record.begin_lanes(env.n_lanes)
         self._calls = AgentCalls(agent, env, self._record, agent_rows)
-        self._max_steps = None if env.steps_all_lanes else env.max_steps  # those end them alone
+        self._max_steps = 0 if env.steps_all_lanes else env.max_steps or 0
         kind = LaneTable if env.seeding == "episode" else SelfRestartingLanes
         self._lanes = kind(env, self._calls, self._record, worker)
 
@@ -184,8 +184,8 @@ class Rollout:
             stepped, ended = self._step_some(free, outputs)
         record.env_ns[0] += monotonic_ns()
         record.n_steps[0] += len(stepped)
-        if self._max_steps is not None:
-            ended = self._truncate_long(stepped, ended, self._max_steps)
+        if self._max_steps:
+            ended = self._truncate_long(stepped, ended)
         for plan in plans:
             all_step = stepped is live
             rows = plan.rows if all_step else plan.rows_of(stepped)
@@ -222,13 +222,10 @@ class Rollout:
             env.truncate_lanes(giving_up, outputs)
         return stepped, sorted({*ended, *giving_up})
 
-    def _truncate_long(
-        self, stepped: Sequence[int], ended: Sequence[int], max_steps: int
-    ) -> list[int]:
+    def _truncate_long(self, stepped: Sequence[int], ended: Sequence[int]) -> list[int]:
         """Truncate episodes that are long enough; returns all lanes whose episodes have ended."""
         lanes, current = self._lanes.lanes, self._env.current
-        others = [lane for lane in stepped if lane not in ended]
-        over = [lane for lane in others if lanes[lane].steps + 1 >= max_steps]
+        over = [n for n in stepped if n not in ended and lanes[n].steps + 1 >= self._max_steps]
         current["truncated"][over] = current["done"][over] = True
         return sorted([*ended, *over])
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,17 +21,9 @@ from rlpool.errors import (
     UsageError,
     Where,
     WorkerError,
-    described,
 )
 from rlpool.record.failures import env_error
 from rlpool.record.tape import REWARD, Actions, Tape, action_columns
-
-N_HEAD = 128
-"""Steps in which nearly everything shows that is carried over from other episodes."""
-
-_MOST_SHOWN = 8  # numbers of an array that differs
-
-_RESTORE = "let reset(seed=...) restore all state, which a real robot cannot"
 
 
 class Divergence(NamedTuple):
@@ -132,7 +123,7 @@ class _Repetition:
             if current is None or (key == REWARD and np.isnan(recorded)):
                 continue
             if not _is_same(current[self._lane], recorded):
-                what = f"{key!r} is {_short(current[self._lane])}, it was {_short(recorded)}"
+                what = f"{key!r} is {current[self._lane]!s:.40}, it was {recorded!s:.40}"
                 self._found = Divergence(self._step, what)
                 break
         self._step += 1
@@ -156,38 +147,6 @@ def _rows_of(tape: Tape) -> Iterator[Actions]:
             yield {key: array[row, ...] for key, array in chunk.items()}
 
 
-def not_repeated(env: VecEnv, lane: int, tape: Tape, progress: Any) -> NotRepeatedError | None:
-    """Repeat an episode in a lane that may have run others, then its beginning in one that has.
-
-    Args:
-        env: The environments, none of which is in an episode.
-        lane: The lane, that of the episode.
-        tape: The episode, with what each step showed and, as its observation, what the reset did.
-        progress: Its first element counts the steps.
-
-    Returns:
-        Where it differs; ``None`` if nothing is carried over from one episode to the next.
-    """
-    tapes = tape.head(tape.n_steps), tape.head(N_HEAD), tape.head(0, tape.observation)
-    reached, what = Reached(0, False, None), ""
-    try:
-        for reached in chain.from_iterable(repeat(env, lane, each) for each in tapes):
-            progress[0] += 1
-            if reached.divergence is not None:
-                what = reached.divergence.what
-                break
-    except LaneError as error:
-        what = f"{error.call}() raised {described(error.__cause__ or error)}"
-    if not what:
-        return None
-    name, fix = next(iter(env.state_keepers.items()), ("the environment", _RESTORE))
-    return NotRepeatedError(
-        f"{name} did not repeat an episode with the same seed, options and actions: {what}",
-        where=Where(seed=tape.seed, step=max(reached.n_steps - 1, 0)),
-        fix=f"{fix}; check_repeatable=False goes on",
-    )
-
-
 def take_over(
     env: VecEnv,
     tapes: Mapping[int, Tape],
@@ -196,7 +155,7 @@ def take_over(
     *,
     may_end: bool = False,
 ) -> None:
-    """Bring lanes to where their episodes were in a worker that died.
+    """Bring lanes to where their episodes were, in a worker that died or before.
 
     Args:
         env: The environments.
@@ -257,11 +216,6 @@ def _is_same(value: Any, recorded: Any) -> bool:
         and np.can_cast(value.dtype, recorded.dtype, "same_kind")
         and value.astype(recorded.dtype).tobytes() == recorded.tobytes()
     )
-
-
-def _short(value: Any) -> str:
-    """An array of a few numbers, or its shape."""
-    return str(value) if np.size(value) <= _MOST_SHOWN else f"an array {list(np.shape(value))}"
 
 
 class Replay(NamedTuple):

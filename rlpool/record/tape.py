@@ -171,11 +171,6 @@ class Tape:
         """A tape to go on with, while this one stays as it is."""
         return replace(self, chunks=list(self.chunks))
 
-    def head(self, n_steps: int, observation: Mapping[str, NDArray] | None = None) -> Tape:
-        """The tape of its first steps, and what the environment showed after them, if known."""
-        chunk = {key: array[:n_steps] for key, array in self.columns.items()}
-        return replace(self, chunks=[chunk], observation=observation or {}, state={})
-
     def without_last(self) -> Tape:
         """The tape without its last step."""
         if not self.chunks:
@@ -354,20 +349,12 @@ def _is_enough(step: StepSpecs) -> bool:
     return not step.wants_history and not step.resets_together
 
 
-def tape_of(
-    trajectories: TemporalDictTensor,
-    row: int,
-    n_steps: int,
-    options: Options,
-    left_out: Collection[str],
-) -> Tape:
-    """The tape of a complete episode, with what every step showed.
+def tape_of(trajectories: TemporalDictTensor, row: int, left_out: Collection[str]) -> Tape:
+    """The tape of a complete episode, with what every step showed, as far as ``MOST_BYTES`` hold.
 
     Args:
         trajectories: What a batcher returned.
         row: Which of them.
-        n_steps: Its steps that are wanted; there are fewer if ``MOST_BYTES`` do not hold them.
-        options: Options of its reset.
         left_out: Keys of observations that need not be the same again.
 
     Returns:
@@ -378,10 +365,11 @@ def tape_of(
         after = successor_key(key)
         if after in trajectories and key not in left_out and not key.startswith("last_action"):
             steps[key] = trajectories[after][row].numpy()
-    n_steps = min(n_steps, MOST_BYTES // sum(array[0].nbytes for array in steps.values()))
+    most = MOST_BYTES // sum(array[0].nbytes for array in steps.values())
+    n_steps = min(int(trajectories.lengths[row]), most)
     chunk = {key: array[:n_steps].copy() for key, array in steps.items()}
     shown = {k: trajectories[k][row, 0].numpy().copy() for k in steps if not is_action(k)}
-    return Tape(int(trajectories.info["seed"][row]), options, chunks=[chunk], observation=shown)
+    return Tape(int(trajectories.info["seed"][row]), chunks=[chunk], observation=shown)
 
 
 def action_row(
