@@ -258,6 +258,24 @@ def stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_narrowed else dtype
 
 
+def narrowed(structure: Structure, keep_float64: bool | Collection[str]) -> Structure:
+    """A structure with float64 as float32, except under the keys to be kept or if all are.
+
+    Raises:
+        SpecError: If there is no such key.
+    """
+    if keep_float64 is True:
+        return structure
+    kept, leaves = keep_float64 or (), leaves_of(structure, DEFAULT_OBSERVATION_KEY)
+    refuse_missing("observations", leaves, kept, 'name keys in keep_float64, such as ["frame"]')
+    parts = []
+    for key, leaf in leaves.items():
+        dtype = stored_dtype(leaf.spec.dtype, key in kept)
+        parts.append(replace(leaf, spec=TensorSpec(leaf.spec.shape, dtype)))
+    result: Structure = nester(structure)(parts)
+    return result
+
+
 def merged_structures(first: Structure, second: Structure, name: str) -> Structure:
     """One structure for two values of the same kind, with dtypes that hold both without loss.
 

@@ -7,6 +7,7 @@ by one, or refused with an error that names lane, key and both sides.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,10 @@ _FLAGS = frozenset([False, True])
 _ALL = slice(None)
 _NO_NUMBERS = np.empty((), object)
 _HUGE = 10**300  # Python's ints may be larger than any float
+_LOG = logging.getLogger("rlpool")
+_N_WATCHED = 64  # calls in which float64 values are looked at: the first steps and resets
+_N_LOST = 3  # so many changes have to be lost: one may happen by chance
+_ROUNDING = 1e-13  # relative: some hundred bits of float64
 _MOST_SQUARED = float(np.finfo(np.float32).max) ** 2
 
 
@@ -276,6 +281,7 @@ class Column:
         self.spec = leaf.spec
         self._n_lanes = n_lanes
         self._widens = widens
+        self.watch: Float32Watch | None = None
         # Most float32 values arrive as float64: these are written directly, too.
         is_float32 = leaf.spec.dtype == np.float32
         self._wider = np.dtype(np.float64) if is_float32 else leaf.spec.dtype
@@ -298,6 +304,8 @@ class Column:
         Raises:
             BadValue: If a value does not fit.
         """
+        if self.watch is not None:
+            self.watch = self.watch.look(lanes, values)
         if self._joined is None:
             if self._wrote_scalars(lanes, values):
                 return
@@ -346,6 +354,8 @@ class Column:
         rows: Any = _ALL if len(lanes) == self._n_lanes else np.asarray(lanes)
         if values.shape[:1] == (self._n_lanes,):
             values = values[rows]  # what other lanes hold does not matter
+        if self.watch is not None:
+            self.watch = self.watch.look(lanes, values)
         shape = len(lanes), *self.spec.shape
         try:
             if values.shape == shape and values.dtype in (self.spec.dtype, self._wider):
@@ -375,6 +385,48 @@ class Column:
             return False
         self.array[_ALL if len(lanes) == self._n_lanes else lanes] = array
         return True
+
+
+class Float32Watch:
+    """Warns in the first steps if float32 does not tell successive float64 values apart.
+
+    Args:
+        key: The key of the values.
+        shape: Their shape, ``[n_lanes, ...]``.
+    """
+
+    def __init__(self, key: str, shape: tuple[int, ...]) -> None:
+        self._key, self._last = key, np.full(shape, np.nan)
+        self._n_changed, self._n_lost = np.zeros((2, *shape[1:]), np.int64)
+        self._n_looks = 0
+
+    def look(self, lanes: Sequence[int], values: Any) -> Float32Watch | None:
+        """Compare the values of some lanes with those before; returns itself to go on."""
+        try:
+            new = np.asarray(values)
+            old, is_double = self._last[list(lanes)], new.dtype == np.float64
+            self._last[list(lanes)] = new
+        except (ValueError, TypeError, RuntimeError):  # refused or converted by the column
+            return None
+        with np.errstate(all="ignore"):
+            # Changes by a few bits of float64 are mere rounding.
+            has_changed = np.abs(new - old) > _ROUNDING * np.abs(new)
+            is_lost = has_changed & (new.astype(np.float32) == old.astype(np.float32))
+        self._n_looks += 1
+        self._n_changed += has_changed.sum(0)
+        self._n_lost += is_lost.sum(0)
+        is_alike = (self._n_lost >= _N_LOST) & (2 * self._n_lost >= self._n_changed)
+        if is_double and is_alike.any():
+            _LOG.warning(
+                "float32 does not tell successive values of %r apart, such as %r: "
+                "keep_float64=[%r] keeps them in float64, and keep_float64=True those of all keys",
+                self._key,
+                new[0][is_alike].tolist()[0],
+                self._key,
+                extra={"once": f"float64 {self._key}"},  # not from every worker
+            )
+        is_over = is_alike.any() or self._n_looks == _N_WATCHED
+        return self if is_double and not is_over else None
 
 
 class Columns:
@@ -409,6 +461,9 @@ class Columns:
         self.observed = leaves_of({prefix: structure} if prefix else structure, default_key)
         self.leaves = self.observed | {column.key: column.leaf for column in others}
         self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.observed.items()]
+        for column in self._columns:
+            if column.spec.dtype == np.float32:
+                column.watch = Float32Watch(column.key, (n_lanes, *column.spec.shape))
         self._all = [*self._columns, *others]
         self.arrays: dict[str, NDArray] = {column.key: column.array for column in self._all}
         self._flatten = flattener(structure, "observation")

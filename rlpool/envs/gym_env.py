@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from rlpool.data.specs import (
     Structure,
     TensorSpec,
     leaves_of,
+    narrowed,
     nester,
     structure_of_space,
     structure_of_value,
@@ -43,8 +44,9 @@ class GymEnv(VecEnv):
         envs: The environments, all with the same spaces. This object closes them.
         seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
         max_episode_steps: Truncate episodes after this many steps.
-        keep_float64: Store float64 values as float64. By default they become float32, unless
-            ``info_keys`` declares ``np.float64``; all other dtypes are kept.
+        keep_float64: True to store float64 values as float64, or the keys of the observations whose
+            values are. By default they become float32, unless ``info_keys`` declares
+            ``np.float64``; all other dtypes are kept.
         info_keys: Keys of ``info`` that become keys of a step, with their dtypes:
             ``{"success": bool, "action_mask": (np.int8, 4), "episode/r": float}``. A value is a
             dtype or ``(dtype, shape)``; ``["success", "cost"]`` means float32 numbers. A slash
@@ -75,7 +77,7 @@ class GymEnv(VecEnv):
         seed: int | Sequence[int] | None = None,
         *,
         max_episode_steps: int | None = None,
-        keep_float64: bool = False,
+        keep_float64: bool | Collection[str] = False,
         info_keys: InfoKeys = None,
     ) -> None:
         envs = checked_environments(envs)
@@ -101,14 +103,14 @@ class GymEnv(VecEnv):
         self._may_differ = _may_differ(envs[0])
         self.is_declared = self.observation_space is not None and not self._may_differ
         if self.is_declared:
-            self._declare_structure(self._structure("observation_space"))
+            self._declare_structure(_native(self.observation_space, _SPACES[0]))
         self.action_structure: Structure | None = None
         self.native_actions: dict[str, TensorSpec] = {}
         self._decode: Callable[[Mapping[str, NDArray]], list[Any]] = undeclared_actions
         if self.action_space is not None:
-            self.action_structure = self._structure("action_space")
+            native = _native(self.action_space, _SPACES[1])
+            self.action_structure = narrowed(native, keep_float64 is True)
             self.action_leaves = leaves_of({"action": self.action_structure}, "")
-            native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
             self._decode = action_decoder(native)
             leaves = leaves_of({"action": native}, "")
             self.native_actions = {key: leaf.spec for key, leaf in leaves.items()}
@@ -143,10 +145,6 @@ class GymEnv(VecEnv):
     def outermost(self, lane: int) -> Any:
         """An environment with all its wrappers."""
         return self._envs[lane]
-
-    def _structure(self, name: str) -> Structure:
-        space = getattr(self, name)
-        return structure_of_space(space, keep_float64=self._keep_float64, name=name)
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -215,14 +213,12 @@ class GymEnv(VecEnv):
         """
         if self.observation_space is not None:
             try:
-                columns = self._declare_structure(self._structure("observation_space"))
+                columns = self._declare_structure(_native(self.observation_space, _SPACES[0]))
                 return columns.write(lanes, observations)
             except SpecError:
                 if not self._may_differ:
                     raise
-        structure = structure_of_value(
-            observations[0], keep_float64=self._keep_float64, name="observation"
-        )
+        structure = structure_of_value(observations[0], keep_float64=True, name="observation")
         self._declare_structure(structure).write(lanes, observations)
 
 
@@ -257,8 +253,8 @@ def _common_space(envs: Sequence[Any], name: str) -> Any:
     return first
 
 
-def _native(space: Any, name: str) -> Structure | None:
-    """The structure of a space, with the dtypes that environments use."""
+def _native(space: Any, name: str) -> Any:
+    """The structure of a space, with the dtypes that environments use; ``None`` without one."""
     return None if space is None else structure_of_space(space, keep_float64=True, name=name)
 
 

@@ -8,7 +8,7 @@ zero. Numbers may have any dtype, if they are the same in the declared one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,14 @@ _DECLARE = "declare in info_keys what the environment gives, as a dtype or (dtyp
 _EXAMPLE = 'such as info_keys={"success": bool, "cost": np.float32, "action_mask": (np.int8, 4)}'
 
 
-def info_specs(info_keys: InfoKeys, *, keep_float64: bool) -> dict[str, TensorSpec]:
+def info_specs(
+    info_keys: InfoKeys, *, keep_float64: bool | Collection[str]
+) -> dict[str, TensorSpec]:
     """Read ``info_keys``.
 
     Args:
         info_keys: As users give it.
-        keep_float64: Store ``float`` as float64, otherwise as float32.
+        keep_float64: True to store ``float`` as float64; otherwise it becomes float32.
 
     Raises:
         SpecError: For anything but names, and dtypes of numbers with or without a shape.
@@ -57,7 +59,7 @@ def info_specs(info_keys: InfoKeys, *, keep_float64: bool) -> dict[str, TensorSp
             what = "is there twice" if name in specs else "is not a name"
             fix = f"name keys of the info once each, {_EXAMPLE}"
             raise SpecError(f"the key {name!r:.60} in info_keys {what}", fix=fix)
-        specs[name] = _spec_of(name, value, keep_float64)
+        specs[name] = _spec_of(name, value, keep_float64 is True)
     return specs
 
 

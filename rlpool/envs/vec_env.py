@@ -24,6 +24,7 @@ from rlpool.data.specs import (
     TensorSpec,
     action_fix,
     is_action,
+    narrowed,
     refuse_collisions,
 )
 from rlpool.data.storage import NDArray, batch_array
@@ -120,6 +121,7 @@ class VecEnv(ABC):
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
     columns: Columns | None = None
+    _keep_float64: bool | Collection[str] = True  # of observations that are declared
     _info_specs: Mapping[str, TensorSpec] = {}
     _infos: InfoColumns | None = None  # where keys of the infos are asked for
     action_leaves: dict[str, Leaf] | None = None
@@ -221,6 +223,7 @@ class VecEnv(ABC):
     def _declare_structure(self, structure: Structure) -> Columns:
         """Make columns for observations of this structure, in place of any others."""
         self._forget_columns()
+        structure = narrowed(structure, self._keep_float64)
         own = sorted({*self.current, "last_action"})
         self._infos = InfoColumns(self._info_specs, self.n_lanes) if self._info_specs else None
         columns = Columns(
@@ -509,7 +512,8 @@ class VecEnv(ABC):
                     f"{key!r} should have shape {[len(self._running), *shape]}, one row for each "
                     f"running environment, got {list(values.shape)}",
                     fix=action_fix(
-                        TensorSpec(values.shape[1:], values.dtype), leaves and leaves[key].spec
+                        TensorSpec(values.shape[1:], values.dtype),
+                        leaves[key].spec if leaves else None,
                     ),
                 )
             actions[key] = np.zeros((self.n_lanes, *shape), values.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class VectorGymEnv(VecEnv):
         seeding: Seeding | None = None,
         auto_reset: bool = False,
         max_episode_steps: int | None = None,
-        keep_float64: bool = False,
+        keep_float64: bool | Collection[str] = False,
         info_keys: InfoKeys = None,
     ) -> None:
         if seeding is not None:
@@ -114,12 +114,13 @@ class VectorGymEnv(VecEnv):
         self.observation_space = vector_env.single_observation_space
         self.action_space = vector_env.single_action_space
         self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
+        self._keep_float64 = keep_float64
         observed = structure_of_space(
-            self.observation_space, keep_float64=keep_float64, name="single_observation_space"
+            self.observation_space, keep_float64=True, name="single_observation_space"
         )
         self._observations = self._declare_structure(observed)
         stored = structure_of_space(
-            self.action_space, keep_float64=keep_float64, name="single_action_space"
+            self.action_space, keep_float64=keep_float64 is True, name="single_action_space"
         )
         self.action_leaves = leaves_of({"action": stored}, "")
         self._choices = choices_of(self.action_leaves, [self.action_space])

@@ -24,7 +24,7 @@ agent's last observation is still shown where the step after its last one begins
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -361,7 +361,7 @@ class PettingZooEnv(GymEnv):
         reward: str = "sum",
         state: bool = False,
         max_episode_steps: int | None = None,
-        keep_float64: bool = False,
+        keep_float64: bool | Collection[str] = False,
         info_keys: InfoKeys = None,
     ) -> None:
         if not isinstance(envs, Iterable) or is_of_agents(envs):

@@ -7,7 +7,7 @@ memory, too.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlpool.data.dict_tensor import DictTensor
@@ -71,7 +71,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         max_episode_steps: Truncate episodes after this many steps.
-        keep_float64: Store float64 as it is; by default it becomes float32.
+        keep_float64: Store float64 as it is, see ``GymEnv``; by default it becomes float32.
         info_keys: Keys of ``info`` that become keys of a step, see ``GymEnv``.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
         min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
@@ -119,7 +119,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         seed: int | Sequence[int] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         max_episode_steps: int | None = None,
-        keep_float64: bool = False,
+        keep_float64: bool | Collection[str] = False,
         info_keys: InfoKeys = None,
         auto_reset: bool = False,
         min_ready: int | None = None,

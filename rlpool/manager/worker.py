@@ -117,8 +117,8 @@ def _declare(env: GymEnv, setup: Setup) -> None:
                 "environments take and return before they run",
             )
     if env.declaration is None:
-        keep_float64, space = setup.options["keep_float64"], env.observation_space
-        structure = structure_of_space(space, keep_float64=keep_float64, name="observation_space")
+        space = env.observation_space
+        structure = structure_of_space(space, keep_float64=True, name="observation_space")
         env.declare(Declaration(structure, env._info_specs))
 
 

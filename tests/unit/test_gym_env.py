@@ -291,6 +291,43 @@ def test_observations_of_a_related_type_are_converted(space: Any, value: Any, st
         assert observation["frame"].numpy().dtype == (space.dtype or np.int64)
 
 
+def clocks(kind: str, keep_float64: Any, *values: float) -> Any:
+    """Lanes that show the same values as ``time``, and as ``place`` what float32 tells apart."""
+    box = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    shown = [{"time": np.array([v]), "place": np.array([t * 1e-9])} for t, v in enumerate(values)]
+    make = lambda: ValueEnv(shown, spaces.Dict(time=box, place=box), length=9)  # noqa: E731
+    if kind == "gym":
+        return GymEnv([make(), make()], seed=0, keep_float64=keep_float64)
+    if kind == "vector":
+        vector = OwnVectorEnv([make] * 2, "Disabled")
+        return VectorGymEnv(vector, 0, seeding="episode", keep_float64=keep_float64)
+    return ParallelEnvManager([make] * 2, seed=0, keep_float64=keep_float64)
+
+
+@pytest.mark.parametrize("kind", ["gym", "vector", "manager"])
+def test_values_that_float32_does_not_tell_apart_are_warned_of_once(kind: str, caplog: Any) -> None:
+    for keep, values, n_warnings in (
+        (False, [1.7e9 + 0.02 * t for t in range(9)], 1),
+        (False, [2.0**24 + t for t in range(9)], 1),
+        (False, [0.1 * t for t in range(9)], 0),
+        (False, [1.0 + 1e-15 * t for t in range(9)], 0),  # rounding
+        (["time"], [1.7e9 + 0.02 * t for t in range(9)], 0),
+    ):
+        caplog.clear()
+        env = clocks(kind, keep, *values)
+        env.reset()
+        for value in values[1:]:
+            (observation, _), _ = env.step(action(0, 0))
+            assert observation["time"][1].item() == (value if keep else np.float32(value))
+        env.close()
+        assert (observation["time"].dtype == torch.float64) == bool(keep)
+        assert observation["place"].dtype == torch.float32
+        texts = [text for text in caplog.messages if "keep_float64=['time']" in text]
+        assert len(texts) == n_warnings == len(caplog.messages)
+    with pytest.raises(SpecError, match="keep_float64"):
+        clocks("gym", ["tim"], 0.0)
+
+
 @pytest.mark.parametrize("key", ["reward", "done", "initial_state", "last_action", "a/b"])
 def test_an_observation_key_that_is_used_twice_is_refused(key: str) -> None:
     box = spaces.Box(-9, 9, (1,))
