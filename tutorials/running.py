@@ -180,6 +180,8 @@ def film(agent, create_env, folder, env_args, agent_info=None):
         env.wrap(filmed)
         return env
 
-    evaluate(agent, create_filmed_env, 1, env_args=env_args, agent_info=agent_info)
+    # The check would repeat the episode, and film it again.
+    how = {"env_args": env_args, "agent_info": agent_info, "check_repeatable": False}
+    evaluate(agent, create_filmed_env, 1, **how)
     (path,) = sorted(Path(folder).glob("*.mp4"))[-1:]
     print(f"film of an episode: {path}")
