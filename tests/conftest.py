@@ -72,6 +72,14 @@ def garbage_of_this_module_only() -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_was_said() -> None:
+    """Let rlpool say in every test what it says once per program."""
+    from rlpool.workers.logs import SAID
+
+    SAID.clear()
+
+
+@pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process alive, and end that process so that the next can pass.
 

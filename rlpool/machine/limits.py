@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -127,7 +126,7 @@ def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the
         raise SpecError(f"{what} would need {takes}, but only {smallest}", fix=advice(least.free))
     if total > least.free:
         text = "%s may take up to %s, but only %s: %s if memory runs out"
-        _LOG.warning(text, what, takes, least, advice(least.free))
+        _LOG.warning(text, what, takes, least, advice(least.free), extra={"once": ""})
 
 
 def stat_fields(pid: int | str | None) -> list[str]:
@@ -289,17 +288,14 @@ def check_workers(
             "worker processes: %d, cores that this process may use: %d; unless environments "
             'mostly wait, fewer are faster (worker_count("auto") is %d)',
             *(n_workers, n_cores(), worker_count("auto")),
+            extra={"once": ""},
         )
-    _warn_of_processor(platform.machine())
-
-
-@cache  # once per process
-def _warn_of_processor(name: str) -> None:
-    if name not in _TESTED_PROCESSORS:
+    if (processor := platform.machine()) not in _TESTED_PROCESSORS:
         _LOG.warning(
             "rlpool was tested on x86-64, not on %s, which may show writes to shared memory in "
             "another order: compare results with those of n_workers=0",
-            name,
+            processor,
+            extra={"once": ""},
         )
 
 

@@ -143,6 +143,8 @@ def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     raised = described(error)
     if "agent" in who:
         fix = next((advice for words, advice in _ADVICE.items() if words in raised), fix)
+    if any(kind.__name__ == "UnregisteredEnv" for kind in type(error).__mro__):
+        fix = "call gym.register where the module is imported, or gym.make('module:Id')"
     return f"{who} raised {raised}", fix
 
 

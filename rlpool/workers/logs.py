@@ -90,7 +90,6 @@ class Logs:
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[int, Logged | Dropped]] = deque()
-        self._said: set[str] = set()  # by rlpool, what one worker may say for all
 
     def add(self, worker: int, message: Logged | Dropped) -> None:
         """Keep a message of a worker."""
@@ -109,14 +108,28 @@ class Logs:
                 _LOG.warning(what, worker, message.n_records, extra={"worker": worker})
                 continue
             record = logging.makeLogRecord(message.fields)
-            if record.name == _LOG.name and self._is_repeated(message.fields.get("once")):
-                continue
             logger = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
                 logger.handle(record)
 
-    def _is_repeated(self, what: str | None) -> bool:
-        is_repeated = what in self._said
-        if what is not None:
-            self._said.add(what)
-        return is_repeated
+
+SAID: dict[str, int | None] = {}
+"""What is said once per program, and by which process."""
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    """Whether neither a batcher nor a worker has said the same.
+
+    That is so for records of rlpool with ``extra={"once": key}``, where ``""`` stands for the text,
+    and for warnings. A process may repeat its own warnings, as its filters decide.
+    """
+    once = getattr(record, "once", None)
+    if once is None and record.name == _LOG.name:
+        return True
+    key = once or record.getMessage()
+    is_new = key not in SAID
+    return SAID.setdefault(key, record.process) == record.process and (is_new or once is None)
+
+
+for _logger in (_LOG, logging.getLogger("py.warnings")):
+    _logger.addFilter(_is_new)

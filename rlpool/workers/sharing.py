@@ -153,7 +153,9 @@ def pickled(
             told = why_not(parts, error, what=what, dumps=dumps)
         fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
         raise WorkerStartupError(told, fix=fix) from error
-    _LOG.info("workers are spawned: only so can they inherit what %s share", " and ".join(parts))
+    what = " and ".join(parts)
+    text = "workers are spawned: only so can they inherit what %s share"
+    _LOG.info(text, what, extra={"once": ""})
     return Parcel(pickle.dumps(_Inherited()), Shared(value))
 
 

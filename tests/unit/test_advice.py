@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from operator import setitem
 from typing import Any
 
@@ -182,6 +183,15 @@ def test_a_function_that_cannot_be_called_so_is_told_how_it_is(run: Any, fix: st
     error = run()
     assert "raised TypeError" in str(error)
     assert fix in fix_of(error)
+
+
+def test_an_environment_that_only_the_program_has_registered_is_told_where_to() -> None:
+    make = partial(gymnasium.make, "OnlyHere-v0")
+    for error in (
+        error_of(env=lambda seed: GymEnv([make()], seed), n_threads=1),
+        manager_error_of(make),
+    ):
+        assert "gym.make('module:Id')" in fix_of(error)
 
 
 def test_a_function_that_fails_in_itself_is_not_told_how_it_is_called() -> None:

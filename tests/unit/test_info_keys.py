@@ -22,6 +22,7 @@ from rlpool import (
     EnvSpecError,
     EpisodeBatcher,
     GymEnv,
+    ParallelEnvManager,
     Pool,
     SpecError,
     TemporalDictTensor,
@@ -299,7 +300,9 @@ def test_errors_say_where_a_value_did_not_fit(kind: str, lane: int) -> None:
     assert caught.value.where.step == 0
 
 
-@pytest.mark.parametrize(("kind", "n_threads"), [("gym", 0), ("gym", 2), ("vector", 0)])
+@pytest.mark.parametrize(
+    ("kind", "n_threads"), [("gym", 0), ("gym", 2), ("vector", 0), ("manager", 0)]
+)
 def test_a_key_that_never_appears_is_warned_of_once(
     kind: str, n_threads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -307,6 +310,8 @@ def test_a_key_that_never_appears_is_warned_of_once(
         keys = {"succes": bool, "cost": float}
         if kind == "gym":
             return GymEnv([TellingEnv()], seed, info_keys=keys)
+        if kind == "manager":
+            return ParallelEnvManager([TellingEnv] * 2, seed=seed, info_keys=keys)
         return VectorGymEnv(OwnVectorEnv([TellingEnv] * 2), seed, info_keys=keys)
 
     with (
