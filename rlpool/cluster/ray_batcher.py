@@ -200,11 +200,10 @@ class Nodes:
         """Send ranges, take the answers that arrive, and look for actors that are back."""
         if not self._ray.is_initialized():
             self.fatal = WorkerDiedError("Ray was shut down, and all nodes with it", exitcode=None)
-        if self.fatal is not None:
-            return
-        self._send()
-        self._wait(timeout_s)
-        self._ask_who_is_back()
+        if self.fatal is None:
+            self._send()
+            self._wait(timeout_s)
+            self._ask_who_is_back()
 
     def _send(self) -> None:
         """Keep every actor busy."""
@@ -286,7 +285,7 @@ class Nodes:
     def is_settled(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
         first = next(iter(self.pending), None)
-        return first is None or first.is_complete or (first.error or self.fatal) is not None
+        return first is None or not first.n_left or (first.error or self.fatal) is not None
 
     def hand_out(self) -> _Gathering:
         """Take the oldest request off, with its ``trajectories``.
@@ -295,14 +294,15 @@ class Nodes:
             RlpoolError: If it failed.
         """
         request = self.pending.popleft() if self.pending else None
-        if request is None or not request.is_complete:
+        if request is None or request.n_left:
             raise (request and request.error) or self.fatal or UsageError("it was cancelled")
         request.trajectories = request.result()
         return request
 
     def finished(self) -> tuple[int, int]:
         """Rows that have arrived and were requested, of the oldest request."""
-        return (self.pending[0].n_there, self.pending[0].n_rows) if self.pending else (0, 0)
+        first = next(iter(self.pending), None)
+        return (0, 0) if first is None else (first.n_rows - first.n_left, first.n_rows)
 
     def refuse_if_dead(self) -> None:
         """Raise ``fatal``."""
@@ -373,26 +373,21 @@ class _Gathering:
         n_rows: How many episodes.
         first: Number of the first one in the batcher's life.
         left: Ranges of rows that no actor has.
-        n_there: How many rows have arrived.
+        n_left: How many rows have not arrived yet.
         error: Why it failed.
         failures: Row to the failure of an episode that was truncated.
         trajectories: Its result, once it was handed out.
     """
 
     def __init__(self, request: EpisodeRequest, policy: _Policy) -> None:
-        self.n_rows, self.first = request.n_rows, request.first
-        self.n_there = self._n_losses = 0
+        self.n_rows = self.n_left = request.n_rows
+        self.first, self._n_losses = request.first, 0
         self.left = [range(self.n_rows)]
         self.error: RlpoolError | None = None
         self.failures: dict[int, RlpoolError] = {}
         self.trajectories: TemporalDictTensor | None = None
         self._request, self._policy = request, policy
         self._parts: dict[int, Rows] = {}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows are there."""
-        return self.n_there == self.n_rows
 
     def next_rows(self, n_actors: int, n_lanes: int, n_slots: int) -> range:
         """Take rows, fewer towards the end, so that no actor is waited for alone.
@@ -402,8 +397,8 @@ class _Gathering:
             n_lanes: Rows that keep one busy: fewer cost more than they gain, unless others idle.
             n_slots: Slots of each: more rows would have to be copied twice.
         """
-        n_left, rows = sum(map(len, self.left)), self.left.pop(0)
-        shares = [-(-n // (_MOST_RANGES * n_actors)) for n in (self.n_rows, n_left)]
+        n_unsent, rows = sum(map(len, self.left)), self.left.pop(0)
+        shares = [-(-n // (_MOST_RANGES * n_actors)) for n in (self.n_rows, n_unsent)]
         least = min(n_lanes, -(-self.n_rows // n_actors))
         size = max(least, min(max(min(4 * n_lanes, shares[0]), shares[1]), n_slots))
         if len(rows) > size:
@@ -439,7 +434,7 @@ class _Gathering:
         elif self.error is None:
             self._parts[rows.start] = answer._replace(episodes=answer.episodes.copy())
             self.failures.update(answer.failures)
-            self.n_there += len(rows)
+            self.n_left -= len(rows)
 
     def result(self) -> TemporalDictTensor:
         """The rows, once all are there: views of one block."""
