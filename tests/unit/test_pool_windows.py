@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -30,12 +29,12 @@ class Counter(gym.Env[Any, Any]):
     def __init__(self, number: int, lengths: tuple[int, ...]) -> None:
         self.number, self.lengths = number, cycle(lengths)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         self.number += 1
         self.n_left, self.frames = next(self.lengths), [self.number] * 3
         return np.float32(self.frames)[:, None], {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> Any:
         self.number += 1
         self.n_left -= 1
         self.frames = [*self.frames[1:], self.number]
@@ -98,8 +97,7 @@ def saved(pool: Pool, **options: Any) -> Pool:
     return other
 
 
-Parts = Callable[[TemporalDictTensor], list[TemporalDictTensor]]
-WAYS: list[Parts] = [  # to keep the info
+WAYS: list[Any] = [  # to keep the info
     lambda window: [window],
     lambda window: [window.clone().to(torch.device("cpu"))],
     lambda window: [pickle.loads(pickle.dumps(window))],
@@ -156,6 +154,17 @@ def test_windows_that_do_not_follow_each_other_in_all_they_hold_are_not_joined()
     for _ in range(3):  # their second halves
         pool.extend(window_of(batcher).temporal_slice(1, 2))
     assert pool.sample_sequences(len(pool), 8).lengths.max() == 1
+    create_env, args = create_counting, {"length": 4, "restarts": True}  # shows the same again
+    with Batcher(2, None, ConstantAgent, {}, create_env, args, n_workers=0) as alike:
+        alike.reset()
+        same = [window_of(alike) for _ in range(6)]
+        alike.reset()
+        same += [window_of(alike), window_of(alike)]
+    for few in same[::3], (same[4], same[7]):
+        pool = Pool(pool_size=100, seed=0)
+        for window in few:
+            pool.extend(window)
+        assert pool.sample_sequences(len(pool), 8).lengths.max() == 2
     batcher, pool = make(2), Pool(pool_size=100, seed=0)
     for number in range(4):
         window = window_of(batcher)
