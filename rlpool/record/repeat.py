@@ -26,30 +26,18 @@ from rlpool.record.failures import env_error
 from rlpool.record.tape import REWARD, Actions, Tape, action_columns
 
 
-class Divergence(NamedTuple):
-    """Where a repetition first differed from the tape, and in what.
-
-    Attributes:
-        step: The step.
-        what: What differed.
-    """
-
-    step: int
-    what: str
-
-
 class Reached(NamedTuple):
     """How far a repetition has come.
 
     Attributes:
         n_steps: Steps made, 0 after the reset.
         has_ended: Whether the last of them ended the episode.
-        divergence: The first difference until now, ``None`` if there is none.
+        difference: What the environment shows that the tape has not, empty if there is nothing.
     """
 
     n_steps: int
     has_ended: bool
-    divergence: Divergence | None
+    difference: str
 
 
 def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
@@ -84,12 +72,12 @@ def repeat_together(env: VecEnv, tapes: Mapping[int, Tape]) -> Iterator[dict[int
         if joining := [lane for lane, run in runs.items() if run.n_steps == n_left]:
             seeds = [tapes[lane].seed for lane in joining]
             env.reset_lanes(joining, seeds, [tapes[lane].options for lane in joining])
-            yield {lane: runs[lane].begun() for lane in joining}
+            yield {lane: runs[lane].compared(has_ended=False) for lane in joining}
         if n_left:
             running = {lane: run for lane, run in runs.items() if run.n_steps >= n_left}
             actions = {lane: run.next_action() for lane, run in running.items()}
             ended = set(env.step_lanes(list(running), batch_of(actions, env)))
-            yield {lane: run.stepped(has_ended=lane in ended) for lane, run in running.items()}
+            yield {lane: run.compared(has_ended=lane in ended) for lane, run in running.items()}
 
 
 class _Repetition:
@@ -104,40 +92,28 @@ class _Repetition:
         self.n_steps = tape.n_steps - tape.first_step
         self._step = tape.first_step
         self._rows = _rows_of(tape)
-        self._row: Actions = {}
-        self._found: Divergence | None = None
-
-    def begun(self) -> Reached:
-        """Compare after the reset."""
-        return self._compared(has_ended=False)
+        self._row: Actions = {}  # of the last step
 
     def next_action(self) -> Actions:
         """The action of the next step."""
         self._row = next(self._rows)
+        self._step += 1
         return {key: value for key, value in self._row.items() if is_action(key)}
 
-    def stepped(self, *, has_ended: bool) -> Reached:
-        """Compare after a step."""
-        for key, recorded in self._row.items() if self._found is None else ():
+    def compared(self, *, has_ended: bool) -> Reached:
+        """Compare after the reset or a step."""
+        known = [*self._row.items()]
+        if self._step == self._tape.n_steps:
+            known += self._tape.observation.items()
+        for key, recorded in known:
+            # Another kind of batch has other names for some keys.
             current = self._env.current.get(key)
             if current is None or (key == REWARD and np.isnan(recorded)):
                 continue
             if not _is_same(current[self._lane], recorded):
                 what = f"{key!r} is {current[self._lane]!s:.40}, it was {recorded!s:.40}"
-                self._found = Divergence(self._step, what)
-                break
-        self._step += 1
-        return self._compared(has_ended=has_ended)
-
-    def _compared(self, *, has_ended: bool) -> Reached:
-        if self._found is None and self._step == self._tape.n_steps:
-            for key, recorded in self._tape.observation.items():
-                # Another kind of batch has other names for some keys.
-                current = self._env.current.get(key)
-                if current is not None and not _is_same(current[self._lane], recorded):
-                    what = f"{key!r} is not what it was after the same actions"
-                    self._found = self._found or Divergence(self._step, what)
-        return Reached(self._step, has_ended, self._found)
+                return Reached(self._step, has_ended, what)
+        return Reached(self._step, has_ended, "")
 
 
 def _rows_of(tape: Tape) -> Iterator[Actions]:
@@ -177,22 +153,22 @@ def take_over(
             progress[0] += 1
             for lane, reached in moved.items():
                 n_steps[lane] = reached.n_steps
-                _refuse_divergence(reached, tapes[lane], wheres[lane], may_end)
+                _refuse_difference(reached, tapes[lane], wheres[lane], may_end)
     except LaneError as error:
         lane = error.lane if error.lane in tapes else next(iter(tapes))
         raise env_error(error, wheres[lane]._replace(step=n_steps[lane])) from error.__cause__
 
 
-def _refuse_divergence(reached: Reached, tape: Tape, where: Where, may_end: bool) -> None:
-    n_steps, has_ended, divergence = reached
+def _refuse_difference(reached: Reached, tape: Tape, where: Where, may_end: bool) -> None:
+    n_steps, has_ended, what = reached
     if has_ended and not may_end:
-        divergence = divergence or Divergence(n_steps - 1, "the episode ended")
-    if divergence is not None:
+        what = what or "the episode ended"
+    if what:
         raise NotRepeatedError(
-            f"the environment did not repeat an episode: {divergence.what}, after "
+            f"the environment did not repeat an episode: {what}, after "
             f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
             "deterministic given its seed",
-            where=where._replace(step=divergence.step),
+            where=where._replace(step=max(n_steps - 1, 0)),
             fix="after a worker's death, the same seed and actions have to lead to the "
             "same observations",
         )
@@ -286,7 +262,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
     made = env() if callable(env) and not is_environment(env) else env
     check_is_env("env is", made, "pass one environment, or a function that makes one")
     lanes, columns = GymEnv([made], keep_float64=True), action_columns(error.actions)
-    reached, failure = Reached(0, False, None), None
+    reached, failure = Reached(0, False, ""), None
     tape = Tape(error.where.seed, error.options, chunks=[columns] if columns else [])
     try:
         for reached in repeat(lanes, 0, tape):

@@ -94,7 +94,7 @@ def recorded(n_steps: int) -> Tape:
 @pytest.mark.parametrize("n_steps", [0, 1, 5])
 def test_a_repeated_lane_is_where_the_other_was(n_steps: int) -> None:
     env, tape = make_env(), recorded(n_steps)
-    assert list(repeat(env, 1, tape)) == [(n, False, None) for n in range(n_steps + 1)]
+    assert list(repeat(env, 1, tape)) == [(n, False, "") for n in range(n_steps + 1)]
     for key in ("frame", "reward", "initial_state"):
         assert env.current[key][1].tobytes() == tape.observation[key].tobytes()
     assert not env.current["frame"][0].any()
@@ -108,7 +108,7 @@ def test_it_goes_on_after_an_end_and_stops_where_the_environment_raises() -> Non
     assert ends == [False, False, True, True]
     tape.chunks = []
     (first,) = repeat(make_env(), 0, tape)
-    assert first.divergence is not None
+    assert first.difference
     tape.options = {"length": "two"}
     with pytest.raises(LaneError):
         list(repeat(make_env(), 0, tape))
@@ -140,10 +140,9 @@ def test_the_first_difference_is_found(step: int) -> None:
     tape.chunks[0]["reward"][0] = np.nan  # not known
     tape.chunks[0]["reward"][step] += 1
     tape.observation["frame"][0] += 1
-    *_, last = repeat(make_env(), 1, tape)
-    assert last.divergence is not None
-    assert last.divergence.step == (step or 5)
-    assert ("reward" if step else "'frame'") in last.divergence.what
+    first = next(reached for reached in repeat(make_env(), 1, tape) if reached.difference)
+    assert first.n_steps == (step + 1 if step else 5)
+    assert ("reward" if step else "'frame'") in first.difference
 
 
 # Rows of the shared buffers of a manager ----------------------------------------------------------
