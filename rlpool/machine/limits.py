@@ -1,4 +1,4 @@
-"""How many cores, processes and descriptors there are and how much memory, and what needs more.
+"""How many cores and descriptors there are and how much memory, and what needs more.
 
 The limits of control groups are those of version 2.
 """
@@ -43,12 +43,6 @@ WORKER_DESCRIPTORS = 3
 
 _SPARE_DESCRIPTORS = 32
 """What starting a process and sending memory need for a moment, and what the caller may open."""
-
-_WORKER_TASKS = 2
-"""A worker's main thread and the one that watches its parent; libraries may add one per core."""
-
-_SPARE_TASKS = 2
-"""The resource tracker of multiprocessing, and the template."""
 
 Advice = Callable[[int], str]
 """Which arguments to lower so that a number of bytes is enough."""
@@ -157,13 +151,6 @@ def has_ended(pid: int) -> bool:
     return not fields or fields[0] in "ZX"
 
 
-def n_tasks(root: Path = ROOT) -> int:
-    """Threads of all visible processes of this user."""
-    files = [directory / "status" for directory in (root / "proc").glob("[0-9]*")]
-    own = [file for file in files if _field(file, "Uid") == str(os.getuid())]
-    return sum(int(_field(file, "Threads") or 1) for file in own)
-
-
 def _kilobytes(file: Path, name: str) -> int:
     """A size that a file of the kernel gives in kilobytes, in bytes; 0 if it is not there."""
     return int(_field(file, name) or 0) * 1024
@@ -259,7 +246,7 @@ def worker_count(n_workers: int | str) -> int:
 def check_workers(
     n_workers: int, descriptors_each: int, advice: str, memory: tuple[int, int] = (WORKER_BYTES, 0)
 ) -> None:
-    """Refuse more worker processes than descriptors, processes or memory allow.
+    """Refuse more worker processes than descriptors or memory allow.
 
     More than twice the cores are worth a warning: they help only where environments wait for
     something other than a core. So is a processor on which nothing was tested.
@@ -302,7 +289,7 @@ def check_workers(
 def worker_quotas(
     descriptors_each: int, memory: tuple[int, int], root: Path = ROOT
 ) -> Iterator[Quota]:
-    """What limits the number of workers: memory, descriptors and processes.
+    """What limits the number of workers: memory and descriptors.
 
     Args:
         descriptors_each: Descriptors that each of them costs this process.
@@ -311,15 +298,11 @@ def worker_quotas(
     """
     least = min(memory_bounds(root), key=lambda bound: bound.free)
     yield Quota("memory", least.free, *memory, human, "free memory")
-    remedy = "raise the limit before starting Python: ulimit -{}".format
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY:
         left, spare = limit - n_open_descriptors(), _SPARE_DESCRIPTORS
-        yield Quota("file descriptors", left, descriptors_each, spare, str, remedy("n"))
-    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if limit != resource.RLIM_INFINITY and os.getuid() != 0:
-        left, noun = limit - n_tasks(root), "processes and threads"
-        yield Quota(noun, left, _WORKER_TASKS, _SPARE_TASKS, str, remedy("u"))
+        remedy = "raise the limit before starting Python: ulimit -n"
+        yield Quota("file descriptors", left, descriptors_each, spare, str, remedy)
 
 
 def n_open_descriptors() -> int:

@@ -15,7 +15,6 @@ import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.context import SpawnProcess
 from time import monotonic
 from typing import Any
 
@@ -30,7 +29,6 @@ from rlpool.manager.channel import ALL_LANES, FAILED, SOME_LANES, Call, Reset
 from rlpool.manager.env_workers import EnvWorkers, Request
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
-from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.sharing import ByValue
 from rlpool.workers.wire import Close
 
@@ -414,46 +412,6 @@ class Remote:
             workers.processes.dismiss(worker)
         if len(workers.closed_lanes) == workers.n_lanes:
             workers.close()
-
-
-class WorkerHandle:
-    """A worker process, or the one that replaced it.
-
-    Args:
-        workers: The workers.
-        worker: The worker's number.
-    """
-
-    def __init__(self, workers: EnvWorkers, worker: int) -> None:
-        self._workers = workers
-        self._worker = worker
-
-    @property
-    def _process(self) -> SpawnProcess | None:
-        refuse_forked_copy(self._workers.owner_pid)
-        return self._workers.processes.life(self._worker).process
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id; after ``close``, the last one."""
-        return self._workers.processes.life(self._worker).pid
-
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        process = self._process
-        return process is not None and process.is_alive()
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
-        process = self._process
-        if process is not None:
-            process.join(timeout)
-
-    @property
-    def exitcode(self) -> int | None:
-        """Its exit code, ``None`` while it runs or once the manager is closed."""
-        process = self._process
-        return None if process is None else process.exitcode
 
 
 def _named(data: Any, key: str, command: str) -> Any:

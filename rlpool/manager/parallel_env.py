@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from rlpool.data.dict_tensor import DictTensor
@@ -20,11 +21,11 @@ from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
 from rlpool.manager.channel import hand_over
-from rlpool.manager.commands import Remote, Stepper, WorkerHandle
+from rlpool.manager.commands import Remote, Stepper
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.observe.stats import Stats
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy, PolicyOptions
-from rlpool.workers.process_owner import ProcessOwner
+from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,7 +87,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     Attributes:
         num_envs: Number of environments, the same as ``n_lanes``.
         remotes: One ``Remote`` per environment.
-        workers: One handle per worker process.
         observation_space: The environments'.
         action_space: The environments'.
         n_tasks: The environments' attribute of that name, ``None`` if they have none.
@@ -153,7 +153,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._stepper = Stepper(workers)
         self._copied: dict[str, NDArray] = {}  # last actions that are kept elsewhere
         self.num_envs = self.n_lanes
-        self.workers = [WorkerHandle(workers, w) for w in range(workers.n_workers)]
         self.remotes = [Remote(workers, self._stepper, lane) for lane in range(self.n_lanes)]
 
     def _agree(self) -> None:
@@ -191,6 +190,12 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """
         troubles = self._workers.troubles.items()
         return {lane: trouble.error for lane, trouble in troubles if trouble.truncates}
+
+    @property
+    def workers(self) -> list[SpawnProcess]:
+        """The worker processes, each the last one with its number; none after ``close``."""
+        refuse_forked_copy(self._workers.owner_pid)
+        return self._workers.processes.all_processes()
 
     # The lane contract ---------------------------------------------------------------------
 

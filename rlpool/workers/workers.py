@@ -81,7 +81,6 @@ class Life:
     Attributes:
         state: What it is doing.
         process: Its process, the last one if it has none.
-        pid: The last one's id.
         pipe: The caller's end of its pipe, ``None`` without a process.
         last_words: Why it is about to end, if that is a failure.
         retires: Whether it is about to end because it has run long enough.
@@ -93,7 +92,6 @@ class Life:
         self.worker = worker
         self.state = State.DOWN
         self.process: SpawnProcess | None = None
-        self.pid: int | None = None
         self.pipe: CallerPipe | None = None
         self.last_words: WorkerError | None = None
         self.retires = False
@@ -189,9 +187,9 @@ class Workers:
         arguments = (self._lives, self._logs, self._closing)
         self._end = Finalize(self, _close, arguments, exitpriority=10)
 
-    def life(self, worker: int) -> Life:
-        """A worker, for its ``pid`` and its ``process``, which is ``None`` after ``close``."""
-        return self._lives[worker]
+    def all_processes(self) -> list[SpawnProcess]:
+        """The process of each worker, the last one if it has ended; none after ``close``."""
+        return [life.process for life in self._lives if life.process is not None]
 
     @property
     def up(self) -> list[int]:
@@ -215,7 +213,7 @@ class Workers:
             life.pipe, life.process = launch(
                 self._runs[life.worker], place, self.control.fd, start_method
             )
-            self.control.rows[life.worker, Word.PID] = life.pid = life.process.pid or 0
+            self.control.rows[life.worker, Word.PID] = life.process.pid or 0
             self._set_state(life, State.STARTING)
             for fd in (life.pipe.fileno(), life.process.sentinel):
                 self._worker_of[fd] = life.worker
@@ -385,7 +383,7 @@ class Workers:
                 self._start(life)
             except OSError as error:
                 what = f"{n_started} of {self.n_workers} workers could be started: {error}"
-                fix = "python -m rlpool doctor shows which limit that may be"
+                fix = "use fewer, or raise the limits of processes and files: ulimit -u, ulimit -n"
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()

@@ -222,12 +222,12 @@ def test_nothing_is_left_of_a_caller_that_ends(
 
 
 def use_what_belongs_to_the_parent(pipe: Any, batcher: Any, windows: Any, manager: Any) -> None:
-    remote, worker = manager.remotes[0], manager.workers[0]
+    remote = manager.remotes[0]
     calls: list[Callable[[], Any]] = [
         *(batcher.get, lambda: batcher.execute(3), lambda: batcher.update({})),
         *(lambda: batcher.progress, windows.get, windows.reset),
         *(manager.reset, lambda: manager.step_lanes([1], {}), manager.step_some, remote.recv),
-        *(lambda: remote.send(("reset", None)), worker.is_alive),
+        *(lambda: remote.send(("reset", None)), lambda: manager.workers),
     ]
     for call in calls:
         with pytest.raises(UsageError, match=r"forked[^\0]*fix:"):

@@ -90,7 +90,7 @@ def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.Monk
         episode_batcher(2)
     what = "1 of 2 workers could be started: [Errno 11] Resource temporarily unavailable"
     assert caught.value.what == what
-    assert "python -m rlpool doctor" in caught.value.fix
+    assert "ulimit -u" in caught.value.fix
     assert all(stays(process) for process in set(psutil.Process().children()) - before)
 
 

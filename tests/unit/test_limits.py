@@ -1,4 +1,4 @@
-"""Limits of memory, cores, descriptors and processes, and what is said before they are hit."""
+"""Limits of memory, cores and descriptors, and what is said before they are hit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from rlpool.machine.limits import (
     human,
     memory_bounds,
     n_cores,
-    worker_quotas,
 )
 from rlpool.workers import process_start
 
@@ -187,17 +186,3 @@ def test_forked_workers_share_what_the_template_takes(monkeypatch: pytest.Monkey
         check_workers(most, 3, "use fewer", memory)
         with pytest.raises(SpecError, match=f"{most} would fit"):
             check_workers(most + 1, 3, "use fewer", memory)
-
-
-def test_threads_of_this_user_count_against_its_limit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    status = "Name: x\nUid:\t{}\t0\t0\t0\nThreads:\t{}"
-    files = {"5": status.format(7, 3), "6": status.format(7, 4), "9": status.format(8, 1000)}
-    root = machine(tmp_path, {f"proc/{pid}/status": text for pid, text in files.items()})
-    limit_to(monkeypatch, RLIMIT_NPROC=20)
-    monkeypatch.setattr(os, "getuid", lambda: 7)
-    *_, quota = worker_quotas(3, (WORKER_BYTES, 0), root)
-    assert (quota.noun, quota.room) == ("processes and threads", (20 - 7 - 2) // 2)
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    assert [quota.noun for quota in worker_quotas(3, (WORKER_BYTES, 0), root)] == ["memory"]
