@@ -73,7 +73,7 @@ def garbage_of_this_module_only() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_was_said() -> None:
-    """Let rlpool say in every test what it says once per program."""
+    """Let environments say in every test what they say once."""
     from rlpool.workers.logs import SAID
 
     SAID.clear()

@@ -18,6 +18,7 @@ from rlpool.machine.generators import OwnGenerators
 from rlpool.machine.torch_settings import OwnSettings, TorchSettings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts, given_up
+from rlpool.workers.logs import SAID
 from rlpool.workers.wire import Failed, Message, Ready
 from rlpool.workers.worker_process import Place
 from rlpool.workers.workers import Client
@@ -53,6 +54,7 @@ class LocalWorker:
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self.control = Control.create(1)
+        SAID.clear()
         self.control.worker_starts(0)
         self.control.rows[0, Word.PID] = os.getpid()
         self.control.set_state(0, State.STARTING)

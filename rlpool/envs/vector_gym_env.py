@@ -456,7 +456,7 @@ def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
             "%s cannot be seeded: reset(seed=0) is followed by other steps each time, so that the "
             "same seeds do not give the same data",
             env,
-            extra={"once": f"seeding {type(env).__qualname__}"},  # not from every worker
+            extra={"once": "seeding"},  # not from every worker
         )
     return "request"
 

@@ -10,8 +10,9 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
@@ -120,7 +121,7 @@ def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the
         raise SpecError(f"{what} would need {takes}, but only {smallest}", fix=advice(least.free))
     if total > least.free:
         text = "%s may take up to %s, but only %s: %s if memory runs out"
-        _LOG.warning(text, what, takes, least, advice(least.free), extra={"once": ""})
+        _warn(text, what, takes, least, advice(least.free))
 
 
 def stat_fields(pid: int | str | None) -> list[str]:
@@ -271,19 +272,22 @@ def check_workers(
                 fix=f"{advice}{fits}, or {quota.remedy}",
             )
     if n_workers > _MOST_PER_CORE * n_cores():
-        _LOG.warning(
+        _warn(
             "worker processes: %d, cores that this process may use: %d; unless environments "
             'mostly wait, fewer are faster (worker_count("auto") is %d)',
             *(n_workers, n_cores(), worker_count("auto")),
-            extra={"once": ""},
         )
     if (processor := platform.machine()) not in _TESTED_PROCESSORS:
-        _LOG.warning(
+        _warn(
             "rlpool was tested on x86-64, not on %s, which may show writes to shared memory in "
             "another order: compare results with those of n_workers=0",
             processor,
-            extra={"once": ""},
         )
+
+
+@cache  # the machine is the same for all batchers
+def _warn(text: str, *values: Any) -> None:
+    _LOG.warning(text, *values, extra={"once": ""})
 
 
 def worker_quotas(

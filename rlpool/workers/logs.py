@@ -90,6 +90,7 @@ class Logs:
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[int, Logged | Dropped]] = deque()
+        SAID.clear()
 
     def add(self, worker: int, message: Logged | Dropped) -> None:
         """Keep a message of a worker."""
@@ -114,14 +115,14 @@ class Logs:
 
 
 SAID: dict[str, int | None] = {}
-"""What is said once per program, and by which process."""
+"""What is said once by a batcher, its environments and all their workers, and by which process."""
 
 
 def _is_new(record: logging.LogRecord) -> bool:
-    """Whether neither a batcher nor a worker has said the same.
+    """Whether no other has said the same, for records that are said once.
 
-    That is so for records of rlpool with ``extra={"once": key}``, where ``""`` stands for the text,
-    and for warnings. A process may repeat its own warnings, as its filters decide.
+    These are warnings, which the process that gave them may repeat, and records of rlpool with
+    ``extra={"once": key}``, where ``""`` stands for the text.
     """
     once = getattr(record, "once", None)
     if once is None and record.name == _LOG.name:

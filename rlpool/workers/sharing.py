@@ -153,9 +153,8 @@ def pickled(
             told = why_not(parts, error, what=what, dumps=dumps)
         fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
         raise WorkerStartupError(told, fix=fix) from error
-    what = " and ".join(parts)
     text = "workers are spawned: only so can they inherit what %s share"
-    _LOG.info(text, what, extra={"once": ""})
+    _LOG.info(text, " and ".join(parts), extra={"once": "inherit"})  # not from every worker
     return Parcel(pickle.dumps(_Inherited()), Shared(value))
 
 
