@@ -146,6 +146,11 @@ def resident_bytes(pid: int) -> int:
     return _kilobytes(file, "RssAnon") + _kilobytes(file, "RssFile")
 
 
+def n_oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory since its start; 0 if unknown."""
+    return int(_field(ROOT / "proc/vmstat", "oom_kill") or 0)
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process has ended, or waits for its parent to notice its end."""
     fields = stat_fields(pid)

@@ -34,7 +34,7 @@ from rlpool.errors import (
 )
 from rlpool.machine.imports import missing_guard_error
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import process_activity
+from rlpool.machine.limits import n_oom_kills, process_activity
 from rlpool.machine.torch_settings import TorchSettings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
@@ -71,6 +71,11 @@ _OUT_OF_MEMORY = (
     "or set max_episodes_per_worker if the environment leaks"
 )
 
+_KILLED = (
+    "find out what kills it from outside, or which code of the environment closes file descriptors "
+    "that it has not opened (os.closerange, os.close)"
+)
+
 
 class Life:
     """One worker.
@@ -85,6 +90,7 @@ class Life:
         last_words: Why it is about to end, if that is a failure.
         retires: Whether it is about to end because it has run long enough.
         is_dismissed: Whether it ends for good.
+        n_oom_kills: How many processes of the system had run out of memory before it started.
         deadline_s: When it starts again while it is down, when it is killed while it is leaving.
     """
 
@@ -96,6 +102,7 @@ class Life:
         self.last_words: WorkerError | None = None
         self.retires = False
         self.is_dismissed = False
+        self.n_oom_kills = 0
         self.deadline_s = 0.0
 
 
@@ -208,6 +215,7 @@ class Workers:
         prepare(start_method)
         self.control.worker_starts(life.worker)
         self._watch.forget(life.worker)
+        life.n_oom_kills = n_oom_kills()
         place = Place(life.worker, self.n_workers, self._root, self._settings, self._policy)
         with starting_processes():
             life.pipe, life.process = launch(
@@ -337,13 +345,15 @@ class Workers:
         self._client.lost(life.worker, failure)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:
-        name = signal_name(exitcode)
+        name, fix = signal_name(exitcode), ""
+        if name == "SIGKILL":
+            fix = _KILLED if n_oom_kills() == self._lives[worker].n_oom_kills else _OUT_OF_MEMORY
         return WorkerDiedError(
             f"worker {worker} died ({name or f'exit code {exitcode}'})",
             exitcode=exitcode,
             signal_name=name,
             **self._client.running_in(worker),
-            fix=_OUT_OF_MEMORY if name == "SIGKILL" else "",
+            fix=fix,
             hint=self._debug_hint,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,8 @@ import torch
 from gymnasium import spaces
 from process.watching import worker_pids
 
-from rlpool import DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager
+from rlpool import DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager, WorkerDiedError
+from rlpool.workers import workers
 
 from support.agents import ConstantAgent
 from support.variants import variants
@@ -232,3 +234,28 @@ def test_environments_start_processes_as_the_program_does(
     finally:
         multiprocessing.set_start_method(before, force=True)
     assert found == [[8, 3, ["fork", "spawn", "forkserver"].index(method)]] * 2
+
+
+# Deaths ---------------------------------------------------------------------------------------
+
+
+class ClosingEnv(LookingEnv):
+    """Closes all descriptors, as daemons do."""
+
+    def step(self, action: Any) -> Any:
+        os.closerange(3, 256)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("n_killed", [0, 1])
+def test_lack_of_memory_is_blamed_if_the_kernel_has_killed_for_it(
+    n_killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = itertools.count(5, n_killed)
+    monkeypatch.setattr(workers, "n_oom_kills", lambda: next(counts))
+    with open_batcher(env_args={"kind": ClosingEnv}, on_worker_failure="raise") as batcher:
+        batcher.execute(1)
+        with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
+            batcher.get()
+    assert ("out of memory" in str(caught.value)) == bool(n_killed)
+    assert ("descriptors" in str(caught.value)) != bool(n_killed)
