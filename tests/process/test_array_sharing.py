@@ -233,28 +233,6 @@ def test_a_copy_never_has_a_part_of_the_rows_that_a_rotation_brings_along() -> N
     assert len(seen) > 1
 
 
-def rotate_until_told(pipe: Connection, array: Array) -> None:
-    while not pipe.poll():
-        for _ in range(100):
-            array.rotate()
-
-
-def test_a_window_is_the_one_before_or_the_one_after_a_rotation() -> None:
-    array = Array((4,), "int64", (400,), padding=2, full_size=12, storage="shared")
-    array.full[...] = np.repeat([1, 2, 3], 4)[:, None]
-    array.full[12:14] = 1  # what will be brought along to the first window
-    seen = set()
-    with in_forked(rotate_until_told, array) as pipe:
-        for number in range(30_000):
-            if number > 300 and len(seen) == 3:
-                break
-            rows = np.unique(array.to_ndarray().copy())
-            assert len(rows) == len(np.unique(array[...].to_tensor())) == 1
-            seen.add(int(rows[0]))
-        pipe.send("enough")
-    assert seen == {1, 2, 3}  # it did look while the window moved
-
-
 def rotate_often(pipe: Connection, array: Array) -> None:
     for _ in range(N_ROTATIONS):
         array.rotate()

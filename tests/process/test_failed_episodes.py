@@ -228,18 +228,6 @@ def test_an_episode_that_a_successor_took_over_is_repeated(tmp_path: Path) -> No
     assert_replayed(caught.value, Mortal(**env_args))
 
 
-def test_a_death_in_a_later_window_carries_the_actions_of_all_windows() -> None:
-    options: Any = {"seeds": 0, "on_worker_failure": "raise"}
-    with Batcher(4, None, StepCounter, {}, create_mortal, {"step": 6}, **options) as batcher:
-        batcher.reset()
-        batcher.execute()
-        batcher.get()
-        batcher.execute()
-        with pytest.raises(WorkerDiedError) as caught:
-            batcher.get()
-    assert caught.value.actions.tolist() == list(range(1, 8))
-
-
 def test_an_agent_that_fails_leaves_the_environment_at_that_step() -> None:
     def fail_late(state: Any, observation: Any, *_: Any) -> Any:
         if (observation["frame"][:, 0] > 0.95).any():

@@ -219,40 +219,25 @@ def test_lanes_of_windows_go_on_after_an_episode_that_was_given_up(
     assert n_failed == 7  # an episode is three steps, and the one that fails
 
 
-def windows_of_failing_resets(
-    n_threads: int, kind: str, marks: str | None, between: str = ""
-) -> list[Any]:
-    """Three windows, in which every reset of lane 1 fails, with what is done between them."""
+def windows_of_failing_resets(n_threads: int, kind: str, marks: str | None) -> list[Any]:
+    """Three windows, in which every reset of lane 1 fails."""
     env_args = {"n_lanes": 2, "restarts": True, "marks": marks, "times": ALWAYS}
-    fault = [0, KINDS.index(kind)]
+    info = {"length": 3, "fault": [0, KINDS.index(kind)], "fault_step": -1}
     policy: dict[str, Any] = {"on_env_error": "truncate" if kind == "raise" else "restart"}
-
-    def make() -> Batcher:
-        factories = RecurrentAgent, {}, create_fragile, env_args
-        return Batcher(3, None, *factories, n_threads, 5, **policy, max_restarts=3)
-
-    others, batcher, results = worker_pids(), make(), []
-    try:
-        batcher.reset({"gain": [0.5, 2.0]}, {"length": 3, "fault": fault, "fault_step": -1})
-        for _ in range(3):
-            batcher.execute()
-            results.append(batcher.get())
-            if between == "deaths":
-                for pid in worker_pids() - others:
-                    os.kill(pid, signal.SIGKILL)
-    finally:
-        batcher.close()
-    return results
+    with Batcher(
+        *(3, None, RecurrentAgent, {}, create_fragile, env_args, n_threads, 5), **policy
+    ) as batcher:
+        batcher.reset({"gain": [0.5, 2.0]}, info)
+        return [batcher.execute() or batcher.get() for _ in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("n_threads", "kind", "between"),
-    variants([(0, "raise", ""), (1, "raise", "deaths")], [(1, "raise", ""), (1, "sigkill", "")]),
+    ("n_threads", "kind"), variants([(0, "raise"), (1, "raise")], [(1, "sigkill")])
 )
 def test_an_episode_whose_reset_fails_behind_a_window_is_truncated_in_the_next(
-    n_threads: int, kind: str, between: str, tmp_path: Path
+    n_threads: int, kind: str, tmp_path: Path
 ) -> None:
-    got = windows_of_failing_resets(n_threads, kind, str(tmp_path), between)
+    got = windows_of_failing_resets(n_threads, kind, str(tmp_path))
     for window, whole in zip(got, windows_of_failing_resets(0, "none", None), strict=True):
         assert window["_truncated"].tolist() == [[False] * 3, [True] * 3]
         assert window["_reward"][1].tolist() == [0.0] * 3

@@ -37,7 +37,6 @@ from support.parallel import (
     TaskEnv,
     create_manager,
     create_serial,
-    make_nested,
     no_actions,
     open_manager,
 )
@@ -302,21 +301,6 @@ def test_remotes_speak_the_whole_protocol(
     assert ask(manager, 0, "get_attr", {"attr": "given_options"}) == {"other": 1}
     assert ask(echoing, 0, "reset", {"task": 9, "options": {"id": 2}})["id"] == 2
     assert ask(echoing, 0, "get_attr", {"attr": "resets"})[-1][1] == {"id": 2, "task": 9}
-
-
-def test_nested_observations_and_actions_arrive_in_full_precision(manager_of: OpenManager) -> None:
-    manager, serial = manager_of(make_nested, 2), create_serial(1, make_nested, 2)
-    third = np.array([[1 / 3, 0.1], [0.7, 0.9]])
-    for env in (manager, serial):
-        env.reset_lanes([0, 1], [5, 6], [None, None])
-        env.step_lanes([0, 1], {**no_actions(manager), "action/drive": third})
-    assert {"image", "pose/0", "pose/1", "bits"} <= set(serial.current)
-    for key, array in serial.current.items():
-        assert manager.current[key].tobytes() == array.tobytes(), key
-    for lane in (0, 1):
-        (action,) = ask(manager, lane, "get_attr", {"attr": "actions"})
-        assert action["drive"].tolist() == third[lane].tolist()
-        assert action["drive"].dtype == np.float64
 
 
 @pytest.mark.parametrize(

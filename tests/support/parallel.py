@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from gymnasium import spaces
 
 from rlpool import GymEnv, GymEnvInf, ParallelEnvManager
 
-from support.envs import CountingEnv, SpaceEnv
+from support.envs import CountingEnv
 
 EnvFn = Callable[[], Any]
 
@@ -65,26 +64,6 @@ class WideEnv(CountingEnv):
     """A ``CountingEnv`` with another observation space."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-
-
-NESTED = spaces.Dict(
-    {
-        "image": spaces.Box(0, 255, (4, 3), np.uint8),
-        "pose": spaces.Tuple((spaces.Box(-1.0, 1.0, (3,), np.float64), spaces.Discrete(5))),
-        "bits": spaces.MultiBinary(4),
-    }
-)
-NESTED_ACTION = spaces.Dict(
-    {
-        "drive": spaces.Box(-1.0, 1.0, (2,), np.float64),
-        "gear": spaces.Tuple((spaces.Discrete(3), spaces.MultiDiscrete([2, 4]))),
-    }
-)
-
-
-def make_nested() -> SpaceEnv:
-    """An environment with spaces of its own: it seeds them."""
-    return SpaceEnv(deepcopy(NESTED), deepcopy(NESTED_ACTION))
 
 
 make_cartpole = partial(gymnasium.make, "CartPole-v1")

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.programs import run_as_main
-
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 TUTORIALS = [path for path in sorted(FOLDER.glob("*.py")) if path.stem != "running"]
 SAVING = [path for path in TUTORIALS if '"--resume"' in path.read_text("utf-8")]
@@ -91,17 +89,3 @@ def test_what_would_fail_later_is_refused_at_the_start_in_one_line(
         assert told in error
         assert error.count("\n") == 1
     assert sorted(program_folder.iterdir()) == before
-
-
-def test_a_checkpoint_of_another_environment_is_refused_in_one_line(
-    program_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ("--total-timesteps=1", "--n-workers=0")
-    run_as_main(FOLDER / "ppo.py", *flags, folder=program_folder)
-    capsys.readouterr()
-    monkeypatch.chdir(program_folder)
-    flags = (*flags, "--resume", "--env-id=MountainCar-v0")
-    assert run(FOLDER / "ppo.py", monkeypatch, *flags) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("--resume: ppo.pt is of a run with other flags; give the same (Runtime")
-    assert error.count("\n") == 1

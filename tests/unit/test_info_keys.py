@@ -207,14 +207,8 @@ def one(keys: Any, extra: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("declared", "given", "dtype", "stored"),
     [
-        (bool, 1.0, torch.bool, True),
-        (bool, np.bool_(True), torch.bool, True),
-        (int, 2.0, torch.int64, 2),
-        (float, np.int64(2), torch.float32, 2),
-        (float, 0.1, torch.float32, np.float32(0.1)),
         (np.float64, 0.1, torch.float64, 0.1),
         (torch.float16, 0.5, torch.float16, 0.5),
-        ("uint8", 255, torch.uint8, 255),
         ((bool, (2,)), np.array([0, 1]), torch.bool, [False, True]),
         (("int8", 2), (3, 4), torch.int8, [3, 4]),
         ((float, 2), torch.ones(2, requires_grad=True), torch.float32, [1, 1]),

@@ -91,15 +91,6 @@ def recorded(n_steps: int) -> Tape:
     return Tape(7, options, chunks=chunks, observation=after)
 
 
-@pytest.mark.parametrize("n_steps", [0, 1, 5])
-def test_a_repeated_lane_is_where_the_other_was(n_steps: int) -> None:
-    env, tape = make_env(), recorded(n_steps)
-    assert list(repeat(env, 1, tape)) == [(n, False, "") for n in range(n_steps + 1)]
-    for key in ("frame", "reward", "initial_state"):
-        assert env.current[key][1].tobytes() == tape.observation[key].tobytes()
-    assert not env.current["frame"][0].any()
-
-
 def test_it_goes_on_after_an_end_and_stops_where_the_environment_raises() -> None:
     tape = Tape(7, {"length": 2, "id": 3}, chunks=[steps(1, 1, 1)])
     # Zeros of another sign are other bits.
