@@ -268,17 +268,29 @@ def test_numbers_are_successes_above_a_half(key: str) -> None:
 # What is carried from one episode to the next
 
 
+class Asking(Seeded):
+    """Fails without options."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        start = super().reset(seed=seed)
+        self.length = int(options["length"])
+        return start
+
+
 @pytest.mark.parametrize(("n_envs", "n_workers", "over_manager"), [(1, 0, 0), (2, 2, 0), (3, 0, 1)])
 def test_environments_that_repeat_episodes_are_evaluated_as_without_a_check(
     n_envs: int, n_workers: int, over_manager: int, tmp_path: Path
 ) -> None:
     def create_env(seed: int) -> Any:
         if over_manager:
-            return ParallelEnvManager([Seeded] * n_envs, seed=seed)
-        return GymEnv([Seeded() for _ in range(n_envs)], seed)
+            return ParallelEnvManager([Asking] * n_envs, seed=seed)
+        return GymEnv([Asking() for _ in range(n_envs)], seed)
 
-    one = evaluate(StepCounter(), create_env, 20, n_workers=n_workers, record=tmp_path / "a.jsonl")
-    other = evaluate(StepCounter(), create_env, 20, check_repeatable=False, agent_rows=None)
+    arguments: Any = StepCounter(), create_env, 20
+    info = {"length": torch.arange(20) % 7 + 1}
+    record = {"record": tmp_path / "run.jsonl"}
+    one = evaluate(*arguments, env_info=info, n_workers=n_workers, **record)
+    other = evaluate(*arguments, env_info=info, check_repeatable=False, agent_rows=None)
     assert one.entries == other.entries
 
 
