@@ -81,11 +81,13 @@ class Leaf:
         spec: Shape and dtype in storage.
         is_scalar: Whether the environment returns and expects Python numbers, not arrays.
         native: The dtype that the environment expects; ``None`` without a space that declares it.
+        choices: Of a discrete space, the first number and how many there are, for each element.
     """
 
     spec: TensorSpec
     is_scalar: bool
     native: np.dtype[Any] | None = field(default=None, compare=False)
+    choices: tuple[Any, Any] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return f"a single {self.spec.dtype}" if self.is_scalar else str(self.spec)
@@ -173,12 +175,11 @@ def join_key(prefix: str, key: str) -> str:
     return f"{prefix}/{key}" if prefix else key
 
 
-def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structure:
-    """Describe a Gymnasium (or old gym) space.
+def structure_of_space(space: Any, *, name: str) -> Structure:
+    """Describe a Gymnasium (or old gym) space, with the dtypes that environments return.
 
     Args:
         space: The space.
-        keep_float64: Store float64 as it is, otherwise as float32.
         name: The name of the space in errors.
 
     Raises:
@@ -186,20 +187,21 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
     """
 
     def inner(key: Any, space: Any) -> Structure:
-        return structure_of_space(space, keep_float64=keep_float64, name=f"{name}[{key!r}]")
+        return structure_of_space(space, name=f"{name}[{key!r}]")
 
     kinds = {base.__name__ for base in type(space).__mro__}
     if "Dict" in kinds:
         return {key: inner(key, part) for key, part in space.spaces.items()}
     if "Tuple" in kinds:
         return tuple(inner(number, part) for number, part in enumerate(space.spaces))
+    first = getattr(space, "start", 0)
     if "Discrete" in kinds:
         native = np.dtype(getattr(space, "dtype", np.int64))
-        return Leaf(TensorSpec((), np.dtype(np.int64)), is_scalar=True, native=native)
+        return Leaf(TensorSpec((), np.dtype(np.int64)), True, native, (first, space.n))
     if kinds & {"Box", "MultiDiscrete", "MultiBinary"}:
-        native = np.dtype(space.dtype)
-        spec = TensorSpec(tuple(space.shape), stored_dtype(native, keep_float64))
-        return Leaf(spec, is_scalar=False, native=native)
+        dtype = np.dtype(space.dtype)
+        choices = None if "Box" in kinds else (first, getattr(space, "nvec", 2))
+        return Leaf(TensorSpec(tuple(space.shape), dtype), False, dtype, choices)
     raise SpecError(
         f"{name} is a {type(space).__name__} space, which has no fixed shape to put into a tensor",
         fix="wrap the environment so that it uses Box, Discrete, MultiDiscrete, MultiBinary, "
@@ -223,7 +225,7 @@ PADDING = (
 """What to do about values of no fixed shape."""
 
 
-def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structure:
+def structure_of_value(value: Any, *, name: str) -> Structure:
     """Describe a value for which no space was declared.
 
     Python numbers become scalars of float32 or int64, arrays keep their dtype, dicts and tuples
@@ -234,7 +236,7 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
     """
 
     def inner(key: Any, value: Any) -> Structure:
-        return structure_of_value(value, keep_float64=keep_float64, name=f"{name}[{key!r}]")
+        return structure_of_value(value, name=f"{name}[{key!r}]")
 
     if isinstance(value, Mapping):
         return {str(key): inner(key, part) for key, part in value.items()}
@@ -248,8 +250,7 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
             f"{name} is a {type(value).__name__} of dtype {array.dtype}, not numbers",
             fix=f"return numbers, NumPy arrays, or dicts and tuples of them; {PADDING}",
         )
-    dtype = stored_dtype(array.dtype, keep_float64)
-    return Leaf(TensorSpec(array.shape, dtype), is_scalar=array.ndim == 0)
+    return Leaf(TensorSpec(array.shape, array.dtype), is_scalar=array.ndim == 0)
 
 
 def stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
@@ -268,12 +269,8 @@ def narrowed(structure: Structure, keep_float64: bool | Collection[str]) -> Stru
         return structure
     kept, leaves = keep_float64 or (), leaves_of(structure, DEFAULT_OBSERVATION_KEY)
     refuse_missing("observations", leaves, kept, 'name keys in keep_float64, such as ["frame"]')
-    parts = []
-    for key, leaf in leaves.items():
-        dtype = stored_dtype(leaf.spec.dtype, key in kept)
-        parts.append(replace(leaf, spec=TensorSpec(leaf.spec.shape, dtype)))
-    result: Structure = nester(structure)(parts)
-    return result
+    dtypes = [stored_dtype(leaf.spec.dtype, key in kept) for key, leaf in leaves.items()]
+    return _with_dtypes(structure, dtypes)
 
 
 def merged_structures(first: Structure, second: Structure, name: str) -> Structure:
@@ -291,16 +288,19 @@ def merged_structures(first: Structure, second: Structure, name: str) -> Structu
     if parts.keys() != others.keys():
         got = f"{list(parts)} and then {list(others)}"
         raise SpecError(f"{name} should keep its structure, got the parts {got}")
-
-    def merged(path: Any, leaf: Leaf) -> Leaf:
-        key, shape = _key_of(name, path), leaf.spec.shape
-        other = others[key].spec
-        if shape != other.shape:
-            got = f"{list(shape)} and then {list(other.shape)}"
+    pairs = [(key, leaf.spec, others[key].spec) for key, leaf in parts.items()]
+    for key, one, other in pairs:
+        if one.shape != other.shape:
+            got = f"{list(one.shape)} and then {list(other.shape)}"
             raise SpecError(f"{key!r} should keep its shape, got {got}")
-        return replace(leaf, spec=TensorSpec(shape, np.result_type(leaf.spec.dtype, other.dtype)))
+    return _with_dtypes(first, [np.result_type(one.dtype, other.dtype) for _, one, other in pairs])
 
-    result: Structure = _pytree.tree_map_with_path(merged, first)
+
+def _with_dtypes(structure: Structure, dtypes: Sequence[np.dtype[Any]]) -> Structure:
+    """The same structure, its leaves with other dtypes in storage."""
+    pairs = zip(_pytree.tree_leaves(structure), dtypes, strict=True)
+    leaves = [replace(leaf, spec=TensorSpec(leaf.spec.shape, dtype)) for leaf, dtype in pairs]
+    result: Structure = nester(structure)(leaves)
     return result
 
 

@@ -8,7 +8,7 @@ by one, or refused with an error that names lane, key and both sides.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from rlpool.data.specs import (
     fitted_rewards,
     flattener,
     is_action,
-    leaf_spaces,
     leaves_of,
 )
 from rlpool.data.storage import NDArray, batch_array
@@ -39,7 +38,11 @@ _HUGE = 10**300  # Python's ints may be larger than any float
 _LOG = logging.getLogger("rlpool")
 _N_WATCHED = 64  # calls in which float64 values are looked at: the first steps and resets
 _N_LOST = 3  # so many changes have to be lost: one may happen by chance
-_ROUNDING = 1e-13  # relative: some hundred bits of float64
+_ROUNDING = 1e-13  # relative: smaller changes are a few bits of float64
+_ALIKE = (
+    "float32 does not tell successive values of %r apart, such as %r: keep_float64=[%r] keeps them "
+    "in float64, and keep_float64=True those of all keys"
+)
 _MOST_SQUARED = float(np.finfo(np.float32).max) ** 2
 
 
@@ -83,42 +86,28 @@ class Choices(NamedTuple):
                 raise BadValue(lane, what, fix)
 
 
-def choices_of(keys: Iterable[str], spaces: Sequence[Any]) -> list[Choices]:
+def choices_of(structures: Sequence[Structure]) -> list[Choices]:
     """The choices of discrete actions; bounds of a ``Box`` are left to the environments.
 
     Args:
-        keys: Keys of the actions.
-        spaces: The action space of each lane, or one for all.
+        structures: The structure of the actions of each lane, or one for all.
     """
-    found = []
-    for key, parts in zip(keys, zip(*map(leaf_spaces, spaces), strict=True), strict=True):
-        pairs = [_first_and_count(space) for space in parts]
-        if pairs[0] is not None:
-            first, count = map(np.stack, zip(*pairs, strict=True))
-            found.append(Choices(key, first.astype(np.int64), count.astype(np.uint64)))
+    found, lanes = [], [leaves_of({"action": structure}, "") for structure in structures]
+    for key, leaf in lanes[0].items():
+        if leaf.choices is not None:
+            like = np.zeros(leaf.spec.shape, np.int64)
+            rows = [np.broadcast_arrays(*(leaves[key].choices or ()), like) for leaves in lanes]
+            first, size, _ = np.stack(rows, 1)
+            found.append(Choices(key, first, size.view(np.uint64)))
     return found
-
-
-def _first_and_count(space: Any) -> tuple[Any, Any] | None:
-    """Of a space without ``Dict`` or ``Tuple``; ``None`` for a ``Box``."""
-    kinds = {base.__name__ for base in type(space).__mro__}
-    if "Box" in kinds:
-        return None
-    count = space.nvec if "MultiDiscrete" in kinds else space.n
-    if "MultiBinary" in kinds:
-        count = np.full(space.shape, 2)  # its ``n`` is its shape
-    return np.broadcast_to(getattr(space, "start", 0), np.shape(count)), count
 
 
 def wrong_count(call: str, wanted: str, result: Any) -> SpecError:
     """The error for a ``reset`` or ``step`` that did not return a tuple of so many values."""
     got = len(result) if isinstance(result, tuple) else type(result).__name__
-    fix = (
-        "return five values: observation, reward, terminated, truncated, info; or convert an "
-        'environment of the old gym: gym.make("GymV21Environment-v0", env=...)'
-    )
-    fix = fix if got == 4 else ""
-    return SpecError(f"{call}() should return {wanted} values, got {got}", fix=fix)
+    fix = 'return five values; for an old environment: gym.make("GymV21Environment-v0", env=env)'
+    what = f"{call}() should return {wanted} values, got {got}"
+    return SpecError(what, fix=fix if got == 4 else "")
 
 
 def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> NDArray:
@@ -402,31 +391,26 @@ class Float32Watch:
 
     def look(self, lanes: Sequence[int], values: Any) -> Float32Watch | None:
         """Compare the values of some lanes with those before; returns itself to go on."""
+        rows = list(lanes)
         try:
-            new = np.asarray(values)
-            old, is_double = self._last[list(lanes)], new.dtype == np.float64
-            self._last[list(lanes)] = new
+            new, old = np.asarray(values), self._last[rows]
+            self._last[rows] = new
         except (ValueError, TypeError, RuntimeError):  # refused or converted by the column
             return None
         with np.errstate(all="ignore"):
-            # Changes by a few bits of float64 are mere rounding.
             has_changed = np.abs(new - old) > _ROUNDING * np.abs(new)
             is_lost = has_changed & (new.astype(np.float32) == old.astype(np.float32))
         self._n_looks += 1
         self._n_changed += has_changed.sum(0)
         self._n_lost += is_lost.sum(0)
         is_alike = (self._n_lost >= _N_LOST) & (2 * self._n_lost >= self._n_changed)
-        if is_double and is_alike.any():
-            _LOG.warning(
-                "float32 does not tell successive values of %r apart, such as %r: "
-                "keep_float64=[%r] keeps them in float64, and keep_float64=True those of all keys",
-                self._key,
-                new[0][is_alike].tolist()[0],
-                self._key,
-                extra={"once": f"float64 {self._key}"},  # not from every worker
-            )
-        is_over = is_alike.any() or self._n_looks == _N_WATCHED
-        return self if is_double and not is_over else None
+        if new.dtype != np.float64 or self._n_looks == _N_WATCHED:
+            return None
+        if not is_alike.any():
+            return self
+        key, shown = self._key, new[0][is_alike].tolist()[0]
+        _LOG.warning(_ALIKE, key, shown, key, extra={"once": f"float64 {key}"})  # by one worker
+        return None
 
 
 class Columns:

@@ -115,8 +115,7 @@ class GymEnv(VecEnv):
             leaves = leaves_of({"action": native}, "")
             self.native_actions = {key: leaf.spec for key, leaf in leaves.items()}
             if not checks_actions:
-                spaces = [env.action_space for env in envs]
-                self._choices = choices_of(self.action_leaves, spaces)
+                self._choices = choices_of([_native(e.action_space, _SPACES[1]) for e in envs])
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
         """Put a wrapper around each environment, outermost; before the first reset."""
@@ -218,7 +217,7 @@ class GymEnv(VecEnv):
             except SpecError:
                 if not self._may_differ:
                     raise
-        structure = structure_of_value(observations[0], keep_float64=True, name="observation")
+        structure = structure_of_value(observations[0], name="observation")
         self._declare_structure(structure).write(lanes, observations)
 
 
@@ -255,7 +254,7 @@ def _common_space(envs: Sequence[Any], name: str) -> Any:
 
 def _native(space: Any, name: str) -> Any:
     """The structure of a space, with the dtypes that environments use; ``None`` without one."""
-    return None if space is None else structure_of_space(space, keep_float64=True, name=name)
+    return None if space is None else structure_of_space(space, name=name)
 
 
 def _may_differ(env: Any) -> bool:

@@ -161,10 +161,8 @@ def _reseeded(generator: Any, seed: int) -> Any:
 
 def _refused_options(env: Any, options: Mapping[str, Any]) -> SpecError:
     """The error for options that no argument of ``reset`` takes."""
-    signature = _signature_of(env)
-    while "**" in signature and hasattr(getattr(env, "env", None), "reset"):
+    while "**" in (signature := _signature_of(env)) and hasattr(getattr(env, "env", None), "reset"):
         env = env.env  # to which a wrapper passes everything on
-        signature = _signature_of(env)
     return SpecError(
         f"reset{signature} of {type(env).__name__} takes no options, got {dict(options)!r:.99}",
         fix="let reset() take options=None, or leave env_info out",

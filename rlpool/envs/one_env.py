@@ -34,7 +34,6 @@ import numpy as np
 import torch
 
 from rlpool.data.specs import (
-    Structure,
     merged_structures,
     nester,
     structure_of_value,
@@ -198,9 +197,11 @@ class OneEnv(GymEnv):
         else:
             state = copy.deepcopy(observations[0])  # the step may change it in place
             action, next_state = self._env.look_ahead()
-            before, after = (_described(each, STATE_KEY) for each in (state, next_state))
+            before, after = (
+                structure_of_value(each, name=STATE_KEY) for each in (state, next_state)
+            )
             structure = merged_structures(before, after, STATE_KEY)
-            actions = _described(action, ACTION_KEY)
+            actions = structure_of_value(action, name=ACTION_KEY)
             self._taken = Columns(actions, "", 1, widens=True, prefix=ACTION_KEY)
             self.action_leaves = self._taken.leaves
             self._decode, self._choices = lambda actions: [None], ()
@@ -240,10 +241,6 @@ def _parts(n: int, result: Any) -> tuple[Any, ...]:
         "step(action), or as in Gymnasium (observation, info) with a dict as info, and "
         "(observation, reward, terminated, truncated, info)",
     )
-
-
-def _described(value: Any, name: str) -> Structure:
-    return structure_of_value(value, keep_float64=True, name=name)
 
 
 def _nested_arrays(value: Any) -> Any:

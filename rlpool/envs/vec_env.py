@@ -325,19 +325,16 @@ class VecEnv(ABC):
             LaneError: If an environment raises or returns an invalid value, or an action does not
                 fit the dtype in which the environments or trajectories have it.
         """
-        for key, dtype in self._action_dtypes.items():
-            if key in actions and actions[key].dtype is not dtype:
-                try:
+        try:
+            for key, dtype in self._action_dtypes.items():
+                if key in actions and actions[key].dtype is not dtype:
                     fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
-                except SpecError as error:
-                    self._fail("step", error)
-        for choices in self._choices:
-            offsets = actions[choices.key] - choices.first
-            if np.count_nonzero(offsets.view(np.uint64) < choices.size) < offsets.size:
-                try:
+            for choices in self._choices:
+                offsets = actions[choices.key] - choices.first
+                if np.count_nonzero(offsets.view(np.uint64) < choices.size) < offsets.size:
                     choices.refuse(actions[choices.key], lanes)  # other rows may hold anything
-                except BadValue as error:
-                    self._fail("step", error)
+        except SpecError as error:
+            self._fail("step", error)
         results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
         # What nearly every environment returns, and float32 holds rewards if it holds their norm;
         # anything else is converted, or refused, one by one.

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch.utils import _pytree as pytree
 
-from rlpool.data.specs import leaves_of, nester, structure_of_space
+from rlpool.data.specs import leaves_of, narrowed, nester, structure_of_space
 from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Results, as_array, choices_of, wrong_count
 from rlpool.envs.info_keys import InfoKeys, info_specs
@@ -115,15 +115,12 @@ class VectorGymEnv(VecEnv):
         self.action_space = vector_env.single_action_space
         self._info_specs = info_specs(info_keys, keep_float64=keep_float64)
         self._keep_float64 = keep_float64
-        observed = structure_of_space(
-            self.observation_space, keep_float64=True, name="single_observation_space"
-        )
+        observed = structure_of_space(self.observation_space, name="single_observation_space")
         self._observations = self._declare_structure(observed)
-        stored = structure_of_space(
-            self.action_space, keep_float64=keep_float64 is True, name="single_action_space"
-        )
+        native = structure_of_space(self.action_space, name="single_action_space")
+        stored = narrowed(native, keep_float64 is True)
         self.action_leaves = leaves_of({"action": stored}, "")
-        self._choices = choices_of(self.action_leaves, [self.action_space])
+        self._choices = choices_of([stored])
         self._nest_action = nester(stored)
         self._mode = _autoreset_mode(vector_env)
         self.seeding: Seeding = seeding or _detected_seeding(vector_env)

@@ -72,7 +72,7 @@ class _SpacePart:
     """
 
     def __init__(self, space: Any, name: str, prefix: str = "") -> None:
-        structure = structure_of_space(space, keep_float64=True, name=name)
+        structure = structure_of_space(space, name=name)
         leaves = leaves_of({prefix: structure} if prefix else structure, DEFAULT_OBSERVATION_KEY)
         self.specs = {key: leaf.spec for key, leaf in leaves.items()}
         self._nest, self._flatten = nester(structure), flattener(structure, name)

@@ -426,7 +426,7 @@ class _AgentGroup:
         self._places = {agent: place for place, agent in enumerate(agents)}
         n, space = len(agents), env.observation_space(agents[0])
         what = f"observation_space({agents[0]!r})"
-        observation = structure_of_space(space, keep_float64=True, name=what)
+        observation = structure_of_space(space, name=what)
         leaves = leaves_of(observation, DEFAULT_OBSERVATION_KEY)
         if leaves.keys() == {_OBSERVATION, _MASK}:
             leaves = {
@@ -438,12 +438,12 @@ class _AgentGroup:
         parts = [batch_differing_spaces([part] * n) for part in leaf_spaces(space)]
         self.spaces = dict(zip(self._specs, parts, strict=True))
         space = env.action_space(agents[0])
-        action = structure_of_space(space, keep_float64=True, name=f"action_space({agents[0]!r})")
+        action = structure_of_space(space, name=f"action_space({agents[0]!r})")
         self.action_space = batch_differing_spaces([space] * n)
-        batched = structure_of_space(self.action_space, keep_float64=True, name="action_space")
+        batched = structure_of_space(self.action_space, name="action_space")
         self._split, self._nest = flattener(batched, "action"), nester(action)
         self._action_keys = list(leaves_of({"action": action}, ""))
-        self._choices = choices_of(self._action_keys, [space])
+        self._choices = choices_of([action])
 
     def key(self, key: str) -> str:
         """A key of this group."""

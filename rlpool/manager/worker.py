@@ -118,7 +118,7 @@ def _declare(env: GymEnv, setup: Setup) -> None:
             )
     if env.declaration is None:
         space = env.observation_space
-        structure = structure_of_space(space, keep_float64=True, name="observation_space")
+        structure = structure_of_space(space, name="observation_space")
         env.declare(Declaration(structure, env._info_specs))
 
 

@@ -20,6 +20,7 @@ from rlpool.data.specs import (
     fitted,
     flattener,
     leaves_of,
+    narrowed,
     structure_of_space,
 )
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -92,7 +93,7 @@ class ActingAgent(Agent):
                 f"the agent is a {name} without act()",
                 fix="subclass rlpool.Agent, or define act(obs, deterministic=False)",
             )
-        structure = structure_of_space(space, keep_float64=False, name="action_space")
+        structure = narrowed(structure_of_space(space, name="action_space"), keep_float64=False)
         if not isinstance(structure, Leaf):
             raise SpecError(
                 f"act() cannot choose actions of the action space {space}",
@@ -210,7 +211,7 @@ class RandomAgent(Agent):
     n_noise = 2  # of 24 bits each: enough for a seed
 
     def __init__(self, space: Any) -> None:
-        structure = structure_of_space(space, keep_float64=False, name="action_space")
+        structure = narrowed(structure_of_space(space, name="action_space"), keep_float64=False)
         self._leaves = leaves_of({"action": structure}, "")
         self._flatten = flattener(structure, "action")
         self._space = copy.deepcopy(space)

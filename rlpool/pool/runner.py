@@ -287,9 +287,9 @@ class ActionChooser(Agent):
             )
         if self._columns is None:
             if space is None:
-                structure = structure_of_value(action, keep_float64=True, name=ACTION_KEY)
+                structure = structure_of_value(action, name=ACTION_KEY)
             else:
-                structure = structure_of_space(space, keep_float64=True, name="action_space")
+                structure = structure_of_space(space, name="action_space")
             self._columns = Columns({ACTION_KEY: structure}, "", 1, widens=True)
         try:
             self._columns.write((0,), ({ACTION_KEY: action},))

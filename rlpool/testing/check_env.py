@@ -215,7 +215,7 @@ class EnvChecks(Checks):
                 "it has no action_space", fix="let it have one: actions are drawn from it"
             )
         space.seed(self.seeds[0])
-        structure = structure_of_space(space, keep_float64=True, name="action")
+        structure = structure_of_space(space, name="action")
         specs = {key: leaf.spec for key, leaf in leaves_of({"action": structure}, "").items()}
         return [action_row(structure, specs, space.sample()) for _ in range(self.n_steps)]
 

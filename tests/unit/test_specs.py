@@ -18,6 +18,7 @@ from rlpool.data.specs import (
     TensorSpec,
     flattener,
     leaves_of,
+    narrowed,
     nester,
     refuse_collisions,
     structure_of_space,
@@ -44,11 +45,11 @@ def told(structure: Any) -> dict[str, str]:
 
 
 def of_space(space: Any) -> Any:
-    return structure_of_space(space, keep_float64=False, name="space")
+    return narrowed(structure_of_space(space, name="space"), keep_float64=False)
 
 
 def of_value(value: Any) -> Any:
-    return structure_of_value(value, keep_float64=False, name="value")
+    return narrowed(structure_of_value(value, name="value"), keep_float64=False)
 
 
 class Mystery(gymnasium.Space[Any]):
