@@ -105,7 +105,7 @@ def choices_of(structures: Sequence[Structure]) -> list[Choices]:
 def wrong_count(call: str, wanted: str, result: Any) -> SpecError:
     """The error for a ``reset`` or ``step`` that did not return a tuple of so many values."""
     got = len(result) if isinstance(result, tuple) else type(result).__name__
-    fix = 'return five values; for an old environment: gym.make("GymV21Environment-v0", env=env)'
+    fix = 'return five values, or convert it: gym.make("GymV21Environment-v0", env=env)'
     what = f"{call}() should return {wanted} values, got {got}"
     return SpecError(what, fix=fix if got == 4 else "")
 
