@@ -71,7 +71,6 @@ class Allocation:
         root = memory.root()
         self._values = root[: layout.n_bytes].view(layout.dtype).reshape(layout.sizes)
         self._start: Any = root[-_WORD_BYTES:].view(np.int64).data
-        self._shown = 0, layout.rows(0, layout.window)
 
     @classmethod
     def new(cls, storage: str, layout: Layout, directory: str | Path | None) -> Allocation:
@@ -97,12 +96,7 @@ class Allocation:
     @property
     def visible(self) -> View:
         """The rows that the window shows now."""
-        start, view = self._shown
-        if self._start[0] != start:
-            start = self._start[0]
-            view = self.layout.rows(start, self.layout.window)
-            self._shown = start, view
-        return view
+        return self.layout.rows(self._start[0], self.layout.window)
 
     def rotate(self) -> None:
         """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""

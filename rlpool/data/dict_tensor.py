@@ -478,11 +478,6 @@ _pytree.register_pytree_node(
     DictTensor,
     lambda data: (list(data._tensors.values()), list(data._tensors)),
     lambda values, keys: DictTensor._wrap(dict(zip(keys, values, strict=True))),
-    serialized_type_name="rlpool.DictTensor",
-    flatten_with_keys_fn=lambda data: (
-        [(_pytree.MappingKey(key), tensor) for key, tensor in data._tensors.items()],
-        list(data._tensors),
-    ),
 )
 
 

@@ -560,8 +560,6 @@ def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> Tempora
     return TemporalDictTensor._wrap(steps._tensors, lengths, info)
 
 
-_PARTS = ("steps", "lengths", "info")
-
 torch.serialization.add_safe_globals([_from_parts])  # as for DictTensor
 
 
@@ -569,11 +567,6 @@ _pytree.register_pytree_node(
     TemporalDictTensor,
     lambda data: ([data._steps, data._lengths, data._info], None),
     lambda parts, _: _from_parts(*parts),
-    serialized_type_name="rlpool.TemporalDictTensor",
-    flatten_with_keys_fn=lambda data: (
-        [(_pytree.GetAttrKey(name), getattr(data, f"_{name}")) for name in _PARTS],
-        None,
-    ),
 )
 
 

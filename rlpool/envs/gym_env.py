@@ -126,14 +126,8 @@ class GymEnv(VecEnv):
     def close(self) -> None:
         """Close all environments, also if some fail to close; one exception comes out."""
         with ExitStack() as all_lanes:
-            for lane in range(self.n_lanes):
-                all_lanes.callback(self.close_lane, lane)
-
-    def close_lane(self, lane: int) -> None:
-        """Close one environment, unless it is closed."""
-        if lane in self._open_lanes:
-            self._open_lanes.remove(lane)
-            self._envs[lane].close()
+            while self._open_lanes:
+                all_lanes.callback(self._envs[self._open_lanes.pop()].close)
 
     def attribute(self, lane: int, name: str) -> Any:
         """An attribute of an environment or, where that lacks it, of what it wraps."""

@@ -458,7 +458,7 @@ class EnvWorkers(CrashOnly):
             text = f"{error.traceback_text}\n  fix:   {error.fix}"
         request = self.requests[lane]
         request.reply, request.error = pickle.dumps(("error", text)), error
-        self.tapes.lose(lane, "there, an earlier request of its remote failed")
+        self.tapes.lose(lane)
 
     # Life and end -------------------------------------------------------------------------------
 

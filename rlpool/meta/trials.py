@@ -237,18 +237,13 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         return fitted("the observation with task and flag", parts, dtype)
 
     def _have_task(self) -> None:
-        """Make sure that the environment has a task, which shows how long its description is."""
+        """Give the environment a task, which shows how long its description is."""
         if self._inner("reset_task") is None or self._inner("get_current_task") is None:
             raise SpecError(
                 f"oracle=True, but {self.unwrapped} has no tasks",
                 fix="give it reset_task(task) and get_current_task(), or use oracle=False",
             )
-        try:
-            has_task = self.get_current_task() is not None
-        except Exception:  # whatever it says before it got its first task
-            has_task = False
-        if not has_task:
-            self.reset_task(None)
+        self.reset_task(None)
 
     def _task_vector(self) -> Any:
         """The task as an oracle sees it; empty without an oracle."""

@@ -108,7 +108,6 @@ class Tape:
         observation: ``[...]`` per key: what the environment showed after the last step; empty if
             that is not known.
         state: ``[...]`` per key: the agent's state then.
-        lost: Why the episode cannot be repeated, although its first actions are there.
     """
 
     seed: int = 0
@@ -118,7 +117,6 @@ class Tape:
     chunks: list[Actions] = field(default_factory=list)
     observation: Mapping[str, NDArray] = field(default_factory=dict)
     state: Mapping[str, NDArray] = field(default_factory=dict)
-    lost: str = ""
     _n_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -132,9 +130,8 @@ class Tape:
     @property
     def why_lost(self) -> str:
         """Why the episode cannot be repeated, empty if it can."""
-        if self.first_step and not self.lost:
-            return f"the first {self.first_step} actions of this episode were not kept"
-        return self.lost
+        what = f"the first {self.first_step} actions of this episode were not kept"
+        return what if self.first_step else ""
 
     @property
     def columns(self) -> Actions:
@@ -153,9 +150,6 @@ class Tape:
             chunk: What was done, ``[k, ...]`` per key; kept, not copied.
             most_bytes: Beyond this many bytes the oldest chunks are dropped.
         """
-        if self.lost:
-            self.first_step += n_rows(chunk)
-            return
         chunks = self.chunks
         chunks.append(chunk)
         for array in chunk.values():
@@ -234,11 +228,11 @@ class LaneTapes:
         """Forget a lane, which needs a reset before its next step."""
         self._tapes.pop(lane, None)
 
-    def lose(self, lane: int, why: str) -> None:
-        """Note that what a lane does cannot be repeated until its next reset."""
+    def lose(self, lane: int) -> None:
+        """Keep nothing of a lane's episode, which cannot be repeated: it has failed."""
         tape = self.tape(lane)
         if tape is not None:
-            self._tapes[lane] = replace(tape, first_step=tape.n_steps, chunks=[], lost=why)
+            self._tapes[lane] = replace(tape, first_step=max(1, tape.n_steps), chunks=[])
 
     def peek(self, lane: int) -> Tape | None:
         """The tape of a lane, which may lack its last steps."""

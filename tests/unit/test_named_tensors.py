@@ -385,17 +385,11 @@ def test_pickles_keep_gradients_rows_and_what_tree_map_made() -> None:
 
 
 def test_both_are_pytrees() -> None:
-    for batch, paths in (
-        (batch_of(), ["['frame']", "['action']", "['is_new']"]),
-        (steps_of(), [".steps['frame']", ".steps['action']", ".lengths", ".info['task']"]),
-    ):
+    for batch in (batch_of(), steps_of()):
         leaves, spec = _pytree.tree_flatten(batch)
         again = _pytree.tree_unflatten(leaves, spec)
         assert type(again) is type(batch)
         assert all(again[key] is batch[key] for key in batch)
-        found = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(batch)[0]]
-        assert found == paths
-        assert _pytree.treespec_loads(_pytree.treespec_dumps(spec)) == spec
     sums = torch.vmap(lambda row: row["frame"].sum() + row["action"])(batch_of())
     assert sums.tolist() == [0, 4, 8, 12]
 

@@ -216,13 +216,14 @@ def test_a_long_episode_beside_short_ones(is_kept: bool) -> None:
 def test_a_lane_that_is_lost_has_no_steps_until_its_next_reset() -> None:
     tapes, _ = bound()
     tapes.record_reset(1, 5, None)
-    tapes.lose(1, "it broke")
-    tapes.lose(2, "it was never reset")
+    tapes.record_step([1])
+    tapes.lose(1)
+    tapes.lose(2)
     tapes.record_step([0, 1])
     assert tapes.tape(2) is None
     tape = tapes.tape(1)
     assert tape is not None
-    assert (tape.why_lost, tape.n_steps, tape.without_last()) == ("it broke", 1, tape)
+    assert (tape.why_lost != "", tape.n_steps) == (True, 2)
     tapes.record_reset(1, 6, None)
     tapes.record_step([1])
     assert first_of(tapes, 1) == [0]
