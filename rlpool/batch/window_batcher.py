@@ -176,9 +176,8 @@ class Batcher(BatcherBase):
             (6, 6)
         """
         dispatcher = self._open()
-        number: Any = agent_info
-        if isinstance(number, int):
-            what = f"execute() got {number}, and a Batcher counts no episodes"
+        if hasattr(agent_info, "__index__"):
+            what = f"execute() got {agent_info!r:.40}, and a Batcher counts no episodes"
             fix = "call execute() for the next window of all lanes, or use an EpisodeBatcher"
             raise SpecError(what, fix=fix)
         if not self._is_reset or self.is_interrupted:

@@ -98,9 +98,11 @@ class DictTensorBase:
     def __setitem__(self, key: Any, value: Any) -> None:
         """Refuse to replace a tensor or rows, for which there are methods."""
         what = f"a {type(self).__name__} takes no {key!r:.40} by assignment"
-        example = "frame" if not isinstance(key, str) else key
-        fix = f'replace the tensor: e.set("{example}", e["{example}"] / 2), or copy_ for rows'
+        fix = f'replace the tensor: e.set("{key}", e["{key}"] / 2), or copy_ for rows'
         raise UsageError(what, fix=fix)
+
+    def __delitem__(self, key: Any) -> None:
+        raise UsageError(f"cannot delete {key!r:.40}", fix="keep the other keys: get(keys)")
 
     def get(self: BatchT, keys: Iterable[str], clone: bool = False) -> BatchT:
         """Keep some keys.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from operator import setitem
+from operator import delitem, setitem
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import TransformReward
@@ -379,9 +380,10 @@ def test_calls_that_go_wrong_are_met_with_those_to_make() -> None:
                 lambda: setitem(episodes, "frame", episodes["frame"] / 2),
                 'e.set("frame", e["frame"]',
             ),
+            (lambda: delitem(episodes, "frame"), "get(keys)"),
             (lambda: batcher.execute(), "execute(32)"),
             (lambda: batcher.execute(3, halves), "x.float()"),
-            (lambda: windows.execute(8), "call execute() for the next window"),
+            (lambda: windows.execute(np.int64(8)), "call execute() for the next window"),
         ):
             with pytest.raises(RlpoolError) as caught:
                 call()
