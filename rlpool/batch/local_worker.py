@@ -15,7 +15,7 @@ from rlpool.batch.worker import Collector
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.generators import OwnGenerators
-from rlpool.machine.torch_settings import OwnSettings, TorchSettings
+from rlpool.machine.torch_settings import OwnSettings, torch_settings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts, given_up
 from rlpool.workers.logs import SAID
@@ -60,7 +60,7 @@ class LocalWorker:
         self.control.set_state(0, State.STARTING)
         self._record = self.control.of_worker(0)
         how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
-        self._place = Place(0, 1, root, TorchSettings.current(), how)
+        self._place = Place(0, 1, root, torch_settings(), how)
         self._collector = self._new_collector()
         self._generators, self._settings = OwnGenerators(), OwnSettings()
         self._is_closed = False

@@ -37,7 +37,7 @@ from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, W
 from rlpool.machine.arguments import also_takes, keywords, real_number, whole_number
 from rlpool.machine.imports import import_extra
 from rlpool.machine.pickling import why_not
-from rlpool.machine.torch_settings import TorchSettings
+from rlpool.machine.torch_settings import Settings, torch_settings, use_settings
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Unpadded, trajectories_of
@@ -190,7 +190,7 @@ class Nodes:
         for number in range(self.n_nodes):
             place = module.PlacementGroupSchedulingStrategy(self._group, number)
             kind = self._ray.remote(NodeActor).options(**options, scheduling_strategy=place)
-            self._actors.append(_Actor(kind.remote(setup, sys.path, TorchSettings.current())))
+            self._actors.append(_Actor(kind.remote(setup, sys.path, torch_settings())))
         self._ask_who_is_back()
         while any(actor.calls for actor in self._actors):
             self._advance(_RETRY_S)
@@ -471,8 +471,8 @@ class NodeActor:
         settings: Of torch, the caller's.
     """
 
-    def __init__(self, setup: bytes, path: Sequence[str], settings: TorchSettings) -> None:
-        settings.use()
+    def __init__(self, setup: bytes, path: Sequence[str], settings: Settings) -> None:
+        use_settings(settings)
         sys.path += [each for each in path if each not in sys.path and os.path.exists(each)]
         self._setup = setup
         self._batcher: Any = None

@@ -16,7 +16,7 @@ from torch import nn
 from rlpool.agents.agent import Agent
 from rlpool.data.infos import Infos
 from rlpool.envs.description import plain
-from rlpool.machine.torch_settings import TorchSettings, default_device
+from rlpool.machine.torch_settings import default_device, torch_settings
 
 
 def protocol_of(
@@ -48,7 +48,7 @@ def protocol_of(
         "infos_digest": digest_of([dict(info) for info in rows]),
         "torch": {
             "default_device": str(default_device()),
-            **{name: str(value) for name, value in TorchSettings.current()._asdict().items()},
+            **{name: str(value) for name, value in torch_settings().items()},
         },
         "versions": {each.__name__: str(each.__version__) for each in libraries},
     }

@@ -232,7 +232,7 @@ def _dumped(value: Any, copies: bool = False, spawns: bool = False) -> tuple[byt
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream, copies, spawns)
-    pickler.dump(_Named(value, _Names()))
+    pickler.dump(_Named(value, pickler.names))
     return stream.getvalue(), pickler.kept
 
 
@@ -251,15 +251,11 @@ def begin_main_module() -> None:
     sys.modules["__main__"] = main
 
 
-class _Names:
-    """In a pickle: what it has of the main module, by name."""
-
-
 class _Named(NamedTuple):
-    """In a pickle: an object, and what the pickle has of the main module."""
+    """In a pickle: an object, and by name what its pickle has of the main module until then."""
 
     value: Any
-    names: Any
+    names: dict[str, Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, tuple(self)
@@ -279,16 +275,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.kept: list[Any] = []
         self._copies = copies
         self._spawns = spawns
-        self._names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {}
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce what is shared as multiprocessing does; leave everything else to cloudpickle."""
         if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
             name = value.__qualname__
             if vars(sys.modules["__main__"]).get(name) is value:
-                self._names[name] = value
-        elif type(value) is _Names:
-            return dict, (list(self._names.items()),)
+                self.names[name] = value
         if isinstance(value, type) and issubclass(value, _CTYPES):
             return NotImplemented  # by its name: a copy, as cloudpickle makes, is refused by ctypes
         if _is_inherited(value):

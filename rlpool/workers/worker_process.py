@@ -27,7 +27,7 @@ from rlpool.data.storage import Memory, anonymous_file
 from rlpool.errors import Where, WorkerError, WorkerStartupError
 from rlpool.machine.generators import seed_generators
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
-from rlpool.machine.torch_settings import TorchSettings
+from rlpool.machine.torch_settings import Settings, use_settings
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix, worker_error
 from rlpool.seeding import worker_seed
@@ -66,7 +66,7 @@ class Place(NamedTuple):
     worker: int
     n_workers: int
     root: int
-    settings: TorchSettings
+    settings: Settings
     policy: FailurePolicy = FailurePolicy()
 
     @property
@@ -198,7 +198,7 @@ def load(place: Place, what: str, functions: bytes) -> Any:
     """
     loaded = called(Where(worker=place.worker), f"loading {what}", pickle.loads, functions)
     # Only now: modules that were imported for them may have changed settings or seeded generators.
-    place.settings.use()
+    use_settings(place.settings)
     seed_generators(place.seed)
     # The garbage collector can skip modules; those of the template it skips already. It has to see
     # environments, and what they leave open, when the worker ends.

@@ -35,7 +35,7 @@ from rlpool.errors import (
 from rlpool.machine.imports import missing_guard_error
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import n_oom_kills, process_activity
-from rlpool.machine.torch_settings import TorchSettings
+from rlpool.machine.torch_settings import torch_settings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
@@ -173,7 +173,7 @@ class Workers:
         self.fatal: RlpoolError | None = None
         self.all_up = False
         self._root = root
-        self._settings = TorchSettings.current()  # now: a successor has the same
+        self._settings = torch_settings()  # now: a successor has the same
         self._runs = runs
         self._policy = policy
         self._timeout_s = timeout_s

@@ -76,16 +76,16 @@ def use(dtype: torch.dtype, mode: int, precision: str, device: str | None) -> No
     torch.set_default_device(device)
 
 
-use_defaults = partial(use, torch.float32, 0, "highest", None)
-use_others = partial(use, torch.float64, 1, "medium", "meta")
+DEFAULTS = (torch.float32, 0, "highest", None)
+OTHERS = (torch.float64, 1, "medium", "meta")
 IN_WORKERS = [1, 1, 2, 0]
 
 
 @pytest.fixture
 def other_settings() -> Iterator[None]:
-    use_others()
+    use(*OTHERS)
     yield
-    use_defaults()
+    use(*DEFAULTS)
 
 
 @pytest.mark.usefixtures("other_settings")
@@ -96,7 +96,7 @@ def test_settings_of_torch_hold_in_workers_and_results_are_on_the_cpu(
     n_workers: int, start_method: str
 ) -> None:
     with open_batcher(n_workers, start_method=start_method, on_env_error="truncate") as batcher:
-        use_defaults()  # the workers that are there, and their successors, keep theirs
+        use(*DEFAULTS)  # the workers that are there, and their successors, keep theirs
         for _ in range(2):
             batcher.execute(2)
             result = batcher.get()
@@ -104,7 +104,7 @@ def test_settings_of_torch_hold_in_workers_and_results_are_on_the_cpu(
             for pid in worker_pids():
                 os.kill(pid, signal.SIGKILL)
         assert settings() == [0, 0, 0, 0]
-        use_others()
+        use(*OTHERS)
         batcher.execute(2, env_info={"x": [1.5, 2.5]})
         result = batcher.get()
         assert result.info["env_info/x"].dtype is torch.float64
@@ -116,16 +116,10 @@ def test_settings_of_torch_hold_in_workers_and_results_are_on_the_cpu(
 @pytest.mark.usefixtures("other_settings")
 def test_settings_of_torch_hold_in_workers_of_managers() -> None:
     with ParallelEnvManager([LookingEnv], seed=1) as manager:
-        observation, _ = manager.reset()
-        assert observation["frame"].tolist() == [IN_WORKERS]
-        action = torch.zeros(1, dtype=torch.int64, device="cpu")
-        _, (running, _) = manager.step(DictTensor({"action": action}))
-        assert running["frame"].tolist() == [IN_WORKERS]
+        assert manager.reset()[0]["frame"].tolist() == [IN_WORKERS]
 
 
 # Files that are left open ---------------------------------------------------------------------
-
-N_LINES = 6
 
 
 class WritingEnv(LookingEnv):
@@ -133,29 +127,21 @@ class WritingEnv(LookingEnv):
 
     Args:
         directory: Where the file is.
-        holder: What refers to the file: the environment, a cycle, its class, or the archive of a
+        holder: What refers to the file: the environment, a cycle, the class; ``"archive"`` for a
             compressed file.
     """
 
     kept: Any = None
 
     def __init__(self, directory: str, holder: str) -> None:
-        path = f"{directory}/{os.getpid()}-{id(self)}"
-        self.file = gzip.open(path, "wt") if holder == "archive" else open(path, "w")  # noqa: SIM115
-        if holder == "cycle":
-            self.me = self
-        if holder == "class":
-            type(self).kept, self.file = self.file, open(os.devnull, "w")  # noqa: SIM115
+        opened = gzip.open if holder == "archive" else open
+        keeper = type(self) if holder == "class" else self
+        keeper.kept = opened(f"{directory}/{os.getpid()}-{id(self)}", "wt")
+        self.me = self if holder == "cycle" else None
 
     def step(self, action: Any) -> Any:
-        print("step", file=self.kept or self.file)
+        print("step", file=self.kept)
         return super().step(action)
-
-
-def lines_in(directory: Path, holder: str) -> int:
-    contents = [path.read_bytes() for path in directory.iterdir()]
-    decoded = map(gzip.decompress, contents) if holder == "archive" else contents
-    return sum(content.count(b"step\n") for content in decoded)
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -164,54 +150,49 @@ def test_files_that_environments_leave_open_are_written(
     tmp_path: Path, holder: str, start_method: str
 ) -> None:
     env_args = {"kind": WritingEnv, "directory": str(tmp_path), "holder": holder}
-    restarts = {"max_episodes_per_worker": 2}  # one that is replaced leaves nothing behind either
+    restarts = {"max_episodes_per_worker": 2}
     with open_batcher(env_args=env_args, start_method=start_method, **restarts) as batcher:
-        batcher.execute(N_LINES // ENDS)
+        batcher.execute(3)
         batcher.get()
-    assert lines_in(tmp_path, holder) == N_LINES
-    with ParallelEnvManager(
-        [partial(WritingEnv, str(tmp_path), holder)], seed=1, start_method=start_method
-    ) as manager:
+    make = partial(WritingEnv, str(tmp_path), holder)
+    with ParallelEnvManager([make], seed=1, start_method=start_method) as manager:
         manager.reset()
         manager.step(DictTensor({"action": torch.zeros(1, dtype=torch.int64)}))
-    assert lines_in(tmp_path, holder) == N_LINES + 1
+    contents = [path.read_bytes() for path in tmp_path.iterdir()]
+    decoded = map(gzip.decompress, contents) if holder == "archive" else contents
+    assert sum(content.count(b"step\n") for content in decoded) == 3 * ENDS + 1
 
 
 # Processes of environments --------------------------------------------------------------------
 
 SCRIPT = """\
-import multiprocessing
-
 import gymnasium
-import numpy as np
+import multiprocessing
+import numpy
 
+METHODS = ["fork", "spawn", "forkserver"]
 
 def double(number, results):
     results.put(2 * number)
 
-
 class StartingEnv(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1000, 1000, (3,), np.int64)
+    observation_space = gymnasium.spaces.Box(-10, 10, (3,), numpy.int64)
     action_space = gymnasium.spaces.Discrete(2)
 
     def count(self, results):
         results.put(3)
 
     def reset(self, *, seed=None, options=None):
-        results, found = multiprocessing.Queue(), []
+        results, found = multiprocessing.Queue(), [METHODS.index(multiprocessing.get_start_method())]
         for target, arguments in ((double, (4, results)), (self.count, (results,))):
             process = multiprocessing.Process(target=target, args=arguments)
             process.start()
             found.append(results.get())
             process.join()
-        found.append(METHODS.index(multiprocessing.get_start_method()))
-        return np.array(found), {}
+        return numpy.array(found), {}
 
     def step(self, action):
-        return np.zeros(3, np.int64), 0.0, True, False, {}
-
-
-METHODS = ["fork", "spawn", "forkserver"]
+        return numpy.zeros(3, int), 0.0, True, False, {}
 """
 
 
@@ -225,15 +206,14 @@ def test_environments_start_processes_as_the_program_does(
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(method, force=True)
     try:
-        env_args = {"kind": kind}
-        with open_batcher(env_args=env_args, start_method=start_method) as batcher:
+        with open_batcher(env_args={"kind": kind}, start_method=start_method) as batcher:
             batcher.execute(1)
             found = batcher.get()["frame"][0].tolist()
         with ParallelEnvManager([kind], seed=1, start_method=start_method) as manager:
             found += manager.reset()[0]["frame"].tolist()
     finally:
         multiprocessing.set_start_method(before, force=True)
-    assert found == [[8, 3, ["fork", "spawn", "forkserver"].index(method)]] * 2
+    assert found == [[["fork", "spawn", "forkserver"].index(method), 8, 3]] * 2
 
 
 # Deaths ---------------------------------------------------------------------------------------
