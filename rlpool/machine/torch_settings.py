@@ -14,30 +14,24 @@ import torch
 Settings = Mapping[str, Any]
 """Values of settings by their names."""
 
-_FUNCTIONS: dict[str, tuple[Any, Any]] = {
-    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    # The mode of use_deterministic_algorithms, which imports the compiler: that takes a second.
-    "deterministic_debug_mode": (
-        torch.get_deterministic_debug_mode,
-        torch.set_deterministic_debug_mode,
-    ),
-    "float32_matmul_precision": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
-}
+_NAMES = (
+    "default_dtype",
+    "deterministic_debug_mode",  # of use_deterministic_algorithms, which takes a second to import
+    "float32_matmul_precision",
+)
+"""Torch has ``get_`` and ``set_`` functions of these names."""
 
 
 def torch_settings() -> Settings:
     """Those of this process."""
-    return {name: get() for name, (get, _) in _FUNCTIONS.items()}
+    return {name: getattr(torch, f"get_{name}")() for name in _NAMES}
 
 
 def use_settings(settings: Settings) -> None:
     """Let settings hold in this process."""
-    for name, (get, change) in _FUNCTIONS.items():
-        if get() != settings[name]:
-            change(settings[name])
+    for name, value in settings.items():
+        if getattr(torch, f"get_{name}")() != value:
+            getattr(torch, f"set_{name}")(value)
 
 
 class OwnSettings:

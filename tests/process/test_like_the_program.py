@@ -183,7 +183,8 @@ class StartingEnv(gymnasium.Env):
         results.put(3)
 
     def reset(self, *, seed=None, options=None):
-        results, found = multiprocessing.Queue(), [METHODS.index(multiprocessing.get_start_method())]
+        results = multiprocessing.Queue()
+        found = [METHODS.index(multiprocessing.get_start_method())]
         for target, arguments in ((double, (4, results)), (self.count, (results,))):
             process = multiprocessing.Process(target=target, args=arguments)
             process.start()
