@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -169,7 +170,10 @@ def evaluate(
         check_repeatable = check_repeatable and batcher.environment["seeding"] == "episode"
         arguments = parts, rows, given, protocol["infos"], failures
         found = _run(batcher, *arguments, checks=check_repeatable)
-        for part in _shown(found, len(parts)) if progress else found:
+        if progress:
+            bar = import_extra("tqdm.auto", "evaluation").tqdm
+            found = bar(found, total=len(parts), unit="request")
+        for part in found:
             entries += part
             _check_infos(batcher.unseen_keys(), entries, n_episodes, len(numbers))
             if record is not None:
@@ -217,12 +221,12 @@ def _run(
 ) -> Iterator[list[Entry]]:
     """What is recorded of the episodes of these numbers, one request after the other."""
     batcher.seek(parts[0].start if parts else 0)
-    left, first, tape = list(parts), 0, None
-    for number, part in enumerate(parts):
-        while left and (number or not checks or len(left) == len(parts)):
-            some = left.pop(0)
-            seeds = given and given[some.start : some.stop]
-            batcher.execute(len(some), *part_of(infos, some), episode_seeds=seeds)
+    waiting, first, tape = iter(parts), 0, None
+    for part in parts:
+        # Nothing else may run while the first request is checked.
+        for each in islice(waiting, 1 if checks and part == parts[0] else None):
+            seeds = given and given[each.start : each.stop]
+            batcher.execute(len(each), *part_of(infos, each), episode_seeds=seeds)
         trajectories = batcher.get()
         failures += batcher.failures
         errors: dict[int | None, str] = {}
@@ -263,11 +267,6 @@ def _check_infos(
         if not had and (n_run == n_episodes or key in _SUCCESS or key in entries[0]["infos"]):
             what = f"no {key!r} in any info of {len(entries)} episodes (info_keys)"
             raise EnvSpecError(what, fix="correct the name, or report it in some episode")
-
-
-def _shown(found: Iterable[list[Entry]], n_requests: int) -> Any:
-    """The same, while a bar shows how many requests are done."""
-    return import_extra("tqdm.auto", "evaluation").tqdm(found, total=n_requests, unit="request")
 
 
 def _entries(

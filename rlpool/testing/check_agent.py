@@ -62,13 +62,11 @@ class AgentChecks(Checks):
     Attributes:
         envs: Where observations come from.
         agent_info: ``[R, ...]``, rows are used in turns.
-        last_calls: The calls of the last run, which may have failed.
     """
 
     refusal = AgentSpecError
     envs: EnvChecks
     agent_info: DictTensor
-    last_calls: Sequence[tuple[Any, Any, Tensors]] = ()
 
     def make(self, number: int = 0) -> Any:
         """Make an agent as worker ``number`` would."""
@@ -85,7 +83,6 @@ class AgentChecks(Checks):
             n_runs: How often the same episodes are run.
         """
         recorder, n_episodes, info = Recorder(self.make()), 2 * n_lanes, self.agent_info
-        self.last_calls = recorder.calls
         if not info.empty():
             info = info.index(torch.arange(n_episodes, device="cpu") % info.n_elems())
         vec, limits = self.envs.lanes(n_lanes=n_lanes), itertools.cycle(range(_N_STEPS, 1, -1))
@@ -119,12 +116,9 @@ class AgentChecks(Checks):
         space: Any = getattr(self.envs.lanes(), "action_space", None)
         if getattr(space, "dtype", None) is None:  # it is not known, or nested
             return
-        try:
-            self.trace  # noqa: B018  (runs the agent)
-        finally:  # the environment may have refused an action
-            for *_, result in self.last_calls:
-                for action in result["output/action"].numpy().astype(space.dtype):
-                    yield from outside(space, "an action", action)
+        for *_, result in self.trace:
+            for action in result["output/action"].numpy().astype(space.dtype):
+                yield from outside(space, "an action", action)
 
     def rows_are_independent(self) -> Problems:
         """A row's results depend on that row alone."""

@@ -37,7 +37,8 @@ from rlpool.errors import (
 from rlpool.machine.arguments import takes_keyword, whole_number
 from rlpool.machine.generators import OwnGenerators
 from rlpool.record.failures import env_error
-from rlpool.record.tape import action_row
+from rlpool.record.repeat import repeat_together
+from rlpool.record.tape import Tape, action_row, joined
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 
 _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds
@@ -182,33 +183,29 @@ class EnvChecks(Checks):
         Raises:
             EnvError: If one of them fails.
         """
-        actions = self._actions(vec)
-        vec.declare_actions(row_specs(actions[0]))
+        columns, options = self._actions(vec), copy.deepcopy(self.options)
+        vec.declare_actions(row_specs(columns))
         vec.reset_all_next()
-        lanes, episodes = range(len(seeds)), [list[Step]() for _ in seeds]
+        tapes = {lane: Tape(seed, options, chunks=[columns]) for lane, seed in enumerate(seeds)}
+        episodes = [list[Step]() for _ in seeds]
         try:
-            vec.reset_lanes(lanes, seeds, [copy.deepcopy(self.options) for _ in seeds])
-            ended: Sequence[int] = ()
-            for number, action in enumerate([*actions, None]):
+            for number, reached in enumerate(repeat_together(vec, tapes)):
                 place = f"step {number - 1}" if number else "reset"
-                keys = vec.current.keys()
                 for lane, seed in enumerate(seeds):
-                    row = {key: np.array(vec.current[key][lane]) for key in keys}
+                    row = {key: np.array(array[lane]) for key, array in vec.current.items()}
                     returned = vec.results[lane] if isinstance(vec, GymEnv) else None
                     done = Step(f"{place} of the episode with seed {seed}", row, returned)
                     episodes[lane].append(done)
-                if ended or action is None:
+                if any(each.has_ended for each in reached.values()):
                     break
-                batch = {key: np.repeat(array, vec.n_lanes, 0) for key, array in action.items()}
-                ended = vec.step_lanes(lanes, batch)
         except LaneError as failure:
             which = dict(enumerate(seeds)).get(failure.lane)
             where = Where(lane=failure.lane, step=max(len(episodes[0]) - 1, 0), seed=which)
             raise env_error(failure, where) from failure.__cause__
         return episodes
 
-    def _actions(self, vec: VecEnv) -> list[dict[str, NDArray]]:
-        """The action of each step of all episodes, ``[1, ...]`` per key."""
+    def _actions(self, vec: VecEnv) -> dict[str, NDArray]:
+        """The action of each step of all episodes, ``[n_steps, ...]`` per key."""
         space = copy.deepcopy(getattr(vec, "action_space", None))
         if space is None:
             raise SpecError(
@@ -217,7 +214,8 @@ class EnvChecks(Checks):
         space.seed(self.seeds[0])
         structure = structure_of_space(space, name="action")
         specs = {key: leaf.spec for key, leaf in leaves_of({"action": structure}, "").items()}
-        return [action_row(structure, specs, space.sample()) for _ in range(self.n_steps)]
+        rows = [action_row(structure, specs, space.sample()) for _ in range(self.n_steps)]
+        return joined(rows)
 
     @cached_property
     def steps(self) -> list[Step]:
