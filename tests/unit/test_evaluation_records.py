@@ -341,13 +341,13 @@ def test_episodes_that_failed_count_as_they_are_told_to(tmp_path: Path) -> None:
 
 
 def create_deadly(seed: int) -> GymEnv:
-    return GymEnv([FailingEnv("sigkill", at_step=2)], seed)
+    return GymEnv([FailingEnv("sigkill", at_step=1)], seed)
 
 
 def test_a_death_is_listed_with_seed_and_step() -> None:
     found = evaluate(StepCounter(), create_deadly, 1, n_workers=1, on_env_error="truncate")
     (failure,) = found.failures
-    assert (failure.where.seed, failure.where.step) == (int(found.seeds[0]), 2)
+    assert (failure.where.seed, failure.where.step) == (int(found.seeds[0]), 1)
 
 
 # Arguments ---------------------------------------------------------------------------------------

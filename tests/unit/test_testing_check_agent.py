@@ -197,7 +197,7 @@ def test_what_is_wrong_is_an_error_of_its_check(name: str, agent: Any) -> None:
 
 
 def test_an_action_that_the_environment_refuses_is_named() -> None:
-    with pytest.raises(AgentSpecError, match="returns: .* is 5, outside of 0 to 1"):
+    with pytest.raises(AgentSpecError, match=r"returns: .* is 5, outside of 0 to 1"):
         check_agent(lambda: ConstantAgent(5), "CartPole-v1")
 
 
