@@ -133,8 +133,7 @@ class Dispatcher:
         self._processes: Workers | LocalWorker
         if n_workers:
             runs = [partial(main, recipe.shared)] * n_workers
-            hint = recipe.setup.hint
-            self._processes = Workers(runs, root, policy, timeout_s, self, hint)
+            self._processes = Workers(runs, root, policy, timeout_s, self)
         else:
             self._processes = LocalWorker(root, self, policy)
         self.control = self._processes.control

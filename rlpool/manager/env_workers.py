@@ -178,7 +178,7 @@ class EnvWorkers(CrashOnly):
             partial(main, functions.shared, wake, self._done)
             for functions, wake in zip(self._functions, self.wakes, strict=True)
         ]
-        self.processes = Workers(runs, self.root, self._policy, self._timeout_s, self, ENV_HINT)
+        self.processes = Workers(runs, self.root, self._policy, self._timeout_s, self)
         self.stats_reader = StatsReader(self.processes.control)
         try:
             self.processes.control.name = "ParallelEnvManager"

@@ -71,6 +71,8 @@ _OUT_OF_MEMORY = (
     "or set max_episodes_per_worker if the environment leaks"
 )
 
+_CRASHED = "look there for what ends a process: native code that crashes, or os._exit"
+
 _KILLED = (
     "find out what kills it from outside, or which code of the environment closes file descriptors "
     "that it has not opened (os.closerange, os.close)"
@@ -151,7 +153,6 @@ class Workers:
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         client: Gives them work.
-        debug_hint: What to do about a worker that died.
 
     Attributes:
         fatal: Why nothing works any more.
@@ -167,7 +168,6 @@ class Workers:
         policy: FailurePolicy,
         timeout_s: float | None,
         client: Client,
-        debug_hint: str,
     ) -> None:
         n_workers = self.n_workers = len(runs)
         self.fatal: RlpoolError | None = None
@@ -178,7 +178,6 @@ class Workers:
         self._policy = policy
         self._timeout_s = timeout_s
         self._client = client
-        self._debug_hint = debug_hint
         self.restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
         self._lives = [Life(worker) for worker in range(n_workers)]
@@ -345,7 +344,7 @@ class Workers:
         self._client.lost(life.worker, failure)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:
-        name, fix = signal_name(exitcode), ""
+        name, fix = signal_name(exitcode), _CRASHED
         if name == "SIGKILL":
             fix = _KILLED if n_oom_kills() == self._lives[worker].n_oom_kills else _OUT_OF_MEMORY
         return WorkerDiedError(
@@ -354,7 +353,6 @@ class Workers:
             signal_name=name,
             **self._client.running_in(worker),
             fix=fix,
-            hint=self._debug_hint,
         )
 
     def abort(self) -> None:
