@@ -490,20 +490,21 @@ class WindowRequest(Request):
         n_together = self.n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         rows = slots_of(block.arrays, slice(self.n_rows))
-        told = np.full(self.n_rows, self.root >> 65), np.array(lanes), *self._move_on(rows)
+        numbers = np.array(lanes)
+        told = np.full(self.n_rows, self.root >> 65), numbers, *self._move_on(numbers, rows)
         info |= {k: partial(torch.from_numpy, v) for k, v in zip(WINDOW_KEYS, told, strict=True)}
         return trajectories_of(block.layout, rows, info)
 
-    def _move_on(self, rows: Slice) -> NDArray:
+    def _move_on(self, lanes: NDArray, rows: Slice) -> NDArray:
         """Move its lanes to the end of the window; returns their positions before."""
-        before = self.positions[:, self.lanes]
-        n_ended, step = np.zeros_like(before[0]), before[1] + rows.lengths
-        if self.running_block.layout.restarts and rows.lengths.any():
-            done = rows.rows[successor_key("done")]
+        before = self.positions[:, lanes]
+        n_ended, step = np.zeros_like(lanes), before[1] + rows.lengths
+        done = rows.rows.get(successor_key("done"))  # where lanes restart
+        if done is not None and done.size:
             n_ended = done.sum(axis=1)
             n_behind = done[:, ::-1].argmax(axis=1) + rows.lengths - done.shape[1]
             step = np.where(n_ended, n_behind, step)
-        self.positions[:, self.lanes] = before[0] + n_ended, step
+        self.positions[:, lanes] = before[0] + n_ended, step
         return before
 
 

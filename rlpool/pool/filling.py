@@ -84,10 +84,11 @@ class Filler:
         store, new = self._new_rows(trajectories)
         lengths = trajectories.lengths.cpu().numpy()
         sizes = lengths[lengths > 0]
-        draws: list[int | float] = [index or 0] * len(sizes)
+        chosen = [index or 0] * len(sizes)
         if index is None and self._settings.n_workers > 1:
             draws = self.router.random(len(sizes)).tolist()
-        first = self._distribute(store, new, sizes, draws)
+            chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
+        first = self._distribute(store, new, sizes, np.array(chosen))
         if all(key in trajectories.info for key in WINDOW_KEYS):
             windows = np.stack([trajectories.info[k].numpy(force=True) for k in WINDOW_KEYS], 1)
             self._join(store, windows[lengths > 0], first, sizes, new.is_last)
@@ -133,7 +134,9 @@ class Filler:
         draws: list[int | float] = self.router.random(len(order)).tolist()
         if not self._has_run:  # the first of each process goes into its own sub-pool
             draws[: len(lengths)] = range(len(lengths))
-        self._distribute(store, new.part(order), np.ones(len(order), int), draws)
+        sizes = np.ones(len(order), int)
+        chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
+        self._distribute(store, new.part(order), sizes, np.array(chosen))
         self.store, self._has_run = store, True
 
     def _checked_index(self, index: Any) -> int | None:
@@ -186,14 +189,13 @@ class Filler:
         )
 
     def _distribute(
-        self, store: Store, new: ingest.NewRows, sizes: NDArray, draws: Sequence[int | float]
+        self, store: Store, new: ingest.NewRows, sizes: NDArray, chosen: NDArray
     ) -> NDArray:
-        """Add pieces of these sizes to the sub-pools that ``routes`` draws.
+        """Add pieces of these sizes to these sub-pools.
 
         Returns:
             The first transition of each piece, see ``SubPools.find``.
         """
-        chosen = np.array(routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws))
         first = np.zeros_like(sizes)
         for index in np.unique(chosen).tolist():
             mine = chosen == index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class Schema:
             )
         return replace(self, n_frames=n_frames, stacks=stacks)
 
-    @property
+    @cached_property
     def apart(self) -> list[str]:
         """Columns whose value after the step is another column, as the values are small."""
         return [
