@@ -221,7 +221,9 @@ class Collector(Server):
                 place = {lane: where}
                 take_over(self.env, {lane: part}, place, self._control.steps, may_end=True)
         except WorkerError as error:
-            name, fix = next(iter(self.env.state_keepers.items()), ("the environment", _RESTORE))
+            found = described(self.env)
+            whole = f"the environment ({', '.join([*dict(found['wrappers']), found['class']])})"
+            name, fix = next(iter(self.env.state_keepers.items()), (whole, _RESTORE))
             what = error.what.replace("the environment", name, 1)
             fix = f"{fix}; check_repeatable=False goes on"
             self.report_failure(error.reworded(what=what, fix=fix), message.number)
