@@ -36,7 +36,6 @@ from support.faults import (
     faults_at,
     strike,
 )
-from support.needy import create_needy
 from support.variants import variants
 
 pytestmark = [
@@ -223,21 +222,6 @@ def test_a_failure_says_where_and_the_batcher_goes_on(
     assert_tells(caught.value, place, kind, lasting_struck)
     assert_works(batcher)
     assert worker_pids() == before
-
-
-# Updates --------------------------------------------------------------------------------------
-
-
-def test_an_update_is_not_lost_with_the_request_it_came_with() -> None:
-    with EpisodeBatcher(4, 8, create_agent, {}, create_needy, {}, 0) as batcher:
-        batcher.update(5)
-        batcher.execute(2)
-        with pytest.raises(rlpool.EnvError):
-            batcher.get()
-        batcher.execute(2, env_info=DictTensor({"id": torch.arange(2)}))
-        result = result_of(batcher)
-    assert result.info["policy_version"].tolist() == [1, 1]
-    assert (result["version"][:, 0] == 5).all()
 
 
 # Faults that end a worker, or come when it starts or ends --------------------------------------

@@ -122,12 +122,14 @@ class Script:
                 elif call == "get" or len(self.pending) == 3:
                     self.take()
                 elif not has_failed:
-                    info = None
+                    info = env_info = None
                     if self.rng.random() < 0.2:
                         info = self.agent_info(n_lanes, self.by_hand.env_info)
-                    self.log.append(("execute", info))
-                    self.batcher.execute(info)
-                    expected = self.by_hand.execute(info)
+                    elif self.rng.random() < 0.2:
+                        env_info = self.later_env_info(n_lanes)
+                    self.log.append(("execute", info, env_info))
+                    self.batcher.execute(info, env_info)
+                    expected = self.by_hand.execute(info, env_info)
                     has_stopped = expected is None
                     if expected is not None:
                         has_failed = bool(expected.failures)
@@ -231,6 +233,14 @@ class Script:
             else:
                 agent_info["breaks"] = steps.clip(min=-1)
         return agent_info, env_info
+
+    def later_env_info(self, n: int) -> Any:
+        """``env_info`` for episodes that begin from now on, ``None`` for the same as before."""
+        if self.by_hand.setting.over == "together" or "id" in self.by_hand.agent_info:
+            return None
+        _, env_info = self.infos(n)
+        env_info.pop("id", None)  # lanes that go on have another one
+        return env_info or None
 
     def agent_info(self, n: int, env_info: Any) -> Any:
         """``agent_info`` of ``n`` rows."""

@@ -224,6 +224,7 @@ class Lane:
         seeds: Iterator[int],
     ) -> None:
         self.env, self.options, self.restarts = env, options, restarts
+        self.begins_with: Any = None  # what begins a window began when the one before it ended
         self.begin, self.seeds, self.n_begun = begin, seeds, 0
         self.episode: Episode | None = None
         self.is_over = False
@@ -231,15 +232,18 @@ class Lane:
     def window(self, n_steps: int, agent_info: Values | None) -> list[Values]:
         """Its next steps."""
         steps: list[Values] = []
+        is_new = self.episode is not None or not self.n_begun
+        options = self.options if is_new else self.begins_with
         while len(steps) < n_steps and not self.is_over:
             if self.episode is None:
-                shown = self.env.reset(next(self.seeds), self.options)
+                shown = self.env.reset(next(self.seeds), options)
                 self.episode = self.begin(self.n_begun, shown)
                 self.n_begun += 1
             ends = self.episode.see(self.env.step(self.episode.act(agent_info)))
             steps.append(self.episode.steps[-1])
             if ends:
-                self.is_over, self.episode = not self.restarts, None
+                self.is_over, self.episode, options = not self.restarts, None, self.options
+        self.begins_with = self.options
         return steps
 
 

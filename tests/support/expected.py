@@ -173,11 +173,15 @@ class WindowsByHand(ByHand):
         numbers = (seeds.seed(lane, n) for n in itertools.count())
         return Lane(setting.shown(), options, setting.restarts, begin, numbers)
 
-    def execute(self, agent_info: Any) -> Expected | None:
+    def execute(self, agent_info: Any, env_info: Any = None) -> Expected | None:
         """The next window, ``None`` if all lanes have stopped."""
         self.n_windows += 1
         if agent_info is not None:
             self.agent_info = agent_info
+        if env_info is not None:
+            self.env_info = env_info
+            for k, lane in self.lanes.items():
+                lane.options = options_of(env_info, k)
         running = [k for k, lane in self.lanes.items() if not lane.is_over]
         rows, failures = [], {}
         for k in running:
@@ -261,7 +265,7 @@ class WindowsTogether(WindowsByHand):
         together.reset(seeds.seed(first, 0), options_of(self.env_info, first))
         return together
 
-    def execute(self, agent_info: Any) -> Expected | None:
+    def execute(self, agent_info: Any, env_info: Any = None) -> Expected | None:
         setting = self.setting
         self.n_windows += 1
         if agent_info is not None:

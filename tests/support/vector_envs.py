@@ -179,7 +179,6 @@ def create_lanes(
     mode: str = "Disabled",
     restarts: bool = False,
     kind: Any = FragileEnv,
-    limit: int | None = None,
     **arguments: Any,
 ) -> Any:
     """Lanes of ``FragileEnv``, or of another kind.
@@ -192,17 +191,16 @@ def create_lanes(
         mode: ``AutoresetMode`` of the vector environment.
         restarts: Whether lanes of windows restart on their own.
         kind: The single environment.
-        limit: ``max_episode_steps``.
         **arguments: Of ``kind``.
     """
     fns = [partial(kind, **arguments) for _ in range(n_lanes)]
     if over == "gym":
         envs = [make() for make in fns]
-        return (GymEnvInf if restarts else GymEnv)(envs, seed, max_episode_steps=limit)
+        return (GymEnvInf if restarts else GymEnv)(envs, seed)
     if over == "array":
         env: Any = ArrayEnv(n_lanes, AutoresetMode(mode))
     else:
         env = OwnVectorEnv(fns, mode)
     if over == "raw":
         return env
-    return VectorGymEnv(env, seed, seeding="episode", auto_reset=restarts, max_episode_steps=limit)
+    return VectorGymEnv(env, seed, seeding="episode", auto_reset=restarts)

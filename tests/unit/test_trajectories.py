@@ -22,7 +22,6 @@ from support.envs import (
     CountingEnv,
     assert_same_tensors,
     counting_trajectories,
-    create_counting,
 )
 
 LENGTHS = [3, 1, 7, 2, 12, 4]
@@ -115,26 +114,6 @@ def test_collecting_takes_little_memory_beside_the_result(longest: int, most: fl
     tracemalloc.stop()
     assert got["frame"][:, :200].all()
     assert peak < most * sum(got[key].nbytes for key in got if not key.startswith("_"))
-
-
-def test_info_has_a_row_for_every_episode() -> None:
-    agent_info = DictTensor({"id": torch.arange(6), "goal": torch.rand(6, 2)})
-    with EpisodeBatcher(
-        4, 8, create_agent=ConstantAgent, create_env=create_counting, n_threads=0, seeds=0
-    ) as batcher:
-        batcher.execute(6, agent_info, infos(LENGTHS, IDS))
-        info = batcher.get().info
-    own = {"episode", "seed", "policy_version"}
-    assert set(info.keys()) == own | {
-        "agent_info/id",
-        "agent_info/goal",
-        "env_info/length",
-        "env_info/id",
-    }
-    assert torch.equal(info["agent_info/goal"], agent_info["goal"])
-    assert info["env_info/length"].tolist() == LENGTHS
-    assert {info[key].dtype for key in own} == {torch.int64}
-    assert info["policy_version"].tolist() == [0] * 6
 
 
 # What is derived

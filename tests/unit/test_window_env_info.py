@@ -26,22 +26,6 @@ def ends(window: Any) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in window["_done"]]
 
 
-@pytest.mark.parametrize(("n_workers", "over"), [(0, "gym"), (1, "gym"), (0, "own"), (1, "own")])
-def test_rows_hold_for_episodes_that_begin_from_now_on(n_workers: int, over: str) -> None:
-    with open_batcher(n_workers, over) as batcher:
-        batcher.reset(env_info={"length": [4, 4]})
-        batcher.execute()
-        batcher.execute(env_info={"length": [2, 5]})
-        batcher.execute()
-        first, second, third = (batcher.get() for _ in range(3))
-    assert ends(first) == [[3], [3]]
-    assert ends(second) == [[1, 3, 5], [1]]  # those that were running had four steps
-    assert ends(third) == [[1, 3, 5], [0, 5]]
-    assert first.info["env_info/length"].tolist() == [4, 4]
-    assert second.info["env_info/length"].tolist() == third.info["env_info/length"].tolist()
-    assert second.info["env_info/length"].tolist() == [2, 5]
-
-
 @pytest.mark.parametrize("over", ["gym", "own"])
 def test_a_worker_that_is_replaced_repeats_with_what_episodes_began_with(over: str) -> None:
     windows = []
