@@ -410,10 +410,10 @@ def test_actions_of_agents_that_are_alive_have_to_be_in_their_space(lives: Any, 
     actions = {key: np.full((1, len(env.groups[key[7:]])), 4), "action/big": np.ones((1, 2, 2))}
     actions[key][0, -1] = 9  # small_3 is not born, small_1 neither
     env.step_lanes([0], actions)
-    actions[key][0, 0] = 0
+    actions[key][0, 1] = 0
     with pytest.raises(LaneError) as caught:
         env.step_lanes([0], actions)
-    assert "agent 'small_0': the action 'action' is 0, outside of 1 to 4" in str(
+    assert "agent 'small_1': the action 'action' is 0, outside of 1 to 4" in str(
         caught.value.__cause__
     )
 

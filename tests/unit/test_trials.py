@@ -142,11 +142,11 @@ class ListingEnv(TaskEnv):
 
 
 def test_every_episode_of_a_trial_has_its_options_and_may_return_lists() -> None:
-    env = VariBadWrapper(ListingEnv(length=2), 2)
+    env = VariBadWrapper(ListingEnv(length=2), 3)
     env.reset(options={"wind": 3})
-    ends = [env.step(np.zeros(2, np.float32))[2:4] for _ in range(4)]
-    assert ends == [(False, False)] * 3 + [(True, False)]
-    assert [call[2] for call in env.unwrapped.calls if call[0] == "reset"] == [{"wind": 3}] * 2
+    ends = [env.step(np.zeros(2, np.float32))[2:4] for _ in range(6)]
+    assert ends == [(False, False)] * 5 + [(True, False)]
+    assert [call[2] for call in env.unwrapped.calls if call[0] == "reset"] == [{"wind": 3}] * 3
 
 
 def test_a_seed_determines_the_task_and_all_that_follows() -> None:
