@@ -74,9 +74,10 @@ def garbage_of_this_module_only() -> None:
 @pytest.fixture(autouse=True)
 def nothing_was_said() -> None:
     """Let environments say in every test what they say once."""
-    from rlpool.workers.logs import SAID
+    from rlpool.workers.logs import SAID, SAID_OF_MACHINE
 
     SAID.clear()
+    SAID_OF_MACHINE.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -10,15 +10,17 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 
 _LOG = logging.getLogger("rlpool")
+
+_ONCE = {"once": ""}
+"""Of a warning that a program needs only once, as the machine is the same for all batchers."""
 
 ROOT = Path("/")
 """Where ``/proc`` and ``/sys`` are; another directory stands for another machine."""
@@ -121,7 +123,7 @@ def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the
         raise SpecError(f"{what} would need {takes}, but only {smallest}", fix=advice(least.free))
     if total > least.free:
         text = "%s may take up to %s, but only %s: %s if memory runs out"
-        _warn(text, what, takes, least, advice(least.free))
+        _LOG.warning(text, what, takes, least, advice(least.free), extra=_ONCE)
 
 
 def stat_fields(pid: int | str | None) -> list[str]:
@@ -277,22 +279,19 @@ def check_workers(
                 fix=f"{advice}{fits}, or {quota.remedy}",
             )
     if n_workers > _MOST_PER_CORE * n_cores():
-        _warn(
+        _LOG.warning(
             "worker processes: %d, cores that this process may use: %d; unless environments "
             'mostly wait, fewer are faster (worker_count("auto") is %d)',
             *(n_workers, n_cores(), worker_count("auto")),
+            extra=_ONCE,
         )
     if (processor := platform.machine()) not in _TESTED_PROCESSORS:
-        _warn(
+        _LOG.warning(
             "rlpool was tested on x86-64, not on %s, which may show writes to shared memory in "
             "another order: compare results with those of n_workers=0",
             processor,
+            extra=_ONCE,
         )
-
-
-@cache  # the machine is the same for all batchers
-def _warn(text: str, *values: Any) -> None:
-    _LOG.warning(text, *values, extra={"once": ""})
 
 
 def worker_quotas(

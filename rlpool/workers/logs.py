@@ -117,19 +117,22 @@ class Logs:
 SAID: dict[str, int | None] = {}
 """What is said once by a batcher, its environments and all their workers, and by which process."""
 
+SAID_OF_MACHINE: dict[str, int | None] = {}
+"""What is said once by a program."""
+
 
 def _is_new(record: logging.LogRecord) -> bool:
     """Whether no other has said the same, for records that are said once.
 
     These are warnings, which the process that gave them may repeat, and records of rlpool with
-    ``extra={"once": key}``, where ``""`` stands for the text.
+    ``extra={"once": key}``, where ``""`` stands for the text, once in all the program.
     """
     once = getattr(record, "once", None)
     if once is None and record.name == _LOG.name:
         return True
-    key = once or record.getMessage()
-    is_new = key not in SAID
-    return SAID.setdefault(key, record.process) == record.process and (is_new or once is None)
+    key, said = once or record.getMessage(), SAID_OF_MACHINE if once == "" else SAID
+    is_new = key not in said
+    return said.setdefault(key, record.process) == record.process and (is_new or once is None)
 
 
 for _logger in (_LOG, logging.getLogger("py.warnings")):
