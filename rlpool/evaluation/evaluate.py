@@ -130,7 +130,9 @@ def evaluate(
         (tensor([ 3.,  6., 10.]), tensor(6.3333))
     """
     refuse_no_agent(agent)
-    n_episodes, given = _checked_episodes(n_episodes, episode_seeds)
+    given = None if episode_seeds is None else checked_seeds(episode_seeds, n_episodes)
+    n_episodes = len(given) if given else n_episodes
+    n_episodes = whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds")
     agent_rows = agent_rows and whole_number("agent_rows", agent_rows, 1)
     if max_steps is not None:
         max_steps = whole_number("max_steps", max_steps, 1)
@@ -140,11 +142,10 @@ def evaluate(
         checked_target("record", record)  # now, not after the workers have started
     seeds = whole_number("seeds", seeds, 0)
     rows = as_infos(agent_info, env_info, n_episodes)
-    n_slots: Any = None  # as many as its layout says
     copied, root = {"agent": _copied(agent, n_workers)}, evaluation_root(seeds)
-    functions: tuple[Any, Any, Any, Any] = _in_evaluation_mode, copied, create_env, env_args
+    functions = _in_evaluation_mode, copied, create_env, env_args
     rest: Any = {"agent_rows": agent_rows, "timeout": timeout, **policy}
-    sizes = max_steps, _N_TIMESTEPS, n_slots
+    sizes = max_steps, _N_TIMESTEPS, None  # as many slots as its layout says
     with _Evaluator(*sizes, *functions, n_workers, root, **rest) as batcher:
         n_lanes = batcher.n_lanes // max(1, n_workers)
         protocol = protocol_of(
@@ -403,14 +404,6 @@ def verify(
 
 
 # Arguments ---------------------------------------------------------------------------------------
-
-
-def _checked_episodes(n_episodes: Any, given: Any) -> tuple[int, list[int] | None]:
-    """How many episodes, and their seeds if the user has named them."""
-    if given is None:
-        return whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds"), None
-    seeds = checked_seeds(given, n_episodes)
-    return len(seeds), seeds
 
 
 def _copied(agent: Any, n_workers: int) -> Any:

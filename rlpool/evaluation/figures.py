@@ -278,7 +278,11 @@ def _pairs(
     """Return and success of pairs with one seed, ``[n, 2, 2]``; how many episodes have no pair."""
     refuse_no_evaluation("first", first)
     refuse_no_evaluation("second", second)
-    _refuse_other_environments(first, second)
+    names = "environment", "env_args", "max_steps"
+    one, other = ({name: e.protocol.get(name) for name in names} for e in (first, second))
+    if differs := differences(one, other):
+        what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
+        raise SpecError(what, fix="compare policies on the same environment")
     rows: list[dict[int, tuple[float, bool]]] = []
     for each in (first, second):
         returns, counts = returns_of(each, failures)
@@ -292,17 +296,6 @@ def _pairs(
         fix = "evaluate both with the same seeds, or the same episode_seeds"
         raise SpecError("the evaluations share no seed", fix=fix)
     return np.array(pairs, np.float64), len(rows[0]) + len(rows[1]) - 2 * len(pairs)
-
-
-def _refuse_other_environments(first: Evaluation, second: Evaluation) -> None:
-    """Raise for evaluations of different environments."""
-    one, other = (
-        {name: each.protocol.get(name) for name in ("environment", "env_args", "max_steps")}
-        for each in (first, second)
-    )
-    if differs := differences(one, other):
-        what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
-        raise SpecError(what, fix="compare policies on the same environment")
 
 
 def plot(

@@ -40,15 +40,6 @@ class Reached(NamedTuple):
     difference: str
 
 
-def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
-    """Reset one lane and repeat a tape in it, step by step as the caller iterates.
-
-    See ``repeat_together``, whose only lane this is.
-    """
-    for reached in repeat_together(env, {lane: tape}):
-        yield reached[lane]
-
-
 def repeat_together(env: VecEnv, tapes: Mapping[int, Tape]) -> Iterator[dict[int, Reached]]:
     """Reset lanes and repeat their tapes, so that all of them get to the end at the same time.
 
@@ -265,7 +256,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
     reached, failure = Reached(0, False, ""), None
     tape = Tape(error.where.seed, error.options, chunks=[columns] if columns else [])
     try:
-        for reached in repeat(lanes, 0, tape):
+        for reached in (moved[0] for moved in repeat_together(lanes, {0: tape})):
             if reached.has_ended:
                 break
     except LaneError as lane_error:

@@ -249,14 +249,12 @@ class EnvChecks(Checks):
     def repeats(self) -> Problems:
         """The same seed and actions give the same bits, whatever ran in between."""
         vec = self.lanes()
+        for name, fix in vec.state_keepers.items():
+            yield True, f"{name} carries state from one episode to the next", fix
         order = 0, 1, *[0] * _N_REPETITIONS
         one, _, *others = (self.episodes(vec, [self.seeds[n]])[0] for n in order)
-        name, fix = next(iter(vec.state_keepers.items()), ("", _RNG))
-        for number, again in enumerate(others, 2):
-            how = f"the same actions in episode {number} {name and f'with {name}'}".strip()
-            yield from self._differing(one, again, how, fix)
-        if name:
-            yield False, f"{name} carries state from one episode to the next", fix
+        for again in others:
+            yield from self._differing(one, again, "the same actions again")
 
     def starts_vary(self) -> Problems:
         """Lanes and episodes do not all begin alike."""
@@ -278,14 +276,12 @@ class EnvChecks(Checks):
         vec = self.lanes()
         for lane, seed in enumerate(seeds):
             how = f"alone, and in lane {lane} of another instance"
-            yield from self._differing(self.episodes(vec, [seed])[0], together[lane], how, _RNG)
+            yield from self._differing(self.episodes(vec, [seed])[0], together[lane], how)
 
-    def _differing(
-        self, first: Sequence[Step], second: Sequence[Step], how: str, fix: str
-    ) -> Problems:
+    def _differing(self, first: Sequence[Step], second: Sequence[Step], how: str) -> Problems:
         """Where two episodes differ."""
         for one, other in zip(first, second, strict=False):
-            yield from differing(f"{one.place}, {how}", one.row, other.row, fix)
+            yield from differing(f"{one.place}, {how}", one.row, other.row, _RNG)
 
 
 def outside(space: Any, what: str, value: Any) -> Problems:

@@ -14,7 +14,7 @@ from rlpool import EnvError, GymEnv, VectorGymEnv, Where
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory
 from rlpool.envs.vec_env import LaneError
-from rlpool.record.repeat import repeat, take_over
+from rlpool.record.repeat import repeat_together, take_over
 from rlpool.record.tape import LaneTapes, Tape, WindowTapes
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs
 
@@ -95,14 +95,14 @@ def test_it_goes_on_after_an_end_and_stops_where_the_environment_raises() -> Non
     tape = Tape(7, {"length": 2, "id": 3}, chunks=[steps(1, 1, 1)])
     # Zeros of another sign are other bits.
     tape.observation = {"reward": np.array(-0.0, np.float32)}
-    ends = [reached.has_ended for reached in repeat(make_env(), 0, tape)]
+    ends = [reached[0].has_ended for reached in repeat_together(make_env(), {0: tape})]
     assert ends == [False, False, True, True]
     tape.chunks = []
-    (first,) = repeat(make_env(), 0, tape)
-    assert first.difference
+    (first,) = repeat_together(make_env(), {0: tape})
+    assert first[0].difference
     tape.options = {"length": "two"}
     with pytest.raises(LaneError):
-        list(repeat(make_env(), 0, tape))
+        list(repeat_together(make_env(), {0: tape}))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,8 @@ def test_the_first_difference_is_found(step: int) -> None:
     tape.chunks[0]["reward"][0] = np.nan  # not known
     tape.chunks[0]["reward"][step] += 1
     tape.observation["frame"][0] += 1
-    first = next(reached for reached in repeat(make_env(), 1, tape) if reached.difference)
+    all_reached = [reached[1] for reached in repeat_together(make_env(), {1: tape})]
+    first = next(reached for reached in all_reached if reached.difference)
     assert first.n_steps == (step + 1 if step else 5)
     assert ("reward" if step else "'frame'") in first.difference
 
