@@ -11,7 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlpool import GymEnv, ParallelEnvManager, SpecError, VectorGymEnv
+from rlpool import DictTensor, GymEnv, ParallelEnvManager, SpecError, VectorGymEnv
 from rlpool.envs.vec_env import LaneError
 from rlpool.workers.logs import SAID
 
