@@ -45,13 +45,6 @@ class FailingTask(RaggedTaskEnv):
         return super().step(action)
 
 
-class UnknownTask(RaggedTaskEnv):
-    """Raises for every task, in a line that names it."""
-
-    def reset_task(self, task: Any = None) -> None:
-        self.task = {}["goal" if task else "none"]
-
-
 @pytest.fixture(scope="module")
 def two() -> Iterator[ParallelEnvManager]:
     with make_parallel_env(RAGGED, 2, 2, seed=1, **ARGUMENTS) as env:
@@ -141,18 +134,6 @@ def test_a_function_of_workers_that_returns_no_environment_is_told_so(made: Any)
     )
     with pytest.raises(WorkerStartupError, match=message):
         make_parallel_env(lambda: made, 2, 1)
-
-
-def test_a_worker_that_fails_with_a_task_is_not_told_to_list_tasks() -> None:
-    with make_parallel_env(UnknownTask, 2, 1) as env:
-        learner = Learner(MarkovActor(), Storage(), None, [4], "memory_markov", seed=4)
-        with pytest.raises(EnvError, match="KeyError: 'goal'") as caught:
-            learner.collect_rollouts_parallel(1, parallel_env=env)
-        assert "train_tasks" not in str(caught.value)
-        env.remotes[0].send(("reset", {"task": 4}))
-        kind, text = env.remotes[0].recv()
-        assert kind == "error"
-        assert "env_info" not in text
 
 
 def test_failures_and_deaths_say_where_and_leave_what_is_complete() -> None:

@@ -246,8 +246,6 @@ def test_what_cannot_be_pickled_or_loaded_is_named(make: Any) -> None:
     named = r"environment 1 cannot be pickled: env\[1\].lamp\[0\] is a _thread.lock"
     with pytest.raises(WorkerStartupError, match=named):
         make([ActingEnv(), env])
-    with pytest.raises(WorkerStartupError, match=r"policy cannot be pickled: policy.<closure"):
-        make([DuckEnv()], policy=lambda state: lock)
     with pytest.raises(WorkerStartupError, match=r"loading environment 1 .*simulator") as caught:
         make([ActingEnv(), Unloadable()]).store()
     assert caught.value.where.worker == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -175,16 +174,6 @@ def test_masks_of_vector_environments_say_which_lanes_have_a_value(kind: Any) ->
     stepped = env.step(DictTensor({"action": torch.zeros(4).long()}))[0][0]
     assert stepped["x"].tolist() == [1, 0, 1, 0]
     assert stepped["p/y"].tolist() == [2, 0, 2, 0]
-
-
-def test_mujoco() -> None:
-    pytest.importorskip("mujoco")
-    env = GymEnv([gymnasium.make("HalfCheetah-v5")], 0, info_keys=["x_velocity", "x_position"])
-    env.reset()
-    action = torch.full((1, 6), 0.3)
-    stepped = env.step(DictTensor({"action": action}))[0][0]
-    assert stepped["x_velocity"].dtype == torch.float32
-    assert stepped["x_velocity"] != 0
 
 
 def test_they_reach_pools_and_replaying_agents() -> None:

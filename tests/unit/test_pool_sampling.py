@@ -258,14 +258,6 @@ def test_steps_that_do_not_lead_to_the_next_one_end_a_piece_whatever_their_size(
     assert torch.equal(batch["n_step_return"], torch.where(first < 3, 3 - first, 6 - first))
 
 
-def test_a_transition_in_a_sub_pool_that_the_pool_chose_continues_none() -> None:
-    for is_random in (False, True):
-        pool = Pool(processes=2, pool_size=20, random=is_random, seed=0)
-        for number in range(8):  # every state is the same: which one follows which is not seen
-            pool([0.0], number, [0.0], 1.0, False, *([number] if number < 2 else []))
-        assert pool.sample(8, n_step=5, discount=1.0)["n_step_return"].tolist() == [1.0] * 8
-
-
 # Priorities -------------------------------------------------------------------------------------
 
 

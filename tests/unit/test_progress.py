@@ -51,25 +51,6 @@ def test_a_function_is_called_with_done_and_asked(n_workers: int, n_episodes: in
         assert calls == []
 
 
-@pytest.mark.parametrize("n_workers", [0, 1])
-def test_what_the_function_raises_interrupts_get_and_it_may_not_call_the_batcher(
-    n_workers: int,
-) -> None:
-    def wait(done: int, asked: int) -> None:
-        with pytest.raises(UsageError, match="inside another call"):
-            batcher.get()
-        raise ZeroDivisionError
-
-    with make(n_workers) as batcher:
-        batcher.execute(3)
-        with pytest.raises(ZeroDivisionError):
-            batcher.get(progress=wait)
-        with pytest.raises(UsageError, match="the last call was interrupted"):
-            batcher.get()
-        batcher.execute(3)
-        assert len(batcher.get()) == 3
-
-
 def test_a_bar_is_that_of_tqdm(capfd: pytest.CaptureFixture[str]) -> None:
     with make() as batcher:
         batcher.execute(4)
