@@ -285,8 +285,7 @@ class Collector(Server):
     def has_next(self) -> bool:
         """Whether there may be a request that can run beside the others."""
         message = None if self._in_process else self.peek()
-        repeats = getattr(message, "tape", None) is not None
-        return isinstance(message, Execute | MapBlock) and not repeats
+        return isinstance(message, Execute | MapBlock) and getattr(message, "tape", None) is None
 
     def next_plan(self) -> Plan | None:
         """The plan of the next request, unless something else has to be done before it."""

@@ -168,9 +168,8 @@ def evaluate(
         numbers = range(len(entries), n_episodes)
         parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         failures: list[WorkerError] = []
-        check_repeatable = check_repeatable and batcher.environment["seeding"] == "episode"
-        arguments = parts, rows, given, protocol["infos"], failures
-        found = _run(batcher, *arguments, checks=check_repeatable)
+        checks = check_repeatable and batcher.environment["seeding"] == "episode"
+        found = _run(batcher, parts, rows, given, protocol["infos"], failures, checks)
         if progress:
             bar = import_extra("tqdm.auto", "evaluation").tqdm
             found = bar(found, total=len(parts), unit="request")
@@ -381,8 +380,7 @@ def verify(
     if not entries or not protocol:
         raise SpecError("the evaluation has no record", fix="make it with evaluate")
     names = "n_episodes", "seeds", "episode_seeds", "agent_rows", "infos", "on_env_error"
-    arguments = {name: protocol[name] for name in names}
-    arguments["max_steps"] = protocol.get("max_steps")
+    arguments: dict[str, Any] = {n: protocol.get(n) for n in (*names, "max_steps")}
     for name in ("agent_info", "env_info"):
         arguments[name] = {
             key: np.array([entry[name][key] for entry in entries], dtype)

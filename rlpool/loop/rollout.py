@@ -185,7 +185,10 @@ class Rollout:
         record.env_ns[0] += monotonic_ns()
         record.n_steps[0] += len(stepped)
         if self._max_steps:
-            ended = self._truncate_long(stepped, ended)
+            going_on = [number for number in stepped if number not in ended]
+            over = [n for n in going_on if lanes.lanes[n].steps + 1 >= self._max_steps]
+            self._env.current["truncated"][over] = self._env.current["done"][over] = True
+            ended = sorted([*ended, *over])
         for plan in plans:
             all_step = stepped is live
             rows = plan.rows if all_step else plan.rows_of(stepped)
@@ -221,13 +224,6 @@ class Rollout:
         if giving_up:
             env.truncate_lanes(giving_up, outputs)
         return stepped, sorted({*ended, *giving_up})
-
-    def _truncate_long(self, stepped: Sequence[int], ended: Sequence[int]) -> list[int]:
-        """Truncate episodes that are long enough; returns all lanes whose episodes have ended."""
-        lanes, current = self._lanes.lanes, self._env.current
-        over = [n for n in stepped if n not in ended and lanes[n].steps + 1 >= self._max_steps]
-        current["truncated"][over] = current["done"][over] = True
-        return sorted([*ended, *over])
 
     # Failures ------------------------------------------------------------------------------------
 
