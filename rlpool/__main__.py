@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 
@@ -33,18 +32,6 @@ def main(arguments: list[str]) -> int:
     return run(arguments[1:])
 
 
-def _main() -> int:
-    """Run the command of this process; whoever reads its output may stop, as ``head`` does."""
-    try:
-        try:
-            return main(sys.argv[1:])
-        finally:
-            sys.stdout.flush()  # here, where it may fail
-    except BrokenPipeError:
-        # What is not written yet goes nowhere: Python writes it at the end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # what shells say of a program that ends so
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads its output may stop, as head does
+    sys.exit(main(sys.argv[1:]))

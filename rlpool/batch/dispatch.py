@@ -374,10 +374,6 @@ class Dispatcher:
         self.control.request_begins(request.number, request.n_rows)
         for worker in self._processes.up:
             self._send_to(worker, request, gone)
-        if not self._policy.may_restart:  # no successor will need what all of them have now
-            request.running_block.memory.close_fd()
-            if request.packed is not None:
-                request.packed.memory.close_fd()
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""

@@ -25,10 +25,10 @@ from rlpool.record.tape import (
     Actions,
     Tape,
     WindowTapes,
+    action_columns,
     actions_of,
     joined,
     n_rows,
-    n_steps,
     slot_actions,
 )
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
@@ -146,7 +146,7 @@ class Request(ABC):
     def truncate(self, where: Where, failure: WorkerError) -> None:
         """Let an episode end at the step at which it has failed."""
         step = where.step or 0
-        may_be_reset = not step and not n_steps(failure.actions)
+        may_be_reset = not step and not n_rows(action_columns(failure.actions))
         self._truncated[where.row, where.seed] = -1 if may_be_reset else step
         self.failures[where.row or 0] = failure
 

@@ -266,32 +266,19 @@ class InfoColumns:
 
         Args:
             lanes: Ascending lane numbers, at least one.
-            infos: Key to array ``[n_lanes, ...]``, with masks as Gymnasium's; or one info per lane.
+            infos: Key to array ``[n_lanes, ...]``, with masks as Gymnasium's.
 
         Raises:
             BadValue: If a value does not fit.
         """
         if not isinstance(infos, Mapping):
-            return self.write(lanes, [infos[lane] for lane in lanes])
+            what = f"the infos should be a dict of arrays, got {infos!r:.60}"
+            raise BadValue(lanes[0], what, "leave out the wrapper that makes a list of them")
         for column in self.columns:
             column.write_batch(lanes, *batch_of(infos, column.key))
         if self.unseen:
             self.unseen = {key for key in self.unseen if batch_of(infos, key)[0] is None}
             self._others.update(infos)
-
-    def write_final(self, ended: Sequence[int], infos: Any) -> None:
-        """Write the infos of steps that ended an episode, where the lanes have restarted since.
-
-        Args:
-            ended: Ascending lane numbers, at least one.
-            infos: The infos of the vector environment, with ``final_info``; without it, they
-                are those of the step.
-        """
-        if isinstance(infos, Mapping):
-            self.write_batch(ended, infos.get("final_info", infos))
-        else:
-            rows = [infos[lane] for lane in ended]
-            self.write(ended, [row.get("final_info", row) for row in rows])
 
     def report_seen(self, seen: MutableSequence[int] | memoryview | None) -> None:
         """Report which keys infos had, when an episode has ended; at first with a warning.

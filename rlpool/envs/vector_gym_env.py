@@ -328,8 +328,7 @@ class VectorGymEnv(VecEnv):
         """Write the last observations and infos of lanes that have restarted within the step."""
         if not ended:
             return
-        is_batch = isinstance(infos, Mapping)
-        final = infos.get("final_obs") if is_batch else [info.get("final_obs") for info in infos]
+        final = infos.get("final_obs")
         is_array = isinstance(final, np.ndarray)
         is_list = isinstance(final, list) or (is_array and final.dtype.kind == "O")
         if final is None or (is_list and any(final[lane] is None for lane in ended)):
@@ -343,7 +342,7 @@ class VectorGymEnv(VecEnv):
         else:
             self._observations.write_batch(ended, final)
         if self._infos is not None:
-            self._infos.write_final(ended, infos)
+            self._infos.write_batch(ended, infos.get("final_info", infos))
 
 
 def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:

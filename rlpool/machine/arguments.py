@@ -162,16 +162,6 @@ def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = 
     return otherwise
 
 
-def takes_position(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with a positional argument."""
-    try:
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    named_only = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    return any(parameter.kind not in named_only for parameter in parameters)
-
-
 def called_with_seed(
     create: Callable[..., Any], seed: int | None, arguments: Mapping[str, Any]
 ) -> Any:

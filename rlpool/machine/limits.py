@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.machine.interrupts import InterruptsHeld
 
 _LOG = logging.getLogger("rlpool")
 
@@ -174,11 +173,10 @@ def _field(file: Path, name: str) -> str:
 
 def _read(file: Path) -> str:
     """The text of a file of the kernel; ``""`` if it cannot be read."""
-    with InterruptsHeld():  # a handler's errors, such as TimeoutError, would look like the file's
-        try:
-            return file.read_text()
-        except (OSError, UnicodeDecodeError):
-            return ""
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _control_groups(root: Path) -> Iterator[Path]:

@@ -20,9 +20,6 @@ from rlpool.errors import described
 _DEPTH = 8
 """Longest path that is named."""
 
-_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), types.ModuleType)
-"""What can always be pickled."""
-
 _WHOLE = ("multiprocessing.", "torch.multiprocessing.")
 """Modules whose objects are named as a whole: their users do not know what is in a queue."""
 
@@ -61,7 +58,7 @@ def _culprit(
         dumps: What pickles.
         above: The objects on the way here.
     """
-    if isinstance(value, _ATOMS) or any(value is one for one in above):
+    if any(value is one for one in above):
         return None
     try:
         dumps(value)

@@ -25,7 +25,7 @@ from rlpool.data.specs import (
 )
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import takes_keyword, takes_position
+from rlpool.machine.arguments import takes_keyword
 
 FINAL_KEY = "final_obs"
 """Key of the observation that ended an episode within a trial, see ``VariBadWrapper``."""
@@ -114,6 +114,7 @@ class ActingAgent(Agent):
         parameters = agent.parameters() if isinstance(agent, torch.nn.Module) else iter(())
         self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._mode = {"deterministic": False} if takes_keyword(agent.act, "deterministic") else {}
+        self._takes_obs = takes_keyword(agent.act, "obs")
         self._batch_dims: list[int] = []
         self._is_called = False
 
@@ -149,7 +150,7 @@ class ActingAgent(Agent):
     def _act(self, state: DictTensor, observation: DictTensor) -> tuple[Tensor, DictTensor]:
         act, seen = self._agent.act, self._seen(observation)
         if not self._has_memory:
-            positional, named = ((seen,), {}) if takes_position(act) else ((), {"obs": seen})
+            positional, named = ((), {"obs": seen}) if self._takes_obs else ((seen,), {})
             return _first(act(*positional, **named, **self._mode)), DictTensor()
         leaves = [
             state[f"act/{i}"].to(self._device).movedim(0, dim).contiguous()

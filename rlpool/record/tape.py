@@ -423,11 +423,6 @@ def action_columns(actions: Any, key: str = "action") -> Actions:
     }
 
 
-def n_steps(actions: Any) -> int:
-    """How many steps nested actions have."""
-    return n_rows(action_columns(actions))
-
-
 def n_rows(chunk: Mapping[str, NDArray]) -> int:
     """How many steps the columns of a chunk have."""
     return len(next(iter(chunk.values()), ()))

@@ -88,12 +88,6 @@ class FailurePolicy:
             return self.restarts_on_env_errors
         return self.on_worker_failure == "restart"
 
-    @property
-    def may_restart(self) -> bool:
-        """Whether workers are ever replaced."""
-        may_fail = self.on_worker_failure == "restart" or self.restarts_on_env_errors
-        return may_fail or self.max_episodes_per_worker is not None
-
     def gives_up(self, failure: WorkerError, n_failures: int) -> bool:
         """Whether an episode that failed so often is not run again."""
         if self.truncates and failure.can_be_repeated:

@@ -45,9 +45,6 @@ IMPORT_S = 120.0
 _FORK_S = 20.0
 """How long it may take to fork: far longer than it does, unless memory is short."""
 
-_LOOK_S = 0.5
-"""How long to wait for it before it is told to continue, in case somebody stopped it."""
-
 _MAX_TRIES = 3
 """How often a template is started, or asked for a worker, before workers are spawned."""
 
@@ -246,13 +243,8 @@ class Template:
     def _received(self, timeout_s: float) -> Any:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        n_left = int(timeout_s / _LOOK_S)
-        while not poller.poll(_LOOK_S * 1000):
-            n_left -= 1
-            if not n_left:
-                raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
-            with InterruptsHeld():
-                self._process.send_signal(signal.SIGCONT)  # it may have been stopped
+        if not poller.poll(timeout_s * 1000):
+            raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
         words = b""
         with InterruptsHeld(), suppress(OSError):
             words = self._socket.recv(MAX_MESSAGE_BYTES)

@@ -18,7 +18,6 @@ from rlpool.machine.arguments import (
     checked_timeout,
     real_number,
     takes_keyword,
-    takes_position,
     whole_number,
 )
 
@@ -122,8 +121,6 @@ def test_a_factory_gets_a_seed_if_it_takes_one(create: Any, is_seeded: bool) -> 
 def test_what_has_no_signature_may_take_anything() -> None:
     assert takes_keyword(dict, "seed")
     assert not takes_keyword(dict, "seed", otherwise=False)
-    assert takes_position(type)
-    assert not takes_position(lambda *, seed: seed)
 
 
 def test_numbers_may_be_scalars_of_every_library() -> None:

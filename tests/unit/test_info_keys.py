@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, VectorWrapper
+from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import RecordEpisodeStatistics
-from gymnasium.wrappers.vector import DictInfoToList
 from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordVectorStatistics
-from process.watching import assert_equal
 
 from rlpool import (
     Batcher,
@@ -107,21 +105,6 @@ def test_a_key_holds_what_was_known_before_the_step_and_after_it(kind: str) -> N
 def test_windows_keep_the_last_info_of_an_episode_and_show_the_first_of_the_next(kind: str) -> None:
     for result in windows(kind):
         check_values(result)
-
-
-def test_infos_may_be_a_list_of_one_dict_per_lane_where_lanes_restart_within_a_step() -> None:
-    def create_env(seed: int, wrapper: Any) -> VecEnv:
-        vector = OwnVectorEnv([TellingEnv] * 3, AutoresetMode.SAME_STEP)
-        return VectorGymEnv(wrapper(vector), seed, seeding="request", info_keys=KEYS)
-
-    results = []
-    for wrapper in (VectorWrapper, DictInfoToList):
-        env_args = {"wrapper": wrapper}
-        with EpisodeBatcher(5, 9, MaskedAgent, {}, create_env, env_args, 0, seeds=1) as batcher:
-            batcher.execute(9)
-            results.append(batcher.get())
-    check_values(results[1])
-    assert_equal(*results)
 
 
 class Recorded(TellingEnv):
