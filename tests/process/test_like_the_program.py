@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -24,40 +23,24 @@ from rlpool import DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager, Worke
 from rlpool.workers import workers
 
 from support.agents import ConstantAgent
+from support.envs import CountingEnv
 from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]
 
 START_METHODS = variants(["auto"], ["spawn"])
-ENDS = 2  # steps of an episode
+LENGTH = 3  # of an episode
 
 
-class LookingEnv(gymnasium.Env[Any, Any]):
-    """Its observation is what ``look()`` returns, a list of integers."""
-
-    action_space = spaces.Discrete(2)
-    observation_space = spaces.Box(-1000, 1000, (4,), np.int64)
-
-    def look(self) -> list[int]:
-        return settings()
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.t = 0
-        return np.array(self.look()), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        return np.array(self.look()), 1.0, self.t == ENDS, False, {}
-
-
-def create_env(seed: int, kind: Any = LookingEnv, **arguments: Any) -> GymEnv:
+def create_env(seed: int, kind: Any, **arguments: Any) -> GymEnv:
     return GymEnv([kind(**arguments)], seed)
 
 
-def open_batcher(n_workers: int = 1, **options: Any) -> EpisodeBatcher:
-    given = {"create_agent": ConstantAgent, "create_env": create_env, "seeds": 1, **options}
-    return EpisodeBatcher(4, 4, n_workers=n_workers, **given)
+def open_batcher(
+    kind: Any, n_workers: int = 1, env_args: Any = (), **options: Any
+) -> EpisodeBatcher:
+    env_args = {"kind": kind, **dict(env_args)}
+    return EpisodeBatcher(4, 4, ConstantAgent, {}, create_env, env_args, n_workers, 1, **options)
 
 
 # Settings of torch ----------------------------------------------------------------------------
@@ -81,6 +64,13 @@ OTHERS = (torch.float64, 1, "medium", "meta")
 IN_WORKERS = [1, 1, 2, 0]
 
 
+class LookingEnv(CountingEnv):
+    observation_space = spaces.Box(0, 2, (4,), np.int64)
+
+    def observation(self) -> Any:
+        return np.array(settings())
+
+
 @pytest.fixture
 def other_settings() -> Iterator[None]:
     use(*OTHERS)
@@ -95,12 +85,13 @@ def other_settings() -> Iterator[None]:
 def test_settings_of_torch_hold_in_workers_and_results_are_on_the_cpu(
     n_workers: int, start_method: str
 ) -> None:
-    with open_batcher(n_workers, start_method=start_method, on_env_error="truncate") as batcher:
+    options = {"start_method": start_method, "on_env_error": "truncate"}
+    with open_batcher(LookingEnv, n_workers, **options) as batcher:
         use(*DEFAULTS)  # the workers that are there, and their successors, keep theirs
         for _ in range(2):
             batcher.execute(2)
             result = batcher.get()
-            assert result["frame"].tolist() == [[IN_WORKERS] * ENDS] * 2
+            assert result["frame"].tolist() == [[IN_WORKERS] * LENGTH] * 2
             for pid in worker_pids():
                 os.kill(pid, signal.SIGKILL)
         assert settings() == [0, 0, 0, 0]
@@ -122,7 +113,7 @@ def test_settings_of_torch_hold_in_workers_of_managers() -> None:
 # Files that are left open ---------------------------------------------------------------------
 
 
-class WritingEnv(LookingEnv):
+class WritingEnv(CountingEnv):
     """Writes a line per step to a file that it never closes.
 
     Args:
@@ -134,6 +125,7 @@ class WritingEnv(LookingEnv):
     kept: Any = None
 
     def __init__(self, directory: str, holder: str) -> None:
+        super().__init__(LENGTH)
         opened = gzip.open if holder == "archive" else open
         keeper = type(self) if holder == "class" else self
         keeper.kept = opened(f"{directory}/{os.getpid()}-{id(self)}", "wt")
@@ -149,9 +141,9 @@ class WritingEnv(LookingEnv):
 def test_files_that_environments_leave_open_are_written(
     tmp_path: Path, holder: str, start_method: str
 ) -> None:
-    env_args = {"kind": WritingEnv, "directory": str(tmp_path), "holder": holder}
-    restarts = {"max_episodes_per_worker": 2}
-    with open_batcher(env_args=env_args, start_method=start_method, **restarts) as batcher:
+    options = {"max_episodes_per_worker": 2, "start_method": start_method}
+    arguments = {"directory": str(tmp_path), "holder": holder}
+    with open_batcher(WritingEnv, 1, arguments, **options) as batcher:
         batcher.execute(3)
         batcher.get()
     make = partial(WritingEnv, str(tmp_path), holder)
@@ -160,7 +152,7 @@ def test_files_that_environments_leave_open_are_written(
         manager.step(DictTensor({"action": torch.zeros(1, dtype=torch.int64)}))
     contents = [path.read_bytes() for path in tmp_path.iterdir()]
     decoded = map(gzip.decompress, contents) if holder == "archive" else contents
-    assert sum(content.count(b"step\n") for content in decoded) == 3 * ENDS + 1
+    assert sum(content.count(b"step\n") for content in decoded) == 3 * LENGTH + 1
 
 
 # Processes of environments --------------------------------------------------------------------
@@ -207,7 +199,7 @@ def test_environments_start_processes_as_the_program_does(
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(method, force=True)
     try:
-        with open_batcher(env_args={"kind": kind}, start_method=start_method) as batcher:
+        with open_batcher(kind, start_method=start_method) as batcher:
             batcher.execute(1)
             found = batcher.get()["frame"][0].tolist()
         with ParallelEnvManager([kind], seed=1, start_method=start_method) as manager:
@@ -220,7 +212,7 @@ def test_environments_start_processes_as_the_program_does(
 # Deaths ---------------------------------------------------------------------------------------
 
 
-class ClosingEnv(LookingEnv):
+class ClosingEnv(CountingEnv):
     """Closes all descriptors, as daemons do."""
 
     def step(self, action: Any) -> Any:
@@ -234,7 +226,7 @@ def test_lack_of_memory_is_blamed_if_the_kernel_has_killed_for_it(
 ) -> None:
     counts = itertools.count(5, n_killed)
     monkeypatch.setattr(workers, "n_oom_kills", lambda: next(counts))
-    with open_batcher(env_args={"kind": ClosingEnv}, on_worker_failure="raise") as batcher:
+    with open_batcher(ClosingEnv, on_worker_failure="raise") as batcher:
         batcher.execute(1)
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
             batcher.get()
