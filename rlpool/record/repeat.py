@@ -23,7 +23,7 @@ from rlpool.errors import (
     WorkerError,
 )
 from rlpool.record.failures import env_error
-from rlpool.record.tape import REWARD, Actions, Tape, action_columns
+from rlpool.record.tape import REWARD, Actions, Tape, action_columns, n_rows
 
 
 class Reached(NamedTuple):
@@ -82,12 +82,13 @@ class _Repetition:
         self._env, self._lane, self._tape = env, lane, tape
         self.n_steps = tape.n_steps - tape.first_step
         self._step = tape.first_step
-        self._rows = _rows_of(tape)
+        self._rows = iter([(chunk, row) for chunk in tape.chunks for row in range(n_rows(chunk))])
         self._row: Actions = {}  # of the last step
 
     def next_action(self) -> Actions:
         """The action of the next step."""
-        self._row = next(self._rows)
+        chunk, row = next(self._rows)
+        self._row = {key: array[row, ...] for key, array in chunk.items()}
         self._step += 1
         return {key: value for key, value in self._row.items() if is_action(key)}
 
@@ -105,13 +106,6 @@ class _Repetition:
                 what = f"{key!r} is {current[self._lane]!s:.40}, it was {recorded!s:.40}"
                 return Reached(self._step, has_ended, what)
         return Reached(self._step, has_ended, "")
-
-
-def _rows_of(tape: Tape) -> Iterator[Actions]:
-    """The steps of a tape, ``[...]`` per key."""
-    for chunk in tape.chunks:
-        for row in range(len(next(iter(chunk.values())))):
-            yield {key: array[row, ...] for key, array in chunk.items()}
 
 
 def take_over(

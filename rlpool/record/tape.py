@@ -32,7 +32,7 @@ from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import converted
 from rlpool.envs.vec_env import Options
-from rlpool.slots.blocks import Arrays, Layout, StepSpecs, successor_key
+from rlpool.slots.blocks import Arrays, Layout, successor_key
 
 Actions = dict[str, NDArray]
 """Action key to array ``[k, ...]``: what was done in ``k`` steps."""
@@ -309,7 +309,7 @@ class WindowTapes:
             options_of_lane: Returns what episodes are reset with that begin in this window.
         """
         step, n_rows = layout.step, len(lanes)
-        self._is_enough = _is_enough(step)
+        self._is_enough = not step.wants_history and not step.resets_together
         if not self._is_enough:
             return
         after, ends = arrays.finals, np.zeros(n_rows, bool)
@@ -336,11 +336,6 @@ class WindowTapes:
                 tape.observation = {key: array[row] for key, array in shown.items()}
                 tape.state = {key: array[row] for key, array in state.items()}
             self.tapes[lane] = tape
-
-
-def _is_enough(step: StepSpecs) -> bool:
-    """Whether actions, observations and states are enough to repeat episodes of this kind."""
-    return not step.wants_history and not step.resets_together
 
 
 def tape_of(trajectories: TemporalDictTensor, row: int, left_out: Collection[str]) -> Tape:

@@ -42,7 +42,6 @@ from rlpool.record.tape import Tape, action_row, joined
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 
 _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds
-_N_REPETITIONS = 10  # of an episode: some environments change after a few of them
 _RNG = "let reset(seed=...) restore all state, draw from self.np_random alone, and share nothing"
 
 Problems = Generator[tuple[bool, str, str], None, None]
@@ -251,7 +250,7 @@ class EnvChecks(Checks):
         vec = self.lanes()
         for name, fix in vec.state_keepers.items():
             yield True, f"{name} carries state from one episode to the next", fix
-        order = 0, 1, *[0] * _N_REPETITIONS
+        order = 0, 1, *[0] * 10  # some environments change after a few episodes
         one, _, *others = (self.episodes(vec, [self.seeds[n]])[0] for n in order)
         for again in others:
             yield from self._differing(one, again, "the same actions again")

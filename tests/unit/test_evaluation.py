@@ -294,27 +294,19 @@ def test_environments_that_repeat_episodes_are_evaluated_as_without_a_check(
     assert one.entries == other.entries
 
 
-@pytest.mark.parametrize("n_envs", [1, 2])
+@pytest.mark.parametrize(("n_envs", "n_workers", "over_manager"), [(1, 0, 0), (2, 2, 0), (2, 0, 1)])
 @pytest.mark.parametrize("name", KEEPING)
-def test_what_carries_state_over_is_named(name: str, n_envs: int) -> None:
-    arguments: Any = {"env_args": {"name": name, "n_envs": n_envs}}
+def test_what_carries_state_over_is_named(
+    name: str, n_envs: int, n_workers: int, over_manager: int, tmp_path: Path
+) -> None:
+    arguments = {"name": name, "n_envs": n_envs, "over_manager": over_manager}
+    how: Any = {"env_args": arguments, "n_workers": n_workers, "record": tmp_path / "run.jsonl"}
     with pytest.raises(NotRepeatedError, match=f"^{name.partition(',')[0]} .*did not repeat"):
-        evaluate(StepCounter(), create_keeping, 24, **arguments)
-    assert evaluate(StepCounter(), create_keeping, 24, check_repeatable=False, **arguments).entries
-
-
-@pytest.mark.parametrize(("n_workers", "over_manager"), [(2, False), (0, True)])
-def test_it_is_named_wherever_it_runs(n_workers: int, over_manager: bool, tmp_path: Path) -> None:
-    arguments = {"name": "NormalizeReward", "n_envs": 2, "over_manager": over_manager}
-    record = tmp_path / "run.jsonl"
-    with pytest.raises(NotRepeatedError, match=r"^NormalizeReward did"):
-        evaluate(
-            *(StepCounter(), create_keeping, 24),
-            env_args=arguments,
-            n_workers=n_workers,
-            record=record,
-        )
-    assert len(record.read_text().splitlines()) == 1, "nothing is recorded that may be wrong"
+        evaluate(StepCounter(), create_keeping, 60, **how)
+    if "later" not in name:
+        assert len(how["record"].read_text().splitlines()) == 1, "nothing that may be wrong"
+    found = evaluate(StepCounter(), create_keeping, 60, check_repeatable=False, **how)
+    assert len(found.entries) == 60
 
 
 def test_lanes_that_one_reset_begins_are_left_out() -> None:
