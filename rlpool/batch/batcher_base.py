@@ -39,6 +39,7 @@ from rlpool.machine.arguments import (
     checked_timeout,
     checked_wait,
     keywords,
+    optional_number,
     whole_number,
 )
 from rlpool.machine.calls import CrashOnly, whole
@@ -104,10 +105,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
         n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
         fix = 'rlpool.worker_count("auto") says how many this machine has room for'
         n_workers = whole_number("n_workers", n_workers, 0, fix=fix)
-        if n_slots is not None:
-            n_slots = whole_number("n_slots", n_slots, 1)
-        if agent_rows is not None:
-            agent_rows = whole_number("agent_rows", agent_rows, 1)
+        n_slots = optional_number("n_slots", n_slots, 1)
+        agent_rows = optional_number("agent_rows", agent_rows, 1)
         timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
@@ -373,6 +372,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         """The oldest request, which is settled."""
         return dispatcher.hand_out()
 
+    @whole
     def update(self, info: Any) -> None:
         """Hand new parameters to every worker's ``agent.update``.
 
@@ -399,14 +399,6 @@ class BatcherBase(CrashOnly, ProcessOwner):
             tensor([1, 1])
         """
         self._update = (info,)
-        try:
-            self._send_update()
-        except RlpoolError:
-            self._update = None
-            raise
-
-    @whole
-    def _send_update(self) -> None:
         self._open()
 
     @whole

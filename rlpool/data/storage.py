@@ -32,7 +32,7 @@ from rlpool.data.specs import TensorSpec
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import human, machine_bytes
+from rlpool.machine.limits import human, memory_bounds
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
@@ -82,7 +82,8 @@ def allocate(
             f"storage={storage!r} has no file, but directory={str(directory)!r} was given",
             fix='leave directory out, or use storage="memmap"',
         )
-    needed, there_are = n_bytes if n_used is None else n_used, machine_bytes()
+    needed = n_bytes if n_used is None else n_used
+    there_are = min(bound.total for bound in memory_bounds())
     fix = 'make it smaller, or use storage="memmap"'
     if needed > there_are:
         what = f"{storage} memory of {human(needed)}: there are {human(there_are)} in all"

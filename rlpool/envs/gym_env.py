@@ -96,7 +96,6 @@ class GymEnv(VecEnv):
             own = self.attribute(0, "step_info_keys")
             self._info_specs |= info_specs(own, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
-        self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
         self._open_lanes, self._checked_lanes = set(range(len(envs))), set(range(len(envs)))
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
@@ -121,7 +120,6 @@ class GymEnv(VecEnv):
         """Put a wrapper around each environment, outermost; before the first reset."""
         self._envs = [wrapper(env) for env in self._envs]
         self._steps = [env.step for env in self._envs]
-        self._resets = [env.reset for env in self._envs]
 
     def close(self) -> None:
         """Close all environments, also if some fail to close; one exception comes out."""
@@ -147,7 +145,7 @@ class GymEnv(VecEnv):
             for lane, seed, option in zip(lanes, seeds, options, strict=True):
                 self.lane_in_use[0] = lane
                 own = option and copy.deepcopy(option)  # the environment may change them
-                result = self._resets[lane](seed=seed, options=own)
+                result = self._envs[lane].reset(seed=seed, options=own)
                 if type(result) is not tuple or len(result) != 2:
                     self._adapt(lane)
                     result = result, {}
@@ -192,12 +190,12 @@ class GymEnv(VecEnv):
         if may_drop:
             self._checked_lanes.remove(lane)
             self._envs[lane] = env
-            self._steps[lane], self._resets[lane] = env.step, env.reset
+            self._steps[lane] = env.step
 
     def _adapt(self, lane: int) -> None:
         """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""
         env = self._envs[lane] = modernised(self._envs[lane], returns_pair=False)
-        self._steps[lane], self._resets[lane] = env.step, env.reset
+        self._steps[lane] = env.step
 
     def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Declare the structure of the first observations, and write them.

@@ -19,7 +19,7 @@ from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.single_envs import state_keepers
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError, UsageError, described
-from rlpool.machine.arguments import check_choice, whole_number
+from rlpool.machine.arguments import check_choice, optional_number
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 
 _LOG = logging.getLogger("rlpool")
@@ -103,9 +103,7 @@ class VectorGymEnv(VecEnv):
     ) -> None:
         if seeding is not None:
             check_choice("seeding", seeding, SEEDINGS)
-        self.max_steps = max_episode_steps
-        if max_episode_steps is not None:
-            self.max_steps = whole_number("max_episode_steps", max_episode_steps, 1)
+        self.max_steps = optional_number("max_episode_steps", max_episode_steps, 1)
         _check_is_vector_env(vector_env)
         super().__init__(vector_env.num_envs, seed)
         self.vector_env: Any = vector_env

@@ -21,7 +21,7 @@ from rlpool.errors import EnvSpecError, SpecError, WorkerError, described
 from rlpool.evaluation.figures import refuse_no_evaluation
 from rlpool.evaluation.protocol import differences, parts_of, protocol_of
 from rlpool.evaluation.result import Entry, Evaluation, append_to_record, begin_record
-from rlpool.machine.arguments import also_takes, whole_number
+from rlpool.machine.arguments import also_takes, optional_number, whole_number
 from rlpool.machine.files import checked_target
 from rlpool.machine.imports import import_extra
 from rlpool.observe.control import Word
@@ -134,8 +134,7 @@ def evaluate(
     n_episodes = len(given) if given else n_episodes
     n_episodes = whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds")
     agent_rows = agent_rows and whole_number("agent_rows", agent_rows, 1)
-    if max_steps is not None:
-        max_steps = whole_number("max_steps", max_steps, 1)
+    max_steps = optional_number("max_steps", max_steps, 1)
     # What is started again is a worker.
     n_workers = n_workers or int(policy.get("on_env_error") == "restart")
     if record is not None:

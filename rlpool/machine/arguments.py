@@ -47,6 +47,11 @@ def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
     return number
 
 
+def optional_number(name: str, value: Any, least: int) -> int | None:
+    """``whole_number`` of an argument that may be ``None``."""
+    return None if value is None else whole_number(name, value, least)
+
+
 def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
     """Convert an argument to a float. Numbers of NumPy and torch are accepted, bools are not.
 

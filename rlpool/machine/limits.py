@@ -88,11 +88,6 @@ def memory_bounds(root: Path = ROOT) -> list[Bound]:
     return bounds
 
 
-def machine_bytes() -> int:
-    """Memory that this process may use at most."""
-    return min(bound.total for bound in memory_bounds())
-
-
 def n_cores(root: Path = ROOT) -> int:
     """Cores that this process may use, by its affinity and the quotas of its control groups."""
     n = len(os.sched_getaffinity(0))

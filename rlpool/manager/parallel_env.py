@@ -17,7 +17,7 @@ from rlpool.data.storage import NDArray
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.vec_env import Observed, Options, VecEnv
 from rlpool.errors import SpecError, WorkerError
-from rlpool.machine.arguments import checked_timeout, whole_number
+from rlpool.machine.arguments import checked_timeout, optional_number, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
 from rlpool.manager.channel import hand_over
@@ -130,12 +130,10 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         env_fns = _checked_functions(env_fns)
         whole_number("envs_per_worker", envs_per_worker, 1)
         timeout = checked_timeout(timeout)
-        for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
-            if number is not None:
-                whole_number(name, number, 1)
+        optional_number("max_episode_steps", max_episode_steps, 1)
         super().__init__(len(env_fns), seed)
         self.auto_reset = auto_reset
-        self.min_ready = min_ready
+        self.min_ready = optional_number("min_ready", min_ready, 1)
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,

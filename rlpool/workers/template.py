@@ -39,16 +39,10 @@ import numpy as np
 import torch
 
 from rlpool.errors import described
-from rlpool.machine.limits import stat_fields
 
 _BOOT = """\
 import gc, json, os, sys
 gc.disable()
-try:
-    with open("/proc/self/comm", "w") as name:
-        name.write("rlpool-template")
-except OSError:
-    pass
 about = json.loads(sys.argv[1])
 about["blas_threads"] = os.environ.get("OPENBLAS_NUM_THREADS")
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -60,8 +54,7 @@ run()
 BOOT = f"exec({_BOOT!r}, {{}})"
 """What its interpreter runs, without leaving a name in ``__main__``. The garbage collector is off
 from the start: a collection would leave holes in memory that workers fill, each with a copy of the
-page. OpenBLAS starts its threads when NumPy is imported. It has its name from the start: whoever
-ends processes by hand can tell it from a worker."""
+page. OpenBLAS starts its threads when NumPy is imported."""
 
 _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 """Modules that nearly every worker needs and that this file does not import."""
@@ -364,7 +357,6 @@ class ParentForks:
 
 
 _MAX_COMM_BYTES = 15
-_ARG_START = 45  # in /proc/self/stat, counted from the field after the name
 
 
 def set_title(title: str) -> None:
@@ -377,12 +369,5 @@ def set_title(title: str) -> None:
     words = title.encode()
     head, _, tail = words.rpartition(b"-")
     short = head[: _MAX_COMM_BYTES - 1 - len(tail)] + b"-" + tail
-    with suppress(OSError, ValueError, IndexError):  # not Linux, or not allowed
+    with suppress(OSError):  # not allowed
         Path("/proc/self/comm").write_bytes(short)
-        start, end = map(int, stat_fields("self")[_ARG_START : _ARG_START + 2])
-        if 0 < start < end:
-            # The command line is read from this process's memory. It is shown up to its first zero
-            # if its last byte is not zero.
-            ctypes.memset(start, 0, end - start)
-            ctypes.memmove(start, words, min(len(words), end - start - 2))
-            ctypes.memset(end - 1, 1, 1)

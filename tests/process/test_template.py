@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -34,7 +33,6 @@ from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, SpecError
 from rlpool.errors import WorkerDiedError
 from rlpool.workers import process_start
 from rlpool.workers.process_start import prepare, why_spawned
-from rlpool.workers.template import BOOT
 from rlpool.workers.template_handle import Template
 
 from support.envs import CountingEnv
@@ -173,24 +171,6 @@ def test_one_template_serves_all_threads_until_it_does_not_fit_or_until_shutdown
     rlpool.shutdown()
     assert not is_running(old.pid)
     assert n_descriptors() == n_before - 1
-
-
-STUB = """
-from pathlib import Path
-print(Path("/proc/self/comm").read_text())
-raise SystemExit
-"""
-
-
-def test_a_template_has_its_name_before_it_imports_anything(tmp_path: Path) -> None:
-    stub = tmp_path / "rlpool" / "workers" / "template.py"
-    stub.parent.mkdir(parents=True)
-    stub.write_text(STUB)
-    about = json.dumps({"path": [str(tmp_path), *sys.path], "argv": []})
-    for package in (stub.parent, stub.parent.parent):
-        (package / "__init__.py").touch()
-    told = subprocess.run([sys.executable, "-c", BOOT, about], capture_output=True, text=True)
-    assert told.stdout.strip() == "rlpool-template", told.stderr
 
 
 # What cannot be had ----------------------------------------------------------------------------

@@ -85,7 +85,6 @@ def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads:
                 "load_state_dict": lambda: batcher.load_state_dict({}),
             }
             for name, call in calls.items():
-                name = {"update": "_send_update"}.get(name, name)
                 with pytest.raises(UsageError, match=f"{name}.* in thread 'MainThread' while ano"):
                     call()
             assert batcher.stats().workers[0].n_episodes == 0

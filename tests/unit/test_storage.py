@@ -19,7 +19,7 @@ from rlpool.data import descriptors
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import PAGE_BYTES, Memory, allocate, batch_array, carve, carved_bytes
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.limits import machine_bytes
+from rlpool.machine.limits import memory_bounds
 
 from support import named_memory
 from support.machines import limit_disk
@@ -104,7 +104,7 @@ def test_a_root_is_gone_when_its_last_user_is_gone() -> None:
     ("arguments", "text"),
     [
         (("disk", 10, None), "storage should be 'local', 'shared' or 'memmap', got 'disk'"),
-        (("local", machine_bytes() + 1, None), "in all"),
+        (("local", min(memory_bounds(), key=lambda bound: bound.total).total + 1, None), "in all"),
         (("shared", 10, "/tmp"), "directory"),
         (("memmap", 10, "/nowhere"), r"^could not allocate a file of 10 B in '/nowhere'.*ENOENT"),
         (("memmap", 1 << 62, None), "EFBIG"),
