@@ -24,12 +24,7 @@ from rlpool.machine.calls import whole
 from rlpool.record.tape import Tape
 from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.workers.failure_policy import (
-    DEFAULT_TIMEOUT_S,
-    BatcherOptions,
-    FailurePolicy,
-    policy_of,
-)
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,7 +146,7 @@ class EpisodeBatcher(BatcherBase):
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy_of(policy)
+        failing = timeout, policy
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @whole
@@ -424,7 +419,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
     ) -> None:
         self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        rest = None, FailurePolicy(), agent_rows
+        rest: Any = None, {}, agent_rows
         BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *rest)
 
     @whole

@@ -98,7 +98,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         n_workers: int,
         seeds: Seeds,
         timeout: float | None,
-        policy: FailurePolicy,
+        policy: Mapping[str, Any],
         agent_rows: int | None = None,
     ) -> None:
         refuse_during_import()
@@ -107,7 +107,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         n_workers = whole_number("n_workers", n_workers, 0, fix=fix)
         n_slots = optional_number("n_slots", n_slots, 1)
         agent_rows = optional_number("agent_rows", agent_rows, 1)
-        timeout = checked_timeout(timeout)
+        failure_policy, timeout = FailurePolicy(**policy), checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
         self._root = root_from(checked_batcher_seeds(seeds, n_workers))
@@ -124,7 +124,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, given, strict=True))
             functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
-            memory = memory_of(policy.start_method)
+            memory = memory_of(failure_policy.start_method)
             check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers", memory)
         self._recipe = Recipe(n_workers, functions, self._NAME)
         # Not methods of this object: a batcher that is dropped, as when a notebook's cell is run
@@ -133,7 +133,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             Dispatcher,
             self._recipe,
             make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
-            policy=policy,
+            policy=failure_policy,
             timeout_s=timeout if n_workers else None,
         )
         self._begin()

@@ -17,11 +17,7 @@ from rlpool.machine.arguments import also_takes
 from rlpool.machine.calls import whole
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.workers.failure_policy import (
-    DEFAULT_TIMEOUT_S,
-    BatcherOptions,
-    policy_of,
-)
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -95,7 +91,7 @@ class Batcher(BatcherBase):
         **policy: Unpack[BatcherOptions],
     ) -> None:
         factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy_of(policy)
+        failing = timeout, policy
         super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
         self._positions = np.zeros((2, self.n_lanes), np.int64)  # see WindowRequest
 

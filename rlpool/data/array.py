@@ -202,7 +202,6 @@ class Array:
         Raises:
             IndexError: If one of them would be after the last row that exists.
         """
-        self._allocation.open_memory()  # a closed array says so first
         return self._view(self._region.shifted(1))
 
     @property
@@ -212,7 +211,6 @@ class Array:
         Raises:
             IndexError: If one of them would be before the first row that exists.
         """
-        self._allocation.open_memory()
         return self._view(self._region.shifted(-1))
 
     # The window ---------------------------------------------------------------------------------

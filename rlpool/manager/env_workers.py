@@ -241,19 +241,13 @@ class EnvWorkers(CrashOnly):
             return ""
         return "step" if self.buffers.step[worker] == self.issued[worker] else "reset"
 
-    def where(self, worker: int) -> Where:
-        """What a worker is doing, as far as shared memory shows."""
+    def running_in(self, worker: int) -> dict[str, Any]:
+        """See ``Client``: as far as shared memory shows."""
+        if worker in self.reports and worker not in self.busy():
+            return {"where": Where(worker)}
         own = self.lanes_of[worker]
         lane = own.start + min(self.processes.control.lane_in_use(worker), len(own) - 1)
-        if worker not in self.reports:
-            return Where(worker, lane)
-        return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)
-
-    def running_in(self, worker: int) -> dict[str, Any]:
-        """See ``Client``."""
-        where = self.where(worker)
-        is_busy = where.lane is not None and worker in self.busy()
-        tape = self.tapes.tape(where.lane) if where.lane is not None and is_busy else None
+        where, tape = self._where(lane, self._call_of(lane)), self.tapes.tape(lane)
         if tape is None or tape.why_lost:
             return {"where": where}
         return {"where": where, "options": tape.options, "actions": actions_of(tape.actions)}

@@ -124,12 +124,6 @@ def lane_death(failure: WorkerError, lane: int, call: str) -> WorkerError:
     return failure
 
 
-def worker_error(error: BaseException, where: Where) -> WorkerError:
-    """The error for a worker that fails by itself, not by the user's code."""
-    what, text = f"the worker failed with {described(error)}", text_of(error)
-    return WorkerError(what, where=where, traceback_text=text)
-
-
 def text_of(error: BaseException) -> str:
     """The traceback as text, which crosses any process boundary."""
     return "".join(traceback.format_exception(error))

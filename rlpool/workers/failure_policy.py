@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rlpool.errors import EnvError, WorkerDiedError, WorkerError
 from rlpool.machine.arguments import check_choice, whole_number
@@ -111,11 +110,6 @@ class BatcherOptions(PolicyOptions, total=False):
 
     seed: int | None
     n_threads: int
-
-
-def policy_of(options: Mapping[str, Any]) -> FailurePolicy:
-    """The policy of a function that takes its arguments as keywords."""
-    return FailurePolicy(**options)
 
 
 class Restarts:

@@ -24,12 +24,12 @@ import torch
 from gymnasium.spaces import Discrete, MultiDiscrete
 
 from rlpool.data.storage import Memory, anonymous_file
-from rlpool.errors import Where, WorkerError, WorkerStartupError
+from rlpool.errors import Where, WorkerError, WorkerStartupError, described
 from rlpool.machine.generators import seed_generators
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
 from rlpool.machine.torch_settings import Settings, use_settings
 from rlpool.observe.control import WorkerRecord, worker_record
-from rlpool.record.failures import text_of, what_and_fix, worker_error
+from rlpool.record.failures import text_of, what_and_fix
 from rlpool.seeding import worker_seed
 from rlpool.workers.failure_policy import FailurePolicy, Recycling
 from rlpool.workers.logs import Levels, PipeHandler, connect
@@ -297,7 +297,9 @@ def run(
         pass  # the caller is gone or has closed its end: there is nobody left to tell
     except Exception as error:  # such as no descriptor left, or no memory to map a block
         with suppress(OSError):
-            server.report_failure(worker_error(error, Where(worker=place.worker)))
+            what, text = f"the worker failed with {described(error)}", text_of(error)
+            where = Where(worker=place.worker)
+            server.report_failure(WorkerError(what, where=where, traceback_text=text))
     finally:
         server.close()
         vars(server).clear()  # frees environments and agent, whatever refers back to the server
