@@ -83,8 +83,8 @@ def categorical_log_probability(logits: Tensor, action: Tensor) -> Tensor:
         >>> categorical_log_probability(logits, torch.tensor([0, 1])).exp()
         tensor([0.2500, 0.7500])
     """
-    fits = _ndim(logits) > 0 and _ndim(action) >= 0 and action.shape == logits.shape[:-1]
-    fits = fits and action.dtype in _INTS
+    fits = isinstance(logits, Tensor) and isinstance(action, Tensor) and logits.ndim > 0
+    fits = fits and action.shape == logits.shape[:-1] and action.dtype in _INTS
     if not fits:
         fix = "give logits [B, n] and an int64 action [B]"
         raise _unlike(fix, logits=logits, action=action)
@@ -205,10 +205,6 @@ def _widened_noise(noise: Tensor) -> Tensor:
 
 
 # Shapes -------------------------------------------------------------------------------------------
-
-
-def _ndim(value: Any) -> int:
-    return value.ndim if isinstance(value, Tensor) else -1
 
 
 def _unlike(fix: str, **given: Any) -> SpecError:

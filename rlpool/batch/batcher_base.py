@@ -37,7 +37,6 @@ from rlpool.errors import (
 from rlpool.machine.arguments import (
     check_choice,
     checked_timeout,
-    checked_wait,
     keywords,
     optional_number,
     whole_number,
@@ -316,7 +315,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         """
         dispatcher = self._open()
         check_choice("blocking", blocking, (True, False))
-        timeout = checked_wait(timeout)
+        timeout = checked_timeout(timeout, "from 0 on, and finite")
         progress = self._progress if progress is None else checked_progress(progress)
         if self._has_stopped(dispatcher):
             if self._has_said_stopped:

@@ -42,7 +42,7 @@ from rlpool.seeding import probe_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.sharing import Shared
-from rlpool.workers.wire import Close, Done, Message, Pipe
+from rlpool.workers.wire import Close, Done, Message, Pipe, Retiring
 from rlpool.workers.worker_process import Place, Server, called, load, run
 
 _N_HEAD = 128
@@ -276,7 +276,7 @@ class Collector(Server):
         finally:
             self._plans.clear()
         if self._recycling.is_due():
-            self.retire()
+            self._send(Retiring())
             return False
         return True
 

@@ -58,11 +58,6 @@ class TensorSpec:
         """Bytes of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def takes(self, found: TensorSpec) -> bool:
-        """Whether values with another spec have this shape and need no fractions cut off."""
-        is_cut = found.dtype.kind == "f" and self.dtype.kind != "f"
-        return found.shape == self.shape and not is_cut
-
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 

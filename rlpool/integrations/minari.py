@@ -238,7 +238,8 @@ def _check_spaces(
     )
     for key, spec in specs.items():
         found = TensorSpec(arrays[key].shape[2:], arrays[key].dtype)
-        if not spec.takes(found):
+        is_cut = found.dtype.kind == "f" and spec.dtype.kind != "f"
+        if found.shape != spec.shape or is_cut:
             raise SpecError(
                 f"{key!r} of the trajectories is {found}, the environment's space has {spec}",
                 fix=fix,

@@ -91,11 +91,6 @@ def checked_timeout(timeout: Any, limits: str = "above 0") -> float | None:
     return real_number("timeout", timeout, limits, fix=fix)
 
 
-def checked_wait(timeout: Any) -> float | None:
-    """How many seconds to wait for a result, ``None`` for no limit; SpecError if it is negative."""
-    return checked_timeout(timeout, "from 0 on, and finite")
-
-
 def check_choice(name: str, value: Any, choices: Sequence[str | bool], *, fix: str = "") -> None:
     """Refuse an argument that is none of some texts and flags; NumPy's flags are accepted.
 

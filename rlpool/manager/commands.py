@@ -23,7 +23,7 @@ import numpy as np
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import SpecError, UsageError, WorkerError, described
-from rlpool.machine.arguments import checked_wait, whole_number
+from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.calls import whole
 from rlpool.manager.channel import ALL_LANES, FAILED, SOME_LANES, Call, Reset
 from rlpool.manager.env_workers import EnvWorkers, Request
@@ -355,7 +355,7 @@ class Remote:
         """Whether a reply has arrived, after waiting up to ``timeout`` seconds or for ever."""
         workers, lane = self._workers, self._lane
         workers.check_open()
-        limit_s = checked_wait(timeout)
+        limit_s = checked_timeout(timeout, "from 0 on, and finite")
         until_s = math.inf if limit_s is None else monotonic() + limit_s
         workers.wait_until(lambda: not workers.is_unanswered(lane), until_s)
         return lane in workers.requests and not workers.is_unanswered(lane)

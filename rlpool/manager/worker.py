@@ -40,7 +40,7 @@ from rlpool.seeding import root_from
 from rlpool.workers.payload import unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wake import Wake
-from rlpool.workers.wire import Close, Message, Pipe
+from rlpool.workers.wire import Close, Message, Pipe, Retiring
 from rlpool.workers.worker_process import Place, Server, called, load, run
 
 _LONGEST_SLEEP_S = 3600.0
@@ -234,7 +234,7 @@ class EnvServer(Server):
             n_resets = int(isinstance(message, Call) and message.command == "reset")
         if not n_resets or not self._recycling.is_due(n_resets):
             return False
-        self.retire()
+        self._send(Retiring())
         return True
 
     def _use_buffers(self) -> None:

@@ -8,9 +8,8 @@ A few differences remain:
   such as adding warning filters. The garbage collector does not list their objects.
 - Workers of one template share addresses and the hashes of strings, unless ``PYTHONHASHSEED`` is
   set, which fixes the hashes in spawned workers as well.
-- ``/proc/<pid>/environ`` shows the variables that the template was started with, and ``cmdline``
-  its command. Cgroup, namespaces, scheduling, I/O priority, and NUMA policy are those that the
-  caller had then.
+- ``/proc/<pid>/environ`` shows the variables that the template was started with. Cgroup,
+  namespaces, scheduling, I/O priority, and NUMA policy are those that the caller had then.
 - At the end of a worker, environments and agent are deleted, ``atexit`` handlers run and files are
   flushed, but other objects and libraries are not finalized.
 """

@@ -36,7 +36,7 @@ from rlpool.workers.logs import Levels, PipeHandler, connect
 from rlpool.workers.process_end import end_with_parent
 from rlpool.workers.sharing import Shared, begin_main_module
 from rlpool.workers.template import set_title
-from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
+from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready
 
 _STACKS_FILE = "rlpool-stacks"
 """The name by which the file is found among a worker's descriptors."""
@@ -257,10 +257,6 @@ class Server(ABC):
     def report_failure(self, error: WorkerError, command: int | None = None) -> None:
         """Report a failure, of a command or of the worker as a whole."""
         self._send(Failed(error, command))
-
-    def retire(self) -> None:
-        """Tell the caller that this worker has run long enough, and ends."""
-        self._send(Retiring())
 
     def close(self) -> None:
         """Close what was created, whatever it raises: nobody can act on it any more."""

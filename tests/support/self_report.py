@@ -55,7 +55,7 @@ def report_late() -> dict[str, Any]:
     """What they have in common when all modules are imported."""
     return {
         **report(),
-        "in ps": _read("comm"),
+        "in ps": [_read("comm"), _read("cmdline").strip("\0\1")],
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "n threads": len(os.listdir("/proc/self/task")),
         "descriptors": sorted(_descriptors()),
