@@ -92,9 +92,10 @@ class GymEnv(VecEnv):
         self._envs = envs
         self._keep_float64 = keep_float64
         self._info_specs = dict(info_specs(info_keys, keep_float64=keep_float64))
-        with suppress(AttributeError):  # those that an environment asks for itself: VariBadWrapper
+        with suppress(AttributeError):
             own = self.attribute(0, "step_info_keys")
-            self._info_specs |= info_specs(own, keep_float64=keep_float64)
+            if isinstance(own, dict):  # of VariBadWrapper; other environments have any attribute
+                self._info_specs |= info_specs(own, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._open_lanes, self._checked_lanes = set(range(len(envs))), set(range(len(envs)))
         self.results: list[Any] = []
