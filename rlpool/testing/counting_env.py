@@ -26,7 +26,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         length: Steps of an episode.
         id: Number of an episode; part of its rewards.
         truncate: End episodes by ``truncated`` instead of ``terminated``.
-        n_actions: Size of the action space, a ``Discrete``. Any action is accepted.
+        n_actions: Size of the action space, a ``Discrete``. Actions change nothing.
 
     Attributes:
         t: Steps since the reset.

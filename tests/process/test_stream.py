@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class Following(ConstantAgent):
 
 
 def create(n_workers: int, over: str = "gym") -> EpisodeBatcher:
-    env_args = {"over": over, "n_lanes": 2, "kind": CountingEnv}
+    env_args = {"over": over, "n_lanes": 2, "kind": partial(CountingEnv, n_actions=8)}
     arguments: Any = (10, 24, Following, {}, create_lanes, env_args, n_workers, 5)
     return EpisodeBatcher(*arguments)
 
