@@ -278,7 +278,7 @@ class VectorGymEnv(VecEnv):
                 np.where(in_episode, values, values.dtype.type(0))
                 for values in (rewards, terminated, truncated)
             )
-        self._in_episode[rows] = in_episode & ~(_as_bools(terminated) | _as_bools(truncated))
+        self._in_episode[rows] = in_episode & ~np.logical_or(terminated, truncated)
         return rewards, terminated, truncated
 
     def _batch(self, rows: Any, actions: Mapping[str, NDArray]) -> Any:
@@ -305,7 +305,7 @@ class VectorGymEnv(VecEnv):
         names, n_lanes = ("reward", "terminated", "truncated"), self.n_lanes
         each = (_per_lane(*pair, n_lanes) for pair in zip(names, results, strict=True))
         rewards, terminated, truncated = each
-        ended = _as_bools(terminated) | _as_bools(truncated)
+        ended = np.logical_or(terminated, truncated)
         if lanes:
             self._write(lanes, self._shown, self._shown_infos)
         if self._mode is _SAME_STEP:
@@ -402,11 +402,6 @@ def _checked_pair(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise wrong_count("reset", "two", result)
     return result
-
-
-def _as_bools(flags: NDArray) -> NDArray:
-    """Flags as bools, copied only if they are not."""
-    return flags if flags.dtype == np.bool_ else flags.astype(bool)
 
 
 def _per_lane(name: str, values: Any, n_lanes: int) -> NDArray:

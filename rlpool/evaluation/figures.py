@@ -135,7 +135,7 @@ class Comparison(NamedTuple):
 
 def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
     """See ``Evaluation.summary``."""
-    stats = scipy_stats()
+    stats = import_extra("scipy.stats", "evaluation")
     returns, counts = returns_of(evaluation, failures)
     successes, lengths = evaluation.successes, evaluation.lengths.numpy()
     if evaluation.failed is not None and evaluation.n_failed < len(lengths):
@@ -223,7 +223,7 @@ def compare(
         >>> compare(one, other).difference
         Estimate(value=0.0, low=0.0, high=0.0)
     """
-    stats = scipy_stats()
+    stats = import_extra("scipy.stats", "evaluation")
     pairs, n_unpaired = _pairs(first, second, failures)
     returns = pairs[:, :, 0]
     differences = returns[:, 0] - returns[:, 1]
@@ -252,11 +252,6 @@ def refuse_no_evaluation(name: str, value: Any) -> None:
         raise SpecError(f"{name} should be an Evaluation, got {value!r:.60}", fix=fix)
 
 
-def scipy_stats() -> Any:
-    """``scipy.stats``."""
-    return import_extra("scipy.stats", "evaluation")
-
-
 def _interval(values: NDArray, statistic: Callable[..., Any], method: str) -> Estimate:
     """A figure of values, and its bootstrap interval."""
     value = float(statistic(values, axis=-1))
@@ -265,7 +260,7 @@ def _interval(values: NDArray, statistic: Callable[..., Any], method: str) -> Es
     if np.ptp(values) == 0:
         return Estimate(value, value, value)
     generator = np.random.default_rng(0)
-    found = scipy_stats().bootstrap(
+    found = import_extra("scipy.stats", "evaluation").bootstrap(
         (values,), statistic, method=method, random_state=generator, **_BOOTSTRAP
     )
     bounds = found.confidence_interval

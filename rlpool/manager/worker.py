@@ -85,7 +85,6 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
     Raises:
         WorkerStartupError: If that failed, or they declare no spaces.
     """
-    seed = place.seed
     where = Where(worker=place.worker)
     functions = load(place, "env_fns", setup.functions)
     envs = []
@@ -97,7 +96,7 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
         for lane, env in enumerate(envs, setup.first_lane):
             fix = "let it return one Gymnasium environment"
             check_is_env(f"env_fns[{lane}] returned", env, fix)
-        batch = GymEnv(envs, root_from(seed), **setup.options)
+        batch = GymEnv(envs, root_from(place.seed), **setup.options)
         _declare(batch, setup)
     except SpecError as error:
         raise WorkerStartupError(

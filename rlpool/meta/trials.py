@@ -220,7 +220,12 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
                 fix="put gymnasium.wrappers.FlattenObservation around the environment",
             )
         if self.oracle:
-            self._have_task()
+            if self._inner("reset_task") is None or self._inner("get_current_task") is None:
+                raise SpecError(
+                    f"oracle=True, but {self.unwrapped} has no tasks",
+                    fix="give it reset_task(task) and get_current_task(), or use oracle=False",
+                )
+            self.reset_task(None)  # its description shows how long it is
         dtype = space.dtype if space.dtype.kind == "f" else np.dtype(np.float32)
         n_task, n_flag = len(self._task_vector()), int(self.episodes_per_task > 1)
         low = np.concatenate([space.low, np.full(n_task, -np.inf), np.zeros(n_flag)])
@@ -235,15 +240,6 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         dtype: Any = self.observation_space.dtype
         parts = np.concatenate([observation, self._task_vector(), flags])
         return fitted("the observation with task and flag", parts, dtype)
-
-    def _have_task(self) -> None:
-        """Give the environment a task, which shows how long its description is."""
-        if self._inner("reset_task") is None or self._inner("get_current_task") is None:
-            raise SpecError(
-                f"oracle=True, but {self.unwrapped} has no tasks",
-                fix="give it reset_task(task) and get_current_task(), or use oracle=False",
-            )
-        self.reset_task(None)
 
     def _task_vector(self) -> Any:
         """The task as an oracle sees it; empty without an oracle."""
