@@ -35,7 +35,7 @@ from rlpool.workers.failure_policy import FailurePolicy, Recycling
 from rlpool.workers.logs import Levels, PipeHandler, connect
 from rlpool.workers.process_end import end_with_parent
 from rlpool.workers.sharing import Shared, begin_main_module
-from rlpool.workers.template import set_title
+from rlpool.workers.template import is_forked, set_title
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready
 
 _STACKS_FILE = "rlpool-stacks"
@@ -88,13 +88,12 @@ def run_connected(
 ) -> None:
     """The main function of every worker process: ``run``, with its logs connected."""
     _write_stacks_on_signal()
-    is_forked = gc.get_freeze_count() > 0  # from the template, which froze what it had imported
     pipe = Pipe(connection)
     connect(PipeHandler(place.worker, pipe), levels)
     try:
         run(place, pipe, control_fd)
     finally:
-        if not is_forked:  # where that would copy the memory of the template
+        if not is_forked():  # that would copy the memory of the template
             gc.unfreeze()
         _write_open_files()
         # The user's threads may keep this process alive: the caller does not wait for them.
@@ -202,7 +201,7 @@ def load(place: Place, what: str, functions: bytes) -> Any:
     seed_generators(place.seed)
     # The garbage collector can skip modules; those of the template it skips already. It has to see
     # environments, and what they leave open, when the worker ends.
-    if not gc.get_freeze_count():
+    if not is_forked():
         gc.freeze()
     return loaded
 
