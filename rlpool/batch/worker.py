@@ -29,7 +29,7 @@ from rlpool.data.storage import Memory
 from rlpool.envs.description import described
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import RlpoolError, WorkerError, WorkerStartupError
+from rlpool.errors import NotRepeatedError, RlpoolError, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
@@ -224,9 +224,13 @@ class Collector(Server):
             found = described(self.env)
             whole = f"the environment ({', '.join([*dict(found['wrappers']), found['class']])})"
             name, fix = next(iter(self.env.state_keepers.items()), (whole, _RESTORE))
-            what = error.what.replace("the environment", name, 1)
-            fix = f"{fix}; check_repeatable=False goes on"
-            self.report_failure(error.reworded(what=what, fix=fix), message.number)
+            if isinstance(error, NotRepeatedError):
+                what = error.what.replace("the environment", name, 1)
+            else:
+                what = f"{name} did not repeat an episode: {error.what}"
+            fix, text = f"{fix}; check_repeatable=False goes on", error.traceback_text
+            failure = NotRepeatedError(what, where=error.where, fix=fix, traceback_text=text)
+            self.report_failure(failure, message.number)
         self._send(Done(message.number))
 
     def _probed(

@@ -31,6 +31,8 @@ INDIFFERENT = frozenset(("n_envs", "n_lanes", "num_envs", "render_mode"))
 def described(env: VecEnv) -> dict[str, Any]:
     """The class, specification, wrappers and seeding of environments, as far as they are known."""
     one: Any = env
+    if env.description is not None:
+        return dict(env.description)
     if isinstance(env, GymEnv):
         one = env.outermost(0)
     elif isinstance(env, VectorGymEnv):

@@ -92,6 +92,8 @@ class VecEnv(ABC):
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         max_steps: After how many steps the loop truncates an episode, whatever limits the
             environments have.
+        description: Class, wrappers and more of environments that are elsewhere, ``None`` if they
+            are here.
         state_keepers: Wrappers that are known to carry state from one episode to the next, by name,
             and what to use instead.
         seen_keys: One element, a bit for each key of ``info_keys`` that some info had. ``None`` if
@@ -118,6 +120,7 @@ class VecEnv(ABC):
     seen_keys: MutableSequence[int] | memoryview | None = None
     max_steps: int | None = None
     state_keepers: Mapping[str, str] = {}
+    description: Mapping[str, Any] | None = None
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
     _widens, _prefix = False, ""  # of the observations' columns
     columns: Columns | None = None

@@ -247,6 +247,7 @@ class Report:
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
         tasks: ``(n_tasks, horizon_bamdp, all_tasks)``, see ``ParallelEnvManager``.
         state_keepers: See ``VecEnv.state_keepers``.
+        description: See ``VecEnv.description``.
     """
 
     declaration: Declaration
@@ -255,6 +256,7 @@ class Report:
     spaces: bytes
     tasks: tuple[int | None, int | None, list[Any] | None]
     state_keepers: Mapping[str, str]
+    description: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
                 )
         self.observation_space, self.action_space = spaces[0]
         self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
-        self.state_keepers = first.state_keepers
+        self.state_keepers, self.description = first.state_keepers, first.description
         self.action_leaves = leaves_of({"action": first.action}, "")
         leaves = self.declare(first.declaration).leaves
         workers.begin({key: leaf.spec for key, leaf in leaves.items()}, first.native_action)

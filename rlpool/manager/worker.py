@@ -14,10 +14,12 @@ import numpy as np
 
 from rlpool.data.specs import Declaration, structure_of_space
 from rlpool.data.storage import Memory
+from rlpool.envs.description import described
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import all_tasks, check_is_env
 from rlpool.envs.vec_env import LaneError
-from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError, described
+from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError
+from rlpool.errors import described as described_error
 from rlpool.manager.channel import (
     FAILED,
     NONE_ENDED,
@@ -176,7 +178,7 @@ class EnvServer(Server):
         declaration: Any = env.declaration
         action: Any = env.action_structure
         knows = env.native_actions, pickled, tasks_of(env), env.state_keepers
-        return Report(declaration, action, *knows)
+        return Report(declaration, action, *knows, described(env))
 
     def serve(self) -> None:
         """Carry out commands until told to close."""
@@ -364,7 +366,7 @@ class EnvServer(Server):
             return
         except BaseException as error:
             text = text_of(error)
-            failure = EnvError(described(error), where=self._here, traceback_text=text)
+            failure = EnvError(described_error(error), where=self._here, traceback_text=text)
             reply = Reply(call.lane, pickle.dumps(("error", text)), failure)
         finally:
             self._control.steps[0] += 1
