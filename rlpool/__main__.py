@@ -33,5 +33,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads its output may stop, as head does
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop early
     sys.exit(main(sys.argv[1:]))

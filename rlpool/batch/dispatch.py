@@ -286,7 +286,7 @@ class Dispatcher:
         reports = [self._reports[worker] for worker in range(self._processes.n_workers)]
         self.n_lanes, keepers = reports[0].n_lanes, reports[0].state_keepers
         if keepers and not self.environment:  # once
-            _LOG.warning(_KEEP_STATE, "; ".join(map("%s (%s)".__mod__, keepers.items())))
+            _LOG.warning(_KEEP_STATE, "; ".join(f"{name} ({fix})" for name, fix in keepers.items()))
         self.environment = reports[0].environment
         problem, specs = _disagreement(reports), reports[0].specs
         if problem is None and specs is not None:

@@ -161,23 +161,38 @@ def evaluate(
             infos=list(infos),
             **({} if max_steps is None else {"max_steps": max_steps}),
         )
-        size = _PER_LANE * n_lanes
-        n_kept = size if agent_rows is None else 1  # of a record: multiples of it
-        entries = [] if record is None else begin_record(record, protocol, n_kept)
-        numbers = range(len(entries), n_episodes)
-        parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-        failures: list[WorkerError] = []
         checks = check_repeatable and batcher.environment["seeding"] == "episode"
-        found = _run(batcher, parts, rows, given, protocol["infos"], failures, checks)
-        if progress:
-            bar = import_extra("tqdm.auto", "evaluation").tqdm
-            found = bar(found, total=len(parts), unit="request")
-        for part in found:
-            entries += part
-            _check_infos(batcher.unseen_keys(), entries, n_episodes, len(numbers))
-            if record is not None:
-                append_to_record(record, part)
-        return Evaluation.of_entries(entries, protocol, failures)
+        size = _PER_LANE * n_lanes
+        return _evaluated(batcher, protocol, rows, given, size, checks, record, progress)
+
+
+def _evaluated(
+    batcher: _Evaluator,
+    protocol: dict[str, Any],
+    infos: Infos,
+    given: list[int] | None,
+    size: int,
+    checks: bool,
+    record: str | os.PathLike[str] | None,
+    progress: bool,
+) -> Evaluation:
+    """Run the episodes that a record lacks, in requests of ``size`` episodes."""
+    n_episodes = protocol["n_episodes"]
+    n_kept = size if protocol["agent_rows"] is None else 1  # of a record: multiples of it
+    entries = [] if record is None else begin_record(record, protocol, n_kept)
+    numbers = range(len(entries), n_episodes)
+    parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    failures: list[WorkerError] = []
+    found = _run(batcher, parts, infos, given, protocol["infos"], failures, checks)
+    if progress:
+        bar = import_extra("tqdm.auto", "evaluation").tqdm
+        found = bar(found, total=len(parts), unit="request")
+    for part in found:
+        entries += part
+        _check_infos(batcher.unseen_keys(), entries, n_episodes, len(numbers))
+        if record is not None:
+            append_to_record(record, part)
+    return Evaluation.of_entries(entries, protocol, failures)
 
 
 class _Evaluator(EpisodeBatcher):

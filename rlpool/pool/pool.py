@@ -244,10 +244,9 @@ class Pool:
         are stored or not; without them n-step returns and sequences are refused until ``clear``.
         Rows of a single step need none.
 
-        The windows of a ``Batcher`` are joined: samples go on in the lane's next window as within
-        one, whatever ``index`` they were added with. Their ``info`` says which rows follow each
-        other, so keep it. Samples end where the next window is not stored, or does not start from
-        what the last step led to, as when observations were normalised differently.
+        Windows of a ``Batcher`` are joined by their ``info``, so keep it: samples continue in the
+        lane's next window, whatever ``index`` it was added with. They end where that is not stored,
+        or does not begin with the observation that the last step led to.
 
         Values after a step that follow from the next step, such as ``_frame``, are not stored
         twice. The pool keeps no reference to the trajectories. Of their ``info`` it stores what
@@ -472,8 +471,7 @@ class Pool:
     def update_priorities(self, index: Any, priorities: Any) -> None:
         """Set the priorities of transitions, usually their absolute errors plus a small constant.
 
-        New transitions have the largest priority that was given so far, so that each is soon seen;
-        1 before any was given.
+        New transitions have the largest priority given so far, or 1, so that each is soon seen.
 
         Args:
             index: int64 ``[n]``, as ``sample`` gave it. Transitions that were dropped are left out.
