@@ -20,9 +20,14 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import EnvSpecError, SpecError, WorkerError, described
 from rlpool.evaluation.figures import refuse_no_evaluation
 from rlpool.evaluation.protocol import differences, parts_of, protocol_of
-from rlpool.evaluation.result import Entry, Evaluation, append_to_record, begin_record
+from rlpool.evaluation.result import (
+    Entry,
+    Evaluation,
+    append_to_record,
+    begin_record,
+    checked_target,
+)
 from rlpool.machine.arguments import also_takes, optional_number, whole_number
-from rlpool.machine.files import checked_target
 from rlpool.machine.imports import import_extra
 from rlpool.observe.control import Word
 from rlpool.record.tape import Tape, tape_of
@@ -79,7 +84,8 @@ def evaluate(
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
     ``info_keys`` of ``GymEnv``: without it there are no successes. Numbers count above 0.5. NaN is
-    an error, and so is a key of ``info_keys`` that is in no info of any episode.
+    an error, and so is a key of ``info_keys`` that is in no info of any episode (unless a
+    ``record`` has had some of them already).
 
     Args:
         agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
@@ -189,7 +195,9 @@ def _evaluated(
         found = bar(found, total=len(parts), unit="request")
     for part in found:
         entries += part
-        _check_infos(batcher.unseen_keys(), entries, n_episodes, len(numbers))
+        is_over = len(entries) == n_episodes == len(numbers)  # none was run by another call
+        if is_over and not all(entry["error"] for entry in entries):
+            batcher.check_infos()
         if record is not None:
             append_to_record(record, part)
     return Evaluation.of_entries(entries, protocol, failures)
@@ -216,12 +224,14 @@ class _Evaluator(EpisodeBatcher):
         self.seek(after)
         self._tape = None
 
-    def unseen_keys(self) -> list[str]:
-        """The keys of ``info_keys`` that no info had in any worker."""
+    def check_infos(self) -> None:
+        """Refuse keys of ``info_keys`` that no info has had in any worker."""
         words = () if self._dispatcher is None else self._dispatcher.control.rows[:, Word.SEEN_KEYS]
         seen = int(np.bitwise_or.reduce(words))
-        keys = enumerate(self.environment["info_keys"])
-        return [key for number, key in keys if not seen >> min(number, 62) & 1]
+        for number, key in enumerate(self.environment["info_keys"]):
+            if not seen >> min(number, 62) & 1:
+                what = f"no {key!r} in any info of {self.next_episode} episodes (info_keys)"
+                raise EnvSpecError(what, fix="correct the name, or report it in some episode")
 
 
 def _run(
@@ -257,30 +267,6 @@ def _run(
         if tape is not None and part in (parts[0], parts[-1]):
             batcher.repeat(first, tape)
         yield _entries(part, trajectories, errors, infos, keys)
-
-
-def _check_infos(
-    unseen: Sequence[str], entries: Sequence[Entry], n_episodes: int, n_run: int
-) -> None:
-    """Refuse keys that no info had, once all episodes are there.
-
-    Args:
-        unseen: Keys that no info of the episodes had that were run now.
-        entries: What is recorded so far, also of episodes that were run before.
-        n_episodes: How many there will be.
-        n_run: How many of them are run now.
-
-    Raises:
-        EnvSpecError: If there is such a key, and no episode is known to have had it.
-    """
-    if len(entries) < n_episodes or all(entry["error"] for entry in entries):
-        return
-    for key in unseen:
-        had = key in _SUCCESS and any(entry["success"] for entry in entries)
-        had = had or any(np.any(entry["infos"].get(key, 0)) for entry in entries)
-        if not had and (n_run == n_episodes or key in _SUCCESS or key in entries[0]["infos"]):
-            what = f"no {key!r} in any info of {len(entries)} episodes (info_keys)"
-            raise EnvSpecError(what, fix="correct the name, or report it in some episode")
 
 
 def _entries(

@@ -45,8 +45,11 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
+    def __format__(self, spec: str) -> str:
+        return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
     def __str__(self) -> str:
-        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+        return f"{self:.4g}"
 
 
 class Summary(NamedTuple):
@@ -79,19 +82,7 @@ class Summary(NamedTuple):
     success_rate: Estimate | None
 
     def __str__(self) -> str:
-        lines = [
-            f"episodes             {self.n_episodes}"
-            + (f" ({self.n_failed} failed)" if self.n_failed else "")
-            + ", intervals of 95 %",
-            f"mean return          {self.mean}",
-            f"median               {self.median:.4g}",
-            f"interquartile mean   {self.interquartile_mean:.4g}",
-            f"standard deviation   {self.std:.4g} (over episodes)",
-            f"mean length          {self.mean_length:.4g}",
-        ]
-        if self.success_rate is not None:
-            lines.append(f"success rate         {self.success_rate}")
-        return "\n".join(lines)
+        return _table(self)
 
 
 class Comparison(NamedTuple):
@@ -120,17 +111,14 @@ class Comparison(NamedTuple):
     mcnemar_p: float | None
 
     def __str__(self) -> str:
-        lines = [
-            f"pairs                        {self.n_pairs}"
-            + (f" ({self.n_unpaired} episodes without a partner)" if self.n_unpaired else "")
-            + ", intervals of 95 %",
-            f"difference of returns        {self.difference}",
-            f"probability of improvement   {self.probability_of_improvement}",
-        ]
-        if self.success_difference is not None:
-            lines.append(f"difference of success rates  {self.success_difference:.4g}")
-            lines.append(f"McNemar's test               p = {self.mcnemar_p:.3g}")
-        return "\n".join(lines)
+        return _table(self)
+
+
+def _table(figures: Summary | Comparison) -> str:
+    """A line per figure that is known."""
+    known = {name: value for name, value in figures._asdict().items() if value is not None}
+    lines = [f"{name.replace('_', ' '):<26} {value:.6g}" for name, value in known.items()]
+    return "\n".join([*lines, "(in brackets: intervals of 95 %)"])
 
 
 def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +44,6 @@ from torch import Tensor
 from rlpool.errors import SpecError, WorkerError
 from rlpool.evaluation.figures import Summary, summary_of
 from rlpool.evaluation.protocol import differences
-from rlpool.machine.files import checked_target, replaced
 
 _FORMAT, _VERSION = "rlpool evaluation", 2
 
@@ -151,8 +151,13 @@ class Evaluation:
             tensor([10., 10.])
         """
         whole = {**_header(self.protocol), "episodes": list(self.entries)}
-        with replaced(checked_target("path", path)) as unfinished:
+        target = checked_target("path", path)
+        unfinished = target.with_name(f".{uuid.uuid4().hex}")
+        try:
             unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+            os.replace(unfinished, target)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:
@@ -174,6 +179,27 @@ class Evaluation:
             what = f"{path} has {n_found} of {n_episodes} episodes"
             raise SpecError(what, fix="call evaluate with the same record again: it runs the rest")
         return cls.of_entries(entries, whole["protocol"])
+
+
+def checked_target(argument: str, path: str | os.PathLike[str]) -> Path:
+    """The file that an argument names, through links, which is to be written.
+
+    Args:
+        argument: Its name.
+        path: Its value.
+
+    Raises:
+        SpecError: If no file can be written there, or there is something else, such as a pipe.
+    """
+    target, why = Path(path).resolve(), ""
+    if target.exists() and not target.is_file():
+        why = "it is not a file"
+    elif not os.access(target if target.exists() else target.parent, os.W_OK):
+        why = "there is no such folder, or this process may not write there"
+    if why:
+        what = f"{argument}={str(path)!r} cannot be written: {why}"
+        raise SpecError(what, fix="choose another path")
+    return target
 
 
 def begin_record(path: Any, protocol: Mapping[str, Any], n_together: int) -> list[Entry]:

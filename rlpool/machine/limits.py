@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -29,9 +28,6 @@ _LARGEST_KEYS = 8
 
 _MOST_PER_CORE = 2
 """More workers per core than this are worth a warning: one steps while another one waits."""
-
-_TESTED_PROCESSORS = "x86_64", "AMD64"
-"""Names of x86-64."""
 
 WORKER_BYTES = 100 * 2**20
 """Least private memory of a process that has imported torch and holds nothing else: of a spawned
@@ -250,7 +246,7 @@ def check_workers(
     """Refuse more worker processes than descriptors or memory allow.
 
     More than twice the cores are worth a warning: they help only where environments wait for
-    something other than a core. So is a processor on which nothing was tested.
+    something other than a core.
 
     Args:
         n_workers: Processes to be started.
@@ -276,13 +272,6 @@ def check_workers(
             "worker processes: %d, cores that this process may use: %d; unless environments "
             'mostly wait, fewer are faster (worker_count("auto") is %d)',
             *(n_workers, n_cores(), worker_count("auto")),
-            extra=_ONCE,
-        )
-    if (processor := platform.machine()) not in _TESTED_PROCESSORS:
-        _LOG.warning(
-            "rlpool was tested on x86-64, not on %s, which may show writes to shared memory in "
-            "another order: compare results with those of n_workers=0",
-            processor,
             extra=_ONCE,
         )
 

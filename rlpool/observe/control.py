@@ -206,8 +206,8 @@ class Control:
         memory = Memory.shared(control_bytes(n_workers), FILE_NAME)
         control = cls(memory.root().view(np.int64), n_workers, memory)
         control.name = "workers"
-        control.header[[Head.OWNER_PID, Head.N_WORKERS]] = os.getpid(), n_workers
-        control.header[Head.FORMAT] = FORMAT  # last: from here on it may be read
+        control.header[[Head.FORMAT, Head.N_WORKERS]] = FORMAT, n_workers
+        control.header[Head.OWNER_PID] = os.getpid()  # last: from here on it may be read
         return control
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.limits import has_ended, human
-from rlpool.observe.control import FILE_NAME, FORMAT, Control, Head
+from rlpool.observe.control import FILE_NAME, FORMAT, HEADER_WORDS, Control, Head
 from rlpool.observe.stats import LaneStats, Stats, StatsReader, WorkerStats
 
 EVERY_S = 0.5
@@ -27,9 +27,6 @@ EVERY_S = 0.5
 
 _SHOWN_LANES = 64
 """Lanes of a worker that are shown."""
-
-_OTHERS = "python -m rlpool top lists the programs that there are"
-"""What to do about a process that is not there."""
 
 _COLUMNS: dict[str, Callable[[WorkerStats], str]] = {
     "worker": lambda worker: str(worker.worker),
@@ -76,16 +73,24 @@ class Program:
                 be looked at.
         """
         readers = {}
-        for path in _control_files(self.pid):
-            with suppress(OSError):  # closed meanwhile
-                number = path.stat().st_ino
-                if reader := self._readers.get(number) or _reader_of(path, self.pid):
-                    readers[number] = reader
+        try:
+            for file in Path(f"/proc/{self.pid}/fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    if os.readlink(file).startswith(f"/memfd:{FILE_NAME} "):
+                        number = file.stat().st_ino
+                        if reader := self._readers.get(number) or _reader_of(file, self.pid):
+                            readers[number] = reader
+        except OSError:
+            if not has_ended(self.pid):
+                what = f"process {self.pid} belongs to another user, or may not be looked at"
+                fix = "run it as that user; in a container, run it inside"
+                raise UsageError(what, fix=fix) from None
         self._readers = dict(sorted(readers.items()))
         all_stats = [reader.read() for reader in self._readers.values()]
         # Last, since it may end at any time; what ends has no files, or none that may be read.
         if has_ended(self.pid):
-            raise UsageError(f"there is no process {self.pid}, or it has ended", fix=_OTHERS)
+            fix = "python -m rlpool top lists the programs that there are"
+            raise UsageError(f"there is no process {self.pid}, or it has ended", fix=fix)
         return all_stats
 
 
@@ -101,44 +106,20 @@ def programs() -> list[int]:
     return sorted(found)
 
 
-def _control_files(pid: int) -> list[Path]:
-    """The shared records that a process has open; none if it has ended.
-
-    Raises:
-        UsageError: If it may not be looked at.
-    """
-    directory = Path(f"/proc/{pid}/fd")
-    try:
-        files = list(directory.iterdir())
-    except OSError:
-        if has_ended(pid):
-            return []
-        what = f"process {pid} belongs to another user, or may not be looked at"
-        fix = "run it as that user; in a container, run it inside"
-        raise UsageError(what, fix=fix) from None
-    found = []
-    for file in files:
-        with suppress(OSError):  # closed meanwhile
-            if os.readlink(file).startswith(f"/memfd:{FILE_NAME} "):
-                found.append(file)
-    return found
-
-
 def _reader_of(path: Path, pid: int) -> StatsReader | None:
     """Reads a shared record; ``None`` if it is just being made, or the process is a worker.
 
     Raises:
         UsageError: If another version of rlpool wrote it.
     """
-    if not path.stat().st_size:
-        return None  # it is being made
-    words = np.memmap(path, np.int64, "r")
-    if words[Head.FORMAT] not in (0, FORMAT):
+    words = np.fromfile(path, np.int64, HEADER_WORDS)
+    if not words.any() or words[Head.OWNER_PID] != pid:
+        return None
+    if words[Head.FORMAT] != FORMAT:
         what = f"process {pid} runs another version of rlpool"
         raise UsageError(what, fix="use python -m rlpool top of the environment that it runs in")
-    if not words[Head.FORMAT] or words[Head.OWNER_PID] != pid:
-        return None
-    return StatsReader(Control(np.asarray(words), int(words[Head.N_WORKERS])))
+    words = np.asarray(np.memmap(path, np.int64, "r"))
+    return StatsReader(Control(words, int(words[Head.N_WORKERS])))
 
 
 # The command ---------------------------------------------------------------------------------
@@ -157,8 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.pid is None:
-            lines = [f"{pid:>8}  {_command(pid)}" for pid in programs()]
-            sys.stdout.write("\n".join(["     pid  command", *lines]) + "\n")
+            sys.stdout.write("     pid  command\n")
+            for pid in programs():
+                with suppress(OSError):  # it has ended
+                    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                    sys.stdout.write(f"{pid:>8}  {command.strip()}\n")
         else:
             _show(Program(options.pid), options.once)
     except RlpoolError as error:
@@ -169,29 +153,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _command(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    return ""
-
-
 def _show(program: Program, once: bool) -> None:
     """Show a table per batcher, once or until the program ends.
 
     Raises:
-        UsageError: If there is nothing to show any more, or the program may not be looked at.
+        UsageError: When there is nothing to show, and if the program may not be looked at.
     """
+    is_live = sys.stdout.isatty() and not once
     while True:
         time.sleep(EVERY_S)  # rates of half a second, since those of a whole life say little
-        try:
-            all_stats = program.read()
-        except UsageError:
-            if once or not has_ended(program.pid):
-                raise
-            sys.stdout.write(f"process {program.pid} has ended\n")
-            return
-        is_live = sys.stdout.isatty() and not once
-        sys.stdout.write((_CLEAR if is_live else "") + _text(all_stats))
+        sys.stdout.write((_CLEAR if is_live else "") + _text(program.read()))
         sys.stdout.flush()
         if once:
             return
@@ -201,30 +172,25 @@ def _text(all_stats: Sequence[Stats]) -> str:
     """A table per batcher, and its lanes; a terminal's lines are cut where it ends."""
     lines: list[str] = []
     for stats in all_stats:
-        lines.append(_title(stats))
+        requests = [f"request {r.number}: {r.n_finished}/{r.n_episodes}" for r in stats.requests]
+        title = f"{stats.name} of process {stats.pid}, {stats.steps_per_s:,.0f} steps/s"
+        lines.append(
+            ", ".join([title, f"{stats.restarts} restarts", *(requests or ["no request"])])
+        )
         rows = [list(_COLUMNS)]
         rows += [[show(worker) for show in _COLUMNS.values()] for worker in stats.workers]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (f"{cell:>{n}}" for cell, n in zip(row, widths, strict=True))
-            lines.append("  ".join(cells))
-        with_lanes = [worker for worker in stats.workers if worker.lanes]
-        lines += [f"worker {worker.worker}: {_lanes(worker.lanes)}" for worker in with_lanes]
+        lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        for worker in stats.workers:
+            if worker.lanes:
+                shown = [*map(_lane, worker.lanes[:_SHOWN_LANES])]
+                shown += ["..."] * (len(worker.lanes) > _SHOWN_LANES)
+                lines.append(f"worker {worker.worker}: {' '.join(shown)}")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "".join(f"{line[:width]}\n" for line in lines)
 
 
-def _title(stats: Stats) -> str:
-    requests = [f"request {r.number}: {r.n_finished}/{r.n_episodes}" for r in stats.requests]
-    parts = [f"{stats.name} of process {stats.pid}", f"{stats.steps_per_s:,.0f} steps/s"]
-    return ", ".join([*parts, f"{stats.restarts} restarts", *(requests or ["no request"])])
-
-
-def _lanes(lanes: Sequence[LaneStats]) -> str:
-    """Episode and step of each lane; one that waits is marked, and ``-`` is idle."""
-    marks = {"waiting": "w", "running": ""}
-    shown = [
-        "-" if lane.episode is None else f"{lane.episode}:{lane.step}{marks[lane.state]}"
-        for lane in lanes[:_SHOWN_LANES]
-    ]
-    return " ".join(shown + ["..."] * (len(lanes) > _SHOWN_LANES))
+def _lane(lane: LaneStats) -> str:
+    """Episode and step of a lane, ``-`` if it is idle; ``w`` marks one that waits."""
+    mark = "w" if lane.state == "waiting" else ""
+    return "-" if lane.episode is None else f"{lane.episode}:{lane.step}{mark}"

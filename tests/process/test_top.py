@@ -99,11 +99,10 @@ def test_a_program_that_runs_is_seen_by_its_pid(
 
         with monkeypatch.context() as patch:
             patch.setattr(top, "Program", Shown)
-            assert top.main([str(program.pid)]) == 0
+            assert top.main([str(program.pid)]) == 1
         out, err = capsys.readouterr()
         assert f"EpisodeBatcher of process {program.pid}" in out
-        assert out.endswith(f"process {program.pid} has ended\n")
-        assert err == ""
+        assert f"process {program.pid}, or it has ended\n  fix:" in err
         wait_until(lambda: has_ended(program.pid))  # and its parent, this process, did not look
         for look in (watched.read, lambda: top._show(watched, once=True)):
             with pytest.raises(rlpool.UsageError, match=f"process {program.pid}, or it has ended"):

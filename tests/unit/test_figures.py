@@ -42,6 +42,8 @@ def test_a_summary_has_the_figures_by_their_definitions() -> None:
     width = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     assert summary.success_rate == pytest.approx((0.75, centre - width, centre + width))
     assert summary == evaluation_of(RETURNS, [True] * 6 + [False] * 2).summary()  # seeded
+    low, high = summary.success_rate[1:]
+    assert f"success rate               0.75 [{low:.6g}, {high:.6g}]" in str(summary).splitlines()
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

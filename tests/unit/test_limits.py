@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +137,6 @@ def test_more_workers_than_twice_the_cores_are_worth_one_warning(
         check_workers(3, 3, "use fewer")
     (text,) = caplog.messages
     assert text.startswith("worker processes: 3, cores that this process may use: 1;")
-
-
-def test_a_processor_on_which_nothing_was_tested_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_workers(1, 3, "use fewer")
-    assert not caplog.records
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    check_workers(1, 3, "use fewer")
-    check_workers(1, 3, "use fewer")
-    (text,) = caplog.messages
-    assert text.startswith("rlpool was tested on x86-64, not on riscv64")
 
 
 def test_more_workers_than_descriptors_or_memory_are_refused(
