@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -189,17 +189,36 @@ def _evaluated(
     numbers = range(len(entries), n_episodes)
     parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     failures: list[WorkerError] = []
-    found = _run(batcher, parts, infos, given, protocol["infos"], failures, checks)
-    if progress:
-        bar = import_extra("tqdm.auto", "evaluation").tqdm
-        found = bar(found, total=len(parts), unit="request")
-    for part in found:
-        entries += part
+    waiting, first, tape = iter(parts), 0, None
+    batcher.seek(numbers.start)
+    bar = import_extra("tqdm.auto", "evaluation").tqdm if progress else None
+    for part in bar(parts, unit="request") if bar else parts:
+        # Nothing else may run while the first request is checked.
+        for each in islice(waiting, 1 if checks and part == parts[0] else None):
+            seeds = given and given[each.start : each.stop]
+            batcher.execute(len(each), *part_of(infos, each), episode_seeds=seeds)
+        trajectories = batcher.get()
+        failures += batcher.failures
+        errors: dict[int | None, str] = {}
+        for failure in batcher.failures:  # which worker ran the episode does not matter
+            worker = f"worker {failure.where.worker} "
+            errors[failure.where.row] = failure.what.replace(worker, "its worker ", 1)
+        row = next((row for row in range(len(part)) if row not in errors), None)
+        if checks and tape is None and row is not None:
+            # What truncates an episode is not part of the environment.
+            flags = [] if batcher._max_steps is None else ["truncated", "done"]
+            first = part[row]
+            tape = tape_of(trajectories, row, [*batcher.environment["info_keys"], *flags])
+            tape.options = options_of(infos[1], first)
+        if tape is not None and part in (parts[0], parts[-1]):
+            batcher.repeat(first, tape)
+        found = _entries(part, trajectories, errors, infos, protocol["infos"])
+        entries += found
         is_over = len(entries) == n_episodes == len(numbers)  # none was run by another call
         if is_over and not all(entry["error"] for entry in entries):
             batcher.check_infos()
         if record is not None:
-            append_to_record(record, part)
+            append_to_record(record, found)
     return Evaluation.of_entries(entries, protocol, failures)
 
 
@@ -232,41 +251,6 @@ class _Evaluator(EpisodeBatcher):
             if not seen >> min(number, 62) & 1:
                 what = f"no {key!r} in any info of {self.next_episode} episodes (info_keys)"
                 raise EnvSpecError(what, fix="correct the name, or report it in some episode")
-
-
-def _run(
-    batcher: _Evaluator,
-    parts: Sequence[range],
-    infos: Infos,
-    given: list[int] | None,
-    keys: Sequence[str],
-    failures: list[WorkerError],
-    checks: bool,
-) -> Iterator[list[Entry]]:
-    """What is recorded of the episodes of these numbers, one request after the other."""
-    batcher.seek(parts[0].start if parts else 0)
-    waiting, first, tape = iter(parts), 0, None
-    for part in parts:
-        # Nothing else may run while the first request is checked.
-        for each in islice(waiting, 1 if checks and part == parts[0] else None):
-            seeds = given and given[each.start : each.stop]
-            batcher.execute(len(each), *part_of(infos, each), episode_seeds=seeds)
-        trajectories = batcher.get()
-        failures += batcher.failures
-        errors: dict[int | None, str] = {}
-        for failure in batcher.failures:  # which worker ran the episode does not matter
-            worker = f"worker {failure.where.worker} "
-            errors[failure.where.row] = failure.what.replace(worker, "its worker ", 1)
-        row = next((row for row in range(len(part)) if row not in errors), None)
-        if checks and tape is None and row is not None:
-            # What truncates an episode is not part of the environment.
-            flags = [] if batcher._max_steps is None else ["truncated", "done"]
-            first = part[row]
-            tape = tape_of(trajectories, row, [*batcher.environment["info_keys"], *flags])
-            tape.options = options_of(infos[1], first)
-        if tape is not None and part in (parts[0], parts[-1]):
-            batcher.repeat(first, tape)
-        yield _entries(part, trajectories, errors, infos, keys)
 
 
 def _entries(
