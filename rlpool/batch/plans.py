@@ -10,7 +10,8 @@ A lane replaces its claim only when all episodes of it are finished.
 Workers make claims under a lock of the kernel, which is released when its holder dies. Taking back
 the claim of a dead worker needs no lock: it leaves the end of the claim where it was.
 
-Where lanes cannot be seeded one by one, each worker has its share of the episodes beforehand.
+Where lanes cannot be seeded one by one, each worker has its share of the episodes beforehand, and a
+lane that is ready takes the next of them.
 """
 
 from __future__ import annotations
@@ -106,44 +107,23 @@ class Claims:
         return all(self._end(lane) >= self._n_episodes for lane in range(self._n_lanes))
 
 
-class Shares:
-    """The fixed shares of a request's episodes.
-
-    Episode *i* runs in row ``i % n_lanes`` of a worker, as always, and rows go around the workers.
-    So each lane of a worker has its episodes beforehand, which it runs one after another.
+def share_of(worker: int, layout: Layout, n_episodes: int, first: int) -> list[int]:
+    """A worker's episodes of a request whose lanes cannot be seeded one by one.
 
     Args:
+        worker: The worker.
         layout: Layout of the request's block.
         n_episodes: Its number of episodes.
         first: Number of the first one.
     """
+    n_workers = layout.n_workers
+    return list(range((worker - first) % n_workers, n_episodes, n_workers))
 
-    def __init__(self, layout: Layout, n_episodes: int, first: int) -> None:
-        self._n_lanes, self._n_workers = layout.step.n_lanes, layout.n_workers
-        self._n_episodes, self._first = n_episodes, first
 
-    def of(self, worker: int) -> list[int]:
-        """The episodes of a worker, ascending."""
-        return [number for number, other in enumerate(self.workers) if other == worker]
-
-    @property
-    def workers(self) -> list[int]:
-        """The worker of each episode."""
-        numbers = range(self._first, self._first + self._n_episodes)
-        return [number // self._n_lanes % self._n_workers for number in numbers]
-
-    def seeds(self, root: int) -> list[int]:
-        """The seed of each episode: that of its worker's first one, as one reset serves all lanes.
-
-        Args:
-            root: Root of all seeds.
-        """
-        seeds = episode_seeds(root, self._first, self._n_episodes)
-        firsts: dict[int, int] = {}
-        return [
-            firsts.setdefault(worker, seed)
-            for worker, seed in zip(self.workers, seeds, strict=True)
-        ]
+def shared_seeds(root: int, first: int, n_episodes: int, n_workers: int) -> list[int]:
+    """The seed of each of these episodes: that of its worker's first, as one reset serves all."""
+    seeds = episode_seeds(root, first, min(n_workers, n_episodes))
+    return [seeds[number % n_workers] for number in range(n_episodes)]
 
 
 @dataclass(frozen=True)
@@ -197,9 +177,10 @@ class EpisodePlan(_RequestPlan):
     """A worker's share of the episodes of an ``execute``.
 
     Episode *i* of the batcher's life always runs in row ``i % n_lanes`` of the batch: the bits of a
-    matrix product depend on a row's position. Any idle worker takes the next episode of that row,
-    unless lanes cannot be seeded one by one: then each worker has its share beforehand, see
-    ``Shares``.
+    matrix product depend on a row's position. Any idle worker takes the next episode of that row.
+    If lanes cannot be seeded one by one, the next lane that is ready takes the next episode of its
+    worker's share: its row follows from the lengths of the episodes before, for the same workers
+    and lanes the same.
 
     Args:
         message: The request.
@@ -227,18 +208,19 @@ class EpisodePlan(_RequestPlan):
         self._free = message.slots[::-1]
         self._whole = self.arrays.control["whole"].data
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
-        claimed = message.again
+        self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
         if step.resets_together:
-            shares = Shares(self.layout, n_episodes, message.first)
-            claimed, self.seeds = shares.of(self.worker), shares.seeds(root)
+            share = share_of(self.worker, self.layout, n_episodes, message.first)
+            self._claimed = [share[::-1]] * step.n_lanes  # one list for all lanes
             self._exhausted.update(range(step.n_lanes))
+            n_workers = self.layout.n_workers
+            self.seeds = shared_seeds(root, message.first, n_episodes, n_workers)
         else:
             self.seeds = message.seeds or episode_seeds(root, message.first, n_episodes)
             control, first = self.arrays.control, message.first
             self._claims = Claims(control, n_episodes, first, site.lock_fd)
-        self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
-        for number in reversed(claimed):
-            self._claimed[(message.first + number) % step.n_lanes].append(number)
+            for number in reversed(message.again):
+                self._claimed[(first + number) % step.n_lanes].append(number)
         self._recycling = site.recycling
         self._moved: set[int] = set()  # that begin again, when others may have got their slots
         self._chunks: list[Chunk] = []

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlpool.batch.messages import EpisodeKey, Execute, Window
-from rlpool.batch.plans import Claims, Shares
+from rlpool.batch.plans import Claims, share_of, shared_seeds
 from rlpool.data.infos import WINDOW_KEYS, Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
@@ -307,8 +307,10 @@ class EpisodeRequest(Request):
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
         control = self.running_block.arrays.control
-        if self.running_block.layout.step.resets_together:
-            share = self._shares.of(worker)  # which the successor runs as a whole
+        layout = self.running_block.layout
+        if layout.step.resets_together:
+            # The successor runs the whole share.
+            share = share_of(worker, layout, self.n_rows, self.first)
             self._note_writing(worker)
             self._arrived[share] = False
             return bool(share)
@@ -322,17 +324,14 @@ class EpisodeRequest(Request):
         return bool(again) or not claims.all_made
 
     @property
-    def _shares(self) -> Shares:
-        return Shares(self.running_block.layout, self.n_rows, self.first)
-
-    @property
     def _seeds(self) -> Callable[[], list[int]]:
         """Makes the seeds of all episodes, also when the block is gone."""
-        if self.running_block.layout.step.resets_together:
-            return partial(self._shares.seeds, self.root)
+        layout, episodes = self.running_block.layout, (self.root, self.first, self.n_rows)
+        if layout.step.resets_together:
+            return partial(shared_seeds, *episodes, layout.n_workers)
         if (given := self.given_seeds) is not None:
             return lambda: given
-        return partial(episode_seeds, self.root, self.first, self.n_rows)
+        return partial(episode_seeds, *episodes)
 
     def _seed_in(self, worker: int, lane: int, row: int) -> int:
         return self._seeds()[row]

@@ -25,6 +25,14 @@ from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 _LOG = logging.getLogger("rlpool")
 _ALL = slice(None)
 _N_STEPS = 8  # looked at after each reset to find out the seeding, where lanes restart on their own
+_NOT_SEEDED = (
+    "%s cannot be seeded: reset(seed=0) is followed by other steps each time, so that the same "
+    "seeds do not give the same data"
+)
+_ONE_RESET = (
+    "the lanes of %s cannot be seeded one by one: the same seeds give the same data only for the "
+    "same number of workers and lanes (seeding='request' accepts that)"
+)
 _SAME_STEP, _DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 
 
@@ -40,12 +48,14 @@ class VectorGymEnv(VecEnv):
       one call for each.
     - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``. Every request
       begins with one reset of all lanes, seeded; later episodes begin by the environment's own
-      auto-reset. The same requests give the same bits for the same number of workers and lanes,
-      whatever ran before. If a worker dies, its part of the request is repeated, with the same
-      bits. All rows of ``env_info`` have to be equal; ``info["seed"]`` is the seed of the reset.
-      Windows cannot go on after a worker's death: call ``reset``.
+      auto-reset. A lane that is ready takes the next episode of its worker's share, so the same
+      requests give the same bits for the same number of workers and lanes, whatever ran before, and
+      other bits for other numbers: one warning says so. If a worker dies, its share is repeated,
+      with the same bits. All rows of ``env_info`` have to be equal; ``info["seed"]`` is the seed of
+      the reset. Windows cannot go on after a worker's death: call ``reset``.
 
-    If ``reset(seed=...)`` does not repeat anything, no data can be repeated: one warning says so.
+    If ``reset(seed=...)`` does not repeat anything, no data can be repeated, and the warning says
+    that. Neither warning is given if ``seeding="request"`` is passed.
 
     A vector environment steps all lanes at once. A lane without an episode takes the action of the
     first lane that has one; what it does is in no result, nor are the steps in which lanes restart
@@ -440,13 +450,8 @@ def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
             f"{env} cannot be reset with reset(seed=0): {described(error)}",
             fix=f"say how it can be seeded: VectorGymEnv(..., seeding=...), one of {SEEDINGS}",
         ) from error
-    if not repeats:
-        _LOG.warning(
-            "%s cannot be seeded: reset(seed=0) is followed by other steps each time, so that the "
-            "same seeds do not give the same data",
-            env,
-            extra={"once": "seeding"},  # not from every worker
-        )
+    what = _ONE_RESET if repeats else _NOT_SEEDED
+    _LOG.warning(what, env, extra={"once": "seeding"})  # not from every worker
     return "request"
 
 

@@ -431,8 +431,8 @@ class SelfRestartingLanes(LaneTable):
         return super().have_news() or bool(self._ready(self.idle))
 
     def _ready(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Those of some lanes that are at the start of an episode."""
-        ready = self._env.ready_lanes(list(map(by_number, lanes)))
+        """Those of some lanes that are at the start of an episode, ascending."""
+        ready = self._env.ready_lanes(sorted(map(by_number, lanes)))
         return list(map(self.lanes.__getitem__, ready))
 
     def drop(self, cancelled: Plan) -> None:

@@ -200,11 +200,11 @@ class EpisodesTogether(EpisodesByHand):
     """An ``EpisodeBatcher`` whose lanes are reset together."""
 
     def execute(self, n: int, agent_info: Any, env_info: Any, seeds: Any = None) -> Expected:
-        n_lanes, first = self.setting.n_lanes, self.n_before
+        n_workers, first = self.setting.n_workers, self.n_before
         seeds = episode_seeds(self.root, first, n)
         keys = noise_keys(self.root, first, n)
         self.n_before += n
-        workers = [(first + i) // n_lanes % self.setting.n_workers for i in range(n)]
+        workers = [(first + i) % n_workers for i in range(n)]
         seeds = [seeds[workers.index(worker)] for worker in workers]
         rows: dict[int, list[Values]] = {}
         for worker in set(workers):
@@ -219,16 +219,15 @@ class EpisodesTogether(EpisodesByHand):
         """The episodes of one worker."""
         setting, agent = self.setting, self.agent
         noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * len(keys)
-        n_lanes = setting.n_lanes
-        coming = [[i for i in share if (first + i) % n_lanes == k] for k in range(n_lanes)]
+        coming = list(share)
         running: dict[int, int] = {}
         rows: dict[int, list[Values]] = {}
 
         def begin(lane: int, shown: Values) -> Episode | None:
-            if not coming[lane]:
+            if not coming:
                 return None
-            running[lane] = coming[lane].pop(0)
-            row = (first + running[lane]) % setting.n_rows
+            running[lane] = coming.pop(0)
+            row = (first + running[lane]) % setting.n_rows if setting.agent_rows else lane
             return Episode(agent, row, setting.n_rows, noise[running[lane]], shown)
 
         together = Together(setting.arrays(), begin, setting.keep_float64, setting.limit)

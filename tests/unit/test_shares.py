@@ -45,6 +45,29 @@ def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
     assert result.lengths[:3].tolist() == [4] * 3
 
 
+class Uneven(ArrayEnv):
+    """The episodes of lane *k* have ``2 * k + 1`` steps."""
+
+    def _begin(self, lane: int, length: int) -> None:
+        super()._begin(lane, 2 * lane + 1)
+
+
+@pytest.mark.parametrize("n_slots", [2, 20])
+@pytest.mark.parametrize("mode", RESTARTING)
+def test_a_lane_that_is_ready_takes_the_next_episode(mode: AutoresetMode, n_slots: int) -> None:
+    def create(seed: int) -> VectorGymEnv:
+        return VectorGymEnv(Uneven(2, mode, "all"), seed, seeding="request")
+
+    with EpisodeBatcher(8, n_slots, BinaryAgent, {}, create, n_threads=0) as batcher:
+        for _ in range(2):
+            batcher.execute(9)
+            lengths = batcher.get().lengths.tolist()
+            if mode is AutoresetMode.SAME_STEP:
+                assert lengths == [1, 3, 1, 1, 1, 3, 1, 1, 1]
+            else:  # a step without an episode follows each of them
+                assert lengths == [1, 3, 1, 1, 3, 1, 1, 3, 1]
+
+
 @pytest.mark.parametrize(
     ("n_slots", "env_info", "words", "fix"),
     [

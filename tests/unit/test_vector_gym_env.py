@@ -254,7 +254,9 @@ def test_what_can_be_seeded_is_found_out(
 ) -> None:
     vec = VectorGymEnv(make(), 0)
     assert vec.seeding == seeding
-    assert not caplog.records
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (seeding == "request")
+    assert all("the same number of workers and lanes" in text for text in said)
     vec.close()
 
 
