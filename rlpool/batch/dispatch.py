@@ -327,7 +327,8 @@ class Dispatcher:
             n_slots = self._blocks.layout.n_slots
             n_used = sum(each.n_slots for each in {*self.running, *self.pending})
             wanted = request.slots_wanted(n_slots - n_used, n_slots)
-            if not wanted or len(self.running) >= MAX_REQUESTS:
+            oldest = self.running[0].number if self.running else request.number
+            if not wanted or request.number - oldest >= MAX_REQUESTS:
                 return
             self._queued.popleft()
             try:
@@ -458,7 +459,7 @@ class Dispatcher:
     def _stop(self, request: Request) -> None:
         """Let a request that runs come to an end."""
         request.running_block.arrays.control["cancelled"][0] = 1
-        self.control.request_stops(request.number)
+        self.control.request_ends(request.number)
 
     def _forget(self, request: Request) -> None:
         """Drop a request; its block is used again when nobody writes into it any more."""

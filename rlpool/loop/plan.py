@@ -220,7 +220,7 @@ class Plan(ABC):
         self._slot, self._row = self._current_slots.data, self.rows.data
         self._stride = self.strides.data
         self._spare_row = self._spare_rows.data
-        self._record, self._entry = record, record.entry_of(self.number)
+        self._record, self._entry = record, self.number % MAX_REQUESTS
 
     def enter(self, lanes: Sequence[Lane]) -> None:
         """Let lanes write into their slots, from the first row."""
@@ -251,7 +251,6 @@ class Plan(ABC):
             self._steps_before[number] = lane.steps_before
             record.first_step[number] = record.steps[0]
             record.episode[number] = 1 + lane.n_restarts
-        record.finished[MAX_REQUESTS] += len(lanes)
         record.n_episodes[0] += len(lanes)
 
     def leave(self, lanes: Sequence[Lane], *, is_last: bool) -> None:

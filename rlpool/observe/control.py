@@ -33,7 +33,7 @@ MAX_SHOWN_LANES = 1024
 """Lanes of a worker that have words of their own; workers with more show none."""
 
 MAX_REQUESTS = 8
-"""Requests that workers may have at once: enough to keep them busy."""
+"""Consecutive requests that workers may have at once: enough to keep them busy."""
 
 HEADER_WORDS = 64
 ROW_WORDS = 32
@@ -51,8 +51,8 @@ class Head(IntEnum):
     OWNER_PID = 1
     N_WORKERS = 2
     NAME = 4  # up to the next
-    REQUESTS = 16  # numbers of the requests that run, 0 for none
-    N_ROWS = 24  # of each of them, 0 once it was given up
+    REQUESTS = 16  # numbers of the last requests, each at number % MAX_REQUESTS
+    N_ROWS = 24  # of each of them, 0 once it has ended or was given up
 
 
 class Word(IntEnum):
@@ -67,7 +67,7 @@ class Word(IntEnum):
     AGENT_NS = 6  # these three: see WorkerRecord
     ENV_NS = 7
     WAITING_NS = 8
-    N_FINISHED = 9  # episodes finished of each request, one word more for what is none
+    N_FINISHED = 9  # episodes finished of each request
     PID = 18  # from here on written by the caller
     STATE = 19
     N_STARTS = 20
@@ -93,7 +93,6 @@ class WorkerRecord:
     enough for a reader, whenever it looks.
 
     Args:
-        header: int64 ``[HEADER_WORDS]``.
         row: int64 ``[ROW_WORDS]``.
         lanes: int64 ``[_LANE_WORDS, MAX_SHOWN_LANES]``.
 
@@ -104,7 +103,7 @@ class WorkerRecord:
         done: One element, which counts completed episodes and commands.
         n_steps: One element: steps of all lanes.
         n_episodes: One element: episodes that lanes have completed.
-        finished: The same for the request at each entry, see ``entry_of``.
+        finished: The same for the request *number* at ``number % MAX_REQUESTS``.
         agent_ns: One element: time in calls of the agent.
         env_ns: One element: time in steps and resets of the environments.
         waiting_ns: One element: time without anything to do.
@@ -116,9 +115,9 @@ class WorkerRecord:
         pause: Of each lane that waits, the steps of its episode plus 1; 0 for the others.
     """
 
-    def __init__(self, header: NDArray, row: NDArray, lanes: NDArray) -> None:
+    def __init__(self, row: NDArray, lanes: NDArray) -> None:
         # As memoryviews: single numbers are read and written faster that way.
-        words, self._head, self._lanes = row.data, header.data, lanes
+        words, self._lanes = row.data, lanes
         self.steps, self.lane, self.done, self.n_steps, self.n_episodes = (
             words[word : word + 1]
             for word in (Word.STEPS, Word.LANE, Word.DONE, Word.N_STEPS, Word.N_EPISODES)
@@ -128,14 +127,13 @@ class WorkerRecord:
         )
         self.seen_keys = words[Word.SEEN_KEYS : Word.SEEN_KEYS + 1]
         self._n_lanes = words[Word.N_LANES : Word.N_LANES + 1]
-        self.finished = words[Word.N_FINISHED : Word.N_FINISHED + MAX_REQUESTS + 1]
+        self.finished = words[Word.N_FINISHED : Word.N_FINISHED + MAX_REQUESTS]
         self._name_lanes(lanes)
 
     @classmethod
     def private(cls) -> WorkerRecord:
         """A record without other readers."""
-        header, row = np.zeros(HEADER_WORDS, np.int64), np.zeros(ROW_WORDS, np.int64)
-        return cls(header, row, np.zeros((_LANE_WORDS, 1), np.int64))
+        return cls(np.zeros(ROW_WORDS, np.int64), np.zeros((_LANE_WORDS, 1), np.int64))
 
     def _name_lanes(self, lanes: NDArray) -> None:
         self.request, self.episode, self.first_step, self.pause = (a.data for a in lanes)
@@ -146,13 +144,6 @@ class WorkerRecord:
         if n_lanes > self._lanes.shape[1]:
             self._lanes = np.zeros((_LANE_WORDS, n_lanes), np.int64)
             self._name_lanes(self._lanes)
-
-    def entry_of(self, number: int) -> int:
-        """Where a request's finished episodes are counted."""
-        for entry in range(MAX_REQUESTS):
-            if number and self._head[Head.REQUESTS + entry] == number:
-                return entry
-        return MAX_REQUESTS
 
     # What its time goes into --------------------------------------------------------------------
 
@@ -194,8 +185,6 @@ class Control:
         rows, lanes = HEADER_WORDS + n_workers * ROW_WORDS, _LANE_WORDS * MAX_SHOWN_LANES
         self.header: NDArray = words[:HEADER_WORDS]
         self._name = self.header[Head.NAME : Head.NAME + _NAME_BYTES // 8].view(f"S{_NAME_BYTES}")
-        # Numbers are looked up faster in a list than in an array of eight.
-        self._requests = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS].data
         self.rows: NDArray = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
         shape = n_workers, _LANE_WORDS, MAX_SHOWN_LANES
         self.lanes: NDArray = words[rows : rows + n_workers * lanes].reshape(shape)
@@ -232,7 +221,7 @@ class Control:
 
     def of_worker(self, worker: int) -> WorkerRecord:
         """A worker's part."""
-        return WorkerRecord(self.header, self.rows[worker], self.lanes[worker])
+        return WorkerRecord(self.rows[worker], self.lanes[worker])
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment a worker ran last."""
@@ -255,37 +244,26 @@ class Control:
 
     def request_begins(self, number: int, n_rows: int) -> None:
         """Record that a request is sent to the workers."""
-        (entry,) = self._entries(0)
+        entry = number % MAX_REQUESTS
         self.rows[:, Word.N_FINISHED + entry] = 0
-        self.header[Head.N_ROWS + entry] = n_rows
-        self._requests[entry] = number
-
-    def request_stops(self, number: int) -> None:
-        """Record that a request was given up; workers may still be busy with it."""
-        for entry in self._entries(number):
-            self.header[Head.N_ROWS + entry] = 0
+        self.header[[Head.REQUESTS + entry, Head.N_ROWS + entry]] = number, n_rows
 
     def request_ends(self, number: int) -> None:
-        """Record that all workers are done with a request."""
-        for entry in self._entries(number):
-            self._requests[entry] = 0
-
-    def _entries(self, number: int) -> list[int]:
-        """Where a request is counted: one place, or none if it does not run."""
-        numbers = self._requests.tolist()
-        return [numbers.index(number)] if number in numbers else []
+        """Record that a request is over or was given up; workers may still be busy with it."""
+        self.header[Head.N_ROWS + number % MAX_REQUESTS] = 0
 
     def n_finished(self, number: int) -> int:
-        """Episodes that are finished of a request that runs, 0 for any other.
+        """Episodes that are finished of a request that was sent, 0 for one that was not.
 
         An episode whose worker died just after its end is counted again when it is repeated.
         """
-        return sum(int(self.rows[:, Word.N_FINISHED + e].sum()) for e in self._entries(number))
+        entry = number % MAX_REQUESTS
+        is_sent = self.header[Head.REQUESTS + entry] == number
+        return int(self.rows[:, Word.N_FINISHED + entry].sum()) if is_sent else 0
 
     def forget_finished(self, number: int, worker: int) -> None:
         """Forget what a worker has finished of a request: its successor runs all of it."""
-        for entry in self._entries(number):
-            self.rows[worker, Word.N_FINISHED + entry] = 0
+        self.rows[worker, Word.N_FINISHED + number % MAX_REQUESTS] = 0
 
 
 def control_bytes(n_workers: int) -> int:
