@@ -130,7 +130,6 @@ class Allocation:
     def close(self) -> None:
         """Release the memory; repeatable."""
         if self.memory is not None:
-            self.memory.recall()
             self.memory = None
             self._values = self._values[:0].copy()
             self._start = self._start.tolist()  # closed arrays still have a shape

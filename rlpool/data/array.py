@@ -7,6 +7,7 @@ shifted in time and sent to other processes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from rlpool.errors import SpecError, UsageError
 
 MAX_INDEX_BYTES = 256
 """Larger index arrays travel in shared memory, so that every pickle of a view is small."""
+
+_MAX_SENT = 32  # the latest of these, which are kept until their views have arrived
 
 
 class Array:
@@ -42,7 +45,8 @@ class Array:
         full_size: Number of rows without padding, a multiple of the visible ones; ``rotate`` moves
             along them.
         storage: ``"local"`` memory of this process; ``"shared"`` memory, which other processes map
-            when they unpickle the array or a view of it; or ``"memmap"``, the same in a file.
+            when they unpickle the array or a view of it; or ``"memmap"``, the same in a file. The
+            sender has to keep the array until the other process has unpickled it.
         directory: Where the file of a ``"memmap"`` lies, by default where temporary files do.
 
     Attributes:
@@ -396,9 +400,8 @@ class Array:
         bound = self._bound
         if bound is None:
             return _array, (self._allocation, None)
-        # Kept with the view, so that any number of processes can receive it.
-        bound.sent = bound.sent or tuple(map(_sendable, bound.dims))
-        return _received, (self._allocation, bound.sizes, bound.sent, bound.axes)
+        dims = tuple(map(_sendable, bound.dims))
+        return _received, (self._allocation, bound.sizes, dims, bound.axes)
 
     def __copy__(self) -> Array:
         return _array(self._allocation, self._region)
@@ -432,7 +435,11 @@ def _sendable(dim: Any) -> Any:
         return dim
     shared = Array(dim.shape, np.int64, storage="shared")
     shared[...] = dim
+    _sent.append(shared)
     return shared
+
+
+_sent: deque[Array] = deque(maxlen=_MAX_SENT)
 
 
 def _received(

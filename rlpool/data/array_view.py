@@ -38,13 +38,11 @@ class View:
         dims: For each of its dimensions one place, a range of places, or an index array.
         axes: For each dimension of the index arrays the (first) one of the memory that it is from.
             Where the time is a range, they have size 1 in its dimension.
-        sent: The same as ``dims``, with large index arrays in shared memory, once it was sent.
     """
 
     sizes: tuple[int, ...]
     dims: tuple[Any, ...]
     axes: tuple[int, ...] = ()
-    sent: tuple[Any, ...] = ()
 
     @property
     def arrays(self) -> dict[int, Values]:

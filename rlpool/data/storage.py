@@ -10,7 +10,10 @@ kind        what it is                                                    other 
 ==========  ============================================================  ==================
 
 Untouched pages cost nothing. Pickled memory arrives in another process as a mapping of the same
-pages; ``rlpool.data.descriptors`` says how.
+pages: a pickle names the sending process and its descriptor, and the receiver opens the file
+through ``/proc``. This needs no server, no thread and no further descriptor per pickle, and a
+pickle can be received any number of times, as long as its sender has the memory. A page after the
+contents of the file holds a random name, by which a receiver recognises the file.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +31,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from rlpool.data.descriptors import Descriptor, Ticket
 from rlpool.data.specs import TensorSpec
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
@@ -36,6 +39,8 @@ from rlpool.machine.limits import human, memory_bounds
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
+
+_NAME_BYTES = 16  # random: no two files have the same
 
 _MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Python 3.12
 
@@ -71,7 +76,7 @@ def allocate(
             where = Path(tempfile.gettempdir() if directory is None else directory)
             # Sparse, and without a name, so that nothing is left behind.
             with tempfile.TemporaryFile(dir=where) as file:
-                return Memory.over(os.dup(file.fileno()), n_bytes, "memmap")
+                return Memory("memmap", n_bytes, fd=os.dup(file.fileno()))
         except TypeError:
             what = f"directory is {directory!r}"
             raise SpecError(what, fix="pass the path of a directory") from None
@@ -100,22 +105,39 @@ class Memory:
 
     The mapping lives as long as this object or any array or tensor made from ``root()``. Shared and
     memmap memory can be pickled: every process that unpickles it maps the same pages, and within
-    one process all pickles of it give the same object. A pickle is valid while its sender lives.
+    one process all pickles of it give the same object. A pickle is valid while its sender has the
+    memory.
+
+    Args:
+        kind: One of ``KINDS``.
+        n_bytes: Size in bytes.
+        mapped: uint8 ``[n_bytes]``; by default the file is mapped.
+        fd: Descriptor of the file, which is closed with this object.
+        name: Name of a received file; a new one gets a name, whose page makes it as long as needed.
 
     Attributes:
-        n_bytes: Size in bytes.
-        kind: One of ``KINDS``.
+        n_bytes: As given.
+        kind: As given.
     """
 
+    _fd = -1
+
     def __init__(
-        self, mapped: torch.Tensor, descriptor: Descriptor | None = None, kind: str = "shared"
+        self,
+        kind: str,
+        n_bytes: int,
+        mapped: torch.Tensor | None = None,
+        fd: int = -1,
+        name: bytes = b"",
     ) -> None:
-        self._mapped = mapped
-        self._descriptor = descriptor or Descriptor(-1, 0, b"none")
-        self.n_bytes = mapped.numel()
-        self.kind = kind
-        if descriptor is not None:
-            _mapped_here[descriptor.name] = self
+        self._fd = fd  # first, to be closed if the rest fails
+        self.kind, self.n_bytes = kind, n_bytes
+        self._name = name or os.urandom(_NAME_BYTES)
+        if fd >= 0 and not name:
+            os.pwrite(fd, self._name, _round_up(n_bytes))
+        self._mapped = _map(fd, n_bytes) if mapped is None else mapped
+        if fd >= 0:
+            _mapped_here[self._name] = self
 
     @classmethod
     def local(cls, n_bytes: int) -> Memory:
@@ -127,19 +149,13 @@ class Memory:
             mapped = mmap.mmap(-1, n_bytes, flags=flags)
             mapped.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
             zeros = np.frombuffer(mapped, np.uint8)
-        return cls(torch.from_numpy(zeros), None, "local")
+        return cls("local", n_bytes, torch.from_numpy(zeros))
 
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
         """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
         with InterruptsHeld():  # else the descriptor might stay open
-            return cls.over(anonymous_file(name), n_bytes, "shared")
-
-    @classmethod
-    def over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
-        """Memory over a new file, whose size comes from what ``Descriptor`` writes after it."""
-        descriptor = Descriptor(fd, _round_up(n_bytes))
-        return cls(_map(fd, n_bytes), descriptor, kind)
+            return cls("shared", n_bytes, fd=anonymous_file(name))
 
     @classmethod
     def attach(cls, fd: int, n_bytes: int, *, private: bool = False) -> Memory:
@@ -151,24 +167,25 @@ class Memory:
             private: Whether other processes do not see what this one writes.
         """
         try:
-            return cls(_map(fd, n_bytes, private=private))
+            return cls("shared", n_bytes, _map(fd, n_bytes, private=private))
         finally:
             os.close(fd)
 
     @property
     def fd(self) -> int:
         """The descriptor, to send to other processes."""
-        if self._descriptor.fd < 0:
+        if self._fd < 0:
             raise SpecError("this memory has no descriptor: it is local, or close_fd() was called")
-        return self._descriptor.fd
+        return self._fd
 
     def close_fd(self) -> None:
         """Close the descriptor, so that the memory can no longer be sent; the mapping stays."""
-        self._descriptor.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
-    def recall(self) -> None:
-        """Keep nothing for pickles that have not arrived yet."""
-        self._descriptor.recall()
+    def __del__(self) -> None:
+        self.close_fd()
 
     def root(self) -> NDArray:
         """A new uint8 array over the whole block.
@@ -198,18 +215,30 @@ class Memory:
                 'what has storage="local" belongs to one process and cannot be sent',
                 fix='use storage="shared", or send a copy: to_ndarray()',
             )
-        if self._descriptor.fd < 0:
+        if self._fd < 0:
             raise UsageError("this memory was closed", fix="send it before it is closed")
-        return _received, (self._descriptor.ticket(), self.n_bytes, self.kind)
+        return _received, (self.kind, self.n_bytes, os.getpid(), self._fd, self._name)
 
 
-def _received(ticket: Ticket, n_bytes: int, kind: str) -> Memory:
-    known = _mapped_here.get(ticket.name)
-    if known is not None and known._descriptor.fd >= 0:
-        known._descriptor.confirm(ticket)
+def _received(kind: str, n_bytes: int, pid: int, fd: int, name: bytes) -> Memory:
+    known = _mapped_here.get(name)
+    if known is not None and known._fd >= 0:
         return known
-    descriptor = ticket.redeem()
-    return Memory(_map(descriptor.fd, n_bytes), descriptor, kind)
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        # Opening anything else, such as a pipe, could block or have side effects.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FileNotFoundError(f"{path} is another file")
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(own, _NAME_BYTES, _round_up(n_bytes)) != name:
+            os.close(own)
+            raise FileNotFoundError(f"{path} is another file")
+    except OSError as error:
+        raise UsageError(
+            f"the memory that process {pid} sent is gone ({error})",
+            fix="keep the array and its process alive until it is received",
+        ) from error
+    return Memory(kind, n_bytes, fd=own, name=name)
 
 
 # Memory that this process made or received, by the name of its file: one mapping and one descriptor

@@ -19,7 +19,7 @@ import pytest
 from process.watching import START_S, Script, in_new, n_descriptors
 
 from rlpool import Array
-from rlpool.data import descriptors
+from rlpool.data import array as array_module
 
 from support.variants import variants
 
@@ -47,11 +47,12 @@ in_forked = partial(in_new, "fork")
 @pytest.fixture
 def no_descriptor_left() -> Iterator[None]:
     resource_tracker.ensure_running()  # its pipe belongs to the interpreter
+    array_module._sent.clear()
     gc.collect()
     before = n_descriptors()
     yield
+    array_module._sent.clear()
     gc.collect()
-    descriptors.let_go_of_received()
     assert n_descriptors() == before
 
 

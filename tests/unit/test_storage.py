@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool.data import descriptors
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import PAGE_BYTES, Memory, allocate, batch_array, carve, carved_bytes
 from rlpool.errors import SpecError, UsageError
@@ -36,19 +35,12 @@ def open_descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def drop_kept() -> None:
-    """Close what waits for a receiver: tests send without anybody to receive."""
-    gc.collect()
-    while descriptors._kept:
-        descriptors._kept.pop().close()
-
-
 @pytest.fixture(autouse=True)
 def no_descriptor_left() -> Iterator[None]:
-    drop_kept()
+    gc.collect()
     before = open_descriptors()
     yield
-    drop_kept()
+    gc.collect()
     assert open_descriptors() == before
 
 
@@ -190,20 +182,10 @@ def test_one_pickle_is_received_any_number_of_times_and_costs_no_descriptor(kind
     assert open_descriptors() == before
 
 
-def test_memory_on_its_way_is_kept_until_it_arrives_within_bounds() -> None:
-    memory = allocate("shared", 100)
-    memory.root()[:] = 7
-    sent = pickle.dumps(memory)
-    before = open_descriptors()
-    del memory
-    gc.collect()
-    assert open_descriptors() == before
-    assert (pickle.loads(sent).root() == 7).all()
-    descriptors.let_go_of_received()
-    assert not descriptors._kept
-    for _ in range(3 * descriptors.MAX_KEPT):
-        pickle.dumps(allocate("shared", 100))
-    assert len(descriptors._kept) <= descriptors.MAX_KEPT + 1
+def test_memory_that_its_sender_dropped_is_refused() -> None:
+    sent = pickle.dumps(allocate("shared", 100))
+    with pytest.raises(UsageError, match="keep the array"):
+        pickle.loads(sent)
 
 
 @pytest.mark.promise("I7")
