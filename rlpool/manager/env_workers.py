@@ -486,7 +486,8 @@ class EnvWorkers(CrashOnly):
     def close(self) -> None:
         """End the workers. May be repeated, as all that it calls."""
         self.closed = True
-        if os.getpid() == self.owner_pid:  # else the workers are those of another process
+        # Else there are none yet, or they are those of another process.
+        if "processes" in vars(self) and os.getpid() == self.owner_pid:
             self.processes.fail(UsageError("the environments were closed meanwhile"))
             if self.is_interrupted:
                 self.processes.abort()

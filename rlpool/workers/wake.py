@@ -20,6 +20,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.workers.wire import Inherited
 
 _ONE = (1).to_bytes(8, "little")
@@ -51,7 +52,8 @@ class Wake:
     fd = -1
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC) if fd is None else fd
+        with InterruptsHeld():  # else the descriptor might stay open
+            self.fd = os.eventfd(0, os.EFD_CLOEXEC) if fd is None else fd
         self._asleep: Any = [1]  # until it is shared, the other process has to assume it
         self._look_until_s = 0.0
         self._rest_until_s = 0.0
@@ -104,8 +106,8 @@ class Wake:
 
     def close(self) -> None:
         """Close the descriptor. May be repeated."""
-        fd, self.fd = self.fd, -1  # the number may soon be that of another file
         with suppress(OSError):
+            fd, self.fd = self.fd, -1  # the number may soon be that of another file
             os.close(fd)
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""A signal handler that raises at random lines of any call; the batcher is used again then."""
+"""A signal handler that raises at random points of any call; the batcher is used again then."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 def n_points(batcher: Any, call: Callable[[Any], Any]) -> int:
     prepare(batcher)
-    with Strike(10**9, lines=True) as strike, suppress(UsageError):
+    with Strike(10**9) as strike, suppress(UsageError):
         call(batcher)
     while batcher.n_pending:
         batcher.get()
@@ -104,7 +104,7 @@ def test_a_batcher_can_be_used_after_any_interrupt(
         points = n_points(batcher, CALLS[call])
         for _ in range(N_STRIKES):
             prepare(batcher)
-            version, strike = batcher.policy_version, Strike(rng.randrange(points), lines=True)
+            version, strike = batcher.policy_version, Strike(rng.randrange(points))
             first = batcher.state_dict()["next_episode"]
             try:
                 with strike:
@@ -136,7 +136,7 @@ def test_a_batcher_can_be_closed_after_its_close_was_interrupted() -> None:
         prepare(batcher)
         with alarms():
             try:
-                with Strike(number, lines=True):
+                with Strike(number):
                     batcher.close()
             except Alarm:
                 batcher.close()
@@ -150,7 +150,7 @@ def test_a_batcher_can_be_closed_after_its_close_was_interrupted() -> None:
 def test_episodes_after_an_interrupt_are_those_behind_the_dropped_ones() -> None:
     with create(EpisodeBatcher, 0) as batcher, create(EpisodeBatcher, 1) as other:
         batcher.execute(4)
-        with alarms(), pytest.raises(Alarm), Strike(200, lines=True):
+        with alarms(), pytest.raises(Alarm), Strike(200):
             batcher.get()
         batcher.execute(3)
         other.seek(4)

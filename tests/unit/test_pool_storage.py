@@ -200,7 +200,7 @@ def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
     while strike.has_struck or not n_points:
         pool.extend(numbered(number, [1] * 20))  # each with a value after it of its own
         number += 20
-        strike = Strike(n_points, files=["/pool/"], signal_number=signal.SIGINT, lines=True)
+        strike = Strike(n_points, files=["/pool/"], signal_number=signal.SIGINT)
         with suppress(KeyboardInterrupt), strike:
             pool.extend(numbered(number, lengths))
         number += sum(lengths)
