@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlpool.batch.batcher_base import BatcherBase
 from rlpool.batch.checks import (
@@ -12,7 +12,6 @@ from rlpool.batch.checks import (
     CreateEnv,
     Seeds,
     ShowProgress,
-    checked_progress,
 )
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import EpisodeRequest
@@ -24,10 +23,6 @@ from rlpool.machine.calls import whole
 from rlpool.record.tape import Tape
 from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 InfoOf = Info | Callable[[int], Info]
 """``agent_info`` or ``env_info`` of all requests, or a function of the request's number."""
@@ -46,7 +41,8 @@ class EpisodeBatcher(BatcherBase):
 
     Args:
         n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
-        n_slots: Slots in flight, which bound the memory; at least one per worker. If a request has
+        n_slots: Slots in flight, which bound the memory; at least one per worker, and by default
+            four for each environment of a worker. If a request has
             more episodes, or episodes are longer than a slot, full slots are copied out while
             ``get`` waits.
         create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
@@ -123,31 +119,11 @@ class EpisodeBatcher(BatcherBase):
 
     _NAME = "EpisodeBatcher"
 
+    _counts_lanes = False  # whether a request is by default for as many episodes
+
     _next_episode = 0
     _last: tuple[int, Infos, list[int] | None] | None = None
     _tape: Tape | None = None  # of an episode that workers repeat in place of the next request
-
-    @also_takes(n_threads="n_workers", seed="seeds")
-    def __init__(
-        self,
-        n_timesteps: int,
-        n_slots: int,
-        create_agent: CreateAgent | None = None,
-        agent_args: Mapping[str, Any] | None = None,
-        create_env: CreateEnv | None = None,
-        env_args: Mapping[str, Any] | None = None,
-        n_workers: int = 1,
-        seeds: Seeds = None,
-        *,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-        agent_rows: int | None = None,
-        progress: ShowProgress = False,
-        **policy: Unpack[BatcherOptions],
-    ) -> None:
-        self._progress = checked_progress(progress)
-        factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy
-        super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
 
     @whole
     def execute(
@@ -161,7 +137,8 @@ class EpisodeBatcher(BatcherBase):
         """Request episodes; returns at once. Further requests queue up.
 
         Args:
-            n_episodes: Any number from 1.
+            n_episodes: Any number from 1. A ``MonoThreadEpisodeBatcher`` runs by default as many
+                as there are environments.
             agent_info: ``[n_episodes, ...]`` or empty: row *i* goes to the agent with episode *i*.
                 A ``DictTensor``, or a dict of tensors, NumPy arrays, lists or numbers; a number
                 holds for all episodes. It is copied.
@@ -190,34 +167,26 @@ class EpisodeBatcher(BatcherBase):
             >>> batcher.get().info["seed"]
             tensor([7, 3])
         """
-        self._request(n_episodes, agent_info, env_info, episode_seeds)
-
-    def _request(
-        self,
-        n_episodes: int | None,
-        agent_info: Info,
-        env_info: Info,
-        given_seeds: Sequence[int] | None,
-    ) -> None:
-        self._open()
+        dispatcher = self._ready()
+        if n_episodes is None and self._counts_lanes:
+            n_episodes = self.n_lanes
         n_episodes = whole_number("n_episodes", n_episodes, 1, fix="say how many: execute(32)")
         if n_episodes > N_SEEDS:
             what = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
             raise SpecError(what, fix="ask for fewer at a time: stream()")
         infos = as_infos(agent_info, env_info, n_episodes)
-        if given_seeds is not None:
-            given_seeds = checked_seeds(given_seeds, n_episodes)
-        self._submit(n_episodes, infos, given_seeds)
+        given = None if episode_seeds is None else checked_seeds(episode_seeds, n_episodes)
+        self._submit(dispatcher, n_episodes, infos, given)
 
-    def _submit(self, n_episodes: int, infos: Infos, given_seeds: list[int] | None) -> None:
-        dispatcher = self._ready()
+    def _submit(
+        self, dispatcher: Dispatcher, n_episodes: int, infos: Infos, given_seeds: list[int] | None
+    ) -> None:
         dispatcher.check(infos, n_episodes, given_seeds)
         first = self._next_episode
         self._next_episode += n_episodes
         self._last = n_episodes, infos, given_seeds
         dispatcher.submit(
             EpisodeRequest(
-                number=dispatcher.next_number(),
                 n_rows=n_episodes,
                 infos=infos,
                 policy=self._policy,
@@ -243,10 +212,10 @@ class EpisodeBatcher(BatcherBase):
             >>> second.lengths, bool((first.info["seed"] == second.info["seed"]).any())
             (tensor([1, 4, 2]), False)
         """
-        self._open()
+        dispatcher = self._ready()
         if self._last is None:
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
-        self._submit(*self._last)
+        self._submit(dispatcher, *self._last)
 
     @property
     def next_episode(self) -> int:
@@ -404,6 +373,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
     _LOWERABLE = ()
 
+    _counts_lanes = True
+
     @also_takes(seed="seeds")
     def __init__(
         self,
@@ -417,24 +388,6 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         agent_rows: int | None = None,
         progress: ShowProgress = False,
     ) -> None:
-        self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
-        rest: Any = None, {}, agent_rows
-        BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *rest)
-
-    @whole
-    def execute(
-        self,
-        n_episodes: int | None = None,
-        agent_info: Info = None,
-        env_info: Info = None,
-        *,
-        episode_seeds: Sequence[int] | None = None,
-    ) -> None:
-        """Request episodes; by default as many as there are environments.
-
-        See ``EpisodeBatcher.execute``.
-        """
-        if n_episodes is None:
-            n_episodes = self.n_lanes
-        self._request(n_episodes, agent_info, env_info, episode_seeds)
+        options: Any = {"timeout": None, "agent_rows": agent_rows, "progress": progress}
+        super().__init__(self._N_TIMESTEPS, None, *factories, 0, seeds, **options)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlpool.agents.agent import refuse_no_factory
 from rlpool.batch.checks import (
@@ -25,16 +25,16 @@ from rlpool.batch.checks import (
 )
 from rlpool.batch.dispatch import Dispatcher, packed
 from rlpool.batch.messages import Recipe
-from rlpool.batch.requests import Policy, Request
+from rlpool.batch.requests import Policy
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import (
     BatcherClosedError,
     ResultTimeoutError,
-    RlpoolError,
     UsageError,
     WorkerError,
 )
 from rlpool.machine.arguments import (
+    also_takes,
     check_choice,
     checked_timeout,
     keywords,
@@ -47,20 +47,17 @@ from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.observe.stats import Stats
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, FailurePolicy
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 from rlpool.workers.process_start import memory_of
-from rlpool.workers.sharing import pickled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _LOG = logging.getLogger("rlpool")
 
 _SHOW_EVERY_S = 0.25
 """A few times a second: what people can follow, and costs nothing."""
-
-_HOW_TO_PICKLE = (
-    "create it inside create_env or create_agent, which run in the worker, or leave it out in "
-    "the __getstate__ of what holds it"
-)
 
 
 class BatcherBase(CrashOnly, ProcessOwner):
@@ -72,10 +69,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     _dispatcher: Dispatcher | None = None
     _recipe: Recipe | None = None
     _is_closed = False
-    _progress: ShowProgress = False
-    _has_said_stopped = False  # whether ``get`` has returned None since the last reset
     _policy = Policy()
-    _update: tuple[Any] | None = None  # what was given to an ``update`` that has not ended
     _failures: tuple[WorkerError, ...] = ()
 
     _NAME: str
@@ -86,27 +80,32 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     _max_steps: int | None = None  # of episodes, which are truncated there
 
+    @also_takes(n_threads="n_workers", seed="seeds")
     def __init__(
         self,
         n_timesteps: int,
-        n_slots: int | None,
-        create_agent: CreateAgent | None,
-        agent_args: Mapping[str, Any] | None,
-        create_env: CreateEnv | None,
-        env_args: Mapping[str, Any] | None,
-        n_workers: int,
-        seeds: Seeds,
-        timeout: float | None,
-        policy: Mapping[str, Any],
+        n_slots: int | None = None,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_workers: int = 1,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
         agent_rows: int | None = None,
+        progress: ShowProgress = False,
+        **policy: Unpack[BatcherOptions],
     ) -> None:
         refuse_during_import()
+        self._progress = checked_progress(progress)
         n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
         fix = 'rlpool.worker_count("auto") says how many this machine has room for'
         n_workers = whole_number("n_workers", n_workers, 0, fix=fix)
         n_slots = optional_number("n_slots", n_slots, 1)
         agent_rows = optional_number("agent_rows", agent_rows, 1)
-        failure_policy, timeout = FailurePolicy(**policy), checked_timeout(timeout)
+        options: Any = policy  # without the second names, which also_takes has replaced
+        failure_policy, timeout = FailurePolicy(**options), checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
         self._root = root_from(checked_batcher_seeds(seeds, n_workers))
@@ -115,17 +114,19 @@ class BatcherBase(CrashOnly, ProcessOwner):
         self._n_workers = max(1, n_workers)
         self._n_timesteps = n_timesteps
         self._is_private = n_workers == 0
+        self._repeats = n_workers > 0 or failure_policy.truncates
         self._owner_pid = os.getpid()
-        env_args, agent_args = keywords("env_args", env_args), keywords("agent_args", agent_args)
-        given = (create_env, env_args, create_agent, agent_args)
-        functions: Any = (*given, agent_rows, self._WATCHES_INFOS, self._max_steps)
+        given = {
+            "create_env": create_env,
+            "env_args": keywords("env_args", env_args),
+            "create_agent": create_agent,
+            "agent_args": keywords("agent_args", agent_args),
+        }
+        rest = agent_rows, self._WATCHES_INFOS, self._max_steps
+        self._recipe = Recipe(n_workers, given, rest, self._NAME)
         if n_workers:
-            names = ("create_env", "env_args", "create_agent", "agent_args")
-            parts = dict(zip(names, given, strict=True))
-            functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
             memory = memory_of(failure_policy.start_method)
             check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers", memory)
-        self._recipe = Recipe(n_workers, functions, self._NAME)
         # Not methods of this object: a batcher that is dropped, as when a notebook's cell is run
         # again, ends its workers at once only if nothing refers back to it.
         self._start_workers = partial(
@@ -169,16 +170,13 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def policy_version(self) -> int:
         """How many updates there were: what ``info["policy_version"]`` of new requests will say."""
         self._not_closed()
-        return self._policy.version + (self._update is not None)
+        return self._policy.version
 
     @property
     def n_pending(self) -> int:
         """Requests whose results were not taken with ``get``."""
         dispatcher = self._not_closed()
-        return 0 if self.is_interrupted else self._n_pending(dispatcher)
-
-    def _n_pending(self, dispatcher: Dispatcher) -> int:
-        return len(dispatcher.pending)
+        return 0 if self.is_interrupted else len(dispatcher.pending)
 
     def fileno(self) -> int:
         """A descriptor for ``asyncio``, ``selectors`` and the like.
@@ -232,10 +230,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
         dispatcher = self._open()
         if dispatcher.pending:
             dispatcher.look()
-            request = dispatcher.pending[0]
-            error = request.error or dispatcher.fatal
-            if error is not None and not request.is_complete:
-                raise error
+        if (failure := dispatcher.failure) is not None:
+            raise failure
         return dispatcher.finished()
 
     @overload
@@ -273,8 +269,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
                 another ``get`` returns its result. It is ignored with ``n_workers=0``.
             progress: ``True`` shows a bar of tqdm while this call waits. A function is called as
                 ``progress(done, asked)`` instead, at the beginning, a few times a second and at the
-                end; it may not call the batcher. By default, what an ``EpisodeBatcher``'s own
-                argument ``progress`` says. A ``Batcher`` counts lanes in place of episodes, once
+                end; it may not call the batcher. By default, what the batcher's own argument
+                ``progress`` says. A ``Batcher`` counts lanes in place of episodes, once
                 their worker is done with the window.
 
         Returns:
@@ -317,59 +313,47 @@ class BatcherBase(CrashOnly, ProcessOwner):
         check_choice("blocking", blocking, (True, False))
         timeout = checked_timeout(timeout, "from 0 on, and finite")
         progress = self._progress if progress is None else checked_progress(progress)
-        if self._has_stopped(dispatcher):
-            if self._has_said_stopped:
-                what = "all lanes have ended, and get() has returned None already"
-                fix = "call reset(), or use environments that restart on their own (GymEnvInf)"
-                raise UsageError(what, fix=fix)
-            self._has_said_stopped = True
-            return None
         if self.is_interrupted:
             what = "nothing is pending: the last call was interrupted"
             raise UsageError(what, fix="call execute() again, which begins with new workers")
         if not dispatcher.pending:
+            if self._has_stopped():
+                return None
             dispatcher.refuse_if_dead()
             raise UsageError("nothing is pending", fix="call execute() before get()")
-        is_settled = self._wait(dispatcher, blocking, timeout, progress)
-        if not is_settled and not blocking:
-            return None
-        if not is_settled:
+        self._wait(dispatcher, blocking, timeout, progress)
+        if not dispatcher.is_settled():
+            if not blocking:
+                return None
             what = f"the result is not there after {timeout:g} s"
             raise ResultTimeoutError(what, fix="call get() again: the request goes on")
-        request = self._hand_out(dispatcher)
-        self._failures = tuple(request.failures[row] for row in sorted(request.failures))
-        return request.trajectories
+        return self._hand_out(dispatcher)
 
-    def _has_stopped(self, dispatcher: Dispatcher) -> bool:
-        """Whether there is nothing to come, which is not an error."""
+    def _has_stopped(self) -> bool:
+        """Whether nothing will ever be pending again, which is not an error at first."""
         return False
 
     def _wait(
         self, dispatcher: Dispatcher, blocking: bool, timeout: float | None, progress: ShowProgress
-    ) -> bool:
-        """Wait until the oldest request is settled; returns whether it is."""
+    ) -> None:
+        """Wait until the oldest request is settled."""
         until_s = math.inf if timeout is None else time.monotonic() + timeout
         is_settled = dispatcher.is_settled
-        with shown(progress) as show:
-
-            def look() -> None:
-                if show is not None:
-                    show(*dispatcher.finished())
-
-            look()
-            dispatcher.watch(look if show is not None else None)
+        with shown(progress, dispatcher.finished) as show:
+            dispatcher.watch(show)
             dispatcher.look()
-            while blocking and not is_settled() and time.monotonic() < until_s:
+            while blocking and not is_settled() and (now_s := time.monotonic()) < until_s:
                 pause_s = math.inf if show is None else _SHOW_EVERY_S
-                dispatcher.wait_until(is_settled, min(until_s, time.monotonic() + pause_s))
-                look()
+                dispatcher.wait_until(is_settled, min(until_s, now_s + pause_s))
+                if show is not None:
+                    show()
             dispatcher.watch(None)
-            look()
-            return is_settled()
 
-    def _hand_out(self, dispatcher: Dispatcher) -> Request:
-        """The oldest request, which is settled."""
-        return dispatcher.hand_out()
+    def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
+        """The result of the oldest request, which is settled."""
+        trajectories, failures = dispatcher.hand_out()
+        self._failures = tuple(failures[row] for row in sorted(failures))
+        return trajectories
 
     @whole
     def update(self, info: Any) -> None:
@@ -397,8 +381,9 @@ class BatcherBase(CrashOnly, ProcessOwner):
             >>> batcher.get().info["policy_version"]
             tensor([1, 1])
         """
-        self._update = (info,)
         self._open()
+        version, packed_info = self._policy.version + 1, packed(info, self._is_private)
+        self._policy = Policy(version, packed_info)
 
     @whole
     def state_dict(self) -> State:
@@ -464,7 +449,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         self._go_to(state["next_episode"])
 
     def _refuse_pending(self, call: str) -> None:
-        if n_pending := self._n_pending(self._open()):
+        if n_pending := len(self._open().pending):
             what = f"{call} while {n_pending} results are pending"
             raise UsageError(what, fix="take them with get() first")
 
@@ -550,23 +535,12 @@ class BatcherBase(CrashOnly, ProcessOwner):
             self._dispatcher.close(at_once=True)
 
     def _open(self) -> Dispatcher:
-        """What every call begins with; one that was interrupted has ended the workers.
-
-        Raises:
-            SpecError: If what was given to ``update`` cannot be pickled.
-        """
+        """What every call begins with; one that was interrupted has ended the workers."""
         dispatcher = self._not_closed()
         if not self.is_interrupted:
             dispatcher.deliver_logs()
         elif not dispatcher.is_closed:
             dispatcher.close(at_once=True)
-        if self._update is not None:
-            try:
-                policy = Policy(self._policy.version + 1, packed(*self._update, self._is_private))
-            except RlpoolError:
-                self._update = None
-                raise
-            self._policy, self._update = policy, None
         return dispatcher
 
     def _ready(self) -> Dispatcher:

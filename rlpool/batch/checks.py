@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rlpool.agents.agent import Agent
@@ -43,30 +43,43 @@ def checked_progress(progress: Any) -> ShowProgress:
 
 
 @contextmanager
-def shown(progress: ShowProgress) -> Iterator[Show | None]:
-    """What to call with the rows that are finished and requested, ``None`` for nothing.
+def shown(
+    progress: ShowProgress, finished: Callable[[], tuple[int, int]]
+) -> Iterator[Callable[[], None] | None]:
+    """Show progress at the beginning, at the end, and whenever the function is called in between.
+
+    Args:
+        progress: How; if not at all, there is no function.
+        finished: Returns the rows that are finished and requested.
 
     Raises:
         UsageError: If there should be a bar, and tqdm is not installed.
     """
-    if not isinstance(progress, bool):
-        yield progress
-    elif not progress:
+    if not progress:
         yield None
-    else:
+        return
+    bar: Any = nullcontext()
+    if progress is True:
         try:
             from tqdm import tqdm
         except ImportError:
             what = "progress=True shows a bar of tqdm, which is not installed"
             fix = 'pip install "rlpool[evaluation]", or pass a function'
             raise UsageError(what, fix=fix) from None
-        with tqdm(unit=" episodes", leave=False) as bar:
+        bar = tqdm(unit=" episodes", leave=False)
 
-            def show(done: int, asked: int) -> None:
-                bar.total, bar.n = asked, done
-                bar.refresh()
+    def show() -> None:
+        done, asked = finished()
+        if callable(progress):
+            progress(done, asked)
+        else:
+            bar.total, bar.n = asked, done
+            bar.refresh()
 
-            yield show
+    with bar:
+        show()
+        yield show
+        show()
 
 
 def checked_state(state: Any) -> State:

@@ -34,6 +34,7 @@ from rlpool.batch.requests import EpisodeRequest, Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.infos import Infos
 from rlpool.data.storage import Memory
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.pickling import why_not
 from rlpool.observe.control import MAX_REQUESTS, Word
@@ -156,16 +157,6 @@ class Dispatcher:
         """Why nothing works any more."""
         return self._processes.fatal
 
-    @property
-    def records(self) -> bool:
-        """Whether windows have to be recorded: what lanes have done may have to be repeated."""
-        return not self.runs_here or self._policy.truncates
-
-    def next_number(self) -> int:
-        """A number for a new request."""
-        self._n_requests += 1
-        return self._n_requests
-
     def submit(self, request: Request) -> None:
         """Queue a request and send it if its slots are free.
 
@@ -173,6 +164,8 @@ class Dispatcher:
             RlpoolError: If a worker died.
         """
         self.refuse_if_dead()
+        self._n_requests += 1
+        request.number = self._n_requests
         self.pending.append(request)
         self._queued.append(request)
         self._advance()
@@ -182,32 +175,37 @@ class Dispatcher:
         self._processes.poll(0.0)
         self._processes.look_for_hang()
 
+    @property
+    def failure(self) -> RlpoolError | None:
+        """Why the oldest request cannot be completed, if it cannot."""
+        if not self.pending:  # closed meanwhile
+            return self.fatal
+        request = self.pending[0]
+        return None if request.is_complete else request.error or self.fatal
+
     def is_settled(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
-        if not self.pending:  # closed meanwhile
-            return True
-        request = self.pending[0]
-        return request.is_complete or request.error is not None or self.fatal is not None
+        return not self.pending or self.pending[0].is_complete or self.failure is not None
 
-    def hand_out(self) -> Request:
-        """Take the oldest request off, with its ``trajectories``.
+    def hand_out(self) -> tuple[TemporalDictTensor, dict[int, WorkerError]]:
+        """Take the oldest request off: its result, and by row the failures of its episodes.
 
         Raises:
             RlpoolError: If it failed.
         """
-        if not self.pending:
-            self.refuse_if_dead()
-        request = self.pending.popleft()
-        if request.is_complete:
-            request.trajectories = request.result()
+        if (failure := self.failure) is None:
+            request = self.pending.popleft()
+            result = request.result()
             request.release()
             self._advance()
-            return request
-        error = request.error = request.error or self.fatal or UsageError("it was cancelled")
-        request.policy = Policy()  # the request and its error refer to each other for a while
-        self._forget(request)
-        self._advance()
-        raise error
+            return result, request.failures
+        if self.pending:
+            request = self.pending.popleft()
+            request.error = failure
+            request.policy = Policy()  # the request and its error refer to each other for a while
+            self._forget(request)
+            self._advance()
+        raise failure
 
     def drop_pending(self) -> None:
         """Drop all requests; their episodes stop."""
@@ -331,6 +329,7 @@ class Dispatcher:
             if not wanted or request.number - oldest >= MAX_REQUESTS:
                 return
             self._queued.popleft()
+            request.begin()
             try:
                 self._prepare(request, self._blocks)
             except RlpoolError as error:

@@ -14,10 +14,15 @@ from rlpool.record.tape import Tape
 from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload
-from rlpool.workers.sharing import Shared
+from rlpool.workers.sharing import Shared, pickled
 
 _LARGE_BYTES = 2**14
 """Larger pickled functions travel in shared memory, once for all workers."""
+
+_HOW_TO_PICKLE = (
+    "create it inside create_env or create_agent, which run in the worker, or leave it out in "
+    "the __getstate__ of what holds it"
+)
 
 EpisodeKey = tuple[int | None, int | None]
 """Row and seed of an episode; the row of a window is the lane among all."""
@@ -46,7 +51,8 @@ class Recipe:
 
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
-        functions: Both functions and their arguments, a ``Parcel`` if there are worker processes.
+        given: Both functions and their arguments, by name.
+        rest: What else a worker has to know.
         owner_name: What advice calls the class that does the same in the caller's process.
 
     Attributes:
@@ -55,11 +61,14 @@ class Recipe:
         setup: The first message to each worker.
     """
 
-    def __init__(self, n_workers: int, functions: Any, owner_name: str) -> None:
+    def __init__(
+        self, n_workers: int, given: Mapping[str, Any], rest: tuple[Any, ...], owner_name: str
+    ) -> None:
         self.n_workers, self.shared = n_workers, Shared()
         self.memory: Memory | None = None
+        functions: Any = (*given.values(), *rest)
         if n_workers:
-            functions, self.shared = functions
+            functions, self.shared = pickled(given, functions, fix=_HOW_TO_PICKLE)
             if len(functions) > _LARGE_BYTES:
                 self.memory = Memory.shared(len(functions), "rlpool-setup")
                 self.memory.root()[:] = memoryview(functions)

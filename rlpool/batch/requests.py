@@ -54,11 +54,10 @@ class Request(ABC):
     """One batch of rows.
 
     Attributes:
-        number: Names it in messages.
+        number: Names it in messages, once it is submitted.
         n_rows: Rows of the result.
         infos: Its infos, per row.
         policy: What it runs with.
-        root: Root of all seeds.
         given_seeds: Seeds of its episodes, if the user gave them.
         packed: Its infos as sent to all workers.
         block: Where it is written, once it runs.
@@ -67,14 +66,12 @@ class Request(ABC):
         error: Why it cannot be completed.
         failures: Row to the failure of an episode that was given up.
         tells_failures: Whether its result says which rows failed.
-        trajectories: Its result, once it was handed out.
     """
 
-    number: int
     n_rows: int
     infos: Infos
     policy: Policy
-    root: int
+    number: int = 0
     given_seeds: list[int] | None = None
     packed: Packed | None = None
     block: Block | None = None
@@ -83,7 +80,6 @@ class Request(ABC):
     error: RlpoolError | None = None
     failures: dict[int, WorkerError] = field(default_factory=dict)
     tells_failures: bool = False
-    trajectories: TemporalDictTensor | None = None
     # The step at which it failed last, and how often in a row it did there.
     _n_failures: dict[EpisodeKey, tuple[int | None, int]] = field(default_factory=dict, init=False)
     # To the step that fails, -1 for the reset: also where it may have been that.
@@ -115,6 +111,9 @@ class Request(ABC):
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """Slots to run with, when ``n_free`` of ``n_slots`` are not in use; 0 to wait."""
+
+    def begin(self) -> None:  # noqa: B027
+        """Get ready to be sent."""
 
     @abstractmethod
     def message(self, worker: int, payload: Payload | None) -> Execute | Window:
@@ -246,10 +245,12 @@ class EpisodeRequest(Request):
     """Complete episodes, one per row.
 
     Attributes:
+        root: Root of all seeds.
         first: Number of the first episode, from which their seeds, noise and batch rows derive.
         tape: The first episode, which workers repeat instead of running any.
     """
 
+    root: int
     first: int
     tape: Tape | None = None
 
@@ -362,41 +363,65 @@ class EpisodeRequest(Request):
 
 
 @dataclass(eq=False, kw_only=True)
+class RunningLanes:
+    """What all windows since one ``reset`` share. Each begins where the one before it has ended.
+
+    Attributes:
+        root: Root of all seeds.
+        n_lanes: Lanes of one worker.
+        n_resets: Number of the ``reset``.
+        n_windows: Windows requested before that reset.
+        running: The lanes that run, numbered across workers, ascending.
+        positions: int64 ``[2, lanes of all workers]``: the episode and its number of the step that
+            each lane takes next.
+        tapes: What the running episodes have done so far, ``None`` if it is not recorded.
+        n_sent: Windows sent so far.
+        is_busy: Whether one was sent and its result not taken.
+    """
+
+    root: int
+    n_lanes: int
+    n_resets: int
+    n_windows: int
+    running: list[int]
+    positions: NDArray
+    tapes: WindowTapes | None
+    n_sent: int = 0
+    is_busy: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
 class WindowRequest(Request):
     """The next steps of every running lane, one lane per row.
 
     Attributes:
-        lanes: The running lanes, numbered across workers, ascending.
-        n_lanes: Lanes of one worker.
-        n_resets: Number of the ``reset`` whose episodes run.
-        n_windows: Windows requested before that reset.
-        is_first: Whether it is the first window after that reset.
-        positions: int64 ``[2, lanes of all workers]``: the episode and its number of the step that
-            each lane takes next. ``result`` moves them on.
-        tapes: What the running episodes have done so far, ``None`` if it is not recorded.
-        lanes_left: Lanes that go on after this window, set by ``result``.
+        shared: What it shares with the windows before and after it.
+        lanes: The lanes that run, once it is sent.
+        is_first: Whether it is the first window after the reset.
     """
 
-    lanes: list[int]
-    n_lanes: int
-    n_resets: int
-    n_windows: int
-    is_first: bool
-    positions: NDArray
-    tapes: WindowTapes | None = None
-    lanes_left: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.tapes is not None:
-            self._truncated.update(dict.fromkeys(self.tapes.given_up, -1))
+    shared: RunningLanes
+    lanes: list[int] = field(default_factory=list)
+    is_first: bool = False
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """One slot per lane."""
-        return self.n_rows if n_free >= self.n_rows else 0
+        """One slot per lane, once the window before it is there."""
+        shared = self.shared
+        n_rows = len(shared.running)
+        return 0 if shared.is_busy or n_free < n_rows else n_rows
+
+    def begin(self) -> None:
+        """Find out which lanes run."""
+        shared = self.shared
+        self.lanes, self.n_rows = shared.running, len(shared.running)
+        self.is_first = not shared.n_sent
+        shared.n_sent, shared.is_busy = shared.n_sent + 1, True
+        if shared.tapes is not None:
+            self._truncated.update(dict.fromkeys(shared.tapes.given_up, -1))
 
     def message(self, worker: int, payload: Payload | None) -> Window:
         """The window, with the slots of this worker's running lanes."""
-        slots = {lane % self.n_lanes: row for row, lane in self._rows_of(worker)}
+        slots = {lane % self.shared.n_lanes: row for row, lane in self._rows_of(worker)}
         return Window(
             number=self.number,
             block=self.running_block.number,
@@ -410,24 +435,28 @@ class WindowRequest(Request):
     @cached_property
     def _seeds(self) -> LaneSeeds:
         """The seeds of all lanes; before the reset a lane can have restarted once per step."""
-        layout = self.running_block.layout
-        n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
-        return lane_seeds(self.root, self.n_resets, n_restarts)
+        layout, shared = self.running_block.layout, self.shared
+        n_restarts = shared.n_windows * layout.n_timesteps if layout.restarts else 0
+        return lane_seeds(shared.root, shared.n_resets, n_restarts)
+
+    def _tape_of(self, lane: int) -> Tape | None:
+        tapes = self.shared.tapes
+        return None if tapes is None else tapes.tapes.get(lane)
 
     def _actions_before(self, worker: int, lane: int, row: int) -> Actions:
         """Those on the lane's tape."""
-        tape = self.tapes.tapes.get(row) if self.tapes is not None else None
+        tape = self._tape_of(row)
         return {} if tape is None else tape.actions
 
     def _seed_in(self, worker: int, lane: int, row: int) -> int | None:
         """See ``Request``: how often the lane has restarted is on its tape and in its slot."""
         block, n_restarts = self.running_block, 0
         if block.layout.step.resets_together:
-            return self._seeds.seed(row - row % self.n_lanes, 0)
+            return self._seeds.seed(row - row % self.shared.n_lanes, 0)
         if block.layout.restarts:
             if not self.can_be_repeated():
                 return None
-            tape = self.tapes.tapes.get(row) if self.tapes is not None else None
+            tape = self._tape_of(row)
             control = block.arrays.control
             n_steps_in_slot = block.layout.steps_in_slot(control, worker)[lane]
             done = block.arrays.rows[successor_key("done")][control["slot"][worker, lane]]
@@ -437,8 +466,9 @@ class WindowRequest(Request):
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
-        first = bisect_left(self.lanes, worker * self.n_lanes)
-        stop = bisect_left(self.lanes, (worker + 1) * self.n_lanes)
+        n_lanes = self.shared.n_lanes
+        first = bisect_left(self.lanes, worker * n_lanes)
+        stop = bisect_left(self.lanes, (worker + 1) * n_lanes)
         return list(enumerate(self.lanes[first:stop], first))
 
     def n_finished(self, control: Control) -> int:
@@ -450,14 +480,16 @@ class WindowRequest(Request):
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """See ``Request.tapes_for``."""
-        if self.tapes is None or self.is_first:
+        tapes = self.shared.tapes
+        if tapes is None or self.is_first:
             return {}
         lanes = [lane for _, lane in self._rows_of(worker)]
-        return {lane % self.n_lanes: self.tapes.tapes[lane] for lane in lanes}
+        return {lane % self.shared.n_lanes: tapes.tapes[lane] for lane in lanes}
 
     def can_be_repeated(self) -> bool:
         """Whether it is known what all lanes have done."""
-        return self.is_first or (self.tapes is not None and self.tapes.is_complete)
+        tapes = self.shared.tapes
+        return self.is_first or (tapes is not None and tapes.is_complete)
 
     def give_back(self, worker: int) -> bool:
         """Begin the whole window again."""
@@ -465,45 +497,45 @@ class WindowRequest(Request):
         return bool(self._rows_of(worker))
 
     def result(self) -> TemporalDictTensor:
-        """See ``part``."""
-        block = self.running_block
+        """The rows; the next window goes on where they end."""
+        block, shared, tapes = self.running_block, self.shared, self.shared.tapes
         running = block.arrays.control["running"].reshape(-1)
-        self.lanes_left = (running >= 0).nonzero()[0].tolist()
-        if self.tapes is not None:
+        shared.running, shared.is_busy = (running >= 0).nonzero()[0].tolist(), False
+        if tapes is not None:
             env_info = self.infos[1]
-            self.tapes.record(
+            tapes.record(
                 block.layout,
                 block.arrays,
                 self.lanes,
-                self.lanes_left,
+                shared.running,
                 lambda lane: options_of(env_info, lane) if env_info else None,
             )
-            tapes = self.tapes.tapes.items()
             begin_next = {
                 (lane, self._seeds.seed(lane, tape.n_restarts))
-                for lane, tape in tapes
+                for lane, tape in tapes.tapes.items()
                 if not tape.n_steps
             }
-            self.tapes.given_up = begin_next.intersection(self._truncated)
+            tapes.given_up = begin_next.intersection(self._truncated)
         lanes, seeds = self.lanes, self._seeds  # what is asked later must not hold the block
-        n_together = self.n_lanes if block.layout.step.resets_together else 1
+        n_together = shared.n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         rows = slots_of(block.arrays, slice(self.n_rows))
         numbers = np.array(lanes)
-        told = np.full(self.n_rows, self.root >> 65), numbers, *self._move_on(numbers, rows)
+        told = np.full(self.n_rows, shared.root >> 65), numbers, *self._move_on(numbers, rows)
         info |= {k: partial(torch.from_numpy, v) for k, v in zip(WINDOW_KEYS, told, strict=True)}
         return trajectories_of(block.layout, rows, info)
 
     def _move_on(self, lanes: NDArray, rows: Slice) -> NDArray:
         """Move its lanes to the end of the window; returns their positions before."""
-        before = self.positions[:, lanes]
+        positions = self.shared.positions
+        before = positions[:, lanes]
         n_ended, step = np.zeros_like(lanes), before[1] + rows.lengths
         done = rows.rows.get(successor_key("done"))  # where lanes restart
         if done is not None and done.size:
             n_ended = done.sum(axis=1)
             n_behind = done[:, ::-1].argmax(axis=1) + rows.lengths - done.shape[1]
             step = np.where(n_ended, n_behind, step)
-        self.positions[:, lanes] = before[0] + n_ended, step
+        positions[:, lanes] = before[0] + n_ended, step
         return before
 
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from rlpool.batch.batcher_base import BatcherBase
-from rlpool.batch.checks import CreateAgent, CreateEnv, Seeds
 from rlpool.batch.dispatch import Dispatcher
-from rlpool.batch.requests import Policy, Request, WindowRequest
+from rlpool.batch.requests import RunningLanes, WindowRequest
 from rlpool.data.infos import Info, Infos, as_infos
+from rlpool.data.storage import NDArray
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError
-from rlpool.machine.arguments import also_takes
 from rlpool.machine.calls import whole
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Batcher(BatcherBase):
@@ -45,6 +38,7 @@ class Batcher(BatcherBase):
             2**30 steps of all lanes together, resets included.
         timeout: As for ``EpisodeBatcher``.
         agent_rows: As for ``EpisodeBatcher``.
+        progress: As for ``EpisodeBatcher``.
         **policy: As for ``EpisodeBatcher``. The successor of a worker restores every running
             episode by repeating its recorded actions; if that does not lead to the same
             observation, ``get`` raises ``EnvError``. If the agent requires a history, the failure
@@ -65,47 +59,24 @@ class Batcher(BatcherBase):
     _NAME = "Batcher"
 
     _n_resets = _n_windows = 0
-    _n_windows_before = 0  # those before the last reset
     _infos: Infos = ({}, {})
-    _running: Sequence[int] = ()
-    _tapes: WindowTapes | None = None  # if what lanes do may have to be repeated
-    _is_first = False
-    _is_reset = False  # False again after an error or an interrupt, which ends all episodes
-    # What windows run with that wait for the previous one.
-    _queued: tuple[tuple[Policy, Infos], ...] = ()
-
-    @also_takes(n_threads="n_workers", seed="seeds")
-    def __init__(
-        self,
-        n_timesteps: int,
-        n_slots: int | None = None,
-        create_agent: CreateAgent | None = None,
-        agent_args: Mapping[str, Any] | None = None,
-        create_env: CreateEnv | None = None,
-        env_args: Mapping[str, Any] | None = None,
-        n_workers: int = 1,
-        seeds: Seeds = None,
-        *,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-        agent_rows: int | None = None,
-        **policy: Unpack[BatcherOptions],
-    ) -> None:
-        factories = create_agent, agent_args, create_env, env_args
-        failing = timeout, policy
-        super().__init__(n_timesteps, n_slots, *factories, n_workers, seeds, *failing, agent_rows)
-        self._positions = np.zeros((2, self.n_lanes), np.int64)  # see WindowRequest
+    _lanes: RunningLanes | None = None  # None also after an error, which ends all episodes
+    _positions: NDArray = np.zeros((2, 1), np.int64)  # see RunningLanes
+    _has_said_stopped = False  # whether ``get`` has returned None since the last reset
 
     @property
     def all_stopped(self) -> bool:
         """Whether every lane has ended, so that ``get`` returns ``None``."""
-        return self._has_stopped(self._not_closed())
+        is_idle = not self._not_closed().pending and not self.is_interrupted
+        return is_idle and self._lanes is not None and not self._lanes.running
 
-    def _n_pending(self, dispatcher: Dispatcher) -> int:
-        return len(dispatcher.pending) and len(dispatcher.pending) + len(self._queued)
-
-    def _has_stopped(self, dispatcher: Dispatcher) -> bool:
-        has_ended = self._is_reset and not self._running and not dispatcher.pending
-        return has_ended and not self.is_interrupted
+    def _has_stopped(self) -> bool:
+        if self.all_stopped and self._has_said_stopped:
+            what = "all lanes have ended, and get() has returned None already"
+            fix = "call reset(), or use environments that restart on their own (GymEnvInf)"
+            raise UsageError(what, fix=fix)
+        self._has_said_stopped = self.all_stopped
+        return self.all_stopped
 
     @whole
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
@@ -134,15 +105,21 @@ class Batcher(BatcherBase):
         infos = as_infos(agent_info, env_info, self.n_lanes)
         dispatcher.check(infos, self.n_lanes)
         self._n_resets += 1
-        self._n_windows_before = self._n_windows
         dispatcher = self._ready()
         dispatcher.drop_pending()
-        self._infos, self._queued = infos, ()
-        self._positions[0] += self._positions[1] > 0
-        self._positions[1] = 0
-        self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
-        self._running = list(range(self.n_lanes))
-        self._is_first = self._is_reset = True
+        n_lanes, (episodes, steps) = self.n_lanes, self._positions
+        self._positions = np.zeros((2, n_lanes), np.int64)
+        self._positions[0] = episodes + (steps > 0)
+        self._infos = infos
+        self._lanes = RunningLanes(
+            root=self._root,
+            n_lanes=dispatcher.n_lanes,
+            n_resets=self._n_resets - 1,
+            n_windows=self._n_windows,
+            running=list(range(n_lanes)),
+            positions=self._positions,
+            tapes=WindowTapes(n_lanes) if self._repeats else None,
+        )
         self._has_said_stopped = False
 
     @whole
@@ -176,7 +153,8 @@ class Batcher(BatcherBase):
             what = f"execute() got {agent_info!r:.40}, and a Batcher counts no episodes"
             fix = "call execute() for the next window of all lanes, or use an EpisodeBatcher"
             raise SpecError(what, fix=fix)
-        if not self._is_reset or self.is_interrupted:
+        lanes = self._lanes
+        if lanes is None or self.is_interrupted:
             raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
         given = as_infos(agent_info, env_info, self.n_lanes)
         old_agent_info, old_env_info = self._infos
@@ -187,54 +165,30 @@ class Batcher(BatcherBase):
         dispatcher.check(infos, self.n_lanes)
         self._infos = infos
         self._n_windows += 1
-        if dispatcher.pending:
-            # Which lanes run is known once the previous window is there; what they run with is
-            # fixed now.
-            self._queued += ((self._policy, infos),)
-        elif self._running:
-            self._submit(dispatcher, self._policy, infos)
+        if not self.all_stopped:
+            n_rows, policy = len(lanes.running), self._policy
+            request = WindowRequest(n_rows=n_rows, infos=infos, policy=policy, shared=lanes)
+            dispatcher.submit(request)
 
-    def _hand_out(self, dispatcher: Dispatcher) -> Request:
-        """The oldest window, behind which the next one is sent."""
+    def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
+        """See ``BatcherBase``. No window follows the one with which all lanes end."""
         try:
-            request = dispatcher.hand_out()
+            result = super()._hand_out(dispatcher)
         except RlpoolError:
-            self._is_reset, self._queued = False, ()
+            self._lanes = None
+            dispatcher.drop_pending()
             raise
-        if isinstance(request, WindowRequest):
-            self._running = request.lanes_left
-        if self._queued and self._running:
-            (policy, infos), *queued = self._queued
-            self._queued = tuple(queued)
-            self._submit(dispatcher, policy, infos)
-        return request
-
-    def _submit(self, dispatcher: Dispatcher, policy: Policy, infos: Infos) -> None:
-        is_first, self._is_first = self._is_first, False
-        dispatcher.submit(
-            WindowRequest(
-                number=dispatcher.next_number(),
-                n_rows=len(self._running),
-                lanes=list(self._running),
-                infos=infos,
-                policy=policy,
-                n_lanes=dispatcher.n_lanes,
-                n_resets=self._n_resets - 1,
-                n_windows=self._n_windows_before,
-                is_first=is_first,
-                positions=self._positions,
-                root=self._root,
-                tapes=self._tapes,
-            )
-        )
+        if self._lanes is not None and not self._lanes.running:
+            dispatcher.drop_pending()
+        return result
 
     def _first_pending(self, dispatcher: Dispatcher) -> int:
         # Beyond what any lane has begun, see ``lane_seeds``.
         return self._n_resets + self._n_windows * self._n_timesteps
 
     def _go_to(self, number: int) -> None:
-        self._n_resets, self._n_windows, self._is_reset = number, 0, False
-        self._positions[:] = [[number], [0]]
+        self._n_resets, self._n_windows, self._lanes = number, 0, None
+        self._positions = np.array([[number], [0]])
 
     @classmethod
     def layout(

@@ -151,8 +151,8 @@ class Collector(Server):
             seed_generators(seed)  # not the caller's, see LocalWorker
         else:
             functions = load(self._place, "create_env and create_agent", functions)
-        create_env, env_args, create_agent, agent_args, *options = functions
-        agent_rows, watches_infos, max_steps = options
+        create_env, env_args, create_agent, agent_args, *rest = functions
+        agent_rows, watches_infos, max_steps = rest
         env = called(
             self._here,
             "create_env",

@@ -282,22 +282,29 @@ class Nodes:
         while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
             self._advance(min(left_s, _RETRY_S))
 
+    @property
+    def failure(self) -> RlpoolError | None:
+        """Why the oldest request cannot be completed, if it cannot."""
+        if not self.pending:  # closed meanwhile
+            return self.fatal
+        request = self.pending[0]
+        return request.error or self.fatal if request.n_left else None
+
     def is_settled(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
-        first = next(iter(self.pending), None)
-        return first is None or not first.n_left or (first.error or self.fatal) is not None
+        return not self.pending or not self.pending[0].n_left or self.failure is not None
 
-    def hand_out(self) -> _Gathering:
-        """Take the oldest request off, with its ``trajectories``.
+    def hand_out(self) -> tuple[TemporalDictTensor, dict[int, RlpoolError]]:
+        """Take the oldest request off: its result, and by row the failures of its episodes.
 
         Raises:
             RlpoolError: If it failed.
         """
+        failure = self.failure
         request = self.pending.popleft() if self.pending else None
-        if request is None or request.n_left:
-            raise (request and request.error) or self.fatal or UsageError("it was cancelled")
-        request.trajectories = request.result()
-        return request
+        if request is None or failure is not None:
+            raise failure or UsageError("it was cancelled")
+        return request.result(), request.failures
 
     def finished(self) -> tuple[int, int]:
         """Rows that have arrived and were requested, of the oldest request."""
@@ -320,9 +327,9 @@ class Nodes:
         self.pending.clear()
 
     def _ignore(self, *_: Any) -> None:
-        """Nodes number and check requests, and end with their caller; Ray shows what they log."""
+        """Nodes check requests, and end with their caller; Ray shows what they log."""
 
-    next_number = check = deliver_logs = watch = _ignore
+    check = deliver_logs = watch = _ignore
 
     def close(self, at_once: bool = False) -> None:
         """End the actors and their workers, and give back the processors. May be repeated.
@@ -376,7 +383,6 @@ class _Gathering:
         n_left: How many rows have not arrived yet.
         error: Why it failed.
         failures: Row to the failure of an episode that was truncated.
-        trajectories: Its result, once it was handed out.
     """
 
     def __init__(self, request: EpisodeRequest, policy: _Policy) -> None:
@@ -385,7 +391,6 @@ class _Gathering:
         self.left = [range(self.n_rows)]
         self.error: RlpoolError | None = None
         self.failures: dict[int, RlpoolError] = {}
-        self.trajectories: TemporalDictTensor | None = None
         self._request, self._policy = request, policy
         self._parts: dict[int, Rows] = {}
 
