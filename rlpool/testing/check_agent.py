@@ -232,13 +232,6 @@ def check_agent(
     checks.envs = EnvChecks(env, env_args, seed, options, _N_STEPS)
     checks.envs.made = checks.made  # closed together
     checks.agent_info = info_rows("agent_info", agent_info, None)
-    checks.run(
-        [
-            checks.returns,
-            checks.action_fits,
-            checks.rows_are_independent,
-            checks.deterministic,
-            checks.forgets,
-            checks.inputs_unchanged,
-        ]
-    )
+    fits = checks.returns, checks.action_fits
+    same = checks.rows_are_independent, checks.deterministic, checks.forgets
+    checks.run(*fits, *same, checks.inputs_unchanged)

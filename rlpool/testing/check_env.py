@@ -77,27 +77,29 @@ class Checks:
         self.arguments, self.root = dict(arguments or {}), root_from(seed)
         self.made: list[Any] = []
 
-    def run(self, checks: Sequence[Callable[[], Problems]]) -> None:
-        """Run all checks, whatever the first ones find.
+    def run(self, *checks: Callable[[], Problems]) -> None:
+        """Run all checks, up to one that raises: most likely the others would raise the same.
 
         Raises:
             RlpoolError: If there are errors, with the first one of each check.
         """
-        errors, doubts, failures = list[str](), list[str](), list[str]()
+        errors, doubts = list[str](), list[str]()
         for check in checks:
             try:
                 with warnings.catch_warnings(), OwnGenerators(0).in_use():
                     warnings.simplefilter("ignore")
-                    if problem := next(check(), None):
-                        is_error, what, fix = problem
-                        text = compose(f"{check.__name__}: {what}", fix=fix)
-                        (errors if is_error else doubts).append(text)
+                    problem = next(check(), None)
             except (Exception, SystemExit) as reason:
                 is_own = isinstance(reason, RlpoolError)
                 what = str(reason) if is_own else f"{self.name} raised {described(reason)}"
-                failures.append(f"{check.__name__}: {what}")
-            self.close()
-        errors += failures[:1]  # the others have most likely the same reason
+                errors.append(f"{check.__name__}: {what}")
+                break
+            finally:
+                self.close()
+            if problem:
+                is_error, what, fix = problem
+                text = compose(f"{check.__name__}: {what}", fix=fix)
+                (errors if is_error else doubts).append(text)
         if errors:
             raise self.refusal("\n".join([f"{self.name}: {len(errors)} errors", *errors, *doubts]))
         for doubt in doubts:
@@ -182,7 +184,15 @@ class EnvChecks(Checks):
         Raises:
             EnvError: If one of them fails.
         """
-        columns, options = self._actions(vec), copy.deepcopy(self.options)
+        space = copy.deepcopy(getattr(vec, "action_space", None))
+        if space is None:
+            fix = "let it have one: actions are drawn from it"
+            raise SpecError("it has no action_space", fix=fix)
+        space.seed(self.seeds[0])
+        structure = structure_of_space(space, name="action")
+        specs = {key: leaf.spec for key, leaf in leaves_of({"action": structure}, "").items()}
+        rows = [action_row(structure, specs, space.sample()) for _ in range(self.n_steps)]
+        columns, options = joined(rows), copy.deepcopy(self.options)
         vec.declare_actions(row_specs(columns))
         vec.reset_all_next()
         tapes = {lane: Tape(seed, options, chunks=[columns]) for lane, seed in enumerate(seeds)}
@@ -202,19 +212,6 @@ class EnvChecks(Checks):
             where = Where(lane=failure.lane, step=max(len(episodes[0]) - 1, 0), seed=which)
             raise env_error(failure, where) from failure.__cause__
         return episodes
-
-    def _actions(self, vec: VecEnv) -> dict[str, NDArray]:
-        """The action of each step of all episodes, ``[n_steps, ...]`` per key."""
-        space = copy.deepcopy(getattr(vec, "action_space", None))
-        if space is None:
-            raise SpecError(
-                "it has no action_space", fix="let it have one: actions are drawn from it"
-            )
-        space.seed(self.seeds[0])
-        structure = structure_of_space(space, name="action")
-        specs = {key: leaf.spec for key, leaf in leaves_of({"action": structure}, "").items()}
-        rows = [action_row(structure, specs, space.sample()) for _ in range(self.n_steps)]
-        return joined(rows)
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -333,13 +330,5 @@ def check_env(
         >>> check_env(CountingEnv)
     """
     checks = EnvChecks(env, env_args, seed, options, n_steps)
-    checks.run(
-        [
-            checks.runs,
-            checks.observations_fit,
-            checks.values_are_finite,
-            checks.repeats,
-            checks.fresh_instance_repeats,
-            checks.starts_vary,
-        ]
-    )
+    fit = checks.runs, checks.observations_fit, checks.values_are_finite
+    checks.run(*fit, checks.repeats, checks.fresh_instance_repeats, checks.starts_vary)
