@@ -91,12 +91,12 @@ def learn(agent: ActorCritic, optimizer: torch.optim.Optimizer, window: Temporal
             optimizer.step()
 
 
-def run(seconds: float) -> list[float]:
-    """Collect and learn for some seconds, and print how; returns the average returns."""
+def run(seconds: float) -> None:
+    """Collect and learn for some seconds, and print how."""
     torch.manual_seed(1)
     agent, episodes = ActorCritic(), EpisodeStatistics()
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3)
-    returns, curve = list[float](), list[float]()
+    returns = list[float]()
     n_workers = min(2, n_cores())
     with Batcher(
         n_timesteps=N_STEPS,
@@ -114,14 +114,11 @@ def run(seconds: float) -> list[float]:
             window = batcher.get()
             learn(agent, optimizer, window)
             returns += episodes.update(window).returns.tolist()
-            if returns:
-                curve.append(fmean(returns[-30:]))
-                if now_s - shown_s >= 0.5:
-                    shown_s = now_s
-                    bar = "#" * round(30 * curve[-1] / FULL)
-                    sys.stdout.write(f"{now_s - began_s:4.1f} s  return {curve[-1]:5.1f}  {bar}\n")
-                    sys.stdout.flush()
-    return curve
+            if returns and now_s - shown_s >= 0.5:
+                shown_s, average = now_s, fmean(returns[-30:])
+                bar = "#" * round(30 * average / FULL)
+                sys.stdout.write(f"{now_s - began_s:4.1f} s  return {average:5.1f}  {bar}\n")
+                sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,14 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers need the other cores
     try:
-        curve = run(options.seconds)
+        run(options.seconds)
     except KeyboardInterrupt:
         return 130
     finally:
         torch.set_num_threads(threads)
-    average = f"from {curve[0]:.0f} to {curve[-1]:.0f}" if curve else "unknown: no episode ended"
     sys.stdout.write(
-        f"Average return {average}, of {N_ENVS} CartPole-v1 environments in worker processes.\n"
+        f"These are average returns of {N_ENVS} CartPole-v1 environments in worker processes.\n"
         f"This process learned from them by PPO: {__file__}\n"
         "Next: docs/tour.md goes through a first program of your own.\n"
     )

@@ -49,7 +49,7 @@ class Check(NamedTuple):
     fix: str = ""
 
 
-def examine(n_workers: int, root: Path = ROOT) -> list[Check]:
+def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
     """Check what this machine offers to so many workers.
 
     Args:
@@ -57,9 +57,44 @@ def examine(n_workers: int, root: Path = ROOT) -> list[Check]:
         root: Where ``/proc`` and ``/sys`` are; another directory stands for another machine.
     """
     refuse_during_import()
-    start_method = _start_method()
-    quotas = _quotas(n_workers, "spawn" if start_method.status == WARN else "auto", root)
-    return [_versions(), _cores(n_workers), start_method, *quotas, _worker()]
+    python = f"Python {platform.python_version()} on {platform.platform()}"
+    packages = [sys.modules["rlpool"], torch, np, gymnasium, cloudpickle]
+    found = [f"{package.__name__} {package.__version__}" for package in packages]
+    yield Check("versions", OK, ", ".join([python, *found]))
+
+    what = f"{n_cores()} of {os.cpu_count() or 1} may be used, for {n_workers} workers"
+    fix = "workers beyond the number of cores help only environments that wait"
+    has_enough = n_workers <= n_cores()
+    yield Check("cores", OK, what) if has_enough else Check("cores", WARN, what, fix)
+
+    if why := why_spawned():
+        what = f"workers are spawned, not forked from a template: {why}"
+        fix = "it only costs time and memory; docs/start_methods.md says what a template needs"
+        yield Check("start method", WARN, what, fix)
+    else:
+        what = "workers are forked from a template, which has proved that this is safe"
+        yield Check("start method", OK, what)
+
+    for quota in worker_quotas(WORKER_DESCRIPTORS, memory_of("spawn" if why else "auto"), root):
+        what = f"{quota.text(quota.free)} are free: room for {quota.room} workers"
+        if quota.room >= n_workers:
+            yield Check(quota.noun, OK, what)
+        else:
+            yield Check(quota.noun, FAIL, what, f"use fewer workers, or {quota.remedy}")
+    yield _worker()
+
+
+def _worker() -> Check:
+    """Whether a worker process starts and shares its memory, and how long that takes."""
+    start_s, env_fns = time.monotonic(), [partial(gymnasium.make, "CartPole-v1")]
+    try:
+        with ParallelEnvManager(env_fns, timeout=_TIMEOUT_S) as env:
+            env.reset()
+    except (RlpoolError, OSError, RuntimeError) as error:
+        what, _, fix = str(error).partition("\n  fix: ")
+        return Check("worker process", FAIL, what or type(error).__name__, fix.strip())
+    what = f"started, reset an environment and ended after {time.monotonic() - start_s:.1f} s"
+    return Check("worker process", OK, what)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--n-workers", type=int, default="auto", metavar="N", help=help_text)
     options = parser.parse_args(arguments)
     try:
-        checks = examine(worker_count(options.n_workers))
+        checks = [*examine(worker_count(options.n_workers))]
     except SpecError as error:
         parser.exit(2, f"python -m rlpool doctor: {error.what}\n")
     width = max(len(check.name) for check in checks)
@@ -83,53 +118,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if check.fix:
             sys.stdout.write(f"{'':<{width + 8}}fix: {check.fix}\n")
     return 1 if any(check.status == FAIL for check in checks) else 0
-
-
-def _versions() -> Check:
-    packages = [sys.modules["rlpool"], torch, np, gymnasium, cloudpickle]
-    found = [f"{package.__name__} {package.__version__}" for package in packages]
-    python = f"Python {platform.python_version()} on {platform.platform()}"
-    return Check("versions", OK, ", ".join([python, *found]))
-
-
-def _cores(n_workers: int) -> Check:
-    what = f"{n_cores()} of {os.cpu_count() or 1} may be used"
-    if n_workers <= n_cores():
-        return Check("cores", OK, what)
-    fix = "workers beyond the number of cores help only environments that wait"
-    return Check("cores", WARN, f"{what}, for {n_workers} workers", fix)
-
-
-def _start_method() -> Check:
-    if why := why_spawned():
-        what = f"workers are spawned, not forked from a template: {why}"
-        fix = "it only costs time and memory; docs/start_methods.md says what a template needs"
-        return Check("start method", WARN, what, fix)
-    proved = "workers are forked from a template, which has proved that this is safe"
-    return Check("start method", OK, proved)
-
-
-def _quotas(n_workers: int, start_method: str, root: Path) -> Iterator[Check]:
-    """How many workers fit, by each of the limits."""
-    for quota in worker_quotas(WORKER_DESCRIPTORS, memory_of(start_method), root):
-        what = f"{quota.text(quota.free)} are free: room for {quota.room} workers"
-        if quota.room >= n_workers:
-            yield Check(quota.noun, OK, what)
-        else:
-            fix = f"use fewer workers, or {quota.remedy}"
-            yield Check(quota.noun, FAIL, f"{what}, {n_workers} wanted", fix)
-
-
-def _worker() -> Check:
-    """Whether a worker process starts and shares its memory, and how long that takes."""
-    start_s = time.monotonic()
-    env_fns = [partial(gymnasium.make, "CartPole-v1")]
-    try:
-        with ParallelEnvManager(env_fns, timeout=_TIMEOUT_S) as env:
-            env.reset()
-            took_s = time.monotonic() - start_s
-    except (RlpoolError, OSError, RuntimeError) as error:
-        what, _, fix = str(error).partition("\n  fix: ")
-        return Check("worker process", FAIL, what or type(error).__name__, fix.strip())
-    what = f"started, reset an environment and answered after {took_s:.1f} s"
-    return Check("worker process", OK, what)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +13,7 @@ from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.rows import as_signed, instance, kind, taken
 from rlpool.data.specs import join_key
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, described
 from rlpool.machine.arguments import check_choice
 
 StateSource: TypeAlias = Literal["recompute", "stored"]
@@ -160,20 +159,16 @@ class _Replay:
         return before, output, after
 
     def _with_infos(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Call a function of the agent, which may need an ``agent_info`` that is not there."""
+        """Call a function of the agent, which may read an ``agent_info`` that is not there."""
         try:
             return function(*inputs)
-        except (TypeError, AttributeError, KeyError) as error:
-            lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)[1:]]
-            is_key = isinstance(error, KeyError) and self._agent_info is not None
-            needs = is_key or (self._agent_info is None and "NoneType" in str(error))
-            if not needs or not any("agent_info" in line for line in lines):
+        except (TypeError, AttributeError) as error:
+            if self._agent_info is not None or "NoneType" not in str(error):
                 raise
-            has = [] if self._agent_info is None else list(self._agent_info)
-            what = f"the agent reads agent_info, and the trajectories have {has or 'none'}: {error}"
+            what = f"the agent raised {described(error)}, and the trajectories have no agent_info"
             fix = (
-                "keep the keys agent_info/... of their info, which execute(agent_info=...) gave; "
-                "a pool keeps them with info_keys=['agent_info']"
+                "if it reads agent_info, keep the keys agent_info/... of their info, which "
+                "execute(agent_info=...) gave; a pool keeps them with info_keys=['agent_info']"
             )
             raise SpecError(what, fix=fix) from error
 

@@ -53,7 +53,7 @@ def named(name: str, n_workers: int, root: Path) -> Check:
 
 
 def test_a_machine_with_room(root: Path) -> None:
-    checks = examine(4, root)
+    checks = [*examine(4, root)]
     assert {(check.status, check.fix) for check in checks} == {("ok", "")}
     what = {check.name: check.what for check in checks}
     assert list(what) == ["versions", "cores", "start method", "memory", "worker process"]
@@ -88,7 +88,7 @@ def test_workers_that_do_not_start(
     monkeypatch: pytest.MonkeyPatch, root: Path, error: Exception, what: str, fix: str
 ) -> None:
     monkeypatch.setattr(FakeManager, "error", error)
-    assert examine(1, root)[-1] == Check("worker process", "FAIL", what, fix)
+    assert [*examine(1, root)][-1] == Check("worker process", "FAIL", what, fix)
 
 
 def test_the_report_and_its_exit_code(
