@@ -145,12 +145,8 @@ class NotEnoughDataError(RlpoolError, ValueError):
 class RemoteTraceback(Exception):
     """The text of a traceback from another process, attached as ``__cause__``."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        return f'\n"""\n{self.args[0]}"""'
 
 
 class WorkerError(RlpoolError, RuntimeError):

@@ -16,7 +16,7 @@ from rlpool.machine.arguments import whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.worker import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
-from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, store_into
+from rlpool.meta.rollouts import TASK_OPTION, RolloutColumns, RolloutPlan, store_into
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
@@ -27,8 +27,6 @@ BATCH_ROWS = 16
 MAX_CHUNK = 128
 """Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
 out in pieces."""
-
-_Draw = tuple[int, int, list[Options]]
 
 
 def collect_rollouts_parallel(
@@ -70,7 +68,7 @@ def collect_rollouts_parallel(
         SpecError: For arguments that do not fit, or a learner without one of the attributes.
         UsageError: Without any environment, or for an agent without the memory it needs.
         EnvError, AgentError, WorkerError: If the environment, the agent or a worker fails. The
-            rollouts that were complete by then are stored and counted.
+            rollouts before the first that was not complete by then are stored and counted.
 
     Example:
         >>> class Storage(list):
@@ -88,10 +86,13 @@ def collect_rollouts_parallel(
     lanes = _lanes(learner, parallel_env)
     tasks = _tasks(learner, lanes)
     n_rollouts = whole_number("num_rollouts", num_rollouts, 0)
-    agent = _agent(learner, lanes, arch, random_actions)
-    # Random actions depend on no other row: no more rows are needed than there are lanes.
-    n_rows = lanes.n_lanes if random_actions else max(lanes.n_lanes, n_rows)
-    lengths: list[int] = []
+    space = getattr(lanes, "action_space", None)
+    if random_actions:
+        agent: Agent = RandomAgent(space)
+        n_rows = 1  # they depend on no other row
+    elif not isinstance(agent := _part(learner, "agent"), Agent):
+        agent = ActingAgent(agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
+    rollout, lengths = Rollout(agent, lanes, agent_rows=max(lanes.n_lanes, n_rows)), list[int]()
 
     def deliver(columns: RolloutColumns) -> None:
         store(columns)
@@ -101,8 +102,14 @@ def collect_rollouts_parallel(
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
     try:
-        drawn = _draw(learner, n_rollouts, tasks)
-        _run(drawn, Rollout(agent, lanes, agent_rows=n_rows), lanes, deliver)
+        root, n_before, options = _draw(learner, n_rollouts, tasks)
+        # Environments are reset once per rollout, unless only another reset shows their keys.
+        first = (options[:1] or [None]) * lanes.n_lanes
+        steps = rollout.probe([probe_seed(root)], first, None, resets=False)
+        n_timesteps = min(int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK), MAX_CHUNK)
+        layout = Layout(steps, lanes.n_lanes, n_timesteps, 1)
+        observed = list(lanes.columns.observed) if lanes.columns is not None else []
+        rollout.run(OnePlan(RolloutPlan(layout, observed, root, n_before, options, deliver)))
     except (EnvError, AgentError) as error:
         if isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager):
             raise  # from another process, and says so
@@ -162,23 +169,9 @@ class Learner:
     collect_rollouts_parallel = collect_rollouts_parallel
 
 
-def _run(drawn: _Draw, rollout: Rollout, lanes: VecEnv, deliver: Deliver) -> None:
-    """Run rollouts, and deliver those that are complete even if one fails."""
-    root, n_before, options = drawn
-    # Environments see one reset per rollout, unless only another one can show what they observe.
-    first = options[:1] or [None]
-    steps = rollout.probe([probe_seed(root)], first * lanes.n_lanes, None, resets=False)
-    horizon = int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK)
-    layout = Layout(steps, lanes.n_lanes, min(horizon, MAX_CHUNK), 1)
-    observed = list(lanes.columns.observed) if lanes.columns is not None else []
-    plan = RolloutPlan(layout, observed, root, n_before, options, deliver)
-    try:
-        rollout.run(OnePlan(plan))
-    finally:
-        plan.deliver_rest()
-
-
-def _draw(learner: Any, n_rollouts: int, tasks: Sequence[Any] | None) -> _Draw:
+def _draw(
+    learner: Any, n_rollouts: int, tasks: Sequence[Any] | None
+) -> tuple[int, int, list[Options]]:
     """Draw the next rollouts of a learner, which remembers how many were drawn from its seed.
 
     Returns:
@@ -194,17 +187,6 @@ def _draw(learner: Any, n_rollouts: int, tasks: Sequence[Any] | None) -> _Draw:
         return root, n_before, [None] * n_rollouts
     draws = task_draws(root, collection, n_rollouts, len(tasks))
     return root, n_before, [{TASK_OPTION: tasks[draw]} for draw in draws]
-
-
-def _agent(learner: Any, lanes: VecEnv, arch: AGENT_ARCHS, random_actions: bool) -> Agent:
-    """The agent of the step loop."""
-    space = getattr(lanes, "action_space", None)
-    if random_actions:
-        return RandomAgent(space)
-    agent = _part(learner, "agent")
-    if isinstance(agent, Agent):
-        return agent
-    return ActingAgent(agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
 
 
 def _part(learner: Any, name: str) -> Any:

@@ -117,11 +117,6 @@ class RolloutPlan(Plan):
             self.deliver(self._complete.pop(self._n_delivered))
             self._n_delivered += 1
 
-    def deliver_rest(self) -> None:
-        """Deliver what is complete although an earlier rollout failed."""
-        while self._complete:
-            self.deliver(self._complete.pop(min(self._complete)))
-
     def _joined(self, chunks: Sequence[dict[str, NDArray]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals
         before = joined(chunks)

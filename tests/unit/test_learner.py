@@ -395,7 +395,7 @@ class FailsLater(CountingEnv):
         return super().step(action)
 
 
-def test_a_failing_environment_says_where_and_what_was_complete_is_kept() -> None:
+def test_a_failing_environment_says_where_and_what_was_complete_before_it_is_kept() -> None:
     learner = learner_of(StepCounter(), MEMORY)
     envs = [CountingEnv(1), FailsLater(3)]
     with pytest.raises(EnvError, match=r"KeyError: 'goal'") as caught:
@@ -405,9 +405,9 @@ def test_a_failing_environment_says_where_and_what_was_complete_is_kept() -> Non
     assert (where.worker, where.lane, where.row, where.step) == (None, 1, 3, 1)
     assert "debug it here" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
-    # By then the other one had ended four times.
-    assert [len(columns[0]) for columns in learner.policy_storage.episodes] == [1, 3, 1, 1, 1]
-    assert (learner.n_rollouts_total, learner.n_env_steps_total) == (5, 7)
+    # By then the other one had ended four times, twice after the rollout that failed.
+    assert [len(columns[0]) for columns in learner.policy_storage.episodes] == [1, 3, 1]
+    assert (learner.n_rollouts_total, learner.n_env_steps_total) == (3, 5)
     # And it goes on.
     assert learner.collect_rollouts_parallel(2, parallel_env=GymEnv(envs)) == 4
 
