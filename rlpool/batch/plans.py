@@ -303,8 +303,7 @@ class EpisodePlan(_RequestPlan):
 
     def take_slots_of(self, lanes: Sequence[Lane], *, is_last: bool) -> None:
         """Take complete slots; one that is its row's whole episode stays where it is."""
-        if is_last:
-            self._site.control.done[0] += len(lanes)
+        self._site.control.done[0] += len(lanes)
         for lane in lanes:
             row, slot, chunk = lane.row, lane.slot, lane.chunk
             if self._in_place and is_last and chunk == 0 and slot == row:

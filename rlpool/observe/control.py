@@ -60,7 +60,7 @@ class Word(IntEnum):
 
     STEPS = 0  # calls of the environments so far, 1 when the process begins
     LANE = 1  # the lane whose environment runs
-    DONE = 2  # episodes and commands completed
+    DONE = 2  # slots and commands completed
     N_LANES = 3
     N_STEPS = 4  # steps of all lanes, of all processes that had this number
     N_EPISODES = 5  # episodes that ended, likewise
@@ -100,7 +100,7 @@ class WorkerRecord:
         steps: One element, which counts resets and steps: a worker that changes neither this nor
             ``lane`` does nothing.
         lane: One element: the lane whose environment runs.
-        done: One element, which counts completed episodes and commands.
+        done: One element, which counts completed slots and commands.
         n_steps: One element: steps of all lanes.
         n_episodes: One element: episodes that lanes have completed.
         finished: The same for the request *number* at ``number % MAX_REQUESTS``.
@@ -237,10 +237,6 @@ class Control:
         row[Word.N_STARTS] += 1
         row[Word.SINCE_NS] = monotonic_ns()
         self.lanes[worker, 1] = 0
-
-    def set_state(self, worker: int, state: State) -> None:
-        """Record what a worker is doing."""
-        self.rows[worker, Word.STATE] = state
 
     def request_begins(self, number: int, n_rows: int) -> None:
         """Record that a request is sent to the workers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from rlpool.errors import EnvError, WorkerDiedError, WorkerError
 from rlpool.machine.arguments import check_choice, whole_number
@@ -113,35 +113,52 @@ class BatcherOptions(PolicyOptions, total=False):
 
 
 class Restarts:
-    """Decides when workers that failed start again.
+    """Decides when workers that failed start again, and which episodes they do not run again.
 
     A worker's first failure is followed by a restart at once. While it fails again without having
     done any work, each restart waits twice as long as the one before, until it is given up.
 
     Args:
         n_workers: Number of workers.
-        max_restarts: The most restarts in all, ``None`` for no limit.
+        policy: The limits.
 
     Attributes:
         n_restarts: Restarts so far.
         has_started: Whether all workers were ready once.
     """
 
-    def __init__(self, n_workers: int, max_restarts: int | None) -> None:
+    def __init__(self, n_workers: int, policy: FailurePolicy) -> None:
         self.n_restarts = 0
         self.has_started = False
-        self._max_restarts = max_restarts
+        self._policy = policy
         self._n_in_a_row = [0] * n_workers
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
+        # Episode to the step at which it failed last, and how often in a row it did there.
+        self._failed: dict[Any, tuple[int | None, int]] = {}
 
-    def judge(self, worker: int, failure: WorkerError, n_failures: int = 0) -> tuple[float, str]:
+    def gives_up(self, failure: WorkerError) -> bool:
+        """Count a failure; returns whether its episode should not be run again.
+
+        Failures at different steps are no fault of the episode.
+        """
+        episode, step = _episode_of(failure), failure.where.step
+        last, n = self._failed.pop(episode, (step, 0))
+        n = n + 1 if step == last else 1
+        self._failed[episode] = step, n
+        if len(self._failed) > _LONGEST_HISTORY:
+            del self._failed[next(iter(self._failed))]
+        return self._policy.gives_up(failure, n)
+
+    def judge(
+        self, worker: int, failure: WorkerError, is_given_up: bool = False
+    ) -> tuple[float, str]:
         """Decide what follows from a failure.
 
         Args:
             worker: Which worker failed.
             failure: Why.
-            n_failures: How often the episode has failed that it was running, if that is not run
-                again: these failures will not come again and do not count.
+            is_given_up: Whether its episode is not run again: then its failures, which
+                ``gives_up`` has counted, will not come again and do not count.
 
         Returns:
             How long to wait before the worker starts again, and words for the log.
@@ -149,13 +166,15 @@ class Restarts:
         Raises:
             WorkerDiedError: If it does not; its ``history`` has all failures.
         """
-        if n_failures:
-            self.n_restarts = max(0, self.n_restarts - n_failures + 1)
+        if is_given_up:
+            _, n = self._failed.pop(_episode_of(failure))
+            self.n_restarts = max(0, self.n_restarts - n + 1)
             self._n_in_a_row[worker] = 0
-            return 0.0, given_up(n_failures)
+            first = "the episode is" if n == 1 else f"the same episode failed {n} times: it is"
+            return 0.0, f"{first} given up"
         self._history.append(failure)
         n = self._n_in_a_row[worker] = self._n_in_a_row[worker] + 1
-        most = self._max_restarts
+        most = self._policy.max_restarts
         if most == 0:
             raise self._final(failure, "max_restarts=0 allows no restart")
         if most is not None and self.n_restarts >= most:
@@ -183,11 +202,10 @@ class Restarts:
         return WorkerDiedError(**{**given, **changes})
 
 
-def given_up(n_failures: int) -> str:
-    """Words for the log about an episode that is not run again."""
-    if n_failures == 1:
-        return "the episode is given up"
-    return f"the same episode failed {n_failures} times: it is given up"
+def _episode_of(failure: WorkerError) -> Any:
+    """What tells the episode of a failure from others: its row or its lane, and its seed."""
+    where = failure.where
+    return where.row, where.lane if where.row is None else None, where.seed
 
 
 class Recycling:

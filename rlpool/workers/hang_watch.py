@@ -24,23 +24,18 @@ class HangWatch:
 
     Args:
         timeout_s: Seconds after which a worker counts as hanging, ``None`` for never.
+
+    Attributes:
+        patience_s: How long to wait at most before the next look.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._progress: dict[int, int] = {}
         self._idle_s: dict[int, float] = {}
+        self.patience_s = min(_LONGEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
         self._counted_to_s = time.monotonic()
         self._watched_s = 0.0  # since the last look
-
-    @property
-    def patience_s(self) -> float:
-        """How long to wait at most before the next look."""
-        return min(_LONGEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
-
-    def begin(self) -> None:
-        """Count time from now on: the caller was not watching before."""
-        self._counted_to_s = time.monotonic()
 
     def forget(self, worker: int) -> None:
         """Watch a worker anew: its successor may make the same number of steps, very soon."""

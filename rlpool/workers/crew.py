@@ -1,4 +1,4 @@
-"""The life of worker processes: they start, work, end, and are replaced.
+"""The crew of worker processes: they start, work, end, and are replaced.
 
 Every worker goes through the same states, whatever it runs::
 
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize, is_exiting
 from typing import Any, Protocol
@@ -47,8 +48,10 @@ from rlpool.workers.process_start import (
     reap_template,
     starting_processes,
 )
+from rlpool.workers.wake import Wake
 from rlpool.workers.wire import (
     CallerPipe,
+    Close,
     Dropped,
     Failed,
     Logged,
@@ -79,56 +82,50 @@ _KILLED = (
 )
 
 
-class Life:
-    """One worker.
-
-    Args:
-        worker: Its number.
+@dataclass(eq=False)
+class Link:
+    """The line to one worker.
 
     Attributes:
+        worker: Its number.
         state: What it is doing.
         process: Its process, the last one if it has none.
         pipe: The caller's end of its pipe, ``None`` without a process.
         last_words: Why it is about to end, if that is a failure.
-        retires: Whether it is about to end because it has run long enough.
         is_dismissed: Whether it ends for good.
         n_oom_kills: How many processes of the system had run out of memory before it started.
         deadline_s: When it starts again while it is down, when it is killed while it is leaving.
     """
 
-    def __init__(self, worker: int) -> None:
-        self.worker = worker
-        self.state = State.DOWN
-        self.process: SpawnProcess | None = None
-        self.pipe: CallerPipe | None = None
-        self.last_words: WorkerError | None = None
-        self.retires = False
-        self.is_dismissed = False
-        self.n_oom_kills = 0
-        self.deadline_s = 0.0
+    worker: int
+    state: State = State.DOWN
+    process: SpawnProcess | None = None
+    pipe: CallerPipe | None = None
+    last_words: WorkerError | None = None
+    is_dismissed: bool = False
+    n_oom_kills: int = 0
+    deadline_s: float = 0.0
 
 
 class Client(Protocol):
     """Gives the workers something to do."""
 
-    def setup(self, worker: int) -> tuple[Message, Memory | None]:
-        """The first message to a worker: what it has to create."""
-
-    def brief(self, worker: int, report: Any) -> None:
-        """A worker has created it: send it all outstanding work."""
-
     def take(self, worker: int, message: Message) -> None:
-        """Handle a message from a worker."""
+        """Handle a message from a worker, the first of which is ``Ready``.
 
-    def lost(self, worker: int, failure: WorkerError | None) -> None:
-        """A worker is gone and will be replaced; ``failure`` says why, if it failed."""
+        Then it is sent all outstanding work, whether or not it is a successor.
+        """
 
-    def judge(self, worker: int, failure: WorkerError) -> int:
-        """Decide about the work of a worker that failed, before ``lost``.
+    def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
+        """Take back what a worker had begun that is gone and will be replaced.
+
+        Args:
+            worker: The worker.
+            failure: Why it ended, if it failed.
+            gives_up: Whether the episode of ``failure.where`` should not be run again.
 
         Returns:
-            How often the episode has failed that it was running, if that is not run again; 0 if
-            the successor does everything again.
+            Whether that episode was given up: it is truncated, or its failure is reported.
         """
 
     def busy(self) -> Collection[int]:
@@ -138,36 +135,39 @@ class Client(Protocol):
         """``where`` of a worker, ``options`` and ``actions`` of its episode, as far as known."""
 
 
-class Workers:
+class Crew:
     """Worker processes, and the caller's ends of their pipes.
 
-    Nothing happens in the background: a caller that waits calls ``poll`` or ``wait_until``. Each
+    Nothing happens in the background: a caller that waits calls ``look`` or ``wait_until``. Each
     worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
     caller and worker notice each other's end. The shared record and what waits for all of
     them cost one each.
 
     Args:
-        runs: The main function of each worker process.
+        runs: The main function of each worker process, its first message, which says what to
+            create, and the memory of that.
         root: Root of all seeds.
         policy: What happens to workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         client: Gives them work.
+        wake: Ends every wait when it is signalled.
 
     Attributes:
         fatal: Why nothing works any more.
         control: The shared record.
         all_up: Whether every worker is ready.
-        restarts: How many were replaced because they failed, and why.
+        patience_s: How long to wait at most before looking for workers that hang.
     """
 
     def __init__(
         self,
-        runs: Sequence[WorkerMain],
+        runs: Sequence[tuple[WorkerMain, Message, Memory | None]],
         root: int,
         policy: FailurePolicy,
         timeout_s: float | None,
         client: Client,
+        wake: Wake | None = None,
     ) -> None:
         n_workers = self.n_workers = len(runs)
         self.fatal: RlpoolError | None = None
@@ -178,33 +178,54 @@ class Workers:
         self._policy = policy
         self._timeout_s = timeout_s
         self._client = client
-        self.restarts = Restarts(n_workers, policy.max_restarts)
+        self._restarts = Restarts(n_workers, policy)
         self._watch = HangWatch(timeout_s)
-        self._lives = [Life(worker) for worker in range(n_workers)]
+        self.patience_s = self._watch.patience_s
+        self._links = [Link(worker) for worker in range(n_workers)]
         self._epoll: select.epoll | None = select.epoll()  # None after close()
         self._worker_of: dict[int, int] = {}  # descriptor: worker
-        self._wake_fd = -1
+        self._wake = wake
+        if wake is not None:
+            self._epoll.register(wake.fd, select.POLLIN)
         self.control = Control.create(n_workers)
         self._logs = Logs()
         self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
         self._closing = threading.RLock()
-        arguments = (self._lives, self._logs, self._closing)
+        arguments = (self._links, self._logs, self._closing)
         self._end = Finalize(self, _close, arguments, exitpriority=10)
 
     def all_processes(self) -> list[SpawnProcess]:
         """The process of each worker, the last one if it has ended; none after ``close``."""
-        return [life.process for life in self._lives if life.process is not None]
+        return [link.process for link in self._links if link.process is not None]
 
     @property
     def up(self) -> list[int]:
         """The workers that are ready."""
-        return [life.worker for life in self._lives if life.state is State.UP]
+        return [link.worker for link in self._links if link.state is State.UP]
 
     # Starting ---------------------------------------------------------------------------------
 
-    def _start(self, life: Life) -> None:
+    def start(self) -> None:
+        """Start all workers and wait until they are ready.
+
+        Raises:
+            WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
+                get ready.
+        """
+        for n_started, link in enumerate(self._links):
+            try:
+                self._start(link)
+            except OSError as error:
+                what = f"{n_started} of {self.n_workers} workers could be started: {error}"
+                fix = "use fewer, or raise the limits of processes and files: ulimit -u, ulimit -n"
+                raise WorkerStartupError(what, fix=fix) from error
+        self.wait_until(lambda: self.all_up or self.fatal is not None)
+        self.refuse_if_dead()
+        self._restarts.has_started = True
+
+    def _start(self, link: Link) -> None:
         """Start a worker, or the successor of one that ended; returns before it is ready.
 
         Raises:
@@ -212,88 +233,84 @@ class Workers:
         """
         start_method = self._policy.start_method
         prepare(start_method)
-        self.control.worker_starts(life.worker)
-        self._watch.forget(life.worker)
-        life.n_oom_kills = n_oom_kills()
-        place = Place(life.worker, self.n_workers, self._root, self._settings, self._policy)
+        self.control.worker_starts(link.worker)
+        self._watch.forget(link.worker)
+        link.n_oom_kills = n_oom_kills()
+        run, *setup = self._runs[link.worker]
+        place = Place(link.worker, self.n_workers, self._root, self._settings, self._policy)
         with starting_processes():
-            life.pipe, life.process = launch(
-                self._runs[life.worker], place, self.control.fd, start_method
-            )
-            self.control.rows[life.worker, Word.PID] = life.process.pid or 0
-            self._set_state(life, State.STARTING)
-            for fd in (life.pipe.fileno(), life.process.sentinel):
-                self._worker_of[fd] = life.worker
+            link.pipe, link.process = launch(run, place, self.control.fd, start_method)
+            self.control.rows[link.worker, Word.PID] = link.process.pid or 0
+            self._set_state(link, State.STARTING)
+            for fd in (link.pipe.fileno(), link.process.sentinel):
+                self._worker_of[fd] = link.worker
                 if self._epoll is not None:
                     self._epoll.register(fd, select.POLLIN)
             try:
-                self._send(life, *self._client.setup(life.worker))
+                self._send(link, *setup)
             except OSError:
-                life.process.kill()
+                link.process.kill()
                 raise
-
-    def _send(self, life: Life, message: Message, memory: Memory | None = None) -> None:
-        pipe = life.pipe
-        if pipe is not None:
-            # Descriptors that are sent must not leak. poll() notices a worker's death.
-            with InterruptsHeld(), suppress(ConnectionError):
-                pipe.send(message, memory)
-            if pipe.events & select.POLLOUT and self._epoll is not None:
-                self._epoll.modify(pipe, pipe.events)
 
     def _advance(self) -> None:
         """Start workers that are due, and kill those that take too long to end."""
         now_s = time.monotonic()
-        for life in self._lives:
-            if now_s < life.deadline_s or self.fatal is not None:
+        for link in self._links:
+            if now_s < link.deadline_s or self.fatal is not None:
                 continue
-            if life.state is State.LEAVING:
-                self.kill(life.worker)
-                if now_s > life.deadline_s + _UNKILLABLE_S:
-                    self.fatal = life.last_words or self._death(life.worker, None)
-            elif life.state is State.DOWN:
+            if link.state is State.LEAVING:
+                self.kill(link.worker)
+                if now_s > link.deadline_s + _UNKILLABLE_S:
+                    self.fatal = link.last_words or self._death(link.worker, None)
+            elif link.state is State.DOWN:
                 try:
-                    self._start(life)
+                    self._start(link)
                 except OSError as error:
-                    what = f"worker {life.worker} could not be started again: {error}"
+                    what = f"worker {link.worker} could not be started again: {error}"
                     fix = "free memory, processes or descriptors"
                     failure = WorkerDiedError(what, exitcode=None, fix=fix)
-                    if life.pipe is None:
-                        self._restart(life, failure)
+                    if link.pipe is None:
+                        self._restart(link, failure)
                     else:
-                        self.expect_end(life.worker, failure)
+                        self.expect_end(link.worker, failure)
 
-    def _set_state(self, life: Life, state: State, seconds: float = math.inf) -> None:
+    def _set_state(self, link: Link, state: State, seconds: float = math.inf) -> None:
         """Change a worker's state, for some time if it is down or leaving."""
-        life.state, life.deadline_s = state, time.monotonic() + seconds
-        self.control.set_state(life.worker, state)
-        self.all_up = all(life.state is State.UP or life.is_dismissed for life in self._lives)
+        link.state, link.deadline_s = state, time.monotonic() + seconds
+        self.control.rows[link.worker, Word.STATE] = state
+        self.all_up = all(link.state is State.UP or link.is_dismissed for link in self._links)
 
     # Ending -----------------------------------------------------------------------------------
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
         """Record that a worker will end because of a failure; if it does not, it is killed."""
-        life = self._lives[worker]
-        life.last_words = failure
-        self._set_state(life, State.LEAVING, LEAVE_S)
+        link = self._links[worker]
+        link.last_words = failure
+        self._set_state(link, State.LEAVING, LEAVE_S)
 
     def dismiss(self, worker: int) -> None:
-        """Record that a worker ends for good: it has no successor."""
-        self._lives[worker].is_dismissed = True
+        """Let a worker end for good: it has no successor."""
+        self.send(worker, Close())
+        self._links[worker].is_dismissed = True
 
     def fail(self, error: RlpoolError) -> None:
         """Put an end to everything; the first error is the one that is raised."""
         self.fatal = self.fatal or error
 
+    def refuse_if_dead(self) -> None:
+        """Raise the error that ended everything, if there is one."""
+        if self.fatal is not None:
+            raise self.fatal
+
     def kill(self, worker: int, failure: WorkerError | None = None) -> None:
-        """End a worker at once, for a failure if there is one; ``poll`` notices its death."""
-        process = self._lives[worker].process
+        """End a worker at once, for a failure if there is one; ``look`` notices its death."""
+        process = self._links[worker].process
         if failure is not None:
             self.expect_end(worker, failure)
         if process is not None:
             process.kill()
 
-    def _bury(self, life: Life, pipe: CallerPipe, process: SpawnProcess) -> None:
+    def _bury(self, link: Link, pipe: CallerPipe, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
         reap(process)  # first: if it is interrupted, close() ends what is left
         # Those that a forked copy of this process has, too, would be watched for ever.
@@ -303,50 +320,49 @@ class Workers:
                 with suppress(OSError):  # it could not be registered
                     self._epoll.unregister(fd)
         pipe.close()
-        life.pipe = None
-        self._set_state(life, State.DOWN)
-        if self.fatal is None and not life.is_dismissed:
-            self._judge(life, process.exitcode)
-        if self.fatal is not None or life.is_dismissed:
-            self.control.set_state(life.worker, State.GONE)
+        link.pipe = None
+        before, failure, link.last_words = link.state, link.last_words, None
+        self._set_state(link, State.DOWN)
+        if self.fatal is None and not link.is_dismissed:
+            if before is not State.LEAVING:
+                failure = self._death(link.worker, process.exitcode)
+            self._judge(link, failure, process.exitcode)
+        if self.fatal is not None or link.is_dismissed:
+            self._set_state(link, State.GONE)
 
-    def _judge(self, life: Life, exitcode: int | None) -> None:
+    def _judge(self, link: Link, failure: WorkerError | None, exitcode: int | None) -> None:
         """Decide what follows from a worker's end."""
-        failure, retires = life.last_words, life.retires
-        life.last_words, life.retires = None, False
         guard = missing_guard_error(exitcode)
         if guard is not None:
             self.fatal = guard
-        elif retires and failure is None:
-            _LOG.info("worker %d has run max_episodes_per_worker and is replaced", life.worker)
-            self._set_state(life, State.DOWN, 0.0)
-            self._client.lost(life.worker, None)
+        elif failure is None:
+            _LOG.info("worker %d has run max_episodes_per_worker and is replaced", link.worker)
+            self._set_state(link, State.DOWN, 0.0)
+            self._client.lost(link.worker, None, False)
+        elif not self._policy.restarts_on(failure):
+            self.fatal = failure
         else:
-            failure = failure or self._death(life.worker, exitcode)
-            if not self._policy.restarts_on(failure):
-                self.fatal = failure
-                return
-            if self.control.rows[life.worker, Word.DONE]:  # messages come only after whole requests
-                self.restarts.note_success(life.worker)
-            self._restart(life, failure)
+            if self.control.rows[link.worker, Word.DONE]:
+                self._restarts.note_success(link.worker)
+            self._restart(link, failure)
 
-    def _restart(self, life: Life, failure: WorkerError) -> None:
+    def _restart(self, link: Link, failure: WorkerError) -> None:
         """Let a worker that failed start again when it is due."""
         where = f" ({failure.where})" if str(failure.where) else ""
-        n_failures = self._client.judge(life.worker, failure)
+        gives_up = self._restarts.gives_up(failure)
+        is_given_up = self._client.lost(link.worker, failure, gives_up)
         try:
-            delay_s, what = self.restarts.judge(life.worker, failure, n_failures)
+            delay_s, what = self._restarts.judge(link.worker, failure, is_given_up)
         except WorkerDiedError as error:
             self.fatal = error
             return
-        self._set_state(life, State.DOWN, delay_s)
+        self._set_state(link, State.DOWN, delay_s)
         _LOG.warning("%s%s: %s", failure.what, where, what)
-        self._client.lost(life.worker, failure)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:
         name, fix = signal_name(exitcode), _CRASHED
         if name == "SIGKILL":
-            fix = _KILLED if n_oom_kills() == self._lives[worker].n_oom_kills else _OUT_OF_MEMORY
+            fix = _KILLED if n_oom_kills() == self._links[worker].n_oom_kills else _OUT_OF_MEMORY
         return WorkerDiedError(
             f"worker {worker} died ({name or f'exit code {exitcode}'})",
             exitcode=exitcode,
@@ -364,7 +380,7 @@ class Workers:
 
     def close(self) -> None:
         """End all workers; if it is repeated after an interruption, it does the rest."""
-        _close(self._lives, self._logs, self._closing)
+        _close(self._links, self._logs, self._closing)
         with suppress(TypeError):  # at the end of Python multiprocessing has no registry any more
             self._end.cancel()
         self._epoll = None  # a wait of another thread goes on
@@ -373,58 +389,28 @@ class Workers:
 
     # Talking to workers -----------------------------------------------------------------------
 
-    def start(self, wake_fd: int = -1) -> None:
-        """Start all workers and wait until they are ready.
-
-        Args:
-            wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
-
-        Raises:
-            WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
-                get ready.
-        """
-        self._wake_fd = wake_fd
-        if wake_fd >= 0 and self._epoll is not None:
-            self._epoll.register(wake_fd, select.POLLIN)
-        for n_started, life in enumerate(self._lives):
-            try:
-                self._start(life)
-            except OSError as error:
-                what = f"{n_started} of {self.n_workers} workers could be started: {error}"
-                fix = "use fewer, or raise the limits of processes and files: ulimit -u, ulimit -n"
-                raise WorkerStartupError(what, fix=fix) from error
-        self.wait_until(lambda: self.all_up or self.fatal is not None)
-        self.refuse_if_dead()
-        self.restarts.has_started = True
-
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
-        """Send a message to a worker that is ready; any other is briefed when it is.
+        """Send a message to a worker that is ready; any other is sent all work when it is.
 
-        It does not wait for the worker: ``poll`` sends what its pipe does not take.
+        It does not wait for the worker: ``look`` sends what its pipe does not take.
         """
-        life = self._lives[worker]
-        if life.state is State.UP:
+        link = self._links[worker]
+        if link.state is State.UP:
             try:
-                self._send(life, message, memory)
+                self._send(link, message, memory)
             except OSError as error:
                 what = f"worker {worker} cannot be sent a message: {error}"
                 fix = "raise the limit of file descriptors (ulimit -n), and start again"
                 self.fail(WorkerDiedError(what, exitcode=None, fix=fix))
 
-    def refuse_if_dead(self) -> None:
-        """Raise the error that ended everything, if there is one."""
-        if self.fatal is not None:
-            raise self.fatal
-
-    # Waiting ----------------------------------------------------------------------------------
-
-    @property
-    def patience_s(self) -> float:
-        """How long to wait at most before looking for workers that hang or are due to start."""
-        if self.all_up:
-            return self._watch.patience_s
-        due_s = min(life.deadline_s for life in self._lives)
-        return min(self._watch.patience_s, max(0.0, due_s - time.monotonic()) + 0.001)
+    def _send(self, link: Link, message: Message, memory: Memory | None = None) -> None:
+        pipe = link.pipe
+        if pipe is not None:
+            # Descriptors that are sent must not leak. A worker's death is noticed elsewhere.
+            with InterruptsHeld(), suppress(ConnectionError):
+                pipe.send(message, memory)
+            if pipe.events & select.POLLOUT and self._epoll is not None:
+                self._epoll.modify(pipe, pipe.events)
 
     def fileno(self) -> int:
         """A descriptor that can be read when a worker has sent something or has ended.
@@ -441,27 +427,27 @@ class Workers:
             until_s: When to give up, by ``time.monotonic``.
         """
         while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
-            self.poll(min(self.patience_s, left_s))
-            if not is_over():
-                self.look_for_hang()
+            self.look(left_s)
 
-    def poll(self, timeout_s: float) -> bool:
-        """Deliver what has arrived, logs included, and start workers that are due.
+    def look(self, longest_s: float = 0.0) -> None:
+        """Handle what has arrived, logs included; start workers that are due, end those that hang.
 
         Args:
-            timeout_s: Longest wait for something to arrive.
-
-        Returns:
-            Whether the wake descriptor can be read.
+            longest_s: Longest wait for something to arrive.
         """
+        timeout_s = min(longest_s, self.patience_s)
+        if not self.all_up:
+            due_s = min(link.deadline_s for link in self._links) - time.monotonic()
+            timeout_s = min(timeout_s, max(0.0, due_s) + 0.001)
         epoll = self._epoll  # open as long as it is used here, even if a handler calls close()
         fds = {fd for fd, _ in epoll.poll(timeout_s)} if epoll is not None else set()
         if not self._end.still_active():
             if is_exiting() and threading.current_thread().daemon:
                 # Python has ended the workers: this thread would take their ends for deaths.
                 threading.Event().wait()
-            return False
-        is_woken = self._wake_fd in fds
+            return
+        if self._wake is not None and self._wake.fd in fds:
+            self._wake.wait()
         if not fds and timeout_s > 0.0:
             # A process that a dead worker had forked may keep its descriptors open.
             self._deliver_all(range(self.n_workers))
@@ -470,71 +456,65 @@ class Workers:
         self.deliver_logs()
         if not self.all_up:
             self._advance()
-        return is_woken
+        self._look_for_hang()
 
     def _deliver_all(self, ready: Iterable[int]) -> None:
         """Handle messages and ends of workers, and send what a pipe did not take before."""
         try:
             for worker in sorted(ready):
-                self._deliver_from(self._lives[worker])
+                self._deliver_from(self._links[worker])
         except BaseException as error:
             if isinstance(error, ValueError) and self.fatal is not None:
                 return  # another thread has closed them meanwhile, processes included
             self.abort()  # a message may be lost
             raise
 
-    def _deliver_from(self, life: Life) -> None:
+    def _deliver_from(self, link: Link) -> None:
         """Handle a worker's messages, its last words before its death."""
-        if life.pipe is not None and life.pipe.events & select.POLLOUT:
+        if link.pipe is not None and link.pipe.events & select.POLLOUT:
             with InterruptsHeld(), suppress(ConnectionError):  # a death is handled below
-                life.pipe.flush()
+                link.pipe.flush()
             if self._epoll is not None:
-                self._epoll.modify(life.pipe, life.pipe.events)
-        while life.pipe is not None and life.process is not None:
+                self._epoll.modify(link.pipe, link.pipe.events)
+        while link.pipe is not None and link.process is not None:
             try:
-                message = life.pipe.receive()
-                if message is None and life.process.is_alive():
+                message = link.pipe.receive()
+                if message is None and link.process.is_alive():
                     return
                 if message is None:
-                    message = life.pipe.receive()  # sent just before the death
+                    message = link.pipe.receive()  # sent just before the death
             except (EOFError, ConnectionError):
                 message = None
             if message is not None:
-                self._take(life, message)
+                self._take(link, message)
             else:
-                self._bury(life, life.pipe, life.process)
+                self._bury(link, link.pipe, link.process)
 
-    def _take(self, life: Life, message: Message) -> None:
-        if isinstance(message, Ready):
-            self._set_state(life, State.UP)
-            self._client.brief(life.worker, message.report)
+    def _take(self, link: Link, message: Message) -> None:
+        if isinstance(message, Logged | Dropped):
+            self._logs.add(link.worker, message)
         elif isinstance(message, Retiring):
-            life.retires = True
-            self._set_state(life, State.LEAVING, LEAVE_S)
+            self._set_state(link, State.LEAVING, LEAVE_S)
         elif isinstance(message, Failed) and message.command is None:
-            self.expect_end(life.worker, message.error)
-            if not self.restarts.has_started:
+            self.expect_end(link.worker, message.error)
+            if not self._restarts.has_started:
                 self.fail(message.error)
-        elif isinstance(message, Logged | Dropped):
-            self._logs.add(life.worker, message)
         else:
-            self._client.take(life.worker, message)
+            if isinstance(message, Ready):
+                self._set_state(link, State.UP)
+            self._client.take(link.worker, message)
 
     # Looking at workers -------------------------------------------------------------------------
 
-    def look_from_now_on(self) -> None:
-        """Count time without progress from now on: the caller was not waiting before."""
-        self._watch.begin()
-
-    def look_for_hang(self) -> None:
+    def _look_for_hang(self) -> None:
         """Kill a worker that has something to do and makes no progress."""
         if self._timeout_s is None or self.fatal is not None or not self._watch.is_due():
             return
-        busy = self._client.busy() if self.restarts.has_started else ()
+        busy = self._client.busy() if self._restarts.has_started else ()
         watched = {
-            life.worker
-            for life in self._lives
-            if life.state is State.STARTING or (life.state is State.UP and life.worker in busy)
+            link.worker
+            for link in self._links
+            if link.state is State.STARTING or (link.state is State.UP and link.worker in busy)
         }
         worker = self._watch.hanging(self._progress(), watched)
         if worker is None:
@@ -543,7 +523,7 @@ class Workers:
             f"worker {worker} made no progress for {self._timeout_s:g} s",
             **self._client.running_in(worker),
             fix="look for an endless wait in the environment or the agent, or raise timeout",
-            traceback_text=stacks_of(self._lives[worker].process),
+            traceback_text=stacks_of(self._links[worker].process),
         )
         self.kill(worker, error)
 
@@ -555,23 +535,23 @@ class Workers:
         """
         rows = self.control.rows
         progress: list[int] = ((rows[:, Word.STEPS] << 20) + rows[:, Word.LANE]).tolist()
-        for life in self._lives:
-            if not rows[life.worker, Word.STEPS] and life.pipe is not None and life.process:
-                progress[life.worker] = -process_activity(life.process.pid)
+        for link in self._links:
+            if not rows[link.worker, Word.STEPS] and link.pipe is not None and link.process:
+                progress[link.worker] = -process_activity(link.process.pid)
         return progress
 
 
-def _close(lives: list[Life], logs: Logs, closing: threading.RLock) -> None:
+def _close(links: list[Link], logs: Logs, closing: threading.RLock) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
 
     def read() -> None:
-        for life in lives:
-            for message in life.pipe.rest() if life.pipe else ():
+        for link in links:
+            for message in link.pipe.rest() if link.pipe else ():
                 if isinstance(message, Logged | Dropped):
-                    logs.add(life.worker, message)
+                    logs.add(link.worker, message)
 
     with closing:  # Python may exit while another thread closes them
-        end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process], read)
-        for life in lives:
-            life.pipe = life.process = None
+        end_all([(link.pipe, link.process) for link in links if link.pipe and link.process], read)
+        for link in links:
+            link.pipe = link.process = None
     logs.deliver()  # last: it runs handlers of the user's
