@@ -26,7 +26,6 @@ from rlpool.batch.messages import (
     Probe,
     Recipe,
     Report,
-    Setup,
     Update,
 )
 from rlpool.batch.plans import check_together
@@ -40,10 +39,10 @@ from rlpool.machine.pickling import why_not
 from rlpool.observe.control import MAX_REQUESTS, Word
 from rlpool.observe.stats import StatsReader
 from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
+from rlpool.workers.crew import Crew
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import Packed, pack
-from rlpool.workers.wire import Done, Failed, Message
-from rlpool.workers.workers import Workers
+from rlpool.workers.wire import Done, Failed, Message, Ready
 
 _LOG = logging.getLogger("rlpool")
 
@@ -91,7 +90,6 @@ class Dispatcher:
         environment: What the environments are.
         is_closed: Whether ``close`` was called.
         runs_here: Whether requests run in this process, while the caller waits for them.
-        restarts: How many workers were replaced because they failed, and why.
         control: The shared record of the workers.
 
     Raises:
@@ -131,16 +129,16 @@ class Dispatcher:
         self.n_lanes = 0
         self.environment: Mapping[str, Any] = {}
         self.is_closed = self._has_warned = False
-        self._processes: Workers | LocalWorker
+        self._processes: Crew | LocalWorker
         if n_workers:
-            runs = [partial(main, recipe.shared)] * n_workers
-            self._processes = Workers(runs, root, policy, timeout_s, self)
+            runs = [(partial(main, recipe.shared), recipe.setup, recipe.memory)] * n_workers
+            self._processes = Crew(runs, root, policy, timeout_s, self)
         else:
-            self._processes = LocalWorker(root, self, policy)
+            self._processes = LocalWorker(recipe.setup, root, self, policy)
         self.control = self._processes.control
-        self.restarts = self._processes.restarts
         self.deliver_logs = self._processes.deliver_logs
         self.fileno = self._processes.fileno
+        self.look = self._processes.look
         self.wait_until = self._processes.wait_until
         self.refuse_if_dead = self._processes.refuse_if_dead
         self.read_stats = StatsReader(self.control).read
@@ -169,11 +167,6 @@ class Dispatcher:
         self.pending.append(request)
         self._queued.append(request)
         self._advance()
-
-    def look(self) -> None:
-        """Handle the messages that have arrived, and look for workers that hang."""
-        self._processes.poll(0.0)
-        self._processes.look_for_hang()
 
     @property
     def failure(self) -> RlpoolError | None:
@@ -225,7 +218,7 @@ class Dispatcher:
     def watch(self, look: Callable[[], None] | None) -> None:
         """Call a function when episodes have ended that run in this process."""
         if isinstance(self._processes, LocalWorker):
-            self._processes.look = look
+            self._processes.watch = look
 
     def close(self, at_once: bool = False) -> None:
         """Stop what runs and end the workers. May be repeated, as all that it calls.
@@ -397,11 +390,7 @@ class Dispatcher:
 
     # The workers' client ---------------------------------------------------------------------
 
-    def setup(self, worker: int) -> tuple[Setup, Memory | None]:
-        """What a worker has to create."""
-        return self._recipe.setup, self._recipe.memory
-
-    def brief(self, worker: int, report: Report) -> None:
+    def _brief(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
         owed = self._owed_by(worker)
         if report.specs is None and self._infos is not None and self._probing is not None:
@@ -413,11 +402,11 @@ class Dispatcher:
 
     def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
-        if isinstance(message, Done):
-            self.restarts.note_success(worker)
+        if isinstance(message, Ready):
+            self._brief(worker, message.report)
+        elif isinstance(message, Done):
             self._note_done(worker, message.command)
         elif isinstance(message, ChunksDone):
-            self.restarts.note_success(worker)
             request = self._find(message.number)
             if isinstance(request, EpisodeRequest):
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
@@ -469,8 +458,10 @@ class Dispatcher:
         else:
             request.release()
 
-    def lost(self, worker: int, failure: WorkerError | None) -> None:
-        """Take back what a worker had begun, for its successor."""
+    def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
+        """Take back what a worker had begun, for its successor; see ``Client.lost``."""
+        is_given_up = failure is not None and gives_up and self._give_up(worker, failure)
+        self._failing.pop(worker, None)
         if failure is None:
             what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
             fix = "call reset(); an agent that needs its history cannot go on in another worker"
@@ -485,26 +476,23 @@ class Dispatcher:
                 self.control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
+        return is_given_up
 
-    def judge(self, worker: int, failure: WorkerError) -> int:
-        """Truncate or refuse an episode that has failed too often; see ``Client.judge``."""
-        where, number = failure.where, self._failing.pop(worker, None)
+    def _give_up(self, worker: int, failure: WorkerError) -> bool:
+        """Truncate or refuse the episode that failed; False if it is not known which it was."""
+        where, number = failure.where, self._failing.get(worker)
         owed = [
             request
             for request in self._owed_by(worker)
             if number == request.number or (not number and where.lane in request.lanes_in(worker))
         ]
         if not owed or owed[0].running_block.layout.step.resets_together:
-            return 0
-        request, where = owed[0], where._replace(worker=worker)
-        n = request.count_failure(where)
-        if not self._policy.gives_up(failure, n):
-            return 0
+            return False
         if self._policy.restarts_on_env_errors:
-            request.truncate(where, failure)
+            owed[0].truncate(failure)
         else:
-            self._note_failure(request.number, failure)
-        return n
+            self._note_failure(owed[0].number, failure)
+        return True
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do.

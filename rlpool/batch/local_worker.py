@@ -10,28 +10,29 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from rlpool.batch.messages import Execute, Window
+from rlpool.batch.messages import Execute, Setup, Window
 from rlpool.batch.worker import Collector
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.generators import OwnGenerators
 from rlpool.machine.torch_settings import OwnSettings, torch_settings
 from rlpool.observe.control import Control, State, Word
-from rlpool.workers.failure_policy import FailurePolicy, Restarts, given_up
+from rlpool.workers.crew import Client
+from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.logs import SAID
-from rlpool.workers.wire import Failed, Message, Ready
+from rlpool.workers.wire import Failed, Message
 from rlpool.workers.worker_process import Place
-from rlpool.workers.workers import Client
 
 _LOG = logging.getLogger("rlpool")
 
 
 class LocalWorker:
-    """One worker that runs while the caller waits for it, in place of ``Workers``.
+    """One worker that runs while the caller waits for it, in place of a ``Crew``.
 
     While it runs, the process's global generators are the worker's, for all threads.
 
     Args:
+        setup: What it has to create.
         root: Root of all seeds.
         client: Is told what happens.
         policy: Whether episodes whose environment raises are truncated; nothing else of it.
@@ -39,25 +40,22 @@ class LocalWorker:
     Attributes:
         fatal: Why nothing will work any more.
         control: The shared record.
-        restarts: None.
-        look: What to call when episodes have ended, if anything.
+        watch: What to call when episodes have ended, if anything.
     """
 
     n_workers = 1
     up = (0,)
     _fd = -1
 
-    def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
+    def __init__(self, setup: Setup, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
-        self.restarts = Restarts(1, None)
-        self.look: Callable[[], None] | None = None
-        self._client = client
+        self.watch: Callable[[], None] | None = None
+        self._setup, self._client = setup, client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self.control = Control.create(1)
         SAID.clear()
         self.control.worker_starts(0)
-        self.control.rows[0, Word.PID] = os.getpid()
-        self.control.set_state(0, State.STARTING)
+        self.control.rows[0, [Word.PID, Word.STATE]] = os.getpid(), State.UP
         self._record = self.control.of_worker(0)
         how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
         self._place = Place(0, 1, root, torch_settings(), how)
@@ -80,23 +78,20 @@ class LocalWorker:
         Raises:
             WorkerStartupError: If that fails.
         """
-        self._inbox.append(self._client.setup(0))
+        self._inbox.append((self._setup, None))
         with self._at_work():
             self._collector.start()
         self.refuse_if_dead()
 
     def _take(self, message: Message) -> None:
         """Hand the worker's message to the caller's bookkeeping."""
-        if isinstance(message, Ready):
-            self.control.set_state(0, State.UP)
-            self._client.brief(0, message.report)
-        elif isinstance(message, Failed) and message.command is None:
+        if isinstance(message, Failed) and message.command is None:
             self.fatal = message.error
         else:
             self._client.take(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
-        """Give the worker a message, to be carried out by ``poll``."""
+        """Give the worker a message, to be carried out by ``look``."""
         self._inbox.append((message, memory))
 
     def refuse_if_dead(self) -> None:
@@ -113,14 +108,14 @@ class LocalWorker:
     def wait_until(self, is_over: Callable[[], bool], until_s: float = 0.0) -> None:
         """Carry out messages until a condition holds, however long that takes."""
         while not is_over():
-            if not self.poll():
+            if not self.look():
                 raise LookupError("waiting for a local worker that has nothing to do")
 
     def _notice(self) -> None:
-        if self.look is not None:
-            self.look()
+        if self.watch is not None:
+            self.watch()
 
-    def poll(self, timeout_s: float = 0.0) -> bool:
+    def look(self) -> bool:
         """Carry out messages up to the first request; False if there is nothing to do."""
         if self._failure is None and self._collector.peek() is None:
             return False
@@ -134,40 +129,32 @@ class LocalWorker:
                 is_over = isinstance(message, Execute | Window)
         return True
 
+    def expect_end(self, worker: int, failure: WorkerError) -> None:
+        """Make environments and agent again before anything else is carried out."""
+        self._failure = failure
+
     def _begin_again(self, failure: WorkerError) -> None:
         """Make environments and agent again, which go on as a successor."""
         self._inbox.clear()
-        self._client.lost(0, failure)
+        if not self._client.lost(0, failure, True):
+            self.fail(failure)
+            return
+        _LOG.warning("%s (%s): the episode is given up", failure.what, failure.where)
         self._collector.close()
         self._collector = self._new_collector()
-        self._inbox.append(self._client.setup(0))
-        if self._collector.start():
-            self._failure = None
-        self.refuse_if_dead()
+        self.start()
+        self._failure = None
 
     def deliver_logs(self) -> None:
         """Do nothing: what is logged in this process needs no delivery."""
-
-    def look_for_hang(self) -> None:
-        """Do nothing: nobody could look while it runs."""
-
-    def kill(self, worker: int, failure: WorkerError) -> None:
-        """Refuse everything from now on: it has no successor."""
-        self.fail(failure)
 
     def fail(self, error: RlpoolError) -> None:
         """Refuse everything from now on."""
         self.fatal = self.fatal or error
 
-    def expect_end(self, worker: int, failure: WorkerError) -> None:
-        """Make environments and agent again before anything else is carried out."""
-        self._failure = failure
-        n_failures = self._client.judge(worker, failure)
-        where = f" ({failure.where})" if str(failure.where) else ""
-        if not n_failures:
-            self.fail(failure)
-        else:
-            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_failures))
+    def kill(self, worker: int, failure: WorkerError) -> None:
+        """Refuse everything from now on: it has no successor."""
+        self.fail(failure)
 
     def abort(self) -> None:
         """Do nothing: it does not run now."""

@@ -80,8 +80,6 @@ class Request(ABC):
     error: RlpoolError | None = None
     failures: dict[int, WorkerError] = field(default_factory=dict)
     tells_failures: bool = False
-    # The step at which it failed last, and how often in a row it did there.
-    _n_failures: dict[EpisodeKey, tuple[int | None, int]] = field(default_factory=dict, init=False)
     # To the step that fails, -1 for the reset: also where it may have been that.
     _truncated: dict[EpisodeKey, int] = field(default_factory=dict, init=False)
 
@@ -131,19 +129,9 @@ class Request(ABC):
         """Whether the successor of a worker that died can do its part."""
         return True
 
-    def count_failure(self, where: Where) -> int:
-        """Record that an episode failed, which some lane of a worker runs.
-
-        Returns:
-            How often in a row it has failed at the same step: elsewhere it is not to blame.
-        """
-        episode = where.row, where.seed
-        step, n = self._n_failures.get(episode, (None, 0))
-        self._n_failures[episode] = where.step, (n if step == where.step else 0) + 1
-        return self._n_failures[episode][1]
-
-    def truncate(self, where: Where, failure: WorkerError) -> None:
+    def truncate(self, failure: WorkerError) -> None:
         """Let an episode end at the step at which it has failed."""
+        where = failure.where
         step = where.step or 0
         may_be_reset = not step and not n_rows(action_columns(failure.actions))
         self._truncated[where.row, where.seed] = -1 if may_be_reset else step

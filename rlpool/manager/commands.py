@@ -30,7 +30,6 @@ from rlpool.manager.env_workers import EnvWorkers, Request
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
 from rlpool.workers.sharing import ByValue
-from rlpool.workers.wire import Close
 
 
 class Stepper:
@@ -110,12 +109,12 @@ class Stepper:
             workers.resets[worker], self._issued[worker] = message, message.number
             workers.commanded[worker] = [lanes[row] for row in mine]
         for lane, seed, option in zip(lanes, seeds, options, strict=True):
-            workers.tapes.record_reset(lane, seed, option)
+            workers.record_reset(lane, seed, option)
         return list(rows)
 
     def settle(self, lanes: Collection[int]) -> None:
         """Wait for steps of lanes that the user has given up, and forget their outcome."""
-        self._workers.processes.poll(0.0)  # what workers have logged is there, too
+        self._workers.processes.look()  # what workers have logged is there, too
         self._let_finish({self._workers.worker_of[lane] for lane in lanes})
         self._ready = [lane for lane in self._ready if lane not in lanes]
         self._failures = [error for error in self._failures if error.where.lane not in lanes]
@@ -381,7 +380,7 @@ class Remote:
         given = data.get("seed")
         sent = ByValue("data", options) if options else None
         seed = next(self._seeds) if given is None else _checked_seed(given)
-        self._workers.tapes.record_reset(self._lane, seed, options or None)
+        self._workers.record_reset(self._lane, seed, options or None)
         for array in self._workers.buffers.action.values():
             array[self._lane] = 0
         self._call("reset", (seed, sent))
@@ -408,7 +407,6 @@ class Remote:
         workers.tapes.forget(lane)
         workers.closed_lanes.add(lane)
         if workers.closed_lanes.issuperset(workers.lanes_of[worker]):
-            workers.processes.send(worker, Close())
             workers.processes.dismiss(worker)
         if len(workers.closed_lanes) == workers.n_lanes:
             workers.close()

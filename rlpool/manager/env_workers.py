@@ -17,7 +17,7 @@ from typing import Any
 
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory, carved_bytes
-from rlpool.envs.vec_env import LaneError
+from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
@@ -39,14 +39,14 @@ from rlpool.manager.worker import main
 from rlpool.observe.stats import StatsReader
 from rlpool.record.failures import ENV_HINT, lane_death
 from rlpool.record.tape import LaneTapes, Tape, actions_of
+from rlpool.workers.crew import Crew
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.process_start import memory_of
 from rlpool.workers.sharing import Parcel, pickled
 from rlpool.workers.wake import Wake
-from rlpool.workers.wire import Message
-from rlpool.workers.workers import Workers
+from rlpool.workers.wire import Message, Ready
 
 _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
@@ -72,21 +72,17 @@ class Request:
 
 @dataclass
 class LaneTrouble:
-    """Failures of one episode at one step.
+    """An episode that ends at the step at which it failed.
 
     Attributes:
         tape: The episode.
         step: The step, -1 for the reset.
-        n_failures: How often in a row it failed there.
         error: The last failure.
-        truncates: Whether the episode ends there instead of being run again.
     """
 
     tape: Tape
     step: int
-    n_failures: int
     error: WorkerError
-    truncates: bool = False
 
 
 class EnvWorkers(CrashOnly):
@@ -175,14 +171,20 @@ class EnvWorkers(CrashOnly):
     def _start(self) -> None:
         """Start all workers and wait until they are ready."""
         runs = [
-            partial(main, functions.shared, wake, self._done)
-            for functions, wake in zip(self._functions, self.wakes, strict=True)
+            (
+                partial(main, functions.shared, wake, self._done),
+                Setup(functions.data, self._options, lanes.start),
+                None,
+            )
+            for functions, wake, lanes in zip(
+                self._functions, self.wakes, self.lanes_of, strict=True
+            )
         ]
-        self.processes = Workers(runs, self.root, self._policy, self._timeout_s, self)
+        self.processes = Crew(runs, self.root, self._policy, self._timeout_s, self, self._done)
         self.stats_reader = StatsReader(self.processes.control)
         try:
             self.processes.control.name = "ParallelEnvManager"
-            self.processes.start(self._done.fd)
+            self.processes.start()
         except BaseException:
             self.processes.abort()
             raise
@@ -268,7 +270,6 @@ class EnvWorkers(CrashOnly):
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        self.processes.look_from_now_on()
         left_s = math.inf
         while left_s > 0.0 and not is_over():
             left_s = until_s - monotonic()
@@ -280,9 +281,7 @@ class EnvWorkers(CrashOnly):
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        if self.processes.poll(timeout_s):
-            self._done.wait()
-        self.processes.look_for_hang()
+        self.processes.look(timeout_s)
         self.processes.refuse_if_dead()
 
     def wait_finished(self, is_over: Callable[[], bool]) -> None:
@@ -300,7 +299,6 @@ class EnvWorkers(CrashOnly):
             self.look()
         if is_over():
             return
-        processes.look_from_now_on()
         done.begin()
         while not is_over():
             sleep_s = done.pause(processes.patience_s)
@@ -330,11 +328,6 @@ class EnvWorkers(CrashOnly):
         return self._failures[worker][1]
 
     # The workers' client ------------------------------------------------------------------------
-
-    def setup(self, worker: int) -> tuple[Setup, None]:
-        """What a worker has to create."""
-        first_lane = self.lanes_of[worker].start
-        return Setup(self._functions[worker].data, self._options, first_lane), None
 
     def brief(self, worker: int, report: Report) -> None:
         """Send a worker that has made its environments all outstanding work."""
@@ -376,13 +369,15 @@ class EnvWorkers(CrashOnly):
     def _fails_next(self, lane: int) -> bool:
         """Whether what a lane does next, or again, is where its episode is truncated."""
         trouble = self.troubles.get(lane)
-        if trouble is None or not trouble.truncates or trouble.tape is not self.tapes.peek(lane):
+        if trouble is None or trouble.tape is not self.tapes.peek(lane):
             return False
         n_steps = self.tapes.n_steps(lane) - (self._call_of(lane) == "step")
         return n_steps == max(trouble.step, 0)
 
-    def lost(self, worker: int, failure: WorkerError | None) -> None:
-        """See ``Client``: the successor is told everything in ``brief``."""
+    def record_reset(self, lane: int, seed: int, options: Options) -> None:
+        """Record that a lane begins an episode."""
+        self.tapes.record_reset(lane, seed, options)
+        self.processes.restarts.forget(lane, seed)
 
     def forget_troubles(self, lanes: Sequence[int]) -> None:
         """Forget what failed in episodes of lanes that are in others now."""
@@ -392,7 +387,9 @@ class EnvWorkers(CrashOnly):
 
     def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
-        if isinstance(message, LaneFailed):
+        if isinstance(message, Ready):
+            self.brief(worker, message.report)
+        elif isinstance(message, LaneFailed):
             self._take_failure(worker, self.lanes_of[worker][message.lane], message)
         elif isinstance(message, Reply):
             request = self.requests[self.lanes_of[worker][message.lane]]
@@ -411,27 +408,23 @@ class EnvWorkers(CrashOnly):
         else:
             self._refuse_request(lane, error)
 
-    def judge(self, worker: int, failure: WorkerError) -> int:
-        """See ``Client.judge``: where the call failed before, the lane is truncated instead."""
-        lane = failure.where.lane
+    def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
+        """See ``Client.lost``: the lane that failed is truncated, or its call has failed."""
+        lane = None if failure is None else failure.where.lane
         call = "" if lane is None else self._call_of(lane)
         tape = self.tapes.peek(lane) if lane is not None and call else None
-        if lane is None or tape is None:
-            return 0
+        if failure is None or lane is None or tape is None or not gives_up:
+            return False
         step = self.tapes.n_steps(lane) - 1 if call == "step" else -1
         trouble = self.troubles.get(lane)
-        if trouble is None or trouble.tape is not tape or trouble.step != step:
-            trouble = self.troubles[lane] = LaneTrouble(tape, step, 0, failure)
-        trouble.n_failures += 1
-        if not self._policy.gives_up(failure, trouble.n_failures):
-            return 0
+        is_known = trouble is not None and trouble.tape is tape and trouble.step == step
         may_truncate = self._policy.restarts_on_env_errors and not self.reports_failures
         # An episode that is to be truncated and fails again did so while its tape was repeated.
-        if may_truncate and not trouble.truncates and not self.is_unanswered(lane):
-            trouble.truncates, trouble.error = True, failure
+        if may_truncate and not is_known and not self.is_unanswered(lane):
+            self.troubles[lane] = LaneTrouble(tape, step, failure)
         else:
             self._end_call(worker, lane, failure)
-        return trouble.n_failures
+        return True
 
     def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
         """Let what a worker was doing have failed, instead of its successor doing it again."""

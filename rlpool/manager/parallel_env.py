@@ -186,8 +186,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         Until the first step of the lane's next episode. A batcher over a manager decides itself
         what becomes of failures, by its own ``on_env_error``, and has them.
         """
-        troubles = self._workers.troubles.items()
-        return {lane: trouble.error for lane, trouble in troubles if trouble.truncates}
+        return {lane: trouble.error for lane, trouble in self._workers.troubles.items()}
 
     @property
     def workers(self) -> list[SpawnProcess]:

@@ -157,6 +157,7 @@ class Crew:
         fatal: Why nothing works any more.
         control: The shared record.
         all_up: Whether every worker is ready.
+        restarts: How many were replaced because they failed, and why.
         patience_s: How long to wait at most before looking for workers that hang.
     """
 
@@ -178,7 +179,7 @@ class Crew:
         self._policy = policy
         self._timeout_s = timeout_s
         self._client = client
-        self._restarts = Restarts(n_workers, policy)
+        self.restarts = Restarts(n_workers, policy)
         self._watch = HangWatch(timeout_s)
         self.patience_s = self._watch.patience_s
         self._links = [Link(worker) for worker in range(n_workers)]
@@ -223,7 +224,7 @@ class Crew:
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
-        self._restarts.has_started = True
+        self.restarts.has_started = True
 
     def _start(self, link: Link) -> None:
         """Start a worker, or the successor of one that ended; returns before it is ready.
@@ -343,16 +344,16 @@ class Crew:
             self.fatal = failure
         else:
             if self.control.rows[link.worker, Word.DONE]:
-                self._restarts.note_success(link.worker)
+                self.restarts.note_success(link.worker)
             self._restart(link, failure)
 
     def _restart(self, link: Link, failure: WorkerError) -> None:
         """Let a worker that failed start again when it is due."""
         where = f" ({failure.where})" if str(failure.where) else ""
-        gives_up = self._restarts.gives_up(failure)
+        gives_up = self.restarts.gives_up(failure)
         is_given_up = self._client.lost(link.worker, failure, gives_up)
         try:
-            delay_s, what = self._restarts.judge(link.worker, failure, is_given_up)
+            delay_s, what = self.restarts.judge(link.worker, failure, is_given_up)
         except WorkerDiedError as error:
             self.fatal = error
             return
@@ -497,7 +498,7 @@ class Crew:
             self._set_state(link, State.LEAVING, LEAVE_S)
         elif isinstance(message, Failed) and message.command is None:
             self.expect_end(link.worker, message.error)
-            if not self._restarts.has_started:
+            if not self.restarts.has_started:
                 self.fail(message.error)
         else:
             if isinstance(message, Ready):
@@ -510,7 +511,7 @@ class Crew:
         """Kill a worker that has something to do and makes no progress."""
         if self._timeout_s is None or self.fatal is not None or not self._watch.is_due():
             return
-        busy = self._client.busy() if self._restarts.has_started else ()
+        busy = self._client.busy() if self.restarts.has_started else ()
         watched = {
             link.worker
             for link in self._links

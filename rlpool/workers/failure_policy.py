@@ -149,6 +149,10 @@ class Restarts:
             del self._failed[next(iter(self._failed))]
         return self._policy.gives_up(failure, n)
 
+    def forget(self, lane: int, seed: int) -> None:
+        """Count anew in the episode of a lane, which begins."""
+        self._failed.pop((None, lane, seed), None)
+
     def judge(
         self, worker: int, failure: WorkerError, is_given_up: bool = False
     ) -> tuple[float, str]:

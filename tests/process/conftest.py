@@ -11,7 +11,7 @@ import pytest
 from process.watching import Script, Struck
 
 from rlpool import preload
-from rlpool.workers import process_end, workers
+from rlpool.workers import crew, process_end
 
 from support import named_memory
 
@@ -37,7 +37,7 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
     That is still far more than those take that do not.
     """
-    monkeypatch.setattr(workers, "LEAVE_S", 0.5)
+    monkeypatch.setattr(crew, "LEAVE_S", 0.5)
     monkeypatch.setattr(process_end, "CLOSE_S", 0.5)
     monkeypatch.setattr(process_end, "TERMINATE_S", 0.2)
 

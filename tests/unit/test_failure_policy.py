@@ -25,7 +25,7 @@ HANG = WorkerTimeoutError("worker 0 made no progress for 5 s")
 
 
 def started(n_workers: int, max_restarts: int | None) -> Restarts:
-    restarts = Restarts(n_workers, max_restarts)
+    restarts = Restarts(n_workers, FailurePolicy(max_restarts=max_restarts))
     restarts.has_started = True
     return restarts
 
@@ -47,7 +47,7 @@ def test_the_first_restart_is_at_once_and_delays_double_to_two_seconds() -> None
 
 @pytest.mark.parametrize(("has_started", "most"), [(False, 3), (True, 10)])
 def test_a_worker_that_does_no_work_is_given_up(has_started: bool, most: int) -> None:
-    restarts = Restarts(2, None)
+    restarts = Restarts(2, FailurePolicy(max_restarts=None))
     restarts.has_started = has_started
     restarts.judge(1, death(1))
     for _ in range(most - 1):
@@ -71,25 +71,39 @@ def test_the_budget_counts_the_restarts_of_all_workers() -> None:
     assert [failure.where.worker for failure in error.history] == [0, 1, 0]
     assert error.reworded(what="other", fix="").history[2].signal_name == "SIGKILL"
     with pytest.raises(WorkerDiedError, match="max_restarts=0"):
-        Restarts(2, 0).judge(0, death())
+        Restarts(2, FailurePolicy(max_restarts=0)).judge(0, death())
 
 
 def test_failures_of_an_episode_that_is_given_up_do_not_count() -> None:
     restarts = started(1, 1)
     for _ in range(5):
+        assert not restarts.gives_up(death())
         restarts.judge(0, death())
-        assert restarts.judge(0, death(), 2)[1].startswith("the same episode failed 2 times")
+        assert restarts.gives_up(death())
+        told = restarts.judge(0, death(), is_given_up=True)[1]
+        assert told.startswith("the same episode failed 2 times")
         assert restarts.n_restarts == 0
-        assert restarts.judge(0, death(), 1) == (0.0, "the episode is given up")
+    restarts.gives_up(death())
+    assert restarts.judge(0, death(), is_given_up=True) == (0.0, "the episode is given up")
+
+
+def test_an_episode_is_given_up_where_it_fails_at_the_same_step_in_a_row() -> None:
+    restarts = started(1, None)
+    at = [HANG.reworded(where=Where(worker=0, row=2, step=step, seed=9)) for step in range(3)]
+    other = HANG.reworded(where=Where(worker=0, row=3, step=0, seed=8))
+    failures = [at[0], at[1], at[0], other, at[2], at[2]]
+    assert [restarts.gives_up(failure) for failure in failures] == [False] * 5 + [True]
 
 
 def test_failures_that_are_no_deaths_keep_what_they_say() -> None:
     with pytest.raises(WorkerDiedError, match=r"^worker 0 made no progress for 5 s") as caught:
-        Restarts(2, 0).judge(0, HANG)
+        Restarts(2, FailurePolicy(max_restarts=0)).judge(0, HANG)
     assert (caught.value.exitcode, caught.value.signal_name) == (None, None)
     assert isinstance(caught.value.history[0], WorkerTimeoutError)
     with pytest.raises(WorkerDiedError) as caught:
-        Restarts(2, 0).judge(1, EnvError("env.step raised X", traceback_text="Traceback: X"))
+        Restarts(2, FailurePolicy(max_restarts=0)).judge(
+            1, EnvError("env.step raised X", traceback_text="Traceback: X")
+        )
     assert "Traceback: X" in str(caught.value.__cause__)
 
 
@@ -159,8 +173,6 @@ def test_short_waits_for_a_worker_add_up(monkeypatch: pytest.MonkeyPatch) -> Non
     watch = HangWatch(1.0)
     n_waits, hanging = 0, None
     while hanging is None:
-        now_s += 10.0  # the caller does something else
-        watch.begin()
         now_s += 0.01
         n_waits += 1
         hanging = watch.hanging([5], {0}) if watch.is_due() else None
