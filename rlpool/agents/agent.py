@@ -152,32 +152,28 @@ class Agent:
         """Release the agent's resources. Called once, when the worker ends."""
 
 
-def refuse_no_agent(agent: Any) -> None:
-    """Raise unless an argument is an agent.
+def refuse_no_agent(agent: Any, called: str = "agent is") -> None:
+    """Raise unless an object is an agent that can be called.
+
+    The method called is ``__call__`` or, if ``nn.Module`` provides that, ``forward``.
+
+    Args:
+        agent: The object.
+        called: How errors begin.
 
     Raises:
         SpecError: If it is a class, something else, or an agent that cannot be called.
     """
     if isinstance(agent, type):
-        fix = f"pass an agent, such as {agent.__name__}(...)"
-        raise SpecError(f"agent is the class {agent.__name__}", fix=fix)
-    if not isinstance(agent, Agent):
-        fix = "pass an instance of a subclass of rlpool.Agent: class MyAgent(nn.Module, Agent)"
-        raise SpecError(f"agent is a {type(agent).__name__}, not an Agent", fix=fix)
-    if problem := call_problem(agent):
-        raise SpecError(problem[0], fix=problem[1])
-
-
-def call_problem(agent: Agent) -> tuple[str, str] | None:
-    """Explain why an agent cannot be called with four arguments, and what to do.
-
-    The method called is ``__call__`` or, if ``nn.Module`` provides that, ``forward``. ``None`` if
-    it can be called.
-    """
+        fix = f"an instance is needed: {agent.__name__}(...)"
+        raise SpecError(f"{called} the class {agent.__name__}, not an Agent", fix=fix)
     kind, method, fix = type(agent), "__call__", _DEFINE_CALL
+    if not isinstance(agent, Agent):
+        fix = "make it an instance of a subclass of rlpool.Agent: class MyAgent(Agent, nn.Module)"
+        raise SpecError(f"{called} {kind.__name__}, not an Agent", fix=fix)
     if isinstance(agent, nn.Module) and "_modules" not in vars(agent):
         what = f"{kind.__name__}.__init__ does not call that of nn.Module"
-        return what, "call super().__init__() first in it"
+        raise SpecError(what, fix="call super().__init__() first in it")
     if kind.__call__ in (Agent.__call__, nn.Module.__call__):
         method = "forward"
         forward = agent.forward if isinstance(agent, nn.Module) else nn.Module.forward
@@ -185,17 +181,19 @@ def call_problem(agent: Agent) -> tuple[str, str] | None:
             agents = (k for k in kind.__mro__ if issubclass(k, Agent) and k is not Agent)
             if any("__call__" in vars(k) for k in agents):
                 fix += ", or put nn.Module last in its bases: its __call__ hides the agent's"
-            return f"{kind.__name__} does not say how to choose actions", fix
+            raise SpecError(f"{kind.__name__} does not say how to choose actions", fix=fix)
+    function = getattr(agent, method)
     try:
-        signature = inspect.signature(getattr(agent, method))
-    except ValueError:  # unknown
-        return None
-    try:
-        signature.bind(None, None, None, None)
+        inspect.signature(function).bind(None, None, None, None)
+    except ValueError:
+        pass  # it has no signature that is known
     except TypeError:
-        what = f"{kind.__name__}.{method} takes {signature}, and agents are called with four"
-        return f"{what} arguments", fix
-    return None
+        what = f"{kind.__name__}.{method} takes {inspect.signature(function)}"
+        raise SpecError(f"{what}, not the four arguments of agents", fix=fix) from None
+    n_noise = agent.n_noise
+    if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
+        what = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"
+        raise SpecError(what, fix="set n_noise to an int of at least 0")
 
 
 def refuse_no_factory(name: str, function: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.agents.agent import Agent, call_problem
+from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.messages import (
     Credit,
     Execute,
@@ -29,7 +29,13 @@ from rlpool.data.storage import Memory
 from rlpool.envs.description import described
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import NotRepeatedError, RlpoolError, WorkerError, WorkerStartupError
+from rlpool.errors import (
+    NotRepeatedError,
+    RlpoolError,
+    SpecError,
+    WorkerError,
+    WorkerStartupError,
+)
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
@@ -173,9 +179,10 @@ class Collector(Server):
             called(self._here, "agent.seed", agent.seed, seed)
         if hasattr(agent, "close"):
             self._closers.append(agent.close)
-        what, fix = _agent_problem(agent)
-        if what:
-            raise WorkerStartupError(what, where=self._here, fix=fix)
+        try:
+            refuse_no_agent(agent, "create_agent returned")
+        except SpecError as error:
+            raise WorkerStartupError(error.what, where=self._here, fix=error.fix) from None
         self.env, self.agent = env, agent
         env.lane_in_use = self._control.lane
         env.report_failures()
@@ -356,18 +363,3 @@ def _infos(
         return None, {}
     agent_info, env_info, resumed = unpack(payload, memory)
     return (agent_info, env_info), resumed
-
-
-def _agent_problem(agent: Any) -> tuple[str, str]:
-    """What is wrong with what ``create_agent`` returned, and what to do; empty if nothing is."""
-    if not isinstance(agent, Agent):
-        what = f"create_agent returned {type(agent).__name__}, not an Agent"
-        advice = "let create_agent return an instance of a subclass of rlpool.Agent"
-        return what, f"{advice}, such as class MyAgent(Agent, nn.Module)"
-    if problem := call_problem(agent):
-        return problem
-    n_noise = agent.n_noise
-    if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
-        what = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"
-        return what, "set n_noise to an int of at least 0"
-    return "", ""

@@ -106,7 +106,7 @@ def test_a_subclass_has_arguments_and_initial_states_of_its_own(n_threads: int) 
 
 
 def test_the_agent_gets_updates_seeds_and_its_end() -> None:
-    inner = Mock(spec=StepCounter())
+    inner = Mock(spec=StepCounter(), n_noise=0)
     agent = DeviceAgent(inner, "cpu")
     agent.update(1), agent.seed(2), agent.close()
     assert inner.method_calls == [call.update(1), call.seed(2), call.close()]

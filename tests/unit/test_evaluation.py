@@ -227,7 +227,7 @@ def test_infos_reach_their_episodes_whatever_the_size_of_a_request() -> None:
     ("changes", "message"),
     [
         ({"agent": StepCounter}, r"(?s)agent is the class StepCounter.*StepCounter\(...\)"),
-        ({"agent": len}, "(?s)agent is a builtin_function_or_method, not an Agent.*fix"),
+        ({"agent": len}, "(?s)agent is builtin_function_or_method, not an Agent.*fix"),
         ({"n_episodes": 0}, "n_episodes should be an int of at least 1"),
         ({"seeds": -1}, "seeds should be an int of at least 0"),
         ({"env_info": {"length": [1]}}, "'length' in env_info has 1 rows, 2 were expected"),
