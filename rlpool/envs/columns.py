@@ -102,12 +102,14 @@ def choices_of(structures: Sequence[Structure]) -> list[Choices]:
     return found
 
 
-def wrong_count(call: str, wanted: str, result: Any) -> SpecError:
-    """The error for a ``reset`` or ``step`` that did not return a tuple of so many values."""
+def checked_count(call: str, n_values: int, result: Any) -> Any:
+    """What ``reset`` or ``step`` returned; SpecError if it is not a tuple of so many values."""
+    if isinstance(result, tuple) and len(result) == n_values:
+        return result
     got = len(result) if isinstance(result, tuple) else type(result).__name__
     fix = 'return five values, or convert it: gym.make("GymV21Environment-v0", env=env)'
-    what = f"{call}() should return {wanted} values, got {got}"
-    return SpecError(what, fix=fix if got == 4 else "")
+    what = f"{call}() should return {'two' if n_values == 2 else 'five'} values, got {got}"
+    raise SpecError(what, fix=fix if got == 4 else "")
 
 
 def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> NDArray:

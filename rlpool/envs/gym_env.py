@@ -22,7 +22,7 @@ from rlpool.data.specs import (
     structure_of_value,
 )
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Results, choices_of, wrong_count
+from rlpool.envs.columns import Results, checked_count, choices_of
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import checked_environments, state_keepers
@@ -178,7 +178,7 @@ class GymEnv(VecEnv):
             if self._infos is not None:
                 self._infos.write(lanes, infos)
         except BaseException as error:
-            self._fail("step", _explained(results) or error)
+            self._fail("step", _wrong_count(results) or error)
         self.results = results
         return rewards, terminated, truncated
 
@@ -275,11 +275,13 @@ def _without_checkers(env: Any) -> tuple[Any, bool]:
     return env, True
 
 
-def _explained(results: Sequence[Any]) -> SpecError | None:
+def _wrong_count(results: Sequence[Any]) -> SpecError | None:
     """The error for a step that did not return five values, ``None`` if all did."""
-    for result in results:
-        if not isinstance(result, tuple) or len(result) != 5:
-            return wrong_count("step", "five", result)
+    try:
+        for result in results:
+            checked_count("step", 5, result)
+    except SpecError as error:
+        return error
     return None
 
 

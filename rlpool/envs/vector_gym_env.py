@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from rlpool.data.specs import leaves_of, narrowed, nester, structure_of_space
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Results, as_array, choices_of, wrong_count
+from rlpool.envs.columns import Results, as_array, checked_count, choices_of
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.single_envs import state_keepers
 from rlpool.envs.vec_env import Options, VecEnv
@@ -132,19 +132,16 @@ class VectorGymEnv(VecEnv):
         self._nest_action = nester(stored)
         self._mode = _autoreset_mode(vector_env)
         self.seeding: Seeding = seeding or _detected_seeding(vector_env)
-        self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
-        self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
+        self._in_episode = np.zeros(n_lanes, bool)  # lanes whose episode goes on
+        # Lanes that need a reset, or restart with the next step.
+        self._has_ended = np.ones(n_lanes, bool)
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
-        self._begun: tuple[int, int, Options] = 0, 0, None  # of the last reset
-        # Only where lanes can be reset one by one:
-        self._was_reset = False  # all lanes, at least once, by this object
-        # Only where they cannot:
+        self._begun: tuple[int, Options] | None = None  # of the last reset
+        self._last_batch: Any = None  # of actions
+        # Only where lanes cannot be reset one by one:
         self._resets_all = True  # whether the next reset is one of all lanes
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
-        self._shown: Any = None  # the last observation of all lanes
-        self._shown_infos: Any = {}  # the infos beside it
-        self._is_written = False  # whether that of every lane is in its column
-        self._last_batch: Any = None
+        self._shown: tuple[Any, Any] = None, {}  # the last observation and infos of all lanes
 
     def close(self) -> None:
         """Close the vector environment."""
@@ -158,15 +155,13 @@ class VectorGymEnv(VecEnv):
         self.lane_in_use[0] = lanes[0]
         try:
             if self.seeding == "request":
-                self._begin(lanes, seeds, options)
-                return
-            # Until they are reset: if that fails, their state is unknown.
-            self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
-            for rows in _with_equal_options(options):
-                some = [lanes[row] for row in rows]
-                begun = some, [seeds[row] for row in rows], options[rows[0]]
-                self._write(some, *self._reset_some(*begun))
-                self._begun = seeds[rows[0]], 0, options[rows[0]]
+                self._begin(lanes, seeds[0], options)
+            else:
+                self._has_ended[list(lanes)] = True  # if their reset fails, they need another
+                for rows in _with_equal_options(options):
+                    some = [lanes[row] for row in rows]
+                    begun = some, [seeds[row] for row in rows], options[rows[0]]
+                    self._write(some, *self._reset_some(*begun))
         except BaseException as error:
             self._fail("reset", error)
         self._in_episode[list(lanes)] = True
@@ -179,9 +174,7 @@ class VectorGymEnv(VecEnv):
         """See ``VecEnv.ready_lanes``."""
         if self.seeding == "episode" or self._resets_all:
             return lanes
-        rows = np.asarray(lanes, np.int64)
-        ready: list[int] = rows[self._at_start[rows]].tolist()
-        return ready
+        return [lane for lane in lanes if self._at_start[lane]]
 
     def advance(self) -> bool:
         """See ``VecEnv.advance``."""
@@ -190,44 +183,35 @@ class VectorGymEnv(VecEnv):
         self._step_lanes([], {})
         return True
 
-    def _begin(
-        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
-    ) -> None:
+    def _begin(self, lanes: Sequence[int], seed: int, options: Sequence[Options]) -> None:
         """Begin episodes in lanes that are at the start of one."""
         if self._resets_all:
-            if len(_with_equal_options(options)) > 1:
-                raise SpecError(
-                    "the lanes have different options, and one reset serves all of them "
-                    f"(seeding is {self.seeding!r})",
-                    fix="give all rows of env_info the same values",
-                )
-            self._reset_all(seeds[0], 0, options[0])
-        rows = np.asarray(lanes)
-        if np.count_nonzero(self._at_start[rows]) < len(lanes):
+            self._reset_all(seed, options)
+        if not self._at_start[list(lanes)].all():
             raise UsageError(
                 f"{self.vector_env} cannot reset single lanes (seeding is {self.seeding!r})",
                 fix="reset all of them, or step until they restart by themselves",
             )
-        self._elapsed[rows] = 0
-        if not self._is_written:
-            self._write(lanes, self._shown, self._shown_infos)
-        self._in_episode[rows] = True
+        self._elapsed[list(lanes)] = 0
+        self._write(lanes, *self._shown)
 
-    def _reset_all(self, seed: int, number: int, options: Options) -> None:
-        """Reset all lanes, for the ``number``-th time with this seed."""
+    def _reset_all(self, seed: int, options: Sequence[Options]) -> None:
+        """Reset all lanes with one seed and the same options."""
+        what = f"the lanes of {self.vector_env} cannot be reset one by one"
         if self._mode not in (AutoresetMode.NEXT_STEP, _SAME_STEP):
             raise SpecError(
-                f"the lanes of {self.vector_env} cannot be reset one by one, and do not restart "
-                f'by themselves (metadata["autoreset_mode"] is {self._mode})',
+                f'{what}, and do not restart by themselves (metadata["autoreset_mode"] is '
+                f"{self._mode})",
                 fix="make it with AutoresetMode.NEXT_STEP or AutoresetMode.SAME_STEP, and say so "
                 "in its metadata",
             )
-        self._resets_all = True  # until that is done
-        used = stream_seed(seed, number) if number else seed
-        result = self.vector_env.reset(seed=used, options=copy.deepcopy(dict(options or {})))
-        self._shown, self._shown_infos = _checked_pair(result)
-        self._is_written = False
-        self._begun = seed, number, options
+        if len(_with_equal_options(options)) > 1:
+            fix = "give all rows of env_info the same values"
+            raise SpecError(f"{what}, and have different options", fix=fix)
+        given = copy.deepcopy(dict(options[0] or {}))
+        result = self.vector_env.reset(seed=seed, options=given)
+        self._shown = checked_count("reset", 2, result)
+        self._begun = seed, options[0]
         self._in_episode[:] = self._has_ended[:] = self._resets_all = False
         self._at_start[:] = True
 
@@ -239,12 +223,12 @@ class VectorGymEnv(VecEnv):
         for lane, seed in zip(lanes, seeds, strict=True):
             every[lane] = seed
         # At first all: there is no observation of a lane that was never reset.
-        if self._was_reset:
+        if self._begun is not None:
             # New in each call: Gymnasium takes the mask out of the dict.
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
-        shown = _checked_pair(self.vector_env.reset(seed=every, options=given))
-        self._was_reset = True
+        shown = checked_count("reset", 2, self.vector_env.reset(seed=every, options=given))
+        self._begun = seeds[0], options
         self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
         return shown
@@ -254,7 +238,7 @@ class VectorGymEnv(VecEnv):
         idle = self._has_ended.copy()
         idle[rows] = False
         if lanes := np.flatnonzero(idle).tolist():
-            seed, _, options = self._begun
+            seed, options = self._begun or (0, None)
             self._reset_some(lanes, [seed] * len(lanes), options)
 
     # Steps ---------------------------------------------------------------------------------
@@ -268,21 +252,18 @@ class VectorGymEnv(VecEnv):
             if self.seeding == "episode":
                 if not all_step:
                     self._reset_idle(rows)
-            elif not np.count_nonzero(self._in_episode) and not np.count_nonzero(self._has_ended):
+            elif not np.count_nonzero(self._in_episode | self._has_ended):
                 # All were truncated here, and none of them would restart soon by itself.
-                seed, number, options = self._begun
-                self._reset_all(seed, number + 1, options)
+                seed, options = self._begun or (0, None)
+                self._reset_all(stream_seed(seed, 1), [options])
                 nothing = np.zeros(len(lanes), bool)
                 return nothing, nothing, nothing
             if lanes:
                 self._last_batch = self._batch(rows, actions)
-            rewards, terminated, truncated = self._step_all(lanes, self._last_batch)
+            rewards, terminated, truncated = self._step_all(lanes)
         except BaseException as error:
             self._fail("step", error)
-        if self.max_steps is not None:
-            truncated = np.where(self._elapsed >= self.max_steps, True, truncated)
-        if not all_step:
-            rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
+        rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
         if np.count_nonzero(in_episode) < len(in_episode):  # they are about to restart
             rewards, terminated, truncated = (
                 np.where(in_episode, values, values.dtype.type(0))
@@ -302,28 +283,27 @@ class VectorGymEnv(VecEnv):
                 array[idle] = array[rows[0]]  # their own row may hold anything
         return self._nest_action(parts)
 
-    def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[NDArray, NDArray, NDArray]:
+    def _step_all(self, lanes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
         """Step the vector environment; write the observations of some lanes."""
-        restarting = self._has_ended.copy()
-        self._in_episode[:], self._has_ended[:] = False, True  # until the step is over
+        restarting, self._has_ended = self._has_ended, np.ones(self.n_lanes, bool)  # if it fails
+        self._in_episode[:] = False
         self._elapsed += 1
-        result = self.vector_env.step(batch)
-        if not isinstance(result, tuple) or len(result) != 5:
-            raise wrong_count("step", "five", result)
-        self._shown, *results, self._shown_infos = result
-        self._is_written = False
+        result = self.vector_env.step(self._last_batch)
+        observation, *results, infos = checked_count("step", 5, result)
+        self._shown = observation, infos
         names, n_lanes = ("reward", "terminated", "truncated"), self.n_lanes
         each = (_per_lane(*pair, n_lanes) for pair in zip(names, results, strict=True))
         rewards, terminated, truncated = each
         ended = np.logical_or(terminated, truncated)
         if lanes:
-            self._write(lanes, self._shown, self._shown_infos)
+            self._write(lanes, observation, infos)
         if self._mode is _SAME_STEP:
-            self._write_final([lane for lane in lanes if ended[lane]], self._shown_infos)
-            self._at_start, self._has_ended[:] = ended, False
+            self._write_final([lane for lane in lanes if ended[lane]], infos)
+            self._at_start, self._has_ended = ended, np.zeros(n_lanes, bool)
         else:
             self._at_start, self._has_ended = restarting, ended
-            self._is_written = len(lanes) == self.n_lanes
+        if self.max_steps is not None:
+            truncated = np.where(self._elapsed >= self.max_steps, True, truncated)
         return rewards, terminated, truncated
 
     def _write(self, lanes: Sequence[int], observation: Any, infos: Any) -> None:
@@ -337,15 +317,13 @@ class VectorGymEnv(VecEnv):
         if not ended:
             return
         final = infos.get("final_obs")
-        is_array = isinstance(final, np.ndarray)
-        is_list = isinstance(final, list) or (is_array and final.dtype.kind == "O")
-        if final is None or (is_list and any(final[lane] is None for lane in ended)):
+        if final is None:
             raise SpecError(
                 "a lane restarted in the step that ended its episode, and the infos have no "
                 "'final_obs'",
                 fix="use AutoresetMode.NEXT_STEP or AutoresetMode.DISABLED",
             )
-        if is_list:
+        if isinstance(final, list) or str(getattr(final, "dtype", "")) == "object":
             self._observations.write(ended, [final[lane] for lane in ended])
         else:
             self._observations.write_batch(ended, final)
@@ -398,20 +376,13 @@ def _autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
 
 def _with_equal_options(options: Sequence[Options]) -> list[list[int]]:
     """The positions of equal options, together."""
-    if len(options) == 1 or not any(options):
-        return [list(range(len(options)))] if options else []
+    if not any(options):
+        return [list(range(len(options)))]
     groups: dict[bytes, list[int]] = {}
     for row, option in enumerate(options):
         # Bytes tell 1 from True, and compare arrays as well.
         groups.setdefault(pickle.dumps(option), []).append(row)
     return list(groups.values())
-
-
-def _checked_pair(result: Any) -> tuple[Any, Any]:
-    """The observation and the infos that ``reset`` returned."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise wrong_count("reset", "two", result)
-    return result
 
 
 def _per_lane(name: str, values: Any, n_lanes: int) -> NDArray:
@@ -457,43 +428,32 @@ def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
 
 def _lanes_repeat(env: Any) -> bool:
     """Whether the reset of one lane leaves the others alone, and repeats that lane's episode."""
-    n_lanes, action = env.num_envs, _some_action(env)
-    seeds = list(range(n_lanes))
-    started = _parts(env.reset(seed=seeds)[0])
-    stepped = _parts(env.step(action)[:4])
-    others = _parts(env.reset(seed=[seed + n_lanes for seed in seeds])[0])
-    mask = np.arange(n_lanes) == 0
-    restarted = _parts(env.reset(seed=seeds, options={"reset_mask": mask})[0])
-    repeated = restarted + _parts(env.step(action)[:4])
-    is_alone = _same(restarted, others, 1, n_lanes)
-    return is_alone and _same(repeated, started + stepped, 0, 1)
+    seeds, others = list(range(env.num_envs)), list(range(env.num_envs, 2 * env.num_envs))
+    first, before = _played(env, 1, seed=seeds), _played(env, 0, seed=others)
+    mask = np.arange(env.num_envs) == 0
+    again = _played(env, 1, seed=seeds, options={"reset_mask": mask})
+    is_alone = _same(again[: len(before)], before, slice(1, None))
+    return is_alone and _same(again, first, slice(0, 1))
 
 
-def _all_repeat(env: VectorEnv[Any, Any, Any]) -> bool:
+def _all_repeat(env: Any) -> bool:
     """Whether the same seed for all lanes gives the same steps again."""
     n_steps = 1 if _autoreset_mode(env) is _DISABLED else _N_STEPS
-    runs = []
-    for _ in range(2):
-        run = _parts(env.reset(seed=0)[0])
-        for _ in range(n_steps):
-            run += _parts(env.step(_some_action(env))[:4])
-        runs.append(run)
-    return _same(runs[0], runs[1], 0, env.num_envs)
+    return _same(_played(env, n_steps, seed=0), _played(env, n_steps, seed=0), _ALL)
 
 
-def _some_action(env: VectorEnv[Any, Any, Any]) -> Any:
-    """Actions for all lanes, always the same."""
+def _played(env: Any, n_steps: int, **arguments: Any) -> list[NDArray]:
+    """All arrays ``[n_lanes, ...]`` that a reset and some steps show, always the same actions."""
     space = copy.deepcopy(env.action_space)
     space.seed(0)
-    return space.sample()
+    action, shown = space.sample(), []
+    for number in range(n_steps + 1):
+        result = env.step(action)[:4] if number else env.reset(**arguments)[0]
+        shown += [np.array(as_array(leaf)) for leaf in pytree.tree_leaves(result)]
+    return shown
 
 
-def _parts(value: Any) -> list[NDArray]:
-    """Copies of all arrays ``[n_lanes, ...]`` in a nested value."""
-    return [np.array(as_array(leaf)) for leaf in pytree.tree_leaves(value)]
-
-
-def _same(first: list[NDArray], second: list[NDArray], start: int, stop: int) -> bool:
-    """Whether lanes ``start`` to ``stop`` have the same bits."""
+def _same(first: list[NDArray], second: list[NDArray], lanes: slice) -> bool:
+    """Whether lanes have the same bits."""
     pairs = zip(first, second, strict=True)
-    return all(one[start:stop].tobytes() == two[start:stop].tobytes() for one, two in pairs)
+    return all(one[lanes].tobytes() == two[lanes].tobytes() for one, two in pairs)

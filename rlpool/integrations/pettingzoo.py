@@ -45,7 +45,7 @@ from rlpool.data.specs import (
     structure_of_space,
 )
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import BadValue, checked_results, choices_of, converted, wrong_count
+from rlpool.envs.columns import BadValue, checked_count, checked_results, choices_of, converted
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, info_specs, value_of
 from rlpool.envs.single_envs import check_all_differ, is_of_agents
@@ -155,9 +155,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
             SpecError: If it returns something else than observations and infos of its agents.
         """
         result = self.env.reset(seed=seed, options=options)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise wrong_count("reset", "two", result)
-        observations, infos = result
+        observations, infos = checked_count("reset", 2, result)
         self._gone, self._listed = set(), set()
         self._alive = self._agents_now()
         if not self._alive:
@@ -180,9 +178,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         for group in self._groups:
             part = action if group.name == "" else action[group.name]
             actions |= group.split(part, self._alive)
-        result = self.env.step(actions)
-        if not isinstance(result, tuple) or len(result) != 5:
-            raise wrong_count("step", "five", result)
+        result = checked_count("step", 5, self.env.step(actions))
         observations, rewards, terminations, truncations, infos = result
         rewards, terminations, truncations = self._checked(rewards, terminations, truncations)
         # Some environments go on telling of agents that have left, or are not born yet.

@@ -307,10 +307,9 @@ class Together:
         self.running: dict[int, Episode] = {}
         self.has_begun = False
 
-    def reset(self, seed: int, options: Any, number: int = 0) -> None:
-        self.begun = seed, options, number
-        used = stream_seed(seed, number) if number else seed
-        self.seen, _ = self.env.reset(seed=used, options=dict(options or {}))
+    def reset(self, seed: int, options: Any) -> None:
+        self.begun = seed, options
+        self.seen, _ = self.env.reset(seed=seed, options=dict(options or {}))
         self.at_start = np.ones(self.env.num_envs, bool)
         self.ended = np.zeros(self.env.num_envs, bool)
 
@@ -324,8 +323,8 @@ class Together:
                 if episode is not None:
                     self.running[lane] = episode
         if not self.running and not self.ended.any():  # nor would they end soon
-            seed, options, number = self.begun
-            self.reset(seed, options, number + 1)
+            seed, options = self.begun
+            self.reset(stream_seed(seed, 1), options)
             return {}
         self.has_begun = True
         actions = {k: e.act(agent_info(k))["action"] for k, e in self.running.items()}
