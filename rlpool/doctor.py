@@ -23,9 +23,16 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.machine.imports import refuse_during_import
-from rlpool.machine.limits import ROOT, WORKER_DESCRIPTORS, n_cores, worker_count, worker_quotas
+from rlpool.machine.limits import (
+    ROOT,
+    WORKER_DESCRIPTORS,
+    memory_bounds,
+    n_cores,
+    n_free_descriptors,
+    worker_count,
+)
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.workers.process_start import memory_of, why_spawned
+from rlpool.workers.process_start import why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
@@ -75,12 +82,12 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
         what = "workers are forked from a template, which has proved that this is safe"
         yield Check("start method", OK, what)
 
-    for quota in worker_quotas(WORKER_DESCRIPTORS, memory_of("spawn" if why else "auto"), root):
-        what = f"{quota.text(quota.free)} are free: room for {quota.room} workers"
-        if quota.room >= n_workers:
-            yield Check(quota.noun, OK, what)
-        else:
-            yield Check(quota.noun, FAIL, what, f"use fewer workers, or {quota.remedy}")
+    yield Check("memory", OK, str(min(memory_bounds(root), key=lambda bound: bound.free)))
+    room = n_free_descriptors() // WORKER_DESCRIPTORS
+    what = f"room for {room} workers"
+    fix = "use fewer workers, or raise the limit before starting Python: ulimit -n"
+    enough = Check("file descriptors", OK, what)
+    yield enough if n_workers <= room else Check("file descriptors", FAIL, what, fix)
     yield _worker()
 
 

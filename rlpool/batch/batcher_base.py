@@ -49,7 +49,6 @@ from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, FailurePolicy
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
-from rlpool.workers.process_start import memory_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -125,8 +124,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         rest = agent_rows, self._WATCHES_INFOS, self._max_steps
         self._recipe = Recipe(n_workers, given, rest, self._NAME)
         if n_workers:
-            memory = memory_of(failure_policy.start_method)
-            check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers", memory)
+            check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers")
         # Not methods of this object: a batcher that is dropped, as when a notebook's cell is run
         # again, ends its workers at once only if nothing refers back to it.
         self._start_workers = partial(

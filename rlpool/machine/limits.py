@@ -29,13 +29,6 @@ _LARGEST_KEYS = 8
 _MOST_PER_CORE = 2
 """More workers per core than this are worth a warning: one steps while another one waits."""
 
-WORKER_BYTES = 100 * 2**20
-"""Least private memory of a process that has imported torch and holds nothing else: of a spawned
-worker, and of the template from which workers are forked."""
-
-FORKED_WORKER_BYTES = 10 * 2**20
-"""Least private memory of a worker that was forked from the template."""
-
 WORKER_DESCRIPTORS = 3
 """A worker's pipe, and two by which multiprocessing notices its end and ours."""
 
@@ -194,31 +187,6 @@ def _by_key(bytes_of_key: Mapping[str, int]) -> str:
 # Workers ------------------------------------------------------------------------------------------
 
 
-class Quota(NamedTuple):
-    """A resource of which every worker takes a share.
-
-    Attributes:
-        noun: Its name.
-        free: How much is left.
-        each: How much a worker takes.
-        spare: How much is needed besides, for any number of workers.
-        text: Formats an amount.
-        remedy: How to get more.
-    """
-
-    noun: str
-    free: int
-    each: int
-    spare: int
-    text: Callable[[int], str]
-    remedy: str
-
-    @property
-    def room(self) -> int:
-        """How many workers fit."""
-        return max(0, (self.free - self.spare) // self.each)
-
-
 def worker_count(n_workers: int | str) -> int:
     """Turn ``n_workers`` into a number of worker processes.
 
@@ -240,10 +208,8 @@ def worker_count(n_workers: int | str) -> int:
     return whole_number("n_workers", n_workers, 1, fix="or pass 'auto'")
 
 
-def check_workers(
-    n_workers: int, descriptors_each: int, advice: str, memory: tuple[int, int] = (WORKER_BYTES, 0)
-) -> None:
-    """Refuse more worker processes than descriptors or memory allow.
+def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
+    """Refuse more worker processes than descriptors allow.
 
     More than twice the cores are worth a warning: they help only where environments wait for
     something other than a core.
@@ -252,21 +218,17 @@ def check_workers(
         n_workers: Processes to be started.
         descriptors_each: Descriptors that each of them costs this process.
         advice: Which arguments to change, for the message.
-        memory: Least bytes of each of them, and of what they share.
 
     Raises:
         SpecError: Naming what is needed, what is left, and the remedy.
     """
-    for quota in worker_quotas(descriptors_each, memory):
-        if n_workers > quota.room:
-            needed = quota.text(n_workers * quota.each + quota.spare)
-            of = "of " if quota.noun == "memory" else ""
-            fits = f" ({quota.room} would fit)" if quota.room else ""
-            raise SpecError(
-                f"{n_workers} workers need {needed} {of}{quota.noun}, but only "
-                f"{quota.text(quota.free)} are free",
-                fix=f"{advice}{fits}, or {quota.remedy}",
-            )
+    n_needed, n_free = n_workers * descriptors_each, n_free_descriptors()
+    if n_needed > n_free:
+        raise SpecError(
+            f"{n_workers} workers need {n_needed} file descriptors, but only {n_free} are free",
+            fix=f"{advice} ({n_free // descriptors_each} would fit), or raise the limit before "
+            "starting Python: ulimit -n",
+        )
     if n_workers > _MOST_PER_CORE * n_cores():
         _LOG.warning(
             "worker processes: %d, cores that this process may use: %d; unless environments "
@@ -276,23 +238,10 @@ def check_workers(
         )
 
 
-def worker_quotas(
-    descriptors_each: int, memory: tuple[int, int], root: Path = ROOT
-) -> Iterator[Quota]:
-    """What limits the number of workers: memory and descriptors.
-
-    Args:
-        descriptors_each: Descriptors that each of them costs this process.
-        memory: As for ``check_workers``.
-        root: Where ``/proc`` and ``/sys`` are.
-    """
-    least = min(memory_bounds(root), key=lambda bound: bound.free)
-    yield Quota("memory", least.free, *memory, human, "free memory")
+def n_free_descriptors() -> int:
+    """Descriptors that this process may open for workers."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY:
-        left, spare = limit - n_open_descriptors(), _SPARE_DESCRIPTORS
-        remedy = "raise the limit before starting Python: ulimit -n"
-        yield Quota("file descriptors", left, descriptors_each, spare, str, remedy)
+    return max(0, limit - n_open_descriptors() - _SPARE_DESCRIPTORS)
 
 
 def n_open_descriptors() -> int:

@@ -43,7 +43,6 @@ from rlpool.workers.crew import Crew
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
-from rlpool.workers.process_start import memory_of
 from rlpool.workers.sharing import Parcel, pickled
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message, Ready
@@ -137,7 +136,7 @@ class EnvWorkers(CrashOnly):
         self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
         self.n_workers = len(self.lanes_of)
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
-        check_workers(self.n_workers, _DESCRIPTORS_EACH, advice, memory_of(policy.start_method))
+        check_workers(self.n_workers, _DESCRIPTORS_EACH, advice)
         self.root = root
         self.reports: dict[int, Report] = {}
         self.closed = False

@@ -33,10 +33,9 @@ from typing import Any
 
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.machine.limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.logs import current_levels
 from rlpool.workers.process_end import kill_when_closed
-from rlpool.workers.template_handle import LIMITS, Template, UnsafeError, why_impossible
+from rlpool.workers.template_handle import LIMITS, Template, UnsafeError
 from rlpool.workers.wire import CallerPipe, Inherited
 from rlpool.workers.worker_process import Place, WorkerMain, run_connected
 
@@ -104,19 +103,6 @@ def reap_template() -> None:
 def why_spawned() -> str:
     """Why workers are spawned; ``""`` if there is a template, which is started for that."""
     return "" if _template.ready() else _template.reason
-
-
-def memory_of(start_method: str) -> tuple[int, int]:
-    """What workers take at least: bytes of each, and bytes that they share.
-
-    Args:
-        start_method: With ``"auto"``, workers are assumed to be forked, and take less than
-            spawned ones with ``"spawn"``.
-    """
-    if start_method == "spawn" or why_impossible():
-        return WORKER_BYTES, 0
-    # The memory of a template that runs is no longer free.
-    return FORKED_WORKER_BYTES, 0 if _template.is_up() else WORKER_BYTES - FORKED_WORKER_BYTES
 
 
 def launch(

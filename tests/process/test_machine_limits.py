@@ -64,7 +64,7 @@ def test_descriptors_are_counted_before_any_worker_starts() -> None:
     try:
         for make, advice in OWNERS:
             what, fix = refused(SpecError, lambda make=make: make(30))
-            wanted = 30 * (4 if "fewer workers" in advice else 3) + 32
+            wanted = 30 * (4 if "fewer workers" in advice else 3)
             assert what.startswith(f"30 workers need {wanted} file descriptors, but only ")
             assert fix.startswith(advice)
             assert "ulimit -n" in fix

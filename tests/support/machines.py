@@ -20,11 +20,9 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def limit_to(monkeypatch: pytest.MonkeyPatch, **limit: int) -> None:
-    """Give this process these limits and no others."""
-    numbers = {getattr(resource, name): value for name, value in limit.items()}
-    unlimited = resource.RLIM_INFINITY
-    monkeypatch.setattr(resource, "getrlimit", lambda n: (numbers.get(n, unlimited),) * 2)
+def limit_descriptors(monkeypatch: pytest.MonkeyPatch, most: int = 2**20) -> None:
+    """Let this process have so many descriptors."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
 
 
 def limit_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[int, int], bool]) -> None:
