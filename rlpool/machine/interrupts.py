@@ -1,7 +1,8 @@
 """Sections that Ctrl-C, SIGTERM and SIGALRM do not interrupt.
 
 Python runs signal handlers between any two instructions of the main thread. A handler that raises,
-as Ctrl-C's does, may leave a process, a descriptor or memory behind that nothing refers to yet.
+as Ctrl-C's does, may leave a process, a descriptor or memory behind that nothing refers to yet, or
+a pool half written.
 """
 
 from __future__ import annotations

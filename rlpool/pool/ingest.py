@@ -190,8 +190,6 @@ def from_trajectories(
         else:
             finals[key] = rows_of(name, spec)
             _mark_jumps(is_last, columns[key], finals[key])
-    for key in schema.apart:
-        _mark_jumps(is_last, columns[key], columns[successor_key(key)])
     # A row may hold several episodes. Values that follow from each other do not prove that it is
     # one: a reset may lead to the very state in which an episode ended.
     ends_known = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _SUFFICIENT)

@@ -17,6 +17,7 @@ from rlpool.data.storage import NDArray, allocate
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.pool import sampling
 from rlpool.pool.filling import Filler, Settings
 from rlpool.pool.ingest import TRANSITION_KEYS, transition_of
@@ -27,7 +28,7 @@ from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
-_FORMAT = 4  # of state_dict
+_FORMAT = 5  # of state_dict
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
 
 
@@ -500,7 +501,7 @@ class Pool:
         if store.tree is None or not given.size:
             return
         rows, is_there = store.sub_pools.find(given)
-        with store.changing():
+        with InterruptsHeld():
             store.tree.set(rows[is_there], powers[is_there])
         largest = float(powers[is_there].max(initial=0.0))
         self._filler.max_priority = max(self._filler.max_priority, largest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,8 @@ from rlpool.data.specs import FLAGS, TensorSpec
 from rlpool.errors import SpecError
 from rlpool.slots.blocks import successor_key
 
-_PAIRED_BYTES = 9
-"""Values of at least this size are not stored twice. Below, the link to a row's final value costs
-as much as the value, and takes longer to read."""
+OF_PIECES = ("finals/", "heads/")
+"""What the names of arrays begin with that have an entry per piece of an episode, not per row."""
 
 _MOST_BYTES = 8  # per number
 REWARDS = ("reward", "_reward")
@@ -61,8 +59,8 @@ class Schema:
         }
         derived: set[str] = set()
         for key in sorted(specs, key=len):  # of x, _x and __x the first two are a pair
-            is_pair = specs.get(successor_key(key)) == specs[key] and key not in derived
-            if is_pair and specs[key].n_bytes >= _PAIRED_BYTES:
+            is_pair = specs.get(successor_key(key)) == specs[key] and specs[key].n_bytes
+            if is_pair and key not in (*_SIGNALS, *derived):
                 derived.add(successor_key(key))
         paired = tuple(key for key in specs if successor_key(key) in derived)
         schema = cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
@@ -83,15 +81,6 @@ class Schema:
             )
         return replace(self, n_frames=n_frames, stacks=stacks)
 
-    @cached_property
-    def apart(self) -> list[str]:
-        """Columns whose value after the step is another column, as the values are small."""
-        return [
-            key
-            for key, spec in self.columns.items()
-            if self.columns.get(successor_key(key)) == spec and spec.n_bytes and key not in _SIGNALS
-        ]
-
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Every key of a transition."""
@@ -107,14 +96,11 @@ class Schema:
 
     def arrays(self) -> dict[str, TensorSpec]:
         """Shapes and dtypes per row of a store's arrays by name, in the order in which they lie."""
-        flag, name = TensorSpec((), np.dtype(np.bool_)), TensorSpec((), np.dtype(np.int64))
-        arrays = {"is_last": flag, "is_terminal": flag, "follower": name}
-        if self.paired:
-            arrays["final_row"] = TensorSpec((), np.dtype(np.int32))
+        flag, number = TensorSpec((), np.dtype(np.bool_)), TensorSpec((), np.dtype(np.int32))
+        arrays = {"is_last": flag, "is_terminal": flag, "piece": number}
+        arrays["follower"], rows = TensorSpec((), np.dtype(np.int64)), self.rows
         if self.stacks:
-            arrays["age"] = TensorSpec((), np.dtype(np.int32))
-            arrays["head_row"] = TensorSpec((), np.dtype(np.int32))
-        rows = self.rows
+            arrays["age"] = number
         arrays |= {f"columns/{key}": spec for key, spec in rows.items()}
         arrays |= {f"finals/{key}": self.columns[key] for key in self.paired}
         for key in self.stacks:

@@ -2,12 +2,12 @@
 
 A key ``x`` that comes with ``_x``, such as ``frame`` and ``_frame``, is one column. The value
 after a step is the next row's value, unless the row is the last of its piece of an episode. The
-values after those are in ``finals``, which grows with the number of such rows::
+values after those are in ``finals``, once per piece::
 
     row         0   1   2   3   4
     frame       a   b   c   k   l
     is_last     -   -   x   -   x      after a step: b, c, finals[0], l, finals[1]
-    final_row           0       1
+    piece       0   0   0   1   1
 
 A row that ends a window of a ``Batcher`` is a last one too. Where the episode goes on in the next
 window, ``follower`` says which transition that is: by its number and sub-pool, so that it shows
@@ -18,14 +18,14 @@ to the first row of its piece. The frames before that one are in ``heads``, once
 says how many rows of the piece come before a row, at most all but one frame of a stack. Finals are
 whole stacks.
 
-Memory for the full size is mapped at once, and costs nothing until it is written to.
+The number of a piece is used again when its last row is dropped. Memory for the full size is mapped
+at once, and costs nothing until it is written to.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,11 @@ import torch
 
 from rlpool.data.storage import Memory, NDArray, allocate, carve, carved_bytes
 from rlpool.errors import SpecError
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import check_size
 from rlpool.pool.ingest import NOTHING_CUT, NewRows
 from rlpool.pool.priorities import PriorityTree
-from rlpool.pool.schema import Schema
+from rlpool.pool.schema import OF_PIECES, Schema
 from rlpool.pool.sub_pool import SubPool, SubPools, WindowRules
 from rlpool.slots.blocks import successor_key
 
@@ -94,11 +95,11 @@ class Store:
 
     Attributes:
         columns: Key to array ``[n_rows, ...]``.
-        finals: Paired key to the values after last rows.
+        finals: Paired key to the value after the last row of each piece.
         is_last: bool ``[n_rows]``: whether the next row does not continue the episode. The newest
             row of a sub-pool always is.
         is_terminal: bool ``[n_rows]``: whether the state after the step has no future.
-        final_row: int32 ``[n_rows]``: where in ``finals`` a last row's values are.
+        piece: int32 ``[n_rows]``: the number of a row's piece.
         sub_pools: The sub-pools.
         has_followers: Whether any last row has a follower.
         ends_known: Whether it is known of all transitions where episodes end.
@@ -126,14 +127,11 @@ class Store:
         self._heads = {key: arrays[f"heads/{key}"] for key in schema.stacks}
         self.is_last, self.is_terminal = arrays["is_last"], arrays["is_terminal"]
         self._follower, self.has_followers = arrays["follower"], False
-        self.final_row = arrays.get("final_row", self.is_last)  # none without pairs
-        self._age = arrays.get("age", self.is_last)  # none without stacks
-        self._head_row = arrays.get("head_row", self.is_last)
+        self.piece, self._age = arrays["piece"], arrays.get("age", self.is_last)
         self.tree = PriorityTree(n_rows) if with_priorities else None
-        self._final_places, self._head_places = FreeRows(n_rows), FreeRows(n_rows)
+        self._piece_numbers = FreeRows(n_rows)
         self.ends_known = self.terminal_known = True
         self.shortest_cut = NOTHING_CUT
-        self._is_whole = True  # no change is under way, or was interrupted
 
     @classmethod
     def of_nothing(cls, n_sub_pools: int) -> Store:
@@ -154,23 +152,17 @@ class Store:
         n_bytes = sum(part.nbytes for part in self._parts(rows).values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
-    def _parts(
-        self, rows: Mapping[Any, slice], n_finals: int | None = None, n_heads: int | None = None
-    ) -> dict[str, NDArray]:
-        """Parts of all arrays that belong to some rows, by name; by default all finals and heads.
+    def _parts(self, rows: Mapping[Any, slice], n_pieces: int | None = None) -> dict[str, NDArray]:
+        """Parts of all arrays that belong to some rows and pieces, by name; by default all pieces.
 
         They are views.
         """
-        counts = {
-            "finals": self._final_places.n_used if n_finals is None else n_finals,
-            "heads": self._head_places.n_used if n_heads is None else n_heads,
+        pieces = {"": slice(self._piece_numbers.n_used if n_pieces is None else n_pieces)}
+        return {
+            f"{name}{part}": array[some]
+            for name, array in self._arrays.items()
+            for part, some in (pieces if name.startswith(OF_PIECES) else rows).items()
         }
-        parts: dict[str, NDArray] = {}
-        for name, array in self._arrays.items():
-            kind = name.partition("/")[0]
-            pieces = {"": slice(counts[kind])} if kind in counts else rows
-            parts |= {f"{name}{part}": array[piece] for part, piece in pieces.items()}
-        return parts
 
     def __len__(self) -> int:
         return sum(self.sub_pools.lengths)
@@ -187,8 +179,7 @@ class Store:
         return {
             "schema": self.schema.plain(),
             "numbers": torch.from_numpy(self.sub_pools.numbers.copy()),
-            "n_finals": self._final_places.n_used,
-            "n_heads": self._head_places.n_used,
+            "n_pieces": self._piece_numbers.n_used,
             "ends_known": self.ends_known,
             "terminal_known": self.terminal_known,
             # Where a view has no bytes another one may begin, and torch.save wants one dtype per
@@ -203,9 +194,9 @@ class Store:
             SpecError: If an array has another shape, or a disk is full.
         """
         self.sub_pools.numbers[...] = state["numbers"].numpy(force=True)
-        rows, counts = self.sub_pools.readable(), (int(state["n_finals"]), int(state["n_heads"]))
-        self._reserve(rows, *counts)
-        targets, tensors = self._parts(rows, *counts), state["arrays"]
+        rows, n_pieces = self.sub_pools.readable(), int(state["n_pieces"])
+        self._reserve(rows, n_pieces)
+        targets, tensors = self._parts(rows, n_pieces), state["arrays"]
         if self.tree is not None:
             targets |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
         for name in targets.keys() | tensors.keys():
@@ -220,19 +211,11 @@ class Store:
         self.ends_known = bool(state["ends_known"])
         self.terminal_known = bool(state["terminal_known"])
         self.has_followers = bool(self._follower.any())
-        self._final_places.n_used, self._head_places.n_used = counts
-        self._recover()
+        self._piece_numbers.reset(n_pieces, self.piece[self.sub_pools.rows()])
+        if self.tree is not None:
+            self.tree.set(slice(0, self.sub_pools.n_rows), self.tree.leaves)
 
     # Writing ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Change rows and numbers within this; what was interrupted before is put right first."""
-        if not self._is_whole:
-            self._recover()
-        self._is_whole = False
-        yield
-        self._is_whole = True
 
     def add(self, index: int, new: NewRows, priority: float = 1.0, *, joined: bool = False) -> None:
         """Add transitions to a sub-pool, and drop those that its rules name.
@@ -247,74 +230,68 @@ class Store:
             SpecError: If a disk is full; nothing was changed.
         """
         sub_pool, n = self.sub_pools[index], len(new.is_last)
-        with self.changing():
-            start, after = sub_pool.next, sub_pool.next + n
-            n_kept = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
-            if n_kept < n:  # the others would be dropped again
-                new = new.part(slice(n - n_kept, n))
-            oldest, first = after - n_kept, after - len(new.is_last)
-            lasts = np.flatnonzero(new.is_last)
-            pieces = sub_pool.pieces(first, after)
-            n_finals = self._final_places.n_used_with(lasts.size)
-            n_heads = self._head_places.n_used_with(lasts.size)
-            self._reserve(dict(enumerate(pieces)), n_finals, n_heads)
-            self._drop(sub_pool, min(start, oldest))
-            newest = sub_pool.pieces(start - 1, start) if joined and len(sub_pool) else []
-            self.ends_known &= new.ends_known
-            self.terminal_known &= new.terminal_known
-            rows = np.concatenate([np.arange(p.start, p.stop) for p in pieces] or [lasts])
-            self._write(pieces, new, rows[lasts], lasts)
-            if self.schema.stacks and rows.size:
-                self._write_heads(rows, new, newest)
-            sub_pool.numbers[0] = oldest
-            sub_pool.numbers[1] = after
-            for piece in newest:  # only now, as the newest row must always be a last one
-                self._give_back_finals(piece)
-                self.is_last[piece] = False
-            if self.tree is not None:
-                for piece in pieces:
-                    self.tree.set(piece, priority)
+        start, after = sub_pool.next, sub_pool.next + n
+        n_kept = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
+        if n_kept < n:  # the others would be dropped again
+            new = new.part(slice(n - n_kept, n))
+        oldest, first = after - n_kept, after - len(new.is_last)
+        lasts = np.flatnonzero(new.is_last)
+        slices = sub_pool.slices(first, after)
+        self._reserve(dict(enumerate(slices)), self._piece_numbers.n_used_with(lasts.size))
+        with InterruptsHeld():
+            try:
+                self._drop(sub_pool, min(start, oldest))
+                before = sub_pool.slices(start - 1, start) if joined and len(sub_pool) else []
+                if slices:
+                    self._write(slices, new, lasts, [each.start for each in before])
+                sub_pool.numbers[0], sub_pool.numbers[1] = oldest, after
+                self.ends_known &= new.ends_known
+                self.terminal_known &= new.terminal_known
+                if self.tree is not None:
+                    for each in slices:
+                        self.tree.set(each, priority)
+            except BaseException:  # of a handler that ran out of patience: half is written
+                self.clear()
+                raise
 
     def _write(
-        self, pieces: Sequence[slice], new: NewRows, last_rows: NDArray, lasts: NDArray
+        self, slices: Sequence[slice], new: NewRows, lasts: NDArray, newest: Sequence[int]
     ) -> None:
-        start = 0
-        for piece in pieces:
-            stop = start + piece.stop - piece.start
-            some = new if len(pieces) == 1 else new.part(slice(start, stop))
-            for key, values in some.columns.items():
-                values.values(self.columns[key][piece])
-            self.is_last[piece], self.is_terminal[piece] = some.is_last, some.is_terminal
-            if self.has_followers:
-                self._follower[piece] = 0
-            start = stop
-        if self.schema.paired and lasts.size:
-            finals = self._final_places.take(lasts.size)
-            for key, values in new.finals.items():
-                self.finals[key][finals] = values.part(lasts).values()
-            self.final_row[last_rows] = finals
-
-    def _write_heads(self, rows: NDArray, new: NewRows, newest: Sequence[slice]) -> None:
-        """Write the ages of new rows and the frames before their pieces.
+        """Write new rows.
 
         Args:
-            rows: Their rows.
+            slices: Where they are.
             new: The transitions.
+            lasts: Which of them end a piece.
             newest: The row that the first one continues, if there is one.
         """
-        numbers = np.arange(len(rows))
-        begins = np.append(not newest, new.is_last[:-1])
-        age = numbers - np.maximum.accumulate(np.where(begins, numbers, 0))
-        firsts = np.flatnonzero(begins)
-        heads = self._head_places.take(firsts.size)
+        firsts = np.append(0, lasts[:-1] + 1)
+        lengths = lasts - firsts + 1
+        pieces = self._piece_numbers.take(len(lasts) - len(newest))
         for key, stacks in new.stacks.items():
-            self._heads[key][heads] = stacks.part(firsts).values()[:, :-1]
-        for piece in newest:
-            age[: new.is_last.argmax() + 1] += self._age[piece] + 1
-            heads = np.append(self._head_row[piece], heads)
-        piece_numbers = np.cumsum(begins) - (0 if newest else 1)
-        self._age[rows] = np.minimum(age, self.schema.n_frames - 1)
-        self._head_row[rows] = heads[piece_numbers]
+            self._heads[key][pieces] = stacks.part(firsts[len(newest) :]).values()[:, :-1]
+        pieces = np.append(self.piece[newest], pieces)
+        for key, values in new.finals.items():
+            self.finals[key][pieces] = values.part(lasts).values()
+        own = {"piece": pieces.repeat(lengths), "is_last": new.is_last}
+        own["is_terminal"] = new.is_terminal
+        if self.schema.stacks:
+            age = np.arange(len(new.is_last)) - firsts.repeat(lengths)
+            if newest:
+                age[: lengths[0]] += self._age[newest] + 1
+            own["age"] = np.minimum(age, self.schema.n_frames - 1)
+        start = 0
+        for each in slices:
+            stop = start + each.stop - each.start
+            for key, values in new.columns.items():
+                some = values if len(slices) == 1 else values.part(slice(start, stop))
+                some.values(self.columns[key][each])
+            for name, array in own.items():
+                self._arrays[name][each] = array[start:stop]
+            if self.has_followers:
+                self._follower[each] = 0
+            start = stop
+        self.is_last[newest] = False
 
     def join(self, before: NDArray, after: NDArray) -> None:
         """Let last rows be followed by others, both int64 ``[n]``: see ``SubPools.find``."""
@@ -325,71 +302,39 @@ class Store:
     def checksums(self, names: NDArray, *, after: bool) -> list[int]:
         """A checksum for each transition of what it starts from, or of what it led to."""
         rows, _ = self.sub_pools.find(names)
-        keys = [*self.schema.paired, *self.schema.apart]
-        if after:
-            keys = list(map(successor_key, keys))
-        values = self.take(rows, keys) | (self.take_after(rows) if after else {})
-        flat = [values[key].reshape(len(rows), -1).view(np.uint8) for key in keys]
+        values = self.take_after(rows) if after else self.take(rows, self.schema.paired)
+        flat = [each.reshape(len(rows), -1).view(np.uint8) for each in values.values()]
         return [zlib.crc32(row) for row in np.hstack([np.zeros((len(rows), 0), np.uint8), *flat])]
 
     def _drop(self, sub_pool: SubPool, stop: int) -> None:
         """Drop the transitions before number ``stop``."""
-        pieces = sub_pool.pieces(sub_pool.oldest, stop)
-        if self.tree is not None:  # first of all: what is gone is never drawn
-            for piece in pieces:
-                self.tree.set(piece, 0.0)
-        if pieces:
+        slices = sub_pool.slices(sub_pool.oldest, stop)
+        for each in slices:
+            if self.tree is not None:
+                self.tree.set(each, 0.0)
+            self._piece_numbers.give_back(self.piece[each][self.is_last[each]])
+        if slices:
             sub_pool.numbers[0] = stop
-        for piece in pieces:
-            self._give_back_finals(piece)
-            if self.schema.stacks:
-                self._head_places.give_back(self._heads_after(piece))
 
     def clear(self) -> None:
-        """Drop all transitions; the next ones use the same rows, finals and heads."""
-        with self.changing():
+        """Drop all transitions; the next ones use the same rows and pieces."""
+        with InterruptsHeld():
             if self.tree is not None:
                 self.tree.set(slice(0, self.sub_pools.n_rows), 0.0)
             self.sub_pools.numbers[...] = self.sub_pools.numbers[:, 1:2]
-            for places in (self._final_places, self._head_places):
-                places.reset(0, np.zeros(0, int))
+            self._piece_numbers = FreeRows(self.sub_pools.n_rows)
             self.ends_known = self.terminal_known = True
             self.shortest_cut = NOTHING_CUT
 
-    def _recover(self) -> None:
-        """Make the bookkeeping of finals, heads and priorities fit the rows in use."""
-        self.sub_pools.numbers[:, 0] = self.sub_pools.numbers[:, :2].min(axis=1)
-        rows = self.sub_pools.rows()
-        if self.tree is not None:
-            leaves = np.zeros(self.sub_pools.n_rows)
-            leaves[rows] = self.tree.leaves[rows]
-            self.tree.set(slice(0, len(leaves)), leaves)
-        if self.schema.paired:
-            finals = self.final_row[rows[self.is_last[rows]]]
-            self._final_places.reset(self._final_places.n_used, finals)
-        if self.schema.stacks:
-            self._head_places.reset(self._head_places.n_used, self._heads_after(rows))
-
-    def _give_back_finals(self, rows: slice) -> None:
-        if self.schema.paired:
-            self._final_places.give_back(self.final_row[rows][self.is_last[rows]])
-
-    def _heads_after(self, rows: slice | NDArray) -> NDArray:
-        """The heads that no row after these needs."""
-        age, oldest = self._age[rows], self.schema.n_frames - 2
-        is_end = (age == oldest) | (self.is_last[rows] & (age < oldest))
-        heads: NDArray = self._head_row[rows][is_end]
-        return heads
-
-    def _reserve(self, rows: Mapping[Any, slice], n_finals: int, n_heads: int) -> None:
-        """Make sure that a disk has room for rows, finals and heads before they are written.
+    def _reserve(self, rows: Mapping[Any, slice], n_pieces: int) -> None:
+        """Make sure that a disk has room for rows and pieces before they are written.
 
         Raises:
             SpecError: If it has none.
         """
         if self._memory.kind != "memmap":
             return
-        for part in self._parts(rows, n_finals, n_heads).values():
+        for part in self._parts(rows, n_pieces).values():
             start = part.ctypes.data - self._root.ctypes.data
             self._memory.reserve(start, start + part.nbytes)
 
@@ -423,13 +368,13 @@ class Store:
             return taken
         next_rows = self.sub_pools.ahead(rows, 1)
         ends = self.is_last.take(rows, 0, None, "wrap").nonzero()[0]
-        final_rows = self.final_row.take(rows.take(ends), 0, None, "wrap")
+        pieces = self.piece.take(rows.take(ends), 0, None, "wrap")
         for key in wanted:
             if key in self._heads:
                 values = self._stacked(key, rows, 1)
             else:
                 values = self.columns[key].take(next_rows, 0, None, "wrap")
-            values[ends] = self.finals[key].take(final_rows, 0)
+            values[ends] = self.finals[key].take(pieces, 0)
             taken[successor_key(key)] = values
         return taken
 
@@ -446,8 +391,8 @@ class Store:
         stacks: NDArray = self.columns[key].take(sources, 0, None, "wrap")
         age = self._age.take(rows, 0, None, "wrap")
         numbers, frames = (back > age[:, None]).nonzero()
-        heads = self._head_row.take(rows[numbers], 0, None, "wrap")
-        stacks[numbers, frames] = self._heads[key][heads, frames + n_ahead + age[numbers]]
+        pieces = self.piece.take(rows[numbers], 0, None, "wrap")
+        stacks[numbers, frames] = self._heads[key][pieces, frames + n_ahead + age[numbers]]
         return stacks
 
     def ends_in(self, index: int, state: Mapping[str, NDArray]) -> bool:
@@ -489,7 +434,7 @@ def make_store(
     """
     sub_pools = SubPools(pool_size, n_sub_pools, schema.n_frames - 1)
     n_rows = sub_pools.n_rows
-    sizes = carved_bytes(schema.rows, n_rows)  # finals and heads are fewer
+    sizes = carved_bytes(schema.rows, n_rows)  # pieces are fewer
 
     def advice(n_free: int) -> str:
         fits = pool_size * n_free // sum(sizes.values())

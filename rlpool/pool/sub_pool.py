@@ -109,7 +109,7 @@ class SubPool:
         """Where a transition lies, counted from the first row."""
         return (number - self.origin) % self.n_rows
 
-    def pieces(self, start: int, stop: int) -> list[slice]:
+    def slices(self, start: int, stop: int) -> list[slice]:
         """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
         if start >= stop:
             return []
@@ -160,10 +160,10 @@ class SubPools(list[SubPool]):
         By what the state of a pool adds to the names of their arrays.
         """
         return {
-            f"/{index}.{number}": piece
+            f"/{index}.{number}": rows
             for index, sub_pool in enumerate(self)
-            for number, piece in enumerate(
-                sub_pool.pieces(
+            for number, rows in enumerate(
+                sub_pool.slices(
                     max(sub_pool.origin, sub_pool.oldest - self._n_spare), sub_pool.next
                 )
             )
@@ -171,8 +171,8 @@ class SubPools(list[SubPool]):
 
     def rows(self) -> NDArray:
         """Rows of all transitions, int64 ``[n]``: sub-pool by sub-pool, the oldest first."""
-        pieces = (piece for each in self for piece in each.pieces(each.oldest, each.next))
-        ranges = (np.arange(piece.start, piece.stop) for piece in pieces)
+        slices = (rows for each in self for rows in each.slices(each.oldest, each.next))
+        ranges = (np.arange(rows.start, rows.stop) for rows in slices)
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def rows_of(self, index: NDArray, numbers: NDArray) -> NDArray:

@@ -83,7 +83,7 @@ def states() -> list[Any]:
     missing = {k: arrays[k] for k in arrays if k != "columns/frame/0.0"}
     cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
     return [
-        *(None, {}, {"format": 4}, {**whole, "format": 5}, {**whole, "generator": {}}),
+        *(None, {}, {"format": 5}, {**whole, "format": 4}, {**whole, "generator": {}}),
         {**whole, "extra": 1},
         *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
     ]

@@ -19,6 +19,7 @@ from rlpool import (
     TemporalDictTensor,
     UsageError,
 )
+from rlpool.machine import interrupts
 from rlpool.machine.limits import memory_bounds
 
 from support.envs import assert_same_tensors
@@ -109,7 +110,7 @@ def test_rows_are_used_again_after_clear_and_mean_other_transitions(
     options = {"pool_size": 40, "processes": 2, "priority_exponent": 1.0, "seed": 0}
     disk = Disk(monkeypatch)
     pool = Pool(**options, storage="memmap", directory=tmp_path)
-    disk.n_left = 3 + 2 * 15
+    disk.n_left = 4 + 2 * 15
     for value in range(5):  # more than there is room for, and than a sub-pool has rows
         for index in (0, 1):
             pool.extend(pages(15, 10 * value + index), index)
@@ -192,9 +193,14 @@ def is_whole(batch: Any) -> bool:
         [([5, 9, 4], {"clearing_freq": 4, "window_size_": 2})],  # longer than the pool
     ),
 )
+@pytest.mark.parametrize("patience_s", [1.0, 0.0])
 def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
-    lengths: list[int], options: dict[str, Any]
+    patience_s: float,
+    lengths: list[int],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(interrupts, "_PATIENCE_S", patience_s)
     pool = Pool(pool_size=8, priority_exponent=1.0, seed=0, **options)
     number, n_points, strike = 0, 0, Strike(0)
     while strike.has_struck or not n_points:
@@ -207,6 +213,7 @@ def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
         n_points += 1
         kept = pool.transitions()
         assert is_whole(kept)
+        assert len(pool) or not patience_s
         try:
             batch = pool.sample(max(1, len(pool)))
         except (NotEnoughDataError, UsageError):  # what there is has no priority yet
