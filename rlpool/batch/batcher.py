@@ -14,6 +14,7 @@ from rlpool.batch.checks import (
     ShowProgress,
 )
 from rlpool.batch.dispatch import Dispatcher
+from rlpool.batch.messages import Episodes
 from rlpool.batch.requests import EpisodeRequest
 from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -181,21 +182,10 @@ class EpisodeBatcher(BatcherBase):
     def _submit(
         self, dispatcher: Dispatcher, n_episodes: int, infos: Infos, given_seeds: list[int] | None
     ) -> None:
-        dispatcher.check(infos, n_episodes, given_seeds)
-        first = self._next_episode
+        asked = Episodes(n_episodes, self._root, self._next_episode, given_seeds, self._tape)
+        dispatcher.submit(EpisodeRequest(asked, infos, self._policy))
         self._next_episode += n_episodes
         self._last = n_episodes, infos, given_seeds
-        dispatcher.submit(
-            EpisodeRequest(
-                n_rows=n_episodes,
-                infos=infos,
-                policy=self._policy,
-                root=self._root,
-                first=first,
-                given_seeds=given_seeds,
-                tape=self._tape,
-            )
-        )
 
     @whole
     def reexecute(self) -> None:
@@ -333,7 +323,7 @@ class EpisodeBatcher(BatcherBase):
 
     def _first_pending(self, dispatcher: Dispatcher) -> int:
         oldest: Any = next(iter(dispatcher.pending), None)
-        return self._next_episode if oldest is None else oldest.first
+        return self._next_episode if oldest is None else oldest.asked.first
 
     def _go_to(self, number: int) -> None:
         self._next_episode = number

@@ -162,6 +162,7 @@ class Dispatcher:
             RlpoolError: If a worker died.
         """
         self.refuse_if_dead()
+        self.check(request.infos, request.n_rows, request.given_seeds)
         self._n_requests += 1
         request.number = self._n_requests
         self.pending.append(request)
@@ -250,7 +251,8 @@ class Dispatcher:
 
     def _probe(self, worker: int, request: Request, infos: Packed) -> None:
         """Let a worker find out its keys with the first rows of a request."""
-        message = Probe(*request.first_episodes(self.n_lanes), infos.payload)
+        asked = request.asked if isinstance(request, EpisodeRequest) else None
+        message = Probe(asked, infos.payload)
         self._processes.send(worker, message, infos.memory)
 
     def _note_report(self, worker: int, report: Report) -> None:
@@ -322,7 +324,7 @@ class Dispatcher:
             if not wanted or request.number - oldest >= MAX_REQUESTS:
                 return
             self._queued.popleft()
-            request.begin()
+            request.begin(self._blocks.layout)
             try:
                 self._prepare(request, self._blocks)
             except RlpoolError as error:
@@ -386,7 +388,7 @@ class Dispatcher:
             sent.replaces = None
             if tapes := request.tapes_for(worker):
                 payload, memory = packed((*request.infos, tapes), self.runs_here)
-        send(worker, request.message(worker, payload), memory)
+        send(worker, request.part(worker, payload), memory)
 
     # The workers' client ---------------------------------------------------------------------
 

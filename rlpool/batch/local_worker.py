@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from rlpool.batch.messages import Execute, Setup, Window
+from rlpool.batch.messages import Run, Setup
 from rlpool.batch.worker import Collector
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
@@ -126,7 +126,7 @@ class LocalWorker:
             while not is_over and self._collector.peek() is not None:
                 message, memory = self._collector.receive()
                 self._collector.handle(message, memory)
-                is_over = isinstance(message, Execute | Window)
+                is_over = isinstance(message, Run)
         return True
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from rlpool.errors import RlpoolError
 from rlpool.loop.plan import Chunk
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.record.tape import Tape
-from rlpool.seeding import LaneSeeds
+from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload
 from rlpool.workers.sharing import Shared, pickled
@@ -88,13 +89,11 @@ class Probe:
     """Find out what a step consists of with the first rows of a request.
 
     Attributes:
-        first: Number of the request's first episode, ``None`` for a window.
-        seeds: The episodes' seeds, as many as there are rows for lanes; none for a window.
+        asked: The request's episodes, ``None`` for a window.
         payload: Its ``(agent_info, env_info, {})``.
     """
 
-    first: int | None
-    seeds: list[int]
+    asked: Episodes | None
     payload: Payload | None
 
 
@@ -110,59 +109,85 @@ class MapBlock:
 
 
 @dataclass(frozen=True)
-class Execute:
-    """Run a share of a request's episodes.
+class Episodes:
+    """What an ``execute`` asks for: everything that episodes follow from, infos and policy apart.
 
     Attributes:
-        number: Number of the request.
-        root: Root of the episodes' seeds and noise.
-        first: Number of its first episode, from which seeds, noise and batch rows derive.
-        seeds: Seeds of all episodes of the request, if the user gave them.
-        n_episodes: Episodes of the whole request.
-        block: Number of the block.
-        in_place: Whether episode *i* is written into slot *i*.
-        slots: Slots that this worker may use for everything else.
-        again: Episodes that an earlier worker of this number claimed and did not finish.
-        given_up: The steps that fail of episodes, see ``Episode.gives_up_at``.
-        payload: ``(agent_info, env_info, {})``, its memory follows.
-        tape: What to repeat instead, an episode in lane ``first``.
+        n_rows: How many.
+        root: Root of their seeds and noise.
+        first: Number of the first one, from which seeds, noise and batch rows derive.
+        given_seeds: Their seeds, if the user gave them.
+        tape: What workers repeat instead, an episode in lane ``first``.
     """
 
-    number: int
+    n_rows: int
     root: int
     first: int
-    seeds: list[int] | None
-    n_episodes: int
-    block: int
-    in_place: bool
-    slots: list[int]
-    again: list[int]
-    given_up: dict[EpisodeKey, int]
-    payload: Payload | None
+    given_seeds: list[int] | None = None
     tape: Tape | None = None
+
+    def share_of(self, worker: int, layout: Layout) -> range:
+        """The rows of a worker whose lanes cannot be seeded one by one."""
+        return range((worker - self.first) % layout.n_workers, self.n_rows, layout.n_workers)
+
+    def seeds(self, layout: Layout) -> list[int]:
+        """Their seeds; where one reset serves all lanes of a worker, that of its first episode."""
+        if not layout.step.resets_together:
+            return self.given_seeds or episode_seeds(self.root, self.first, self.n_rows)
+        n_workers = layout.n_workers
+        seeds = episode_seeds(self.root, self.first, min(n_workers, self.n_rows))
+        return [seeds[row % n_workers] for row in range(self.n_rows)]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Run the next window of lanes.
+    """What a window asks for: the next steps of the lanes that run.
+
+    Attributes:
+        lanes: They, numbered across workers, ascending: one per row.
+        n_lanes: Lanes of each worker.
+        seeds: Seeds of the lanes since their reset.
+        is_first: Whether all lanes start anew.
+    """
+
+    lanes: list[int]
+    n_lanes: int
+    seeds: LaneSeeds
+    is_first: bool
+
+    @property
+    def n_rows(self) -> int:
+        """How many lanes run."""
+        return len(self.lanes)
+
+    def rows_of(self, worker: int) -> dict[int, int]:
+        """By lane of a worker, as it numbers them, the row."""
+        before = worker * self.n_lanes
+        first, stop = (bisect_left(self.lanes, n) for n in (before, before + self.n_lanes))
+        return {self.lanes[row] - before: row for row in range(first, stop)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run a worker's part of a request.
 
     Attributes:
         number: Number of the request.
+        asked: What the whole request is.
         block: Number of the block.
-        slots: Lane of this worker to slot, for the lanes that run.
-        seeds: Seeds of the lanes since their reset.
-        is_first: Whether all lanes start anew.
-        given_up: As for ``Execute``.
-        payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all lanes of all
-            workers and, by lane of this one, what running episodes have done so far if an earlier
-            worker began them.
+        n_slots: Slots of the block that the request has.
+        again: Episodes that an earlier worker of this number claimed and did not finish.
+        given_up: The steps that fail of episodes, see ``Lane.gives_up_at``.
+        payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all rows, of a
+            window those of all lanes, and, by lane of this worker, what running episodes have done
+            so far if an earlier worker began them.
     """
 
     number: int
+    asked: Episodes | Window
     block: int
-    slots: dict[int, int]
-    seeds: LaneSeeds
-    is_first: bool
+    n_slots: int
+    again: list[int]
     given_up: dict[EpisodeKey, int]
     payload: Payload | None
 

@@ -21,14 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpool.agents.noise import NoiseStarts
-from rlpool.batch.messages import ChunksDone, Execute, Window
+from rlpool.batch.messages import ChunksDone, Episodes, Run, Window
 from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Lane, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
-from rlpool.seeding import episode_seeds, noise_keys
+from rlpool.seeding import noise_keys
 from rlpool.slots.blocks import Block, Layout
 from rlpool.workers.failure_policy import Recycling
 from rlpool.workers.worker_process import Place
@@ -107,25 +107,6 @@ class Claims:
         return all(self._end(lane) >= self._n_episodes for lane in range(self._n_lanes))
 
 
-def share_of(worker: int, layout: Layout, n_episodes: int, first: int) -> list[int]:
-    """A worker's episodes of a request whose lanes cannot be seeded one by one.
-
-    Args:
-        worker: The worker.
-        layout: Layout of the request's block.
-        n_episodes: Its number of episodes.
-        first: Number of the first one.
-    """
-    n_workers = layout.n_workers
-    return list(range((worker - first) % n_workers, n_episodes, n_workers))
-
-
-def shared_seeds(root: int, first: int, n_episodes: int, n_workers: int) -> list[int]:
-    """The seed of each of these episodes: that of its worker's first, as one reset serves all."""
-    seeds = episode_seeds(root, first, min(n_workers, n_episodes))
-    return [seeds[number % n_workers] for number in range(n_episodes)]
-
-
 @dataclass(frozen=True)
 class Site:
     """Where a worker's requests run.
@@ -159,10 +140,11 @@ class _RequestPlan(Plan):
 
     _starts = True  # whether lanes have no episodes from before
 
-    def __init__(self, number: int, block: Block, infos: Infos | None, site: Site) -> None:
+    def __init__(self, message: Run, block: Block, infos: Infos | None, site: Site) -> None:
         agent_info, self.env_info = infos or ({}, {})
         self.agent_info = agent_info or None
-        self.number, self.worker = number, site.place.worker
+        self.number, self.worker = message.number, site.place.worker
+        self._given_up, self.gives_up = message.given_up, bool(message.given_up)
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
         self.cancelled = self.arrays.control["cancelled"].data
@@ -183,42 +165,40 @@ class EpisodePlan(_RequestPlan):
     and lanes the same.
 
     Args:
-        message: The request.
+        message: The worker's part of the request.
+        asked: The episodes.
         block: The request's block.
         infos: Infos of the request.
         site: Where it runs.
 
     Attributes:
         seeds: Seeds of all episodes of the request.
-        env_info: Its ``env_info``.
     """
 
     numbers_episodes = True
 
-    def __init__(self, message: Execute, block: Block, infos: Infos | None, site: Site) -> None:
-        super().__init__(message.number, block, infos, site)
-        root, n_episodes = message.root, message.n_episodes
-        step = self.layout.step
+    def __init__(
+        self, message: Run, asked: Episodes, block: Block, infos: Infos | None, site: Site
+    ) -> None:
+        super().__init__(message, block, infos, site)
+        n_rows, first, step = asked.n_rows, asked.first, self.layout.step
         self._noise: NoiseStarts | None = None
         if step.n_noise:
-            keys = noise_keys(root, message.first, n_episodes)
-            self._noise = NoiseStarts(keys, step.n_noise)
-        self._given_up, self.gives_up = message.given_up, bool(message.given_up)
-        self._in_place, self._first = message.in_place, message.first
-        self._free = message.slots[::-1]
+            self._noise = NoiseStarts(noise_keys(asked.root, first, n_rows), step.n_noise)
+        self._first, self.seeds = first, asked.seeds(self.layout)
+        # Whether episode i is written into slot i, and the slots that this worker may use besides.
+        self._in_place = n_rows <= self.layout.n_slots
+        begin = self.worker + (n_rows if self._in_place else 0)
+        self._free = list(range(begin, message.n_slots, self.layout.n_workers))[::-1]
         self._whole = self.arrays.control["whole"].data
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
         self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
         if step.resets_together:
-            share = share_of(self.worker, self.layout, n_episodes, message.first)
-            self._claimed = [share[::-1]] * step.n_lanes  # one list for all lanes
+            share = asked.share_of(self.worker, self.layout)
+            self._claimed = [list(share)[::-1]] * step.n_lanes  # one list for all lanes
             self._exhausted.update(range(step.n_lanes))
-            n_workers = self.layout.n_workers
-            self.seeds = shared_seeds(root, message.first, n_episodes, n_workers)
         else:
-            self.seeds = message.seeds or episode_seeds(root, message.first, n_episodes)
-            control, first = self.arrays.control, message.first
-            self._claims = Claims(control, n_episodes, first, site.lock_fd)
+            self._claims = Claims(self.arrays.control, n_rows, first, site.lock_fd)
             for number in reversed(message.again):
                 self._claimed[(first + number) % step.n_lanes].append(number)
         self._recycling = site.recycling
@@ -340,7 +320,8 @@ class WindowPlan(_RequestPlan):
     """The next window of a worker's lanes, for a ``Batcher``.
 
     Args:
-        message: The window.
+        message: The worker's part of the window.
+        asked: The window.
         block: The window's block.
         infos: Infos of all lanes of all workers.
         tapes: Lane to the tape of an episode that another worker has begun.
@@ -349,18 +330,17 @@ class WindowPlan(_RequestPlan):
 
     def __init__(
         self,
-        message: Window,
+        message: Run,
+        asked: Window,
         block: Block,
         infos: Infos | None,
         tapes: Mapping[int, Tape],
         site: Site,
     ) -> None:
-        super().__init__(message.number, block, infos, site)
+        super().__init__(message, block, infos, site)
         self.tapes = tapes
-        self._seeds = message.seeds
-        self._slots = dict(message.slots)
-        self._given_up, self.gives_up = message.given_up, bool(message.given_up)
-        self._starts = message.is_first
+        self._seeds, self._starts = asked.seeds, asked.is_first
+        self._slots = asked.rows_of(self.worker)
         self._first_lane = self.worker * self.layout.step.n_lanes
         resets_together = self.layout.step.resets_together
         self._only_seed = self._seeds.seed(self._first_lane, 0) if resets_together else None

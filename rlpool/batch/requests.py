@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rlpool.batch.messages import EpisodeKey, Execute, Window
-from rlpool.batch.plans import Claims, share_of, shared_seeds
+from rlpool.batch.messages import EpisodeKey, Episodes, Run, Window
+from rlpool.batch.plans import Claims
 from rlpool.data.infos import WINDOW_KEYS, Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
@@ -31,8 +30,8 @@ from rlpool.record.tape import (
     n_rows,
     slot_actions,
 )
-from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
-from rlpool.slots.blocks import Block, successor_key
+from rlpool.seeding import lane_seeds
+from rlpool.slots.blocks import Block, Layout, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.workers.payload import Packed, Payload
 
@@ -49,16 +48,19 @@ class Policy(NamedTuple):
     packed: Packed | None = None
 
 
-@dataclass(eq=False, kw_only=True)
 class Request(ABC):
     """One batch of rows.
 
-    Attributes:
-        number: Names it in messages, once it is submitted.
-        n_rows: Rows of the result.
+    Args:
         infos: Its infos, per row.
         policy: What it runs with.
+
+    Attributes:
+        asked: What it asks for.
         given_seeds: Seeds of its episodes, if the user gave them.
+        infos: As given.
+        policy: As given.
+        number: Names it in messages, once it is submitted.
         packed: Its infos as sent to all workers.
         block: Where it is written, once it runs.
         n_slots: Slots in use; 0 while it is queued and after its block was released.
@@ -68,20 +70,26 @@ class Request(ABC):
         tells_failures: Whether its result says which rows failed.
     """
 
-    n_rows: int
-    infos: Infos
-    policy: Policy
-    number: int = 0
+    asked: Episodes | Window | None
     given_seeds: list[int] | None = None
-    packed: Packed | None = None
-    block: Block | None = None
-    n_slots: int = 0
-    remaining: set[int] = field(default_factory=set)
-    error: RlpoolError | None = None
-    failures: dict[int, WorkerError] = field(default_factory=dict)
-    tells_failures: bool = False
-    # To the step that fails, -1 for the reset: also where it may have been that.
-    _truncated: dict[EpisodeKey, int] = field(default_factory=dict, init=False)
+
+    def __init__(self, infos: Infos, policy: Policy) -> None:
+        self.infos, self.policy = infos, policy
+        self.number = self.n_slots = 0
+        self.packed: Packed | None = None
+        self.block: Block | None = None
+        self.remaining: set[int] = set()
+        self.error: RlpoolError | None = None
+        self.failures: dict[int, WorkerError] = {}
+        self.tells_failures = False
+        # To the step that fails, -1 for the reset: also where it may have been that.
+        self._truncated: dict[EpisodeKey, int] = {}
+        self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
+
+    @property
+    @abstractmethod
+    def n_rows(self) -> int:
+        """Rows of the result."""
 
     @property
     def is_complete(self) -> bool:
@@ -110,16 +118,20 @@ class Request(ABC):
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """Slots to run with, when ``n_free`` of ``n_slots`` are not in use; 0 to wait."""
 
-    def begin(self) -> None:  # noqa: B027
-        """Get ready to be sent."""
+    def begin(self, layout: Layout) -> None:  # noqa: B027
+        """Find out what it asks for, now that it is sent."""
 
-    @abstractmethod
-    def message(self, worker: int, payload: Payload | None) -> Execute | Window:
-        """What to send to a worker, whether or not another had its number before."""
+    def part(self, worker: int, payload: Payload | None) -> Run:
+        """What to send to a worker, whether or not another had its number before.
 
-    def first_episodes(self, n_lanes: int) -> tuple[int | None, list[int]]:
-        """Number of the first episode, and seeds of those that begin in the lanes, if known."""
-        return None, []
+        Args:
+            worker: The worker.
+            payload: Infos and tapes.
+        """
+        if self.asked is None:
+            raise LookupError("the request has not begun")
+        block, again = self.running_block.number, self._owed.get(worker, [])
+        return Run(self.number, self.asked, block, self.n_slots, again, self._truncated, payload)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """By lane, what its episode has done so far, for the successor of a worker."""
@@ -177,28 +189,24 @@ class Request(ABC):
         )
         stop = int(layout.steps_in_slot(arrays.control, worker)[lane])
         step, options = n_before + stop, options_of(self.infos[1], row)
-        seed = self._seed_in(worker, lane, row)
-        where = Where(worker, lane, row, self._number_of(row), step, seed, options)
+        episode, seed = self._episode_in(worker, lane, row)
+        where = Where(worker, lane, row, episode, step, seed, options)
         if layout.step.resets_together:
             return {"where": where}
         stop += is_stepping and step > 0  # else it may be the reset
-        before = self._actions_before(worker, lane, row) if n_before > 0 else {}
+        before = self._actions_before(row) if n_before > 0 else {}
         here = slot_actions(layout, arrays, slot, max(0, -n_before), stop)
         is_known = n_rows(before) == max(0, n_before)
         actions = actions_of(before, here) if is_known else None
         return {"where": where, "options": options, "actions": actions}
 
-    def _number_of(self, row: int) -> int | None:
-        """The number of a row's episode in the batcher's life, ``None`` for windows."""
-        return None
+    @abstractmethod
+    def _actions_before(self, row: int) -> Actions:
+        """The actions of a row's episode that are not in its slot, as far as they are known."""
 
     @abstractmethod
-    def _actions_before(self, worker: int, lane: int, row: int) -> Actions:
-        """The actions of a lane's episode that are not in its slot, as far as they are known."""
-
-    @abstractmethod
-    def _seed_in(self, worker: int, lane: int, row: int) -> int | None:
-        """The seed of the episode that a lane is in, ``None`` if it is not known."""
+    def _episode_in(self, worker: int, lane: int, row: int) -> tuple[int | None, int | None]:
+        """Number and seed of the episode that a lane is in, ``None`` if it is not known."""
 
     @abstractmethod
     def result(self) -> TemporalDictTensor:
@@ -228,102 +236,62 @@ class Request(ABC):
         return info
 
 
-@dataclass(eq=False, kw_only=True)
 class EpisodeRequest(Request):
     """Complete episodes, one per row.
 
-    Attributes:
-        root: Root of all seeds.
-        first: Number of the first episode, from which their seeds, noise and batch rows derive.
-        tape: The first episode, which workers repeat instead of running any.
+    Args:
+        asked: The episodes.
+        infos: As for ``Request``.
+        policy: As for ``Request``.
     """
 
-    root: int
-    first: int
-    tape: Tape | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, asked: Episodes, infos: Infos, policy: Policy) -> None:
+        super().__init__(infos, policy)
+        self.asked: Episodes = asked
+        self.given_seeds = asked.given_seeds
         self._glue: Glue | None = None  # chunks that were copied out of their slots
-        self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
-        self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
-        self._in_place = True
+        self._arrived = np.zeros(asked.n_rows, bool)  # whether an episode's last chunk was
+        self._in_place = True  # whether episode i is written into slot i
+
+    @property
+    def n_rows(self) -> int:
+        """One per episode."""
+        return self.asked.n_rows
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode, and spare ones for episodes that are longer than a slot.
 
         Room for another request of the same size is kept free.
         """
-        self._in_place = self.n_rows <= n_slots
+        n_rows = self.n_rows
+        self._in_place = n_rows <= n_slots
         if not self._in_place:
             return n_slots if n_free == n_slots else 0
-        if n_free < self.n_rows:
-            return 0
-        return self.n_rows + max(0, n_free - 2 * self.n_rows)
+        return 0 if n_free < n_rows else n_rows + max(0, n_free - 2 * n_rows)
 
-    def message(self, worker: int, payload: Payload | None) -> Execute:
-        """The request, with this worker's share of the slots that belong to no episode."""
-        first = self.n_rows if self._in_place else 0
-        block = self.running_block
-        return Execute(
-            number=self.number,
-            root=self.root,
-            first=self.first,
-            seeds=self.given_seeds,
-            n_episodes=self.n_rows,
-            block=block.number,
-            in_place=self._in_place,
-            slots=list(range(first + worker, self.n_slots, block.layout.n_workers)),
-            again=self._owed.get(worker, []),
-            given_up=self._truncated,
-            payload=payload,
-            tape=self.tape,
-        )
-
-    def first_episodes(self, n_lanes: int) -> tuple[int | None, list[int]]:
-        """See ``Request.first_episodes``."""
-        n = min(n_lanes, self.n_rows)
-        seeds = self.given_seeds or episode_seeds(self.root, self.first, n)
-        return self.first, seeds[:n]
-
-    def _number_of(self, row: int) -> int:
-        return self.first + row
-
-    def _actions_before(self, worker: int, lane: int, row: int) -> Actions:
+    def _actions_before(self, row: int) -> Actions:
         """Those of the chunks that the worker has sent."""
         keys = self.running_block.layout.step.action_keys
         return joined(self._glue.chunks_of(row, keys) if self._glue is not None else [])
 
+    def _episode_in(self, worker: int, lane: int, row: int) -> tuple[int, int]:
+        return self.asked.first + row, self.asked.seeds(self.running_block.layout)[row]
+
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
-        control = self.running_block.arrays.control
-        layout = self.running_block.layout
+        control, layout = self.running_block.arrays.control, self.running_block.layout
+        self._note_writing(worker)
         if layout.step.resets_together:
-            # The successor runs the whole share.
-            share = share_of(worker, layout, self.n_rows, self.first)
-            self._note_writing(worker)
+            share = self.asked.share_of(worker, layout)  # which the successor runs as a whole
             self._arrived[share] = False
             return bool(share)
-        claims = Claims(control, self.n_rows, self.first)
+        claims = Claims(control, self.n_rows, self.asked.first)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
-        self._note_writing(worker)
         is_there = self._arrived.copy()
         if self._in_place:
             is_there |= control["whole"][: self.n_rows] > 0
         self._owed[worker] = again = [row for row in sorted(claimed) if not is_there[row]]
         return bool(again) or not claims.all_made
-
-    @property
-    def _seeds(self) -> Callable[[], list[int]]:
-        """Makes the seeds of all episodes, also when the block is gone."""
-        layout, episodes = self.running_block.layout, (self.root, self.first, self.n_rows)
-        if layout.step.resets_together:
-            return partial(shared_seeds, *episodes, layout.n_workers)
-        if (given := self.given_seeds) is not None:
-            return lambda: given
-        return partial(episode_seeds, *episodes)
-
-    def _seed_in(self, worker: int, lane: int, row: int) -> int:
-        return self._seeds()[row]
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""
@@ -347,7 +315,8 @@ class EpisodeRequest(Request):
             at_home = np.flatnonzero(~self._arrived & self._in_place)
             self._glue.drop(at_home)  # chunks of a run that did not end
             part = self._glue.join(block.arrays, at_home)
-        return trajectories_of(block.layout, part, self._info(range(self.n_rows), self._seeds))
+        info = self._info(range(self.n_rows), partial(self.asked.seeds, block.layout))
+        return trajectories_of(block.layout, part, info)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -356,137 +325,120 @@ class RunningLanes:
 
     Attributes:
         root: Root of all seeds.
-        n_lanes: Lanes of one worker.
         n_resets: Number of the ``reset``.
         n_windows: Windows requested before that reset.
         running: The lanes that run, numbered across workers, ascending.
         positions: int64 ``[2, lanes of all workers]``: the episode and its number of the step that
             each lane takes next.
         tapes: What the running episodes have done so far, ``None`` if it is not recorded.
-        n_sent: Windows sent so far.
+        has_begun: Whether a window was sent.
         is_busy: Whether one was sent and its result not taken.
     """
 
     root: int
-    n_lanes: int
     n_resets: int
     n_windows: int
     running: list[int]
     positions: NDArray
     tapes: WindowTapes | None
-    n_sent: int = 0
+    has_begun: bool = False
     is_busy: bool = False
 
 
-@dataclass(eq=False, kw_only=True)
 class WindowRequest(Request):
     """The next steps of every running lane, one lane per row.
 
-    Attributes:
+    Args:
         shared: What it shares with the windows before and after it.
-        lanes: The lanes that run, once it is sent.
-        is_first: Whether it is the first window after the reset.
+        infos: As for ``Request``.
+        policy: As for ``Request``.
     """
 
-    shared: RunningLanes
-    lanes: list[int] = field(default_factory=list)
-    is_first: bool = False
+    def __init__(self, shared: RunningLanes, infos: Infos, policy: Policy) -> None:
+        super().__init__(infos, policy)
+        self.asked: Window | None = None  # it is not known yet which lanes will run
+        self._shared = shared
+
+    @property
+    def n_rows(self) -> int:
+        """One per lane that runs."""
+        return len(self._shared.running if self.asked is None else self.asked.lanes)
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per lane, once the window before it is there."""
-        shared = self.shared
-        n_rows = len(shared.running)
-        return 0 if shared.is_busy or n_free < n_rows else n_rows
+        return 0 if self._shared.is_busy or n_free < self.n_rows else self.n_rows
 
-    def begin(self) -> None:
+    def begin(self, layout: Layout) -> None:
         """Find out which lanes run."""
-        shared = self.shared
-        self.lanes, self.n_rows = shared.running, len(shared.running)
-        self.is_first = not shared.n_sent
-        shared.n_sent, shared.is_busy = shared.n_sent + 1, True
+        shared = self._shared
+        # Before the reset a lane can have restarted once per step.
+        n_restarts = shared.n_windows * layout.n_timesteps if layout.restarts else 0
+        seeds = lane_seeds(shared.root, shared.n_resets, n_restarts)
+        self.asked = Window(shared.running, layout.step.n_lanes, seeds, not shared.has_begun)
+        shared.has_begun = shared.is_busy = True
         if shared.tapes is not None:
             self._truncated.update(dict.fromkeys(shared.tapes.given_up, -1))
 
-    def message(self, worker: int, payload: Payload | None) -> Window:
-        """The window, with the slots of this worker's running lanes."""
-        slots = {lane % self.shared.n_lanes: row for row, lane in self._rows_of(worker)}
-        return Window(
-            number=self.number,
-            block=self.running_block.number,
-            slots=slots,
-            seeds=self._seeds,
-            is_first=self.is_first,
-            given_up=self._truncated,
-            payload=payload,
-        )
-
-    @cached_property
-    def _seeds(self) -> LaneSeeds:
-        """The seeds of all lanes; before the reset a lane can have restarted once per step."""
-        layout, shared = self.running_block.layout, self.shared
-        n_restarts = shared.n_windows * layout.n_timesteps if layout.restarts else 0
-        return lane_seeds(shared.root, shared.n_resets, n_restarts)
+    @property
+    def _window(self) -> Window:
+        if self.asked is None:
+            raise LookupError("the window has not begun")
+        return self.asked
 
     def _tape_of(self, lane: int) -> Tape | None:
-        tapes = self.shared.tapes
+        tapes = self._shared.tapes
         return None if tapes is None else tapes.tapes.get(lane)
 
-    def _actions_before(self, worker: int, lane: int, row: int) -> Actions:
+    def _actions_before(self, row: int) -> Actions:
         """Those on the lane's tape."""
         tape = self._tape_of(row)
         return {} if tape is None else tape.actions
 
-    def _seed_in(self, worker: int, lane: int, row: int) -> int | None:
-        """See ``Request``: how often the lane has restarted is on its tape and in its slot."""
-        block, n_restarts = self.running_block, 0
+    def _episode_in(self, worker: int, lane: int, row: int) -> tuple[None, int | None]:
+        """How often the lane has restarted is on its tape and in its slot."""
+        block, n_restarts, seeds = self.running_block, 0, self._window.seeds
         if block.layout.step.resets_together:
-            return self._seeds.seed(row - row % self.shared.n_lanes, 0)
+            return None, seeds.seed(row - lane, 0)
         if block.layout.restarts:
             if not self.can_be_repeated():
-                return None
+                return None, None
             tape = self._tape_of(row)
             control = block.arrays.control
             n_steps_in_slot = block.layout.steps_in_slot(control, worker)[lane]
             done = block.arrays.rows[successor_key("done")][control["slot"][worker, lane]]
             n_restarts = int(done[:n_steps_in_slot].sum())
             n_restarts += tape.n_restarts if tape is not None else 0
-        return self._seeds.seed(row, n_restarts)
-
-    def _rows_of(self, worker: int) -> list[tuple[int, int]]:
-        """Rows and lanes of a worker."""
-        n_lanes = self.shared.n_lanes
-        first = bisect_left(self.lanes, worker * n_lanes)
-        stop = bisect_left(self.lanes, (worker + 1) * n_lanes)
-        return list(enumerate(self.lanes[first:stop], first))
+        return None, seeds.seed(row, n_restarts)
 
     def n_finished(self, control: Control) -> int:
         """Rows of workers that are done with the window."""
         if self.block is None:
             return 0
         done = set(range(self.block.layout.n_workers)) - self.remaining
-        return sum(len(self._rows_of(worker)) for worker in done)
+        return sum(len(self._window.rows_of(worker)) for worker in done)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """See ``Request.tapes_for``."""
-        tapes = self.shared.tapes
-        if tapes is None or self.is_first:
+        window, tapes = self._window, self._shared.tapes
+        if tapes is None or window.is_first:
             return {}
-        lanes = [lane for _, lane in self._rows_of(worker)]
-        return {lane % self.shared.n_lanes: tapes.tapes[lane] for lane in lanes}
+        before = worker * window.n_lanes
+        return {lane: tapes.tapes[before + lane] for lane in window.rows_of(worker)}
 
     def can_be_repeated(self) -> bool:
         """Whether it is known what all lanes have done."""
-        tapes = self.shared.tapes
-        return self.is_first or (tapes is not None and tapes.is_complete)
+        tapes = self._shared.tapes
+        return self._window.is_first or (tapes is not None and tapes.is_complete)
 
     def give_back(self, worker: int) -> bool:
         """Begin the whole window again."""
         self._note_writing(worker)
-        return bool(self._rows_of(worker))
+        return bool(self._window.rows_of(worker))
 
     def result(self) -> TemporalDictTensor:
         """The rows; the next window goes on where they end."""
-        block, shared, tapes = self.running_block, self.shared, self.shared.tapes
+        block, shared, tapes = self.running_block, self._shared, self._shared.tapes
+        lanes, n_lanes, seeds = self._window.lanes, self._window.n_lanes, self._window.seeds
         running = block.arrays.control["running"].reshape(-1)
         shared.running, shared.is_busy = (running >= 0).nonzero()[0].tolist(), False
         if tapes is not None:
@@ -494,18 +446,18 @@ class WindowRequest(Request):
             tapes.record(
                 block.layout,
                 block.arrays,
-                self.lanes,
+                lanes,
                 shared.running,
                 lambda lane: options_of(env_info, lane) if env_info else None,
             )
             begin_next = {
-                (lane, self._seeds.seed(lane, tape.n_restarts))
+                (lane, seeds.seed(lane, tape.n_restarts))
                 for lane, tape in tapes.tapes.items()
                 if not tape.n_steps
             }
             tapes.given_up = begin_next.intersection(self._truncated)
-        lanes, seeds = self.lanes, self._seeds  # what is asked later must not hold the block
-        n_together = shared.n_lanes if block.layout.step.resets_together else 1
+        # What is asked later must not hold the block.
+        n_together = n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         rows = slots_of(block.arrays, slice(self.n_rows))
         numbers = np.array(lanes)
@@ -515,7 +467,7 @@ class WindowRequest(Request):
 
     def _move_on(self, lanes: NDArray, rows: Slice) -> NDArray:
         """Move its lanes to the end of the window; returns their positions before."""
-        positions = self.shared.positions
+        positions = self._shared.positions
         before = positions[:, lanes]
         n_ended, step = np.zeros_like(lanes), before[1] + rows.lengths
         done = rows.rows.get(successor_key("done"))  # where lanes restart

@@ -113,7 +113,6 @@ class Batcher(BatcherBase):
         self._infos = infos
         self._lanes = RunningLanes(
             root=self._root,
-            n_lanes=dispatcher.n_lanes,
             n_resets=self._n_resets - 1,
             n_windows=self._n_windows,
             running=list(range(n_lanes)),
@@ -162,13 +161,10 @@ class Batcher(BatcherBase):
             old_agent_info if agent_info is None else given[0],
             old_env_info if env_info is None else given[1],
         )
-        dispatcher.check(infos, self.n_lanes)
+        if not self.all_stopped:
+            dispatcher.submit(WindowRequest(lanes, infos, self._policy))
         self._infos = infos
         self._n_windows += 1
-        if not self.all_stopped:
-            n_rows, policy = len(lanes.running), self._policy
-            request = WindowRequest(n_rows=n_rows, infos=infos, policy=policy, shared=lanes)
-            dispatcher.submit(request)
 
     def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
         """See ``BatcherBase``. No window follows the one with which all lanes end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,13 +15,13 @@ import numpy as np
 from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.messages import (
     Credit,
-    Execute,
+    Episodes,
     MapBlock,
     Probe,
     Report,
+    Run,
     Setup,
     Update,
-    Window,
 )
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.data.infos import Infos, options_of
@@ -44,7 +44,7 @@ from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, agent_error
 from rlpool.record.repeat import take_over
 from rlpool.record.tape import Tape
-from rlpool.seeding import probe_seed
+from rlpool.seeding import episode_seeds, probe_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.sharing import Shared
@@ -110,7 +110,7 @@ class Collector(Server):
         self.agent: Agent
         self._rollout: Rollout
         self._failed_update: WorkerError | None = None
-        self._next: tuple[Execute | Window, Memory | None] | None = None  # to be run
+        self._next: tuple[Run, Memory | None] | None = None  # to be run
         self._plans: dict[int, Plan] = {}  # that run, by the number of their request
         self._site = Site(place, lock_fd, control, self._recycling, link.send, self._read, notice)
 
@@ -187,7 +187,7 @@ class Collector(Server):
         env.lane_in_use = self._control.lane
         env.report_failures()
         self._rollout = Rollout(agent, env, self._place.worker, self._control, agent_rows)
-        return self._probed(None)
+        return self._probed(None, None)
 
     def serve(self) -> None:
         """Carry out messages until told to close."""
@@ -204,7 +204,7 @@ class Collector(Server):
             return False
         if isinstance(message, Probe):
             infos, _ = _infos(message.payload, memory)
-            self._send(self._probed(infos, message.first, message.seeds))
+            self._send(self._probed(infos, message.asked))
         elif isinstance(message, MapBlock):
             for number in message.unmap:
                 self._blocks.pop(number, None)
@@ -212,15 +212,16 @@ class Collector(Server):
                 self._blocks[message.block] = Block(message.block, message.layout, memory)
         elif isinstance(message, Update):
             self._update(message, memory)
-        elif isinstance(message, Execute) and message.tape is not None:
-            self._repeat(message, message.tape)
-        elif isinstance(message, Execute | Window):
-            return self._run(message, memory)
+        elif isinstance(message, Run):
+            asked = message.asked
+            if not isinstance(asked, Episodes) or asked.tape is None:
+                return self._run(message, memory)
+            self._repeat(message.number, asked.first, asked.tape)
         return True
 
-    def _repeat(self, message: Execute, tape: Tape) -> None:
+    def _repeat(self, number: int, first: int, tape: Tape) -> None:
         """Repeat an episode, then its beginning once it has run here, and begin it once more."""
-        lane, where = message.first % self.env.n_lanes, self._here._replace(seed=tape.seed)
+        lane, where = first % self.env.n_lanes, self._here._replace(seed=tape.seed)
         head = {key: array[:_N_HEAD] for key, array in tape.columns.items()}
         steps, start = replace(tape, observation={}), replace(tape, chunks=[])
         try:
@@ -237,19 +238,21 @@ class Collector(Server):
                 what = f"{name} did not repeat an episode: {error.what}"
             fix, text = f"{fix}; check_repeatable=False goes on", error.traceback_text
             failure = NotRepeatedError(what, where=error.where, fix=fix, traceback_text=text)
-            self.report_failure(failure, message.number)
-        self._send(Done(message.number))
+            self.report_failure(failure, number)
+        self._send(Done(number))
 
-    def _probed(
-        self, infos: Infos | None, first: int | None = None, seeds: Sequence[int] = ()
-    ) -> Report:
+    def _probed(self, infos: Infos | None, asked: Episodes | None) -> Report:
         """Learn the keys, with the first episodes of a request if there are any."""
         n_lanes = self.env.n_lanes
         agent_info, env_info = infos or ({}, {})
         given = {key: array[np.arange(n_lanes) % len(array)] for key, array in env_info.items()}
         options = [options_of(given, lane) for lane in range(n_lanes)]
         rows = {key: array[np.arange(n_lanes) % len(array)] for key, array in agent_info.items()}
-        seeds = seeds or [probe_seed(self._place.root)]
+        first, seeds = None, [probe_seed(self._place.root)]
+        if asked is not None:
+            first = asked.first
+            n_seeds = min(n_lanes, asked.n_rows)
+            seeds = asked.given_seeds or episode_seeds(asked.root, first, n_seeds)
         try:
             specs, problem = self._rollout.probe(seeds, options, rows or None, first=first), None
         except RlpoolError as error:
@@ -268,7 +271,7 @@ class Collector(Server):
             self._failed_update = agent_error(error, self._here, "agent.update")
             self._failed_update.__cause__ = error
 
-    def _run(self, message: Execute | Window, memory: Memory | None) -> bool:
+    def _run(self, message: Run, memory: Memory | None) -> bool:
         """Run a request's share, and of those that follow; False if this worker has to end."""
         if self._failed_update is not None:
             # The policy that the request needs could not be loaded.
@@ -296,7 +299,9 @@ class Collector(Server):
     def has_next(self) -> bool:
         """Whether there may be a request that can run beside the others."""
         message = None if self._in_process else self.peek()
-        return isinstance(message, Execute | MapBlock) and getattr(message, "tape", None) is None
+        if isinstance(message, Run):
+            return isinstance(message.asked, Episodes) and message.asked.tape is None
+        return isinstance(message, MapBlock)
 
     def next_plan(self) -> Plan | None:
         """The plan of the next request, unless something else has to be done before it."""
@@ -341,14 +346,14 @@ class Collector(Server):
         """The error, with advice for this batcher; those of a manager's workers have their own."""
         return error.reworded(hint=self._hint) if error.hint == DEBUG_HINT else error
 
-    def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
+    def _plan_of(self, message: Run, memory: Memory | None) -> Plan:
         infos, tapes = _infos(message.payload, memory)
-        block = self._blocks[message.block]
-        if isinstance(message, Window):
-            if message.is_first or tapes:
-                self._rollout.abandon()
-            return WindowPlan(message, block, infos, tapes, self._site)
-        return EpisodePlan(message, block, infos, self._site)
+        block, asked = self._blocks[message.block], message.asked
+        if isinstance(asked, Episodes):
+            return EpisodePlan(message, asked, block, infos, self._site)
+        if asked.is_first or tapes:
+            self._rollout.abandon()
+        return WindowPlan(message, asked, block, infos, tapes, self._site)
 
 
 class _WorkerEnds(Exception):

@@ -378,7 +378,7 @@ class _Gathering:
 
     Attributes:
         n_rows: How many episodes.
-        first: Number of the first one in the batcher's life.
+        asked: Which ones.
         left: Ranges of rows that no actor has.
         n_left: How many rows have not arrived yet.
         error: Why it failed.
@@ -387,11 +387,11 @@ class _Gathering:
 
     def __init__(self, request: EpisodeRequest, policy: _Policy) -> None:
         self.n_rows = self.n_left = request.n_rows
-        self.first, self._n_losses = request.first, 0
+        self.asked, self._n_losses = request.asked, 0
         self.left = [range(self.n_rows)]
         self.error: RlpoolError | None = None
         self.failures: dict[int, RlpoolError] = {}
-        self._request, self._policy = request, policy
+        self._infos, self._policy = request.infos, policy
         self._parts: dict[int, Rows] = {}
 
     def next_rows(self, n_actors: int, n_lanes: int, n_slots: int) -> range:
@@ -412,12 +412,12 @@ class _Gathering:
 
     def arguments(self, rows: range) -> tuple[Any, ...]:
         """The arguments of ``NodeActor.run``."""
-        request, (agent_info, env_info) = self._request, part_of(self._request.infos, rows)
-        seeds = request.given_seeds and request.given_seeds[rows.start : rows.stop]
+        asked, (agent_info, env_info) = self.asked, part_of(self._infos, rows)
+        seeds = asked.given_seeds and asked.given_seeds[rows.start : rows.stop]
         infos = {"agent_info": agent_info, "env_info": env_info}
         execute = {"n_episodes": len(rows), "episode_seeds": seeds, **infos}
-        place = rows.start, self.first + rows.start, rows.start
-        return "run", *place, request.root, self._policy, execute
+        place = rows.start, asked.first + rows.start, rows.start
+        return "run", *place, asked.root, self._policy, execute
 
     def lose(self, rows: range, why: str) -> None:
         """Let rows run again."""
