@@ -140,9 +140,9 @@ def manager(at, phase, kind, start_method):
     manager.close()
 
 if __name__ == "__main__":
-    from rlpool.workers import process_end, workers
+    from rlpool.workers import crew, process_end
     # Wait a fraction of a second for workers that hang while they end, as `short_patience` does.
-    workers.LEAVE_S, process_end.CLOSE_S, process_end.TERMINATE_S = 0.5, 0.5, 0.2
+    crew.LEAVE_S, process_end.CLOSE_S, process_end.TERMINATE_S = 0.5, 0.5, 0.2
     main(*sys.argv[1:])
 """
 

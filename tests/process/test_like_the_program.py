@@ -20,7 +20,7 @@ from gymnasium import spaces
 from process.watching import worker_pids
 
 from rlpool import DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager, WorkerDiedError
-from rlpool.workers import workers
+from rlpool.workers import crew
 
 from support.agents import ConstantAgent
 from support.envs import CountingEnv
@@ -225,7 +225,7 @@ def test_lack_of_memory_is_blamed_if_the_kernel_has_killed_for_it(
     n_killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = itertools.count(5, n_killed)
-    monkeypatch.setattr(workers, "n_oom_kills", lambda: next(counts))
+    monkeypatch.setattr(crew, "n_oom_kills", lambda: next(counts))
     with open_batcher(ClosingEnv, on_worker_failure="raise") as batcher:
         batcher.execute(1)
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:

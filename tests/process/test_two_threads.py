@@ -20,7 +20,7 @@ from rlpool import (
     ParallelEnvManager,
     UsageError,
 )
-from rlpool.workers import workers
+from rlpool.workers import crew
 
 from support.agents import ConstantAgent
 from support.envs import CountingEnv
@@ -122,9 +122,9 @@ def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: 
 def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
     gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batcher, closed, reap = open_episodes(gate, 1), threading.Event(), workers.reap
+    batcher, closed, reap = open_episodes(gate, 1), threading.Event(), crew.reap
     # It clears away a worker that has ended, and finds it closed.
-    monkeypatch.setattr(workers, "reap", lambda process: closed.wait() and reap(process))
+    monkeypatch.setattr(crew, "reap", lambda process: closed.wait() and reap(process))
     batcher.execute(1)
     errors: list[str] = []
 
