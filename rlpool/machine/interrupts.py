@@ -65,13 +65,11 @@ class InterruptsHeld:
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
         self._held: list[int] = []
-        self._is_active = False
-        self._deadline = 0.0
+        self._deadline = 0.0  # until when signals are held; 0 outside of the section
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self._is_active = True
         self._deadline = time.monotonic() + _PATIENCE_S
         try:
             for number in _SIGNALS:
@@ -85,25 +83,23 @@ class InterruptsHeld:
             raise
 
     def __exit__(self, *_: object) -> None:
-        if self._is_active:
-            try:
-                self._restore()
-            finally:
-                if self._held:
-                    _raise_all(self._held)
+        try:
+            self._restore()
+        finally:
+            _raise_all(self._held)
 
     def _restore(self) -> None:
         # First, so that a handler that raises during the loop leaves no other one held.
-        self._is_active = False
+        self._deadline = 0.0
         for number, handler in self._handlers.items():
             _set_handler(number, handler)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        if self._is_active and time.monotonic() < self._deadline:
+        if time.monotonic() < self._deadline:
             self._held.append(number)
             return
         handler = self._handlers[number]
-        if not self._is_active:
+        if not self._deadline:
             _set_handler(number, handler)
         handler(number, frame)
 
@@ -123,4 +119,4 @@ def _raise_all(numbers: Sequence[int]) -> None:
 
 def _is_held(handler: Any) -> bool:
     section = getattr(handler, "__self__", None)
-    return isinstance(section, InterruptsHeld) and section._is_active
+    return isinstance(section, InterruptsHeld) and section._deadline > 0

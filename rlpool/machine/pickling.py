@@ -40,38 +40,36 @@ def why_not(
         dumps: What pickles.
     """
     for name, part in parts.items():
-        if (found := _culprit(part, dumps)) is not None:
-            path, culprit, error = found
-            place = f"{name}{path}" if path else "it"
-            is_what = f"{place} is {_described(culprit)} ({described(error):.300})"
-            return f"{what or name} cannot be pickled: {is_what}"
+        if found := _culprit(name, part, dumps):
+            path, text = found
+            return f"{what or name} cannot be pickled: {'it' if path == name else path} is {text}"
     return f"{what or ', '.join(parts)} cannot be pickled: {described(error):.300}"
 
 
 def _culprit(
-    value: Any, dumps: Callable[[Any], Any], above: tuple[Any, ...] = ()
-) -> tuple[str, Any, Exception] | None:
-    """The innermost part that cannot be pickled: path, part and error; ``None`` if all can.
+    path: str, value: Any, dumps: Callable[[Any], Any], *above: Any
+) -> tuple[str, str] | None:
+    """The innermost part that cannot be pickled, and what it is; ``None`` if all can.
 
     Args:
+        path: The way here.
         value: Where to search.
         dumps: What pickles.
-        above: The objects on the way here.
+        *above: The objects on the way here.
     """
     if any(value is one for one in above):
         return None
     try:
         dumps(value)
-    except Exception as error:
-        cause = error
-    else:
         return None
+    except Exception as error:
+        text = f"{_described(value)} ({described(error):.300})"
     if len(above) < _DEPTH and not type(value).__module__.startswith(_WHOLE):
         with suppress(Exception):  # whatever users' containers and attributes raise when read
             for step, inner in _contents(value):
-                if (found := _culprit(inner, dumps, (*above, value))) is not None:
-                    return step + found[0], *found[1:]
-    return "", value, cause
+                if found := _culprit(path + step, inner, dumps, *above, value):
+                    return found
+    return path, text
 
 
 def _contents(value: Any) -> Iterable[tuple[str, Any]]:
