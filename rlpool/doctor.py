@@ -83,8 +83,9 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
         yield Check("start method", OK, what)
 
     yield Check("memory", OK, str(min(memory_bounds(root), key=lambda bound: bound.free)))
-    room = n_free_descriptors() // WORKER_DESCRIPTORS
-    what = f"room for {room} workers"
+    n_free = n_free_descriptors()
+    room = n_free // WORKER_DESCRIPTORS
+    what = f"{n_free} are free: room for {room} workers, {n_workers} wanted"
     fix = "use fewer workers, or raise the limit before starting Python: ulimit -n"
     enough = Check("file descriptors", OK, what)
     yield enough if n_workers <= room else Check("file descriptors", FAIL, what, fix)

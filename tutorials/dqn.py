@@ -132,7 +132,7 @@ def main():
         ) as batcher,
     ):
         parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
-        parts |= {"pool": pool, "batcher": batcher, "episodes": episodes}
+        parts |= {"pool": pool, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
         batcher.reset()  # a run that goes on begins new episodes

@@ -218,7 +218,7 @@ def main():
             env_args={"env_id": arguments.env_id, "n_workers": arguments.n_workers},
         ) as batcher,
     ):
-        parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}
+        parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
         batcher.reset()  # a run that goes on begins new episodes

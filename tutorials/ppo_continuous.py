@@ -184,7 +184,7 @@ def main():
         ) as batcher,
     ):
         parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}
-        parts |= {"batcher": batcher, "episodes": episodes}
+        parts |= {"batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
         batcher.reset()  # a run that goes on begins new episodes

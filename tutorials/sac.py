@@ -205,7 +205,7 @@ def main():
             env_args=env_args,
         ) as batcher,
     ):
-        parts = {"learner": learner, "pool": pool, "batcher": batcher, "episodes": episodes}
+        parts = {"learner": learner, "pool": pool, "batcher": batcher}
         parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)

@@ -65,7 +65,7 @@ def collect_rollouts_parallel(
         ``_n_rollouts_total``, to these instead, since the other name may then be its goal.
 
     Raises:
-        SpecError: For arguments that do not fit, or a learner without one of the attributes.
+        SpecError: For arguments and attributes that do not fit.
         UsageError: Without any environment, or for an agent without the memory it needs.
         EnvError, AgentError, WorkerError: If the environment, the agent or a worker fails. The
             rollouts before the first that was not complete by then are stored and counted.
@@ -81,8 +81,8 @@ def collect_rollouts_parallel(
         True
     """
     n_rows = whole_number("batch_rows", getattr(learner, "batch_rows", BATCH_ROWS), 1)
-    arch = AGENT_ARCHS(_part(learner, "agent_arch"))
-    store = store_into(_part(learner, "policy_storage"), arch)
+    arch = AGENT_ARCHS(learner.agent_arch)
+    store = store_into(learner.policy_storage, arch)
     lanes = _lanes(learner, parallel_env)
     tasks = _tasks(learner, lanes)
     n_rollouts = whole_number("num_rollouts", num_rollouts, 0)
@@ -90,7 +90,7 @@ def collect_rollouts_parallel(
     if random_actions:
         agent: Agent = RandomAgent(space)
         n_rows = 1  # they depend on no other row
-    elif not isinstance(agent := _part(learner, "agent"), Agent):
+    elif not isinstance(agent := learner.agent, Agent):
         agent = ActingAgent(agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
     rollout, lengths = Rollout(agent, lanes, agent_rows=max(lanes.n_lanes, n_rows)), list[int]()
 
@@ -187,17 +187,6 @@ def _draw(
         return root, n_before, [None] * n_rollouts
     draws = task_draws(root, collection, n_rollouts, len(tasks))
     return root, n_before, [{TASK_OPTION: tasks[draw]} for draw in draws]
-
-
-def _part(learner: Any, name: str) -> Any:
-    """An attribute that every learner has."""
-    try:
-        return getattr(learner, name)
-    except AttributeError as error:
-        raise SpecError(
-            f"the learner is a {type(learner).__name__} without {name}",
-            fix=f"set its attribute {name}, or subclass rlpool.Learner",
-        ) from error
 
 
 def _lanes(learner: Any, parallel_env: Any) -> VecEnv:

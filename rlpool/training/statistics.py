@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,25 +166,6 @@ class EpisodeStatistics:
         n_more = max(0, n_lanes - self._running.shape[1])
         self._running = np.pad(self._running, [(0, 0), (0, n_more)])
         return lanes
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The sums and lengths of the episodes that are running, by lane; copies."""
-        sums, lengths = torch.from_numpy(self._running.copy())
-        return {"sums": sums, "lengths": lengths.long()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state_dict`` returned.
-
-        Raises:
-            SpecError: For anything else.
-        """
-        try:
-            parts = [state[key].detach().cpu().double() for key in ("sums", "lengths")]
-            self._running = torch.stack(parts).numpy().reshape(2, len(parts[0]))
-        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
-            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            what = f"the state of an EpisodeStatistics has sums and lengths, got {got}"
-            raise SpecError(what, fix="pass what state_dict() returned") from error
 
 
 def _checked(trajectories: Any) -> TemporalDictTensor:

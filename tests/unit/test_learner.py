@@ -493,12 +493,3 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(error, match=named):
         learner.collect_rollouts_parallel(**arguments)
     assert not getattr(learner.policy_storage, "episodes", [])
-
-
-def test_a_plain_learner_without_an_attribute_is_told_which() -> None:
-    for name in ("agent", "policy_storage", "agent_arch"):
-        mine = SimpleNamespace(agent=StepCounter(), policy_storage=Storage(), agent_arch="memory")
-        mine.train_env = CountingEnv(2)
-        delattr(mine, name)
-        with pytest.raises(SpecError, match=name):
-            collect_rollouts_parallel(mine, 1)
