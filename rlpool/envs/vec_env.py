@@ -333,9 +333,15 @@ class VecEnv(ABC):
                 if key in actions and actions[key].dtype is not dtype:
                     fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
             for choices in self._choices:
-                offsets = actions[choices.key] - choices.first
-                if np.count_nonzero(offsets.view(np.uint64) < choices.size) < offsets.size:
-                    choices.refuse(actions[choices.key], lanes)  # other rows may hold anything
+                chosen = actions[choices.key]
+                if choices.allowed:
+                    are_valid = choices.allowed.issuperset(chosen.tolist())
+                else:
+                    are_valid = bool(
+                        ((chosen - choices.first).view(np.uint64) < choices.size).all()
+                    )
+                if not are_valid:
+                    choices.refuse(chosen, lanes)  # other rows may hold anything
         except SpecError as error:
             self._fail("step", error)
         results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
