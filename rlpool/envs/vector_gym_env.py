@@ -227,11 +227,12 @@ class VectorGymEnv(VecEnv):
             # New in each call: Gymnasium takes the mask out of the dict.
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
-        shown = checked_count("reset", 2, self.vector_env.reset(seed=every, options=given))
+        result = self.vector_env.reset(seed=every, options=given)
+        observation, infos = checked_count("reset", 2, result)
         self._begun = seeds[0], options
         self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
-        return shown
+        return observation, infos
 
     def _reset_idle(self, rows: NDArray) -> None:
         """Reset lanes without an episode that refuse another step, as the last one was reset."""
@@ -422,7 +423,7 @@ def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
             fix=f"say how it can be seeded: VectorGymEnv(..., seeding=...), one of {SEEDINGS}",
         ) from error
     what = _ONE_RESET if repeats else _NOT_SEEDED
-    _LOG.warning(what, env, extra={"once": "seeding"})  # not from every worker
+    _LOG.warning(what, env.unwrapped, extra={"once": "seeding"})  # not from every worker
     return "request"
 
 
