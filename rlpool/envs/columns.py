@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -335,8 +336,7 @@ class Column:
                     return
             except (AttributeError, FloatingPointError):
                 pass  # not an array, or beyond float32: converted, or refused, below
-        for lane, row in zip(lanes, _each(lanes, values, self._converted), strict=True):
-            self.array[lane] = row
+        self._write_each(lanes, values)
 
     def write_batch(self, lanes: Sequence[int], values: Any) -> None:
         """Write rows of an array of all lanes.
@@ -348,30 +348,43 @@ class Column:
         Raises:
             BadValue: If they do not fit.
         """
-        values = as_array(values)
-        rows: Any = _ALL if len(lanes) == self._n_lanes else np.asarray(lanes)
-        if values.shape[:1] == (self._n_lanes,):
-            values = values[rows]  # what other lanes hold does not matter
+        values = self._rows_of(lanes, values)
         if self.watch is not None:
             self.watch = self.watch.look(lanes, values)
-        shape = len(lanes), *self.spec.shape
-        try:
-            if values.shape == shape and values.dtype in (self.spec.dtype, self._wider):
-                with np.errstate(over="raise"):
-                    self.array[rows] = values
+        shape, rows = values.shape[1:], _ALL if len(lanes) == self._n_lanes else list(lanes)
+        if shape == self.spec.shape and values.dtype in (self.spec.dtype, self._wider):
+            with suppress(FloatingPointError), np.errstate(over="raise"):
+                self.array[rows] = values
                 return
-        except FloatingPointError:
-            pass  # beyond float32: refused below
-        whole = TensorSpec(shape, self.spec.dtype)
-        try:
-            self.array[rows] = converted(values, whole, self.key, widens=self._widens)
-        except SpecError as error:
-            if values.shape == shape:
-                _each(lanes, values, self._converted)  # tells the lane
-            raise BadValue(lanes[0], error.what, error.fix) from error
+        with suppress(SpecError):
+            whole = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
+            self.array[rows] = self._converted(values, whole)
+            return
+        self._write_each(lanes, values)  # which tells the lane
 
-    def _converted(self, value: Any) -> NDArray:
-        return converted(value, self.spec, self.key, widens=self._widens)
+    def _rows_of(self, lanes: Sequence[int], values: Any) -> NDArray:
+        """The rows of some lanes: what others hold does not matter."""
+        try:
+            array = as_array(values)
+        except (ValueError, TypeError, RuntimeError):  # parts of different shapes
+            array = np.empty((), object)
+        if array.shape[:1] != (self._n_lanes,):
+            raise BadValue(
+                lanes[0],
+                f"{self.key!r} should have one row for each of {self._n_lanes} lanes, got "
+                f"{array.dtype}{list(array.shape)}",
+                fix="return arrays of all lanes, and name the parts of a dict",
+            )
+        return array[_ALL if len(lanes) == self._n_lanes else list(lanes)]
+
+    def _write_each(self, lanes: Sequence[int], values: Sequence[Any]) -> None:
+        """Convert the values one by one."""
+        rows = _each(lanes, values, lambda value: self._converted(value, self.spec))
+        for lane, row in zip(lanes, rows, strict=True):
+            self.array[lane] = row
+
+    def _converted(self, value: Any, spec: TensorSpec) -> NDArray:
+        return converted(value, spec, self.key, widens=self._widens)
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
         """Write values of the declared dtype; False if they are not."""

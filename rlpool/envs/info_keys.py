@@ -42,25 +42,19 @@ def info_specs(
     Raises:
         SpecError: For anything but names, and dtypes of numbers with or without a shape.
     """
+    if info_keys is None:
+        return {}
     if isinstance(info_keys, Mapping):
         pairs = list(info_keys.items())
     elif isinstance(info_keys, Iterable) and not isinstance(info_keys, str | bytes):
         pairs = [(name, np.float32) for name in info_keys]
-    elif info_keys is None:
-        return {}
     else:
-        raise SpecError(
-            f"info_keys should be a dict or a list of names, got {info_keys!r:.60}",
-            fix=f"pass keys of the info with their dtypes, {_EXAMPLE}",
-        )
-    specs: dict[str, TensorSpec] = {}
-    for name, value in pairs:
-        if not isinstance(name, str) or not name or name in specs:
-            what = "is there twice" if name in specs else "is not a name"
-            fix = f"name keys of the info once each, {_EXAMPLE}"
-            raise SpecError(f"the key {name!r:.60} in info_keys {what}", fix=fix)
-        specs[name] = _spec_of(name, value, keep_float64 is True)
-    return specs
+        raise _refused(f"info_keys should be a dict or a list of names, got {info_keys!r:.60}")
+    names = [name for name, _ in pairs]
+    for name in names:
+        if not isinstance(name, str) or not name or names.count(name) > 1:
+            raise _refused(f"info_keys should have names, each of them once, got {name!r:.60}")
+    return {name: _spec_of(name, value, keep_float64 is True) for name, value in pairs}
 
 
 def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
@@ -71,22 +65,20 @@ def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
     try:
         if isinstance(dtype, torch.dtype):
             dtype = numpy_dtype(dtype)
-        elif dtype is None:
-            raise TypeError("NumPy takes None for float64")
         sizes = tuple(map(int, shape)) if isinstance(shape, Sequence) else (int(shape),)
         is_kept = keep_float64 or dtype is not float  # which is no more than a number
         spec = TensorSpec(sizes, stored_dtype(np.dtype(dtype), is_kept))
-        is_good = spec.dtype.kind in "fiub" and min(sizes, default=0) >= 0
-        _ = spec.torch_dtype
+        is_number = spec.dtype.kind in "fiub" and dtype is not None  # NumPy's name for float64
+        if is_number and spec.torch_dtype.itemsize and min(sizes, default=0) >= 0:
+            return spec
     except (TypeError, ValueError):
-        is_good = False
-    if not is_good:
-        raise SpecError(
-            f"info_keys[{key!r}] should be a dtype of numbers, or (dtype, shape), "
-            f"got {value!r:.60}",
-            fix=f"declare what the info holds, {_EXAMPLE}",
-        )
-    return spec
+        pass
+    what = f"info_keys[{key!r}] should be a dtype of numbers, or (dtype, shape), got {value!r:.60}"
+    raise _refused(what)
+
+
+def _refused(what: str) -> SpecError:
+    return SpecError(what, fix=f"name keys of the info with their dtypes, {_EXAMPLE}")
 
 
 def value_of(info: Mapping[str, Any], key: str) -> Any:
@@ -99,27 +91,23 @@ def value_of(info: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def batch_of(infos: Mapping[str, Any], key: str) -> tuple[Any, NDArray | None]:
-    """What the infos of a vector environment hold under a key.
+def rows_of(infos: Mapping[str, Any], key: str) -> Any:
+    """What the infos of a vector environment hold under a key, ``None`` if there is nothing.
 
     Returns:
-        Values ``[n_lanes, ...]``, ``None`` if there are none, and which lanes have one, bool
-        ``[n_lanes]``: Gymnasium says so under ``_key``. ``None`` for all of them.
+        Values ``[n_lanes, ...]``: where a lane has none, as Gymnasium says under ``_key``, 0 or, of
+        objects, ``None``.
     """
-    value, mask = infos.get(key), _mask(infos, key)
+    rows, mask = infos.get(key), infos.get(f"_{key}")
     head, _, rest = key.partition("/")
-    inner = infos.get(head)
-    if value is None and rest and isinstance(inner, Mapping):
-        outer = _mask(infos, head)
-        value, mask = batch_of(inner, rest)
-        if outer is not None:
-            mask = outer if mask is None else mask & outer
-    return value, mask
-
-
-def _mask(infos: Mapping[str, Any], key: str) -> NDArray | None:
-    mask = as_array(infos.get(f"_{key}"))
-    return mask if mask.dtype == np.bool_ and mask.ndim == 1 else None
+    if rows is None and rest and isinstance(infos.get(head), Mapping):
+        rows, mask = rows_of(infos[head], rest), infos.get(f"_{head}")
+    has_value = as_array(mask)
+    if rows is None or has_value.dtype != np.bool_ or has_value.ndim != 1:
+        return rows
+    rows = np.array(as_array(rows))
+    rows[~has_value] = None if rows.dtype.kind == "O" else 0
+    return rows
 
 
 def _fitted(value: Any, spec: TensorSpec, key: str) -> NDArray:
@@ -168,42 +156,19 @@ class InfoColumn(Column):
             return [zero if value is None else value for value in found]
         return [zero if (value := info.get(key)) is None else value for info in infos]
 
-    def write_batch(
-        self, lanes: Sequence[int], values: Any, has_value: NDArray | None = None
-    ) -> None:
-        """Write rows of an array of all lanes.
-
-        Args:
-            lanes: Ascending lane numbers, at least one.
-            values: ``[n_lanes, *shape]``, also of objects, or ``None``.
-            has_value: Which lanes have a value, ``None`` if all have.
-
-        Raises:
-            BadValue: If a value does not fit.
-        """
-        rows = list(lanes)
+    def write_batch(self, lanes: Sequence[int], values: Any) -> None:
+        """Write rows of an array of all lanes, zeros if it is ``None``; see ``Column``."""
         if values is None:
-            self.array[rows] = 0
+            self.array[list(lanes)] = 0
             return
-        try:
-            array = as_array(values)
-        except (ValueError, TypeError, RuntimeError):  # parts of different shapes
-            array = np.empty((), object)
-        if not array.ndim or len(array) != self._n_lanes:
-            what = f"info {self.key!r} should have one row for each of {self._n_lanes} lanes"
-            fix = f'name the parts of a dict, such as "{self.key}/..."'
-            raise BadValue(lanes[0], f"{what}, got {array.dtype}{list(array.shape)}", fix)
-        array = array[rows]  # a copy
-        if has_value is not None and len(has_value) == self._n_lanes:
-            array[~has_value[rows]] = None if array.dtype == object else 0
-        spec = TensorSpec((len(rows), *self.spec.shape), self.spec.dtype)
-        try:
-            self.array[rows] = _fitted(array, spec, self.key)
-        except SpecError:  # one by one, which tells the lane
+        array = self._rows_of(lanes, values)
+        if array.dtype.kind == "O":
             self.write(lanes, [self.zero if value is None else value for value in array])
+        else:
+            super().write_batch(lanes, values)
 
-    def _converted(self, value: Any) -> NDArray:
-        return _fitted(value, self.spec, self.key)
+    def _converted(self, value: Any, spec: TensorSpec) -> NDArray:
+        return _fitted(value, spec, self.key)
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
         """Write values that are all numbers; False if they are not, or may not fit."""
@@ -275,17 +240,16 @@ class InfoColumns:
             what = f"the infos should be a dict of arrays, got {infos!r:.60}"
             raise BadValue(lanes[0], what, "leave out the wrapper that makes a list of them")
         for column in self.columns:
-            column.write_batch(lanes, *batch_of(infos, column.key))
+            column.write_batch(lanes, rows_of(infos, column.key))
         if self.unseen:
-            self.unseen = {key for key in self.unseen if batch_of(infos, key)[0] is None}
+            self.unseen = {key for key in self.unseen if rows_of(infos, key) is None}
             self._others.update(infos)
 
-    def report_seen(self, seen: MutableSequence[int] | memoryview | None) -> None:
+    def report_seen(self, seen: MutableSequence[int] | memoryview) -> None:
         """Report which keys infos had, when an episode has ended; at first with a warning.
 
         Args:
-            seen: One element, for a bit per key (those after the 62nd share one). ``None`` if the
-                warning of keys that were in no info is enough.
+            seen: One element, for a bit per key (those after the 62nd share one).
         """
         if self.unseen and self._warns:
             unseen = " or ".join(map(repr, sorted(self.unseen)))
@@ -297,10 +261,7 @@ class InfoColumns:
                 extra={"once": f"info_keys {unseen}"},  # not from every worker
             )
         self._warns = False
-        if seen is None:
-            self.unseen = set()
-        else:
-            is_seen = [column.key not in self.unseen for column in self.columns]
-            for number in np.flatnonzero(is_seen).tolist():
+        for number, column in enumerate(self.columns):
+            if column.key not in self.unseen:
                 seen[0] |= 1 << min(number, 62)
         self.is_watching = bool(self.unseen)

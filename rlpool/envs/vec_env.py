@@ -96,8 +96,7 @@ class VecEnv(ABC):
             are here.
         state_keepers: Wrappers that are known to carry state from one episode to the next, by name,
             and what to use instead.
-        seen_keys: One element, a bit for each key of ``info_keys`` that some info had. ``None`` if
-            the warning after the first whole episode is enough.
+        seen_keys: One element, a bit for each key of ``info_keys`` that some info had.
         shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
@@ -117,7 +116,6 @@ class VecEnv(ABC):
     seeding: Seeding = "episode"
     min_ready: int | None = None
     shares_current = False
-    seen_keys: MutableSequence[int] | memoryview | None = None
     max_steps: int | None = None
     state_keepers: Mapping[str, str] = {}
     description: Mapping[str, Any] | None = None
@@ -135,6 +133,7 @@ class VecEnv(ABC):
         self.n_lanes = n_lanes
         self.current: dict[str, NDArray] = {}
         self.lane_in_use: MutableSequence[int] | memoryview = [0]
+        self.seen_keys: MutableSequence[int] | memoryview = [0]
         self._some_lane_is_initial = False
         self._last_actions: dict[str, NDArray] = {}
         self._place_results(

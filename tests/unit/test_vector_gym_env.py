@@ -202,8 +202,8 @@ def test_a_vector_environment_may_change_its_options(mode: AutoresetMode) -> Non
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ((0, np.zeros((3, 4))), "'frame' should have shape .3, 3., got .3, 4."),
-        ((0, np.zeros((2, 3))), "'frame' should have shape .3, 3., got .2, 3."),
+        ((0, np.zeros((3, 4))), "'frame' should have shape .3., got .4."),
+        ((0, np.zeros((2, 3))), "'frame' should have one row for each of 3 lanes"),
         ((0, np.full((3, 3), "a")), "'frame' should have dtype float32"),
         ((1, np.zeros((3, 2))), "'reward' should have shape .3., got .3, 2."),
         ((1, np.full(3, 1e300)), "should fit float32, got 1e.300"),
