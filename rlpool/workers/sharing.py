@@ -18,7 +18,7 @@ import pickle
 import socket
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import context, managers, reduction, synchronize
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ import torch.multiprocessing.reductions
 
 from rlpool.data.storage import Memory
 from rlpool.errors import SpecError, WorkerStartupError
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.pickling import why_not
 from rlpool.workers.template_handle import UnsafeError
 
@@ -60,10 +61,6 @@ _HOW_TO_SPAWN = (
     'make it with multiprocessing.get_context("spawn"), such as '
     'multiprocessing.get_context("spawn").Queue()'
 )
-
-
-class InheritedError(TypeError):
-    """An object can only be inherited by a process that is spawned."""
 
 
 class ForkOnlyError(TypeError):
@@ -104,7 +101,7 @@ class Shared:
             return Shared, ()
         if getattr(context.get_spawning_popen(), "method", "") == "template":
             raise UnsafeError("only a spawned process can inherit it")
-        return Shared, (None, (), _dumped(self._value, spawns=True)[0])
+        return Shared, (None, (), _dumped(self._value).data)
 
 
 class Parcel(NamedTuple):
@@ -139,20 +136,15 @@ def pickled(
     Raises:
         WorkerStartupError: Naming the part, the path in it and the type of what cannot be pickled.
     """
-    dumps: Callable[..., Any] = functools.partial(_dumped, copies=copies)
+    dumps = functools.partial(_dumped, copies=copies)
     try:
-        try:
-            data, kept = dumps(value)
-            return Parcel(data, Shared(kept=kept))
-        except InheritedError:
-            dumps = functools.partial(dumps, spawns=True)
-            with _pretended_start():
-                dumps(value)
+        pickler = dumps(value)
     except Exception as error:
-        with _pretended_start():
-            told = why_not(parts, error, what=what, dumps=dumps)
+        told = why_not(parts, error, what=what, dumps=dumps)
         fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
         raise WorkerStartupError(told, fix=fix) from error
+    if not pickler.is_for_spawned:
+        return Parcel(pickler.data, Shared(kept=pickler.kept))
     text = "workers are spawned: only so can they inherit what %s share"
     _LOG.info(text, " and ".join(parts), extra={"once": "inherit"})  # not from every worker
     return Parcel(pickle.dumps(_Inherited()), Shared(value))
@@ -173,12 +165,11 @@ class ByValue:
     """
 
     def __init__(self, name: str, value: Any) -> None:
-        dumps = functools.partial(_dumped, copies=True)
         try:
-            self._data, _ = dumps(value)
+            self._data = _copied(value)
         except Exception as error:
             raise SpecError(
-                why_not({name: value}, error, dumps=dumps),
+                why_not({name: value}, error, dumps=_copied),
                 fix="pass numbers, arrays, or other objects without open files and locks",
             ) from error
 
@@ -211,29 +202,30 @@ class _PretendedPopen:
         return fd
 
 
-@contextmanager
-def _pretended_start() -> Iterator[None]:
-    """Try within this what can be pickled while a process is spawned."""
-    popen: Any = _PretendedPopen()
-    context.set_spawning_popen(popen)
-    try:
-        yield
-    finally:
-        context.set_spawning_popen(None)
-
-
-def _dumped(value: Any, copies: bool = False, spawns: bool = False) -> tuple[bytes, list[Any]]:
-    """A pickle, and what must live until it is read for the last time.
+def _dumped(value: Any, copies: bool = False) -> _Pickler:
+    """Pickle an object, as while a process is spawned.
 
     Args:
-        value: What is pickled.
+        value: The object.
         copies: Whether tensors in shared memory are copied.
-        spawns: Whether it is for a process that is being spawned.
     """
-    stream = io.BytesIO()
-    pickler = _Pickler(stream, copies, spawns)
-    pickler.dump(_Named(value, pickler.names))
-    return stream.getvalue(), pickler.kept
+    pickler, popen = _Pickler(copies), context.get_spawning_popen()
+    with InterruptsHeld():  # what a handler raises would be taken for an error of the object
+        pretended: Any = popen or _PretendedPopen()
+        context.set_spawning_popen(pretended)
+        try:
+            pickler.dump(_Named(value, pickler.names))
+        finally:
+            context.set_spawning_popen(popen)
+    return pickler
+
+
+def _copied(value: Any) -> bytes:
+    """The pickle of an object that shares nothing."""
+    pickler = _dumped(value, copies=True)
+    if pickler.is_for_spawned:
+        raise TypeError(ONLY_AT_START)
+    return pickler.data
 
 
 class _MainModule(types.ModuleType):
@@ -270,12 +262,18 @@ def _named(value: Any, names: Mapping[str, Any]) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the reducers of ``torch.multiprocessing`` for what processes share."""
 
-    def __init__(self, stream: io.BytesIO, copies: bool, spawns: bool) -> None:
-        super().__init__(stream)
-        self.kept: list[Any] = []
+    def __init__(self, copies: bool) -> None:
+        self._stream = io.BytesIO()
+        super().__init__(self._stream)
         self._copies = copies
-        self._spawns = spawns
+        self.kept: list[Any] = []  # what must live until the pickle is read for the last time
         self.names: dict[str, Any] = {}
+        self.is_for_spawned = False  # there is something that only spawned processes inherit
+
+    @property
+    def data(self) -> bytes:
+        """The pickle."""
+        return self._stream.getvalue()
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce what is shared as multiprocessing does; leave everything else to cloudpickle."""
@@ -288,8 +286,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if _is_inherited(value):
             if isinstance(value, synchronize.SemLock) and value._semlock.name is None:  # type: ignore[attr-defined]
                 raise ForkOnlyError("only forked processes inherit it")
-            if not self._spawns:
-                raise InheritedError(ONLY_AT_START)
+            self.is_for_spawned = True
         elif isinstance(value, (*_KEPT, Shared)):
             self.kept.append(value)
             return super().reducer_override(value)

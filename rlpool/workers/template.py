@@ -4,10 +4,9 @@ It creates no environment, computes nothing with torch, starts no thread, and kn
 user's program. So a fork of it is like a freshly spawned process, except that all forks share the
 memory of the imports. ``template_handle`` is the caller's side.
 
-For each worker the caller sends descriptors. The new worker and the template both answer with its
-process number, so that the caller learns of it whichever of them is killed at once; the template
-answers with a negative number if it cannot fork. In the worker, ``serve`` returns what runs next:
-the same as in a process that multiprocessing spawned.
+For each worker the caller sends descriptors. The template answers with its process number, or with
+a negative number if it cannot fork. In the worker, ``serve`` returns what runs next: the same as in
+a process that multiprocessing spawned.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 
 MAX_MESSAGE_BYTES = 2**16
 
-MAX_FDS = 250
-"""The kernel lets one message carry 253. The first one of a request says how many there are."""
+_MAX_FDS = 32
+"""A worker gets about ten descriptors, whatever the user shares with it."""
 
 _is_ready = False  # whether this process is a template that has imported everything, or a fork
 
@@ -233,24 +232,20 @@ def _serve_requests(
     while os.getppid() == parent_pid:
         if not poller.poll(_PARENT_CHECK_MS):
             continue
-        words, fds, _, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, MAX_FDS)
-        if not words:
+        request, fds, flags, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, _MAX_FDS)
+        if not request:
             return None
-        n_fds, blocked, number = pickle.loads(words)
-        for _ in range(MAX_FDS, n_fds, MAX_FDS):
-            fds += socket.recv_fds(caller, 1, MAX_FDS)[1]
         try:
-            if len(fds) < n_fds:
+            if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, "")
             answer = forks.fork()
         except OSError as error:
             answer = -(error.errno or errno.EAGAIN)
         if not answer:
             set_title("rlpool-worker")
-            _tell(caller, number, os.getpid())
             caller.close()
-            return _begin_worker(fds, blocked)
-        _tell(caller, number, answer)
+            return _begin_worker(fds, pickle.loads(request))
+        _tell(caller, answer)
         for fd in fds:
             os.close(fd)
     return None

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.workers.template import BOOT, MAX_FDS, MAX_MESSAGE_BYTES
+from rlpool.workers.template import BOOT, MAX_MESSAGE_BYTES
 
 _LOG = logging.getLogger("rlpool")
 
@@ -46,7 +46,7 @@ _FORK_S = 20.0
 """How long it may take to fork: far longer than it does, unless memory is short."""
 
 _MAX_TRIES = 3
-"""How often a template is started, or asked for a worker, before workers are spawned."""
+"""How many templates in a row may end without a worker started before workers are spawned."""
 
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
@@ -102,13 +102,11 @@ class Template:
         self.reason = ""
         self.lock = threading.RLock()
         self._modules = tuple(modules)
-        self._left_out: set[str] = set()
         self._process: Any = None  # until the first start
         self._socket: Any = None
         self._fits: Any = None  # the identity and modules for which it was started
         self._refused: Any = None  # those for which there can be none
-        self._served: Any = None  # those for which one has started a worker
-        self._n_requests = 0  # for workers
+        self._n_lost = 0  # in a row, without having started a worker
 
     def is_up(self) -> bool:
         """Whether it runs, even if it no longer fits; reaps one that has died."""
@@ -123,20 +121,17 @@ class Template:
     def ready(self) -> bool:
         """Start a process that fits this one, if none runs; returns whether there can be one."""
         with self.lock:
-            wanted = why_impossible() or (identity(), self._modules)
-            if wanted == self._refused:
-                return False
-            try:
-                if isinstance(wanted, str):
-                    raise UnsafeError(wanted)
-                if wanted != self._fits or not self.is_up():
-                    self._fits = None
+            while (wanted := why_impossible() or (identity(), self._modules)) != self._refused:
+                if wanted == self._fits and self.is_up():
+                    return True
+                try:
+                    if isinstance(wanted, str):
+                        raise UnsafeError(wanted)
                     self._start()
-            except UnsafeError as error:
-                self._refuse(wanted, error)
-                return False
-            self._fits, self.reason = wanted, ""
-            return True
+                    return True
+                except UnsafeError as error:
+                    self._failed(wanted, error)
+            return False
 
     def fork(self, fds: Sequence[int]) -> int:
         """Fork a worker, a child of this process; returns its process number.
@@ -146,51 +141,43 @@ class Template:
 
         Raises:
             UnsafeError: If that is not possible. There is no worker.
+            OSError: If the system allows no further process or descriptor.
         """
         with self.lock:
-            n_left = _MAX_TRIES
             while self.ready():
                 try:
-                    return self._fork([0, 1, 2, *fds])
-                except TemplateLostError as error:
-                    n_left -= 1
-                    if not n_left:
-                        self._refuse(self._fits, error)
-                        break
+                    return self._fork(fds)
+                except UnsafeError as error:
+                    self._failed(self._fits, error)
             raise UnsafeError(self.reason)
 
     def _fork(self, fds: Sequence[int]) -> int:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._n_requests += 1
-        request = pickle.dumps((len(fds), list(map(int, blocked)), self._n_requests))
         try:
-            try:
-                for start in range(0, len(fds), MAX_FDS):
-                    words = b"+" if start else request
-                    socket.send_fds(self._socket, [words], fds[start : start + MAX_FDS])
-            except OSError as error:
-                raise TemplateLostError(str(error)) from error
-            number, answer = 0, 0
-            while number != self._n_requests:  # but a second answer to an earlier one
-                number, answer = self._received(_FORK_S)
+            request = pickle.dumps(list(map(int, blocked)))
+            socket.send_fds(self._socket, [request], [0, 1, 2, *fds])
+            (pid,) = self._received(_FORK_S)
+        except OSError as error:
+            raise TemplateLostError(str(error)) from error
         except BaseException:
-            self.end()
+            self.end()  # its answer would be taken for that to the next request
             raise
-        if answer < 0:
-            refusal = UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
-            if -answer in (errno.EPERM, errno.ENOSYS):
-                self._refuse(self._fits, refusal)
-            else:  # for want of memory or descriptors: the next one may be forked again
-                _LOG.warning("a worker is spawned, not forked: %s", str(refusal))
-            raise refusal
-        self._served = self._fits
-        return int(answer)
+        if pid < 0:
+            refusal = os.strerror(-pid)
+            if -pid in (errno.EPERM, errno.ENOSYS):
+                raise UnsafeError(f"the system does not fork for it: {refusal}")
+            raise OSError(-pid, refusal)
+        self._n_lost = 0
+        return int(pid)
 
-    def _refuse(self, wanted: Any, error: UnsafeError) -> None:
+    def _failed(self, wanted: Any, error: UnsafeError) -> None:
+        """End a process that is of no use; the next one may be, unless there can be none."""
         self.end()
-        # Where one has served, another one is lost by chance: the next start tries again.
-        if wanted != self._served or not isinstance(error, TemplateLostError):
-            self._refused = wanted
+        if isinstance(error, TemplateLostError):
+            self._n_lost += 1
+            if self._n_lost < _MAX_TRIES:
+                return
+        self._refused, self._n_lost = wanted, 0
         if str(error) != self.reason:  # logged once
             # As text: a handler that keeps records would keep what the error's traceback refers to,
             # down to the memory of the batcher that asked for a worker.
@@ -201,32 +188,27 @@ class Template:
         """Start another process, again without each module that it cannot have.
 
         Raises:
-            UnsafeError: If there can be none, or it was lost again and again.
+            UnsafeError: If there can be none, or it was lost.
         """
-        n_left = _MAX_TRIES
-        while True:
-            self.end()
-            kind, module, text = "importing", "", ""
-            try:
-                self._start_with([name for name in self._modules if name not in self._left_out])
-                while kind == "importing":
-                    module = text
-                    kind, text = self._received(IMPORT_S)
-                if kind == "ready":
-                    return
+        self.end()
+        self._fits, kind, module, text = None, "importing", "", ""
+        try:
+            self._start_process()
+            while kind == "importing":
+                module = text
+                kind, text = self._received(IMPORT_S)
+            if kind != "ready":
                 raise UnsafeError(text)
-            except UnsafeError as error:
-                if module:
-                    self._left_out.add(module)
-                    _LOG.warning(
-                        "preload: %s is left out, workers import it: %s", module, str(error)
-                    )
-                    continue
-                n_left -= 1
-                if not n_left or not isinstance(error, TemplateLostError):
-                    raise
+        except UnsafeError as error:
+            if not module:
+                raise
+            _LOG.warning("preload: %s is left out, workers import it: %s", module, str(error))
+            self._modules = tuple(name for name in self._modules if name != module)
+            self._start()
+        else:
+            self._fits, self.reason = (identity(), self._modules), ""
 
-    def _start_with(self, modules: Sequence[str]) -> None:
+    def _start_process(self) -> None:
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         about: dict[str, Any] = {"path": _search_path(), "argv": list(map(str, sys.argv))}
         with InterruptsHeld(), blocked_interrupts():
@@ -234,7 +216,7 @@ class Template:
                 self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with there:
                     fd = there.fileno()
-                    about.update(fd=fd, parent_pid=os.getpid(), modules=modules)
+                    about.update(fd=fd, parent_pid=os.getpid(), modules=self._modules)
                     command = [spawn.get_executable(), *flags, "-c", BOOT, json.dumps(about)]
                     self._process = subprocess.Popen(command, pass_fds=[fd])
             except OSError as error:
@@ -268,8 +250,7 @@ class Template:
         """End the process, and forget why there was none."""
         with self.lock:
             self.end()
-            self._left_out.clear()
-            self._refused = None
+            self._refused, self._n_lost = None, 0
 
     def after_fork(self) -> None:
         """Start afresh in a process that was forked from this one, whose child it is not."""
