@@ -42,15 +42,25 @@ def taken(tensor: Tensor, rows: Tensor, times: Tensor) -> Tensor:
     """``tensor[rows, times]``, faster."""
     if tensor.dtype in _SIGNED:
         return taken(as_signed(tensor), rows, times).view(tensor.dtype)
-    row_stride, step_stride = tensor.stride()[:2]
-    if tensor.requires_grad or not tensor.numel() or not step_stride or row_stride % step_stride:
+    if tensor.requires_grad:
         return tensor[rows, times]
-    # Step t of row b is entry b * pitch + t of the steps as they lie in memory, whether or not
-    # there is room between rows, and index_select copies whole steps: up to 20 times faster.
+    entries, pitch = step_entries(tensor)
+    return entries.index_select(0, rows * pitch + times)
+
+
+def step_entries(tensor: Tensor) -> tuple[Tensor, int]:
+    """The steps of a tensor ``[B, T, ...]`` as they lie in memory, and how many are in a row.
+
+    Step t of row b is entry ``b * pitch + t``, whether or not there is room between rows, and whole
+    entries are copied up to 20 times faster than ``tensor[rows, times]``.
+    """
+    row_stride, step_stride = tensor.stride()[:2]
+    if not tensor.numel() or not step_stride or row_stride % step_stride:
+        return tensor.flatten(0, 1), tensor.shape[1]
     pitch = row_stride // step_stride
     n_entries = (tensor.shape[0] - 1) * pitch + tensor.shape[1]
-    entries = tensor.as_strided((n_entries, *tensor.shape[2:]), (step_stride, *tensor.stride()[2:]))
-    return entries.index_select(0, rows * pitch + times)
+    sizes, strides = (n_entries, *tensor.shape[2:]), (step_stride, *tensor.stride()[2:])
+    return tensor.as_strided(sizes, strides), pitch
 
 
 def write_rows_(changes: Iterable[tuple[str, Tensor, Tensor]], rows: Tensor) -> None:

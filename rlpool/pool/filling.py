@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,32 +19,11 @@ from rlpool.machine.arguments import whole_number
 from rlpool.pool import ingest
 from rlpool.pool.sampling import RESULT_KEYS
 from rlpool.pool.schema import Schema
-from rlpool.pool.store import Store, make_store
-from rlpool.pool.sub_pool import WindowRules, routes
+from rlpool.pool.store import Settings, Store, make_store
+from rlpool.pool.sub_pool import routes
 
 _MOST_WAITING = 8  # ends of windows per lane, as batchers with the same seeds have the same lanes
 _OTHER = "load it into a pool that is made with the same arguments"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a pool is made with; see ``Pool``."""
-
-    pool_size: int
-    n_workers: int
-    rules: WindowRules
-    random: bool
-    keys: list[str] | None
-    info_keys: list[str]
-    storage: str
-    directory: str | Path | None
-    priority_exponent: float | None
-    frame_stack: int | None
-
-    def saved(self) -> dict[str, Any]:
-        """Those that a saved pool and the one that loads it must have in common."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("rules", "storage", "directory")}
-        return {**kept, **vars(self.rules)}
 
 
 class Filler:
@@ -119,21 +96,20 @@ class Filler:
             self._open[index] = sub_pool.next
         self.store = store
 
-    def add_run(self, every: DictTensor, lengths: Sequence[int]) -> None:
+    def add_run(self, episodes: Sequence[DictTensor]) -> None:
         """Add what ``EpisodeRunner.run`` returned."""
         if not self._settings.random or self._settings.n_workers == 1:
-            for process, (length, stop) in enumerate(
-                zip(lengths, accumulate(lengths), strict=True)
-            ):
-                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
+            for process, steps in enumerate(episodes):
+                self.extend(ingest.one_row(steps), process)
             return
         # The order in which the steps were made, as the episodes began together.
-        order = np.argsort(np.concatenate([np.arange(length) for length in lengths]), kind="stable")
-        store, new = self._new_rows(ingest.one_row(every))
+        times = np.concatenate([np.arange(steps.n_elems()) for steps in episodes])
+        order = np.argsort(times, kind="stable")
+        store, new = self._new_rows(ingest.one_row(DictTensor.cat(episodes)))
         new.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
         draws: list[int | float] = self.router.random(len(order)).tolist()
         if not self._has_run:  # the first of each process goes into its own sub-pool
-            draws[: len(lengths)] = range(len(lengths))
+            draws[: len(episodes)] = range(len(episodes))
         sizes = np.ones(len(order), int)
         chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
         self._distribute(store, new.part(order), sizes, np.array(chosen))
@@ -174,19 +150,7 @@ class Filler:
         if taken:
             raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
         schema = Schema.from_specs(specs, self._settings.frame_stack)
-        return self._new_store(replace(schema, infos=infos))
-
-    def _new_store(self, schema: Schema) -> Store:
-        settings = self._settings
-        return make_store(
-            schema,
-            settings.pool_size,
-            settings.n_workers,
-            settings.rules,
-            settings.storage,
-            settings.directory,
-            with_priorities=settings.priority_exponent is not None,
-        )
+        return make_store(replace(schema, infos=infos), self._settings)
 
     def _distribute(
         self, store: Store, new: ingest.NewRows, sizes: NDArray, chosen: NDArray
@@ -266,7 +230,7 @@ class Filler:
         router.bit_generator.state = state["router"]
         other = Filler(self._settings, router)
         if (saved := state["store"]) is not None:
-            other.store = self._new_store(Schema.from_plain(saved["schema"]))
+            other.store = make_store(Schema.from_plain(saved["schema"]), self._settings)
             other.store.load_state_dict(saved)
         other._open = {int(i): other.store.sub_pools[i].next for i in state["open"]}
         other._waiting = {lane: list(ends) for lane, ends in state["waiting"].items()}

@@ -11,6 +11,7 @@ or where the next row does not start from the value after the step::
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.rows import step_entries
 from rlpool.data.specs import (
     DEFAULT_OBSERVATION_KEY,
     TensorSpec,
@@ -159,13 +161,20 @@ def from_trajectories(
     """
     tensors = trajectories._steps._tensors
     lengths = trajectories.lengths.cpu().numpy()
-    steps = _Steps(lengths)
+    rows = np.arange(len(lengths)).repeat(lengths)
+    times = np.arange(len(rows)) - (lengths.cumsum() - lengths).repeat(lengths)
+    places_at = functools.cache(lambda pitch: rows * pitch + times)
+
+    def steps_of(array: NDArray) -> LazyRows:
+        entries, pitch = step_entries(torch.from_numpy(array))
+        return LazyRows(entries.numpy(), places_at(pitch))
+
     flags = {
-        key: _flags(key, steps.rows_of(tensors[key].numpy(force=True)).values())
+        key: _flags(key, steps_of(tensors[key].numpy(force=True)).values())
         for key in (*_END_FLAGS, _START)
         if key in tensors
     }
-    never = np.zeros(lengths.sum(), bool)
+    never = np.zeros(len(rows), bool)
     is_last = np.logical_or.reduce([flags.get(key, never) for key in _END_FLAGS])
     sizes = lengths[lengths > 0]
     last_steps = sizes.cumsum() - 1
@@ -177,7 +186,7 @@ def from_trajectories(
 
     def rows_of(key: str, spec: TensorSpec) -> LazyRows:
         tensor = infos[key] if key in infos else tensors[key]
-        return steps.rows_of(converted(key, tensor.numpy(force=True), spec.dtype))
+        return steps_of(converted(key, tensor.numpy(force=True), spec.dtype))
 
     columns = {key: rows_of(key, spec) for key, spec in schema.columns.items()}
     finals = {}
@@ -186,7 +195,7 @@ def from_trajectories(
         derivation = _derivation(tensors, name)
         if isinstance(derivation, Successor) and np.array_equal(derivation.lengths, lengths):
             array = converted(name, derivation.finals(), spec.dtype)
-            finals[key] = LazyRows(array, np.repeat(np.arange(len(lengths)), lengths))
+            finals[key] = LazyRows(array, rows)
         else:
             finals[key] = rows_of(name, spec)
             _mark_jumps(is_last, columns[key], finals[key])
@@ -254,32 +263,6 @@ def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
             "with frame_stack stores the newest frame only",
             fix=f"leave frame_stack out; if episodes end there, add {DONE_KEY!r}",
         )
-
-
-class _Steps:
-    """Finds the steps of trajectories in arrays ``[B, T, ...]``, mostly without a copy."""
-
-    def __init__(self, lengths: NDArray) -> None:
-        self._lengths = lengths
-        self._places: dict[int, NDArray] = {}  # by stride
-
-    def rows_of(self, array: NDArray) -> LazyRows:
-        """The steps of an array, which is copied unless its rows lie at whole numbers of steps."""
-        n_rows, n_times, *shape = array.shape
-        step_bytes = math.prod(shape) * array.itemsize
-        lie_together = array.size and array[0].flags.c_contiguous  # the steps of a row
-        stride, rest = divmod(array.strides[0], step_bytes) if lie_together else (0, 0)
-        if rest or stride < n_times:
-            array, stride = np.ascontiguousarray(array), n_times
-        flat_shape = ((n_rows - 1) * stride + n_times, *shape)
-        strides = (step_bytes, *array.strides[2:])
-        array = np.lib.stride_tricks.as_strided(array, flat_shape, strides, writeable=False)
-        if stride not in self._places:
-            starts = np.cumsum(self._lengths) - self._lengths
-            shifts = np.arange(len(self._lengths)) * stride - starts
-            n_steps = self._lengths.sum()
-            self._places[stride] = np.repeat(shifts, self._lengths) + np.arange(n_steps)
-        return LazyRows(array, self._places[stride])
 
 
 def _derivation(tensors: Mapping[str, torch.Tensor], key: str) -> Any:

@@ -19,11 +19,11 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.pool import sampling
-from rlpool.pool.filling import Filler, Settings
+from rlpool.pool.filling import Filler
 from rlpool.pool.ingest import TRANSITION_KEYS, transition_of
 from rlpool.pool.priorities import checked_priorities
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.store import Store
+from rlpool.pool.store import Settings, Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
@@ -344,7 +344,7 @@ class Pool:
             raise UsageError("the pool has no environments", fix="pass env=[...], or use extend()")
         if self._runner.closed:
             raise UsageError("the pool was closed", fix="make another one, close it later")
-        self._filler.add_run(*self._runner.run())
+        self._filler.add_run(self._runner.run())
 
     def clear(self) -> None:
         """Drop all transitions; their keys stay fixed.

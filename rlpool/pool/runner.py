@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -96,13 +95,12 @@ class EpisodeRunner:
         ]
         self._policy = pickled({"policy": policy}, policy, fix=_HOW_TO_PICKLE)
 
-    def run(self) -> tuple[DictTensor, list[int]]:
+    def run(self) -> list[DictTensor]:
         """Run one episode in every environment and wait for all of them.
 
         Returns:
-            Their steps ``[n, ...]``, environment by environment, and how many each made: the state
-            (``frame``, or its parts by name), ``action``, the next state, ``_reward``, ``_done``
-            and ``_terminated``.
+            The steps ``[n, ...]`` of each: the state (``frame``, or its parts by name), ``action``,
+            the next state, ``_reward``, ``_done`` and ``_terminated``.
 
         Raises:
             EnvError, AgentError: If an environment or the policy fails.
@@ -143,25 +141,23 @@ class EpisodeRunner:
             self._batcher.close()
         self._batcher = None
 
-    def _run(self, lane_seeds: LaneSeeds) -> tuple[DictTensor, list[int]]:
+    def _run(self, lane_seeds: LaneSeeds) -> list[DictTensor]:
         """The steps of one episode of every environment, put together from windows."""
         seeds = [lane_seeds.seed(process, 0) for process in range(len(self._envs))]
         batcher = self._batcher = self._batcher or self._started(seeds)
         batcher.reset(env_info={"seed": seeds})
         parts: list[list[DictTensor]] = [[] for _ in seeds]
-        running = list(range(len(seeds)))
+        running = parts
         while running:
             batcher.execute()
             window: Any = batcher.get()
-            names = _names_in_pool(window)
-            flat = window.get(list(names)).flatten()
-            steps = DictTensor({name: flat[key] for key, name in names.items()})
-            lengths = window.lengths.tolist()
-            for lane, length, stop in zip(running, lengths, accumulate(lengths), strict=True):
-                parts[lane].append(steps.slice(stop - length, stop))
-            running = [lane for lane in running if not parts[lane][-1][DONE_KEY][-1]]
-        every = DictTensor.cat([part for episode in parts for part in episode])
-        return every, [sum(part.n_elems() for part in episode) for episode in parts]
+            named = {name: window[key] for key, name in _names_in_pool(window).items()}
+            for episode, row in zip(
+                running, TemporalDictTensor(named, window.lengths).unfold(), strict=True
+            ):
+                episode.append(row.flatten())
+            running = [episode for episode in running if not episode[-1][DONE_KEY][-1]]
+        return [DictTensor.cat(episode) for episode in parts]
 
     def _started(self, seeds: Sequence[int]) -> Batcher:
         """A batcher with a worker per environment."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,27 @@ from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import OF_PIECES, Schema
 from rlpool.pool.sub_pool import SubPool, SubPools, WindowRules
 from rlpool.slots.blocks import successor_key
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a pool is made with; see ``Pool``."""
+
+    pool_size: int
+    n_workers: int
+    rules: WindowRules
+    random: bool
+    keys: list[str] | None
+    info_keys: list[str]
+    storage: str
+    directory: str | Path | None
+    priority_exponent: float | None
+    frame_stack: int | None
+
+    def saved(self) -> dict[str, Any]:
+        """Those that a saved pool and the one that loads it must have in common."""
+        kept = {k: v for k, v in vars(self).items() if k not in ("rules", "storage", "directory")}
+        return {**kept, **vars(self.rules)}
 
 
 class FreeRows:
@@ -417,22 +439,14 @@ def store_bytes(schema: Schema, n_rows: int) -> int:
     return sum(carved_bytes(schema.arrays(), n_rows).values())
 
 
-def make_store(
-    schema: Schema,
-    pool_size: int,
-    n_sub_pools: int,
-    rules: WindowRules,
-    storage: str,
-    directory: str | Path | None,
-    *,
-    with_priorities: bool,
-) -> Store:
+def make_store(schema: Schema, settings: Settings) -> Store:
     """An empty store.
 
     Raises:
         SpecError: If the machine has not enough memory or the disk not enough room.
     """
-    sub_pools = SubPools(pool_size, n_sub_pools, schema.n_frames - 1)
+    storage, pool_size = settings.storage, settings.pool_size
+    sub_pools = SubPools(pool_size, settings.n_workers, schema.n_frames - 1)
     n_rows = sub_pools.n_rows
     sizes = carved_bytes(schema.rows, n_rows)  # pieces are fewer
 
@@ -444,5 +458,7 @@ def make_store(
     if storage != "memmap":
         check_size(sizes, advice, f"a pool of {pool_size} transitions")
     n_bytes = store_bytes(schema, n_rows)
-    memory = allocate(storage, n_bytes, directory=directory, n_used=sum(sizes.values()))
-    return Store(schema, sub_pools, memory, rules, with_priorities=with_priorities)
+    n_used = sum(sizes.values())
+    memory = allocate(storage, n_bytes, directory=settings.directory, n_used=n_used)
+    with_priorities = settings.priority_exponent is not None
+    return Store(schema, sub_pools, memory, settings.rules, with_priorities=with_priorities)
