@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.rows import step_entries
 from rlpool.data.specs import (
@@ -442,11 +443,8 @@ def as_array(value: Any) -> NDArray:
     Python's floats become float32 if that holds them; a NumPy scalar keeps its dtype.
     """
     try:
-        array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(value, torch.Tensor):
-            what = f"a pool cannot hold a tensor of {value.dtype}: {error}"
-            raise SpecError(what, fix="pass tensor.float()") from error
+        array = as_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
         array = np.asarray(None)
     if type(value) is float and not _MOST_FLOAT32 < abs(value) < math.inf:
         return array.astype(np.float32)

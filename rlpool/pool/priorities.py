@@ -105,8 +105,6 @@ def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[NDArr
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
         shape = f"{given.dtype}{list(given.shape)}"
         raise SpecError(f"index should be int64 [n] as sample() gave it, got {shape}")
-    if isinstance(priorities, torch.Tensor) and not priorities.is_complex():
-        priorities = priorities.detach().double()  # NumPy lacks bfloat16
     values = as_array(priorities)
     is_right = values.dtype.kind in "biuf" and values.shape == given.shape
     if is_right:
