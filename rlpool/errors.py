@@ -73,7 +73,6 @@ class RlpoolError(Exception):
     Attributes:
         what: As given.
         fix: As given.
-        hint: How to debug it, which ``fix`` says where nothing better is known; may be empty.
 
     Example:
         >>> try:
@@ -83,17 +82,10 @@ class RlpoolError(Exception):
         pool_size should be an int of at least 1, got 0
     """
 
-    hint = ""
-
     def __init__(self, what: str, *, where: Where | str = "", fix: str = "") -> None:
         self.what = what
         self.fix = fix
         super().__init__(compose(what, where=str(where), fix=fix))
-
-    @property
-    def own_fix(self) -> str:
-        """``fix``, empty if it is only the ``hint``."""
-        return "" if self.fix == self.hint else self.fix
 
 
 class UsageError(RlpoolError, RuntimeError):
@@ -156,7 +148,6 @@ class WorkerError(RlpoolError, RuntimeError):
         what: One line that says what happened.
         where: Where it happened.
         fix: One line that says what to do about it, empty if nothing is known.
-        hint: One line that says how to debug it; it takes the place of an empty ``fix``.
         traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
         options: What the failed episode was reset with.
         actions: The actions of that episode.
@@ -169,7 +160,7 @@ class WorkerError(RlpoolError, RuntimeError):
             episode, and where the first actions are not known any more. See ``rlpool.replay``.
     """
 
-    _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "options", "actions")
+    _arguments: tuple[str, ...] = ("what", "where", "fix", "traceback_text", "options", "actions")
 
     can_be_repeated = False  # whether the worker may be replaced, and the episode run again
 
@@ -179,17 +170,15 @@ class WorkerError(RlpoolError, RuntimeError):
         *,
         where: Where | None = None,
         fix: str = "",
-        hint: str = "",
         traceback_text: str = "",
         options: Mapping[str, Any] | None = None,
         actions: Any = None,
     ) -> None:
         self.where = where or Where()
-        self.hint = hint
         self.traceback_text = traceback_text
         self.options = options
         self.actions = actions
-        super().__init__(what, where=self.where, fix=fix or hint)
+        super().__init__(what, where=self.where, fix=fix)
         if traceback_text:
             self.__cause__ = RemoteTraceback(traceback_text)
 
@@ -197,7 +186,7 @@ class WorkerError(RlpoolError, RuntimeError):
         """The same error and cause, worded for the function that the user called.
 
         Args:
-            **changes: ``what``, ``where``, ``fix`` or ``hint``; the others stay.
+            **changes: ``what``, ``where`` or ``fix``; the others stay.
         """
         same = type(self)(**{**self._constructor_arguments(), **changes})
         same.__cause__ = self.__cause__
@@ -207,7 +196,7 @@ class WorkerError(RlpoolError, RuntimeError):
         return partial(type(self), **self._constructor_arguments()), ()
 
     def _constructor_arguments(self) -> dict[str, Any]:
-        return {"fix": self.own_fix, **{name: getattr(self, name) for name in self._arguments}}
+        return {name: getattr(self, name) for name in self._arguments}
 
 
 class WorkerStartupError(WorkerError):

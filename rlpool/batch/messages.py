@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError
 from rlpool.loop.plan import Chunk
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.record.tape import Tape
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -38,12 +37,12 @@ class Setup:
     Attributes:
         functions: Both functions and their arguments, pickled for another process; ``None`` if the
             pickle is in the memory that follows.
-        hint: What stands in place of ``DEBUG_HINT``.
+        advice: What to do about exceptions of the user's code.
         in_process: Whether the worker runs in the caller's process, where Ctrl-C may reach it.
     """
 
     functions: Any
-    hint: str
+    advice: str
     in_process: bool = False
 
 
@@ -74,8 +73,8 @@ class Recipe:
                 self.memory = Memory.shared(len(functions), "rlpool-setup")
                 self.memory.root()[:] = memoryview(functions)
                 functions = None
-        hint = f"{DEBUG_HINT}: {owner_name}(..., n_workers=0)" if n_workers else LOCAL_HINT
-        self.setup = Setup(functions, hint, in_process=not n_workers)
+        advice = f"run it in this process to debug: {owner_name}(..., n_workers=0)"
+        self.setup = Setup(functions, advice, in_process=not n_workers)
 
     def close(self) -> None:
         """Close the descriptors. May be repeated."""

@@ -41,7 +41,7 @@ from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.machine.generators import seed_generators
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import DEBUG_HINT, agent_error
+from rlpool.record.failures import advise_to_debug, agent_error
 from rlpool.record.repeat import take_over
 from rlpool.record.tape import Tape
 from rlpool.seeding import episode_seeds, probe_seed
@@ -150,12 +150,13 @@ class Collector(Server):
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
         """Create environments and agent, and find out what a step consists of."""
-        self._in_process, self._hint = setup.in_process, setup.hint
+        self._in_process = setup.in_process
         seed = self._place.seed
         functions: Any = setup.functions if memory is None else memory.root().tobytes()
         if self._in_process:
             seed_generators(seed)  # not the caller's, see LocalWorker
         else:
+            advise_to_debug(setup.advice)
             functions = load(self._place, "create_env and create_agent", functions)
         create_env, env_args, create_agent, agent_args, *rest = functions
         agent_rows, watches_infos, max_steps = rest
@@ -256,7 +257,7 @@ class Collector(Server):
         try:
             specs, problem = self._rollout.probe(seeds, options, rows or None, first=first), None
         except RlpoolError as error:
-            specs, problem = None, self._advised(error)
+            specs, problem = None, error
         return Report(n_lanes, specs, problem, described(self.env), self.env.state_keepers)
 
     def _update(self, message: Update, memory: Memory | None) -> None:
@@ -337,14 +338,6 @@ class Collector(Server):
     def _conclude(self, number: int) -> None:
         del self._plans[number]
         self._send(Done(number))
-
-    def report_failure(self, error: WorkerError, command: int | None = None) -> None:
-        """Report a failure, of a request or of the worker as a whole."""
-        super().report_failure(self._advised(error), command)
-
-    def _advised(self, error: Any) -> Any:
-        """The error, with advice for this batcher; those of a manager's workers have their own."""
-        return error.reworded(hint=self._hint) if error.hint == DEBUG_HINT else error
 
     def _plan_of(self, message: Run, memory: Memory | None) -> Plan:
         infos, tapes = _infos(message.payload, memory)

@@ -37,7 +37,7 @@ from rlpool.manager.channel import (
 )
 from rlpool.manager.worker import main
 from rlpool.observe.stats import StatsReader
-from rlpool.record.failures import ENV_HINT, lane_death
+from rlpool.record.failures import lane_death
 from rlpool.record.tape import LaneTapes, Tape, actions_of
 from rlpool.workers.crew import Crew
 from rlpool.workers.failure_policy import FailurePolicy
@@ -521,7 +521,7 @@ def lane_failure(error: EnvError, call: str, where: Where, tape: Tape | None) ->
         where: Where it did.
         tape: The lane's episode, the failing step included; ``None`` if it cannot be repeated.
     """
-    changes: dict[str, Any] = {"where": where, "hint": error.hint and ENV_HINT}
+    changes: dict[str, Any] = {"where": where}
     if tape is not None and not tape.why_lost:
         changes |= {"options": tape.options, "actions": actions_of(tape.actions)}
     kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure

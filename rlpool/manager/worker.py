@@ -36,7 +36,7 @@ from rlpool.manager.channel import (
     Setup,
 )
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import env_error, text_of
+from rlpool.record.failures import advise_to_debug, env_error, text_of
 from rlpool.record.repeat import take_over
 from rlpool.seeding import root_from
 from rlpool.workers.payload import unpack
@@ -87,6 +87,7 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
     Raises:
         WorkerStartupError: If that failed, or they declare no spaces.
     """
+    advise_to_debug("step it in this process to debug: GymEnv([env_fn()])")
     where = Where(worker=place.worker)
     functions = load(place, "env_fns", setup.functions)
     envs = []

@@ -17,7 +17,6 @@ from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.worker import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
 from rlpool.meta.rollouts import TASK_OPTION, RolloutColumns, RolloutPlan, store_into
-from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
 
@@ -114,7 +113,7 @@ def collect_rollouts_parallel(
         if isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager):
             raise  # from another process, and says so
         where = error.where._replace(worker=None)
-        raise error.reworded(where=where, hint=error.hint and LOCAL_HINT) from error.__cause__
+        raise error.reworded(where=where) from error.__cause__
     return sum(lengths)
 
 

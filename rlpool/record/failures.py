@@ -20,12 +20,8 @@ from rlpool.errors import (
     described,
 )
 
-DEBUG_HINT = "run it in this process to debug"
-"""The advice for what failed in a worker process of a batcher, which its worker completes."""
-LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
-"""The advice where the user's code failed in the caller's process: its exception is the cause."""
-ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
-"""The advice for environments of a ``ParallelEnvManager``."""
+_debug_advice = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
+"""What to do about exceptions of the user's code, if nothing better is known."""
 
 THE_AGENT = "the agent"
 """What errors call an agent: they begin with it, or with the method that was called."""
@@ -68,16 +64,16 @@ def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
         **episode: ``options`` and ``actions`` of the episode.
     """
     if isinstance(error, WorkerError):  # put together in the process where it happened
-        what, fix, hint, text = error.what, error.own_fix, error.hint, error.traceback_text
+        what, fix, text = error.what, error.fix, error.traceback_text
         where = where._replace(worker=error.where.worker)
         episode = episode or {"options": error.options, "actions": error.actions}
         is_spec = isinstance(error, SpecError)
     else:
         cause = error.__cause__ or error
         what, fix = what_and_fix(f"env.{error.call}", cause)
-        hint, text, is_spec = _hint(cause), text_of(cause), isinstance(cause, SpecError)
+        text, is_spec = text_of(cause), isinstance(cause, SpecError)
     kind = EnvSpecError if is_spec else EnvError
-    return kind(what, where=where, fix=fix, hint=hint, traceback_text=text, **episode)
+    return kind(what, where=where, fix=fix, traceback_text=text, **episode)
 
 
 def agent_error(
@@ -93,13 +89,13 @@ def agent_error(
     """
     what, fix = what_and_fix(who, error)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
-    text, hint = text_of(error), _hint(error)
-    return kind(what, where=where, fix=fix, hint=hint, traceback_text=text, **episode)
+    return kind(what, where=where, fix=fix, traceback_text=text_of(error), **episode)
 
 
-def _hint(error: BaseException) -> str:
-    """The advice to debug, for exceptions of the user's own code."""
-    return "" if isinstance(error, SpecError | UsageError) else DEBUG_HINT
+def advise_to_debug(advice: str) -> None:
+    """Let errors of this process advise this, where nothing better is known."""
+    global _debug_advice
+    _debug_advice = advice
 
 
 class LaneDeath(WorkerDiedError, LaneError):
@@ -130,7 +126,7 @@ def text_of(error: BaseException) -> str:
 
 
 def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
-    """What happened in one line, and what to do about it, empty if nothing is known."""
+    """What happened in one line, and what to do about it."""
     if isinstance(error, SpecError | UsageError):
         return f"{who}: {error.what}", error.fix
     fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""
@@ -139,7 +135,7 @@ def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
         fix = next((advice for words, advice in _ADVICE.items() if words in raised), fix)
     if any(kind.__name__ == "UnregisteredEnv" for kind in type(error).__mro__):
         fix = "call gym.register where the module is imported, or gym.make('module:Id')"
-    return f"{who} raised {raised}", fix
+    return f"{who} raised {raised}", fix or _debug_advice
 
 
 def _could_not_be_called(error: BaseException) -> bool:

@@ -73,15 +73,6 @@ def test_messages_say_what_where_and_fix_as_far_as_they_are_known() -> None:
     assert str(SpecError("what", fix="do")) == "what\n  fix:   do"
 
 
-def test_a_hint_is_the_advice_where_nothing_better_is_known() -> None:
-    error = EnvError("it broke", hint="debug it")
-    for same in (error, pickle.loads(pickle.dumps(error)), error.reworded(what="it is broken")):
-        assert (same.fix, same.own_fix, str(same)[-8:]) == ("debug it", "", "debug it")
-    assert error.reworded(hint="debug it there").fix == "debug it there"
-    better = error.reworded(fix="mend it").reworded(hint="debug it there")
-    assert (better.fix, better.own_fix) == ("mend it", "mend it")
-
-
 @pytest.mark.parametrize("kind", BASES)
 def test_every_exception_survives_pickling_and_shows_its_remote_traceback(
     kind: type[RlpoolError],
