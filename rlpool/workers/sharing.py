@@ -137,12 +137,13 @@ def pickled(
         WorkerStartupError: Naming the part, the path in it and the type of what cannot be pickled.
     """
     dumps = functools.partial(_dumped, copies=copies)
-    try:
-        pickler = dumps(value)
-    except Exception as error:
-        told = why_not(parts, error, what=what, dumps=dumps)
-        fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
-        raise WorkerStartupError(told, fix=fix) from error
+    with InterruptsHeld():  # what a handler raises is not an error of the object
+        try:
+            pickler = dumps(value)
+        except Exception as error:
+            told = why_not(parts, error, what=what, dumps=dumps)
+            fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
+            raise WorkerStartupError(told, fix=fix) from error
     if not pickler.is_for_spawned:
         return Parcel(pickler.data, Shared(kept=pickler.kept))
     text = "workers are spawned: only so can they inherit what %s share"
@@ -210,13 +211,12 @@ def _dumped(value: Any, copies: bool = False) -> _Pickler:
         copies: Whether tensors in shared memory are copied.
     """
     pickler, popen = _Pickler(copies), context.get_spawning_popen()
-    with InterruptsHeld():  # what a handler raises would be taken for an error of the object
-        pretended: Any = popen or _PretendedPopen()
-        context.set_spawning_popen(pretended)
-        try:
-            pickler.dump(_Named(value, pickler.names))
-        finally:
-            context.set_spawning_popen(popen)
+    pretended: Any = popen or _PretendedPopen()
+    context.set_spawning_popen(pretended)
+    try:
+        pickler.dump(_Named(value, pickler.names))
+    finally:
+        context.set_spawning_popen(popen)
     return pickler
 
 
