@@ -26,6 +26,8 @@ from rlpool.slots.trajectories import DerivedTensors, Successor
 from support.agents import StepCounter
 from support.envs import CountingEnv, assert_same_tensors, create_counting
 
+SPARSE = torch.ones(1).to_sparse()
+
 
 def filled(n: int = 6, pool_size: int = 10, **options: Any) -> Pool:
     """A pool with an episode of n steps: the state counts from 0, the reward is the state."""
@@ -53,7 +55,7 @@ def test_values_of_single_transitions_keep_what_they_are() -> None:
     ("arguments", "name"),
     [
         (([[0.0], [1.0, 2.0]], 0, [1.0], 0.0, False), "'frame'"),
-        ((torch.zeros(1).to_sparse(), 0, [1.0], 0.0, False), "object"),
+        ((SPARSE, 0, SPARSE, 0.0, False), "object"),
         (([0.0], 0, [1.0, 2.0], 0.0, False), "next_s has"),
         (([0.0, 0.0], 0, [1.0, 0.0], 0.0, False), "'frame'"),
         (({"x": [0.0]}, 0, {"x": [0.0]}, 0.0, False), "frame"),
