@@ -1,20 +1,20 @@
 """How the caller and the workers of a ``ParallelEnvManager`` talk: by buffers, and by messages.
 
-A step is not a message: the caller writes its number where the worker looks for it. Only rare
-things travel through the pipe. Steps and resets of lanes are numbered commands, of which a worker
-has one at a time: it writes into the buffers which one it has finished, and how.
+A step or a reset is not a message: the caller writes what each lane has to do where its worker
+looks for it, and the worker erases that when it is done. Only rare things travel through the pipe.
 
 Every key of ``VecEnv.current`` lies in the buffers once, ``[n_lanes, ...]``. A worker sees the rows
 of its own lanes, the caller sees all of them::
 
     observation/frame  [n_lanes, 4]   written by the workers
     reward, flags                     written by the workers; cleared when a lane is reset
-    action/action  [n_lanes]          written by the caller
-    asked                             bookkeeping per lane
-    step, finished, ...               bookkeeping per worker
+    action/action, seed [n_lanes]     written by the caller
+    todo, failed       [n_lanes]      what a lane has to do, and whether that failed
+    writing            [n_workers]    whether a worker has begun to write observations
     asleep                            who has to be woken: every worker, then the caller
 
-There are no locks: a worker touches its rows between a command and its end, the caller otherwise.
+There are no locks: a worker touches the rows of lanes that have something to do, the caller all
+others.
 """
 
 from __future__ import annotations
@@ -28,27 +28,24 @@ import numpy as np
 from rlpool.data.specs import FLAGS, REWARD_SPEC, Declaration, Structure, TensorSpec
 from rlpool.data.storage import Memory, NDArray, carve
 from rlpool.envs.columns import fitted_rows
-from rlpool.envs.vec_env import Options
-from rlpool.errors import EnvError, SpecError
+from rlpool.errors import EnvError, SpecError, WorkerError
 from rlpool.record.tape import Tape
-from rlpool.workers.payload import Payload
 
 Actions = Mapping[str, NDArray]
 
-ALL_LANES, SOME_LANES = 0, 1  # values of ``partial``
-NONE_ENDED, SOME_ENDED, FAILED = 0, 1, 2  # values of ``outcome``
+IDLE, STEP, TRUNCATE, RESET, RESET_WITH_OPTIONS, SKIP_RESET = range(6)
+"""What a lane has to do. The options of a reset come as a message. Instead of a step that is known
+to fail the episode is truncated, and a reset that is known to fail is skipped."""
+
+CALL_OF = ("", "step", "step", "reset", "reset", "reset")
+"""What that is called in errors."""
 
 _PER_LANE = {
     "reward": REWARD_SPEC,
-    "asked": TensorSpec((), np.dtype(bool)),  # whether the lane takes part in a partial step
+    "todo": TensorSpec((), np.dtype(np.uint8)),
+    "failed": TensorSpec((), np.dtype(np.uint8)),
+    "seed": TensorSpec((), np.dtype(np.int64)),
 }
-_PER_WORKER = (
-    "step",  # number of the last step issued
-    "partial",  # whether it is for all lanes of the worker
-    "finished",  # number of the last command carried out
-    "outcome",  # of that command
-    "writing",  # number of the last step that began to write observations
-)
 
 
 def buffer_specs(
@@ -73,7 +70,7 @@ def buffer_specs(
     return {
         **{key: TensorSpec((n_lanes, *spec.shape), spec.dtype) for key, spec in of_lanes.items()},
         "flags": TensorSpec((len(FLAGS), n_lanes), np.dtype(bool)),
-        **{name: TensorSpec((n_workers,), np.dtype(np.int64)) for name in _PER_WORKER},
+        "writing": TensorSpec((n_workers,), np.dtype(np.int64)),
         "asleep": TensorSpec((n_workers + 1,), np.dtype(np.int64)),
     }
 
@@ -91,9 +88,10 @@ class Buffers:
         action: Key to array ``[lanes, ...]``.
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
-        asked: ``[lanes]``: whether a partial step is for them.
-        step, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
-            are read faster than arrays.
+        todo: uint8 ``[lanes]``: what each lane has to do.
+        failed: uint8 ``[lanes]``: 1 if the last thing that a lane had to do failed.
+        seed: int64 ``[lanes]``: seeds of resets.
+        writing: One int64 per worker, and below, as memoryviews, which are read faster.
         asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
     """
 
@@ -105,12 +103,9 @@ class Buffers:
             {key.removeprefix(own): arrays[key][lanes] for key in arrays if key.startswith(own)}
             for own in ("observation/", "action/")
         )
-        self.reward, self.asked = arrays["reward"][lanes], arrays["asked"][lanes]
+        self.reward, self.todo, self.failed, self.seed = (arrays[key][lanes] for key in _PER_LANE)
         self.flags = arrays["flags"][:, lanes]
-        self.step, self.partial, self.finished, self.outcome, self.writing = (
-            arrays[name].data for name in _PER_WORKER
-        )
-        self.asleep = arrays["asleep"].data
+        self.writing, self.asleep = arrays["writing"].data, arrays["asleep"].data
 
 
 def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None:
@@ -133,7 +128,7 @@ def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None
                 if values.dtype != array.dtype:
                     array[lanes] = fitted_rows(f"the action {key!r}", values, lanes, array.dtype)
                 elif len(lanes) == len(array):
-                    np.copyto(array, values)
+                    array[...] = values
                 else:
                     array[lanes] = values[lanes]
     except SpecError:
@@ -146,7 +141,7 @@ def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None
         ) from error
 
 
-# From the caller to a worker ----------------------------------------------------------------
+# From the caller to a worker; lanes are numbered within the worker --------------------------
 
 
 @dataclass(frozen=True)
@@ -165,72 +160,48 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class MapArrays:
-    """Use these arrays from now on; their memory follows.
+class Begin:
+    """Do what the buffers say from now on; their memory follows.
 
     Attributes:
-        specs: Their specs, with all lanes, in order.
+        specs: The buffers' specs, with all lanes, in order.
+        tapes: What lanes have done in a process before, to be repeated first.
     """
 
     specs: Mapping[str, TensorSpec]
+    tapes: Mapping[int, Tape]
 
     shares_memory: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Carry out commands from now on.
-
-    Attributes:
-        n_seen: Number of the last step that was carried out.
-        payload: A ``Predecessor``, whose memory follows.
-    """
-
-    n_seen: int
-    payload: Payload
-
-
-@dataclass(frozen=True)
-class Predecessor:
-    """Where the environments of the process before were. Lanes count within the worker.
-
-    Attributes:
-        tapes: The episode of each lane, without a step that is not finished.
-        not_compared: Lanes whose observation may be that of a remote's step without a reply.
-        given_up: Lane to seed and step of an episode that is truncated where it would go on.
-    """
-
-    tapes: Mapping[int, Tape]
-    not_compared: Sequence[int]
-    given_up: Mapping[int, tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Reset:
-    """Reset lanes. Lanes are numbered within the worker, here and below.
-
-    Attributes:
-        number: Number of the command.
-        episodes: Lane, ascending, seed and options of each.
-    """
-
-    number: int
-    episodes: Sequence[tuple[int, int, Options]]
-
-
-@dataclass(frozen=True)
 class Call:
-    """A request to one environment, to be answered with a ``Reply``.
+    """A request to one environment, to be answered with a ``Reply``; or options, which are not.
 
     Attributes:
         lane: The lane.
-        command: What a ``Remote`` was asked for.
-        data: Seed and options of a reset, or the name of an attribute.
+        command: What a ``Remote`` was asked for, or ``"options"``.
+        data: Seed and options of a reset, the name of an attribute, or options.
     """
 
     lane: int
     command: str
     data: Any
+
+
+@dataclass
+class Request:
+    """A request to one environment, until the user has received its reply.
+
+    Attributes:
+        call: The request.
+        reply: The reply, pickled, once it is there.
+        error: What failed, if anything did.
+    """
+
+    call: Call
+    reply: bytes | None = None
+    error: WorkerError | None = None
 
 
 # From a worker to the caller ----------------------------------------------------------------
@@ -264,14 +235,12 @@ class LaneFailed:
     """An environment failed in a reset or a step.
 
     Attributes:
-        number: Number of the command, 0 for a request of its remote.
         lane: The lane.
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
         is_lost: Whether the lane could not be restored, so that a restart would not help.
     """
 
-    number: int
     lane: int
     call: str
     error: EnvError

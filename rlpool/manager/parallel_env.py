@@ -20,17 +20,14 @@ from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, optional_number, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
-from rlpool.manager.channel import hand_over
-from rlpool.manager.commands import Remote, Stepper
-from rlpool.manager.env_workers import EnvWorkers
+from rlpool.manager.lanes import Lanes
+from rlpool.manager.remote import Remote
 from rlpool.observe.stats import Stats
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy, PolicyOptions
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_ALL = slice(None)
 
 
 class ParallelEnvManager(ProcessOwner, VecEnv):
@@ -139,19 +136,16 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             "keep_float64": keep_float64,
             "info_keys": info_specs(info_keys, keep_float64=keep_float64),
         }
-        workers = EnvWorkers(
-            env_fns, envs_per_worker, self._root, self._options, timeout, failure_policy
-        )
-        self._workers = self._calls = workers
+        lanes = Lanes(env_fns, envs_per_worker, self._root, self._options, timeout, failure_policy)
+        self._lanes = self._calls = lanes
         try:
             self._agree()
         except BaseException:
-            workers.close()
+            lanes.close()
             raise
-        self._stepper = Stepper(workers)
         self._copied: dict[str, NDArray] = {}  # last actions that are kept elsewhere
         self.num_envs = self.n_lanes
-        self.remotes = [Remote(workers, self._stepper, lane) for lane in range(self.n_lanes)]
+        self.remotes = [Remote(lanes, lane) for lane in range(self.n_lanes)]
 
     def _agree(self) -> None:
         """Adopt what the workers report, which must agree, and map the buffers.
@@ -159,8 +153,8 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         Raises:
             SpecError: If they do not agree.
         """
-        workers = self._workers
-        reports = [workers.reports[worker] for worker in range(workers.n_workers)]
+        workers = self._lanes
+        reports = [workers.reports[worker] for worker in sorted(workers.reports)]
         first, structures = reports[0], [(r.declaration.observation, r.action) for r in reports]
         spaces = [pickle.loads(report.spaces) for report in reports]
         for worker, lanes in enumerate(workers.lanes_of):
@@ -186,19 +180,19 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         Until the first step of the lane's next episode. A batcher over a manager decides itself
         what becomes of failures, by its own ``on_env_error``, and has them.
         """
-        return {lane: trouble.error for lane, trouble in self._workers.troubles.items()}
+        return {lane: given_up.error for lane, given_up in self._lanes.given_up.items()}
 
     @property
     def workers(self) -> list[SpawnProcess]:
         """The worker processes, each the last one with its number; none after ``close``."""
-        refuse_forked_copy(self._workers.owner_pid)
-        return self._workers.processes.all_processes()
+        refuse_forked_copy(self._lanes.owner_pid)
+        return self._lanes.crew.all_processes()
 
     # The lane contract ---------------------------------------------------------------------
 
     def report_failures(self) -> None:
         """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
-        self._workers.reports_failures = True
+        self._lanes.reports_failures = True
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
         handed = self._buffers.action
@@ -210,22 +204,14 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._copied = {k: a for k, a in arrays.items() if a is not handed.get(k)}
         return arrays
 
-    @whole
-    def reset_lanes(
-        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
-    ) -> None:
-        """Start an episode on some lanes, see ``VecEnv.reset_lanes``."""
-        self._workers.check_open()
-        self._stepper.refuse_bad_lanes(lanes)
-        self._stepper.settle(lanes)
-        workers = self._stepper.reset(lanes, seeds, options)
-        self.begin_lanes(lanes)
-        self._stepper.finish(workers)
-
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        raise NotImplementedError  # reset_lanes does all of it
+        self._lanes.check_open()
+        self._lanes.reset(lanes, seeds, options)
+        self._lanes.finish(lanes)
+
+    reset_lanes = whole(VecEnv.reset_lanes)
 
     @whole
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
@@ -245,16 +231,17 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             UsageError: If the manager is closed.
         """
-        self._workers.check_open()
+        self._lanes.check_open()
         if type(lanes) is not list:
             lanes = list(lanes)
-        workers = self._begin(lanes, actions)
-        done: list[int] = []
-        if self._stepper.finish(workers):
-            done = self.current["done"].nonzero()[0].tolist()
-            if len(lanes) < self.n_lanes:
-                done = sorted(set(done).intersection(lanes))
-        return done
+        self._lanes.step(lanes, actions, self._copied)
+        self._lanes.finish(lanes)
+        ended: list[int] = self.current["done"].nonzero()[0].tolist()
+        if ended and len(lanes) < self.n_lanes:
+            ended = [lane for lane in ended if lane in lanes]
+        return ended
+
+    _step_lanes: Any = step_lanes  # results are in the buffers already
 
     @whole
     def step_some(
@@ -290,53 +277,34 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             UsageError: If one of the lanes is stepping, or the manager is closed.
         """
-        self._workers.check_open()
+        self._lanes.check_open()
         whole_number("min_ready", min_ready, 0)
         if lanes:
             lanes = list(lanes)
-            self._stepper.let_go(self._begin(lanes, actions or {}))
-        return self._stepper.take_ready(min_ready)
-
-    def _begin(self, lanes: list[int], actions: Mapping[str, NDArray]) -> list[int]:
-        """Let lanes that may step do so, with actions that are put where their workers look.
-
-        Returns:
-            Their workers.
-        """
-        workers = self._stepper.workers_of(lanes)
-        if self._workers.troubles:
-            self._workers.forget_troubles(lanes)
-        hand_over(actions, lanes, self._buffers.action, self._copied)
-        if self._some_lane_is_initial:
-            all_step = len(lanes) == self.n_lanes
-            self._initial_state[_ALL if all_step else lanes] = False
-            self._some_lane_is_initial = not all_step
-        self._stepper.issue(lanes, workers)
-        return workers
-
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Any:
-        raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
+            self._lanes.step(lanes, actions or {}, self._copied)
+            self._lanes.let_go(lanes)
+        return self._lanes.take_ready(min_ready)
 
     # Life and end --------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called, or every environment was closed by its remote."""
-        return self._workers.closed
+        return self._lanes.closed
 
     @whole
     def reset(self, *arguments: Any, **named: Any) -> Any:
         """Reset all environments, see ``VecEnv.reset``; begins with new workers if need be."""
-        self._workers.refuse_closed()
-        if self._workers.is_interrupted:
-            self._stepper.begin_again()
-        self._workers.check_open()
+        self._lanes.refuse_closed()
+        if self._lanes.is_interrupted:
+            self._lanes.begin_again()
+        self._lanes.check_open()
         return super().reset(*arguments, **named)
 
     @whole
     def step(self, policy_output: DictTensor) -> tuple[Observed, Observed]:
         """Step the running environments, see ``VecEnv.step``."""
-        self._workers.check_open()
+        self._lanes.check_open()
         return super().step(policy_output)
 
     def _call(self, method: Any, *arguments: Any) -> Any:
@@ -351,15 +319,15 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         Raises:
             UsageError: If the manager is closed.
         """
-        self._workers.refuse_closed()
-        return self._workers.stats_reader.read()
+        self._lanes.refuse_closed()
+        return self._lanes.stats_reader.read()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""
-        self._workers.close()
+        self._lanes.close()
 
     def _has_processes(self) -> bool:
-        return "_workers" in self.__dict__
+        return "_lanes" in self.__dict__
 
 
 def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:

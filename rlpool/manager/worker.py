@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic_ns
 from typing import Any
@@ -17,33 +17,35 @@ from rlpool.data.storage import Memory
 from rlpool.envs.description import described
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import all_tasks, check_is_env
-from rlpool.envs.vec_env import LaneError
+from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError
 from rlpool.errors import described as described_error
 from rlpool.manager.channel import (
-    FAILED,
-    NONE_ENDED,
-    SOME_ENDED,
+    IDLE,
+    RESET,
+    RESET_WITH_OPTIONS,
+    SKIP_RESET,
+    STEP,
+    TRUNCATE,
     Begin,
     Buffers,
     Call,
     LaneFailed,
-    MapArrays,
-    Predecessor,
     Reply,
     Report,
-    Reset,
     Setup,
 )
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import advise_to_debug, env_error, text_of
 from rlpool.record.repeat import take_over
+from rlpool.record.tape import Tape
 from rlpool.seeding import root_from
-from rlpool.workers.payload import unpack
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wake import Wake
-from rlpool.workers.wire import Close, Message, Pipe, Retiring
+from rlpool.workers.wire import Message, Pipe, Retiring
 from rlpool.workers.worker_process import Place, Server, called, load, run
+
+_ALL = slice(None)
 
 _LONGEST_SLEEP_S = 3600.0
 """Of a worker that waits; nothing happens at the end of it."""
@@ -63,8 +65,8 @@ def main(shared: Shared, wake: Wake, done: Wake, place: Place, pipe: Pipe, contr
 
     Args:
         shared: What the set-up refers to.
-        wake: Is signalled when a step is issued while this process sleeps.
-        done: Is signalled when a command is carried out, for a caller that sleeps.
+        wake: Is signalled when lanes have something to do while this process sleeps.
+        done: Is signalled when they have done it, for a caller that sleeps.
         place: Which worker it is.
         pipe: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
@@ -142,7 +144,7 @@ def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
 
 
 class EnvServer(Server):
-    """Owns a worker's environments and carries out the caller's commands.
+    """Owns a worker's environments and does what the caller asks of them.
 
     Lanes count within the worker.
 
@@ -151,21 +153,17 @@ class EnvServer(Server):
         pipe: The line to the caller.
         control: Its part of the shared record.
         wake: What it waits for, in addition to its pipe.
-        done: Is signalled when a command is carried out.
+        done: Is signalled when lanes have done what they had to do.
     """
 
     def __init__(
         self, place: Place, pipe: Pipe, control: WorkerRecord, wake: Wake, done: Wake
     ) -> None:
         super().__init__(place, pipe, control)
-        self._me = place.worker
         self._wake = wake
         self._done = done
-        self._has_begun = False  # all arrays are mapped, and the predecessor's place is taken
-        self._is_over = False
-        self._n_seen = 0  # number of the last step
+        self._options: dict[int, Options] = {}  # of the next resets
         self._not_restored: dict[int, EnvError] = {}  # lanes that cannot go on, and why
-        self._given_up: dict[int, tuple[int, int]] = {}  # see Predecessor
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
         """Create the environments."""
@@ -182,199 +180,174 @@ class EnvServer(Server):
         return Report(declaration, action, *knows, described(env))
 
     def serve(self) -> None:
-        """Carry out commands until told to close."""
-        while not self._has_begun:
-            if not self._handle(*self.receive()):
-                return
-        wake, pipe, me, step = self._wake, self._link, self._me, self._buffers.step
+        """Do what there is to do until told to close."""
+        message, memory = self.receive()
+        if not isinstance(message, Begin) or memory is None:
+            return
+        buffers = self._begin(message, memory)
+        wake, pipe, todo, idle = self._wake, self._link, buffers.todo.data, bytes(len(self._all))
         poller = select.poll()
         poller.register(pipe.fileno(), select.POLLIN)
         poller.register(wake.fd, select.POLLIN)
         wake.begin()
-        while not self._is_over:
-            number = step[me]
-            is_new = number != self._n_seen
+        while True:
+            asked = todo.tobytes()
+            is_new = asked != idle
+            if is_new and not self._carry_out(buffers, asked):
+                return
             events = poller.poll(0 if is_new else wake.pause(_LONGEST_SLEEP_S) * 1000)
             for fd, _ in events:
                 if fd == wake.fd:
                     wake.wait()
-                elif not self._handle(*pipe.receive()):
+                elif not self._handle(buffers, *pipe.receive()):
                     return
-            # After the messages: they were sent before the step that both may be there for.
-            if is_new and not self._is_over:
-                self._n_seen = number
-                self._step(number)
             if is_new or events:
                 wake.begin()
 
-    # Messages ---------------------------------------------------------------------------------
-
-    def _handle(self, message: Message, memory: Memory | None) -> bool:
-        """Carry out a message; False if it says to close."""
-        if isinstance(message, Close) or self._retires(message):
-            return False
-        if isinstance(message, Reset):
-            self._reset(message)
-        elif isinstance(message, Call):
-            self._answer(message)
-        elif isinstance(message, MapArrays) and memory is not None:
-            self._buffers = Buffers(message.specs, memory, self._lanes)
-            self._wake.share(self._buffers.asleep[self._me : self._me + 1])
-            self._done.share(self._buffers.asleep[-1:])
-        elif isinstance(message, Begin) and memory is not None:
-            self._n_seen = message.n_seen
-            self._restore(unpack(message.payload, memory))
-            self._has_begun = True
-            self._use_buffers()
-        return True
-
-    def _retires(self, message: Message) -> bool:
-        """Whether a successor should begin the episodes of a message; then this worker retires."""
-        if isinstance(message, Reset):
-            n_resets = len(message.episodes)
-        else:
-            n_resets = int(isinstance(message, Call) and message.command == "reset")
-        if not n_resets or not self._recycling.is_due(n_resets):
-            return False
-        self._send(Retiring())
-        return True
-
-    def _use_buffers(self) -> None:
-        """Write the environments' results into the buffers, and note when observations follow."""
-        env, buffers, me = self._env, self._buffers, self._me
+    def _begin(self, message: Begin, memory: Memory) -> Buffers:
+        """Take the place of a process before, and write results into the buffers from now on."""
+        env, me = self._env, self._place.worker
+        for lane, tape in message.tapes.items():
+            self._restore(lane, tape)
+        buffers = Buffers(message.specs, memory, self._lanes)
+        self._wake.share(buffers.asleep[me : me + 1])
+        self._done.share(buffers.asleep[-1:])
         env.place(buffers.observation, buffers.reward, buffers.flags)
         columns: Any = env.columns
-        write, step, writing = columns.write, buffers.step, buffers.writing
+        write, writing = columns.write, buffers.writing
 
         def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
-            writing[me] = step[me]  # a worker that dies from here on leaves mixed values
+            writing[me] = 1  # a worker that dies from here on leaves mixed values
             write(lanes, observations)
 
         columns.write = noted_write
+        return buffers
 
-    def _restore(self, predecessor: Predecessor) -> None:
-        """Take the place of another worker; a step that it did not finish comes next."""
-        buffers, me = self._buffers, self._me
-        self._given_up.update(predecessor.given_up)
-        number = buffers.step[me]
-        not_compared = {*predecessor.not_compared}
-        if number != self._n_seen and buffers.writing[me] == number:
-            not_compared.update(self._asked())  # their observations may be partly written
-        for lane, tape in predecessor.tapes.items():
-            if not tape.n_steps and self._given_up.get(lane) == (tape.seed, -1):
-                self._env.begin_lanes([lane])  # its reset fails again
-                continue
-            if lane not in not_compared:
-                tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
+    def _restore(self, lane: int, tape: Tape) -> None:
+        """Bring a lane to where it was; a step that was not finished comes next."""
+        try:
+            place = {lane: Where()}
+            take_over(self._env, {lane: tape}, place, self._control.steps, may_end=True)
+        except EnvError as error:
+            what = _NOT_RESTORED.format(error.what)
+            self._not_restored[lane] = EnvError(what, where=self._here, fix=_NOT_RESTORED_FIX)
+
+    # Steps and resets -------------------------------------------------------------------------
+
+    def _carry_out(self, buffers: Buffers, asked: bytes) -> bool:
+        """Do what lanes have to do; False if a successor has to go on."""
+        env, actions, do = self._env, buffers.action, partial(self._do, buffers)
+        if asked.count(STEP) == len(asked):
+            return do("step", self._all, env.step_lanes, actions)
+        stepping, truncated, skipping, resetting = (
+            [lane for lane, todo in enumerate(asked) if todo in kinds]
+            for kinds in ((STEP,), (TRUNCATE,), (SKIP_RESET,), (RESET, RESET_WITH_OPTIONS))
+        )
+        if resetting and self._retires(len(resetting)):
+            return False
+        seeds = buffers.seed[resetting].tolist()
+        options = [self._options_of(buffers, n) if asked[n] != RESET else None for n in resetting]
+        return (
+            do("step", stepping, env.step_lanes, actions)
+            and do("step", truncated, env.truncate_lanes, actions)
+            and do("reset", skipping, env.begin_lanes)
+            and do("reset", resetting, env.reset_lanes, seeds, options)
+        )
+
+    def _do(
+        self,
+        buffers: Buffers,
+        name: str,
+        lanes: list[int],
+        call: Callable[..., Any],
+        *arguments: Any,
+    ) -> bool:
+        """Step or reset lanes; False if a successor has to do it."""
+        if not lanes:
+            return True
+        record, rows = self._control, _ALL if lanes is self._all else lanes
+        if name == "reset":
+            self._note_begin(lanes)
+        failure = self._lost_of(lanes) if self._not_restored else None
+        if failure is None:
+            record.env_ns[0] -= monotonic_ns()
             try:
-                place = {lane: Where()}
-                take_over(self._env, {lane: tape}, place, self._control.steps, may_end=True)
-            except EnvError as error:
-                what = _NOT_RESTORED.format(error.what)
-                self._not_restored[lane] = EnvError(what, where=self._here, fix=_NOT_RESTORED_FIX)
-
-    # Resets and steps -------------------------------------------------------------------------
-
-    def _reset(self, message: Reset) -> None:
-        """Reset lanes, but those whose reset is known to fail: they are truncated in their step."""
-        able = []
-        for lane, seed, options in message.episodes:
-            self._note_begin(lane)
-            if self._given_up.get(lane) == (seed, -1):
-                self._env.begin_lanes([lane])
-            else:
-                self._given_up.pop(lane, None)
-                able.append((lane, seed, options))
-        outcome = NONE_ENDED
-        try:
-            if able:
-                self._control.env_ns[0] -= monotonic_ns()
-                self._env.reset_lanes(*map(list, zip(*able, strict=True)))
-                self._control.end_calls()
-        except LaneError as error:
-            self._report(message.number, error)
-            outcome = FAILED
-        self._conclude(message.number, outcome)
-
-    def _note_begin(self, lane: int) -> None:
-        """Record that a lane is reset, whatever was wrong with it."""
-        self._not_restored.pop(lane, None)
-        self._recycling.n_begun += 1
-
-    def _asked(self) -> list[int]:
-        """Lanes that the caller wants to step."""
-        if self._buffers.partial[self._me]:
-            lanes: list[int] = np.flatnonzero(self._buffers.asked).tolist()
-            return lanes
-        return self._all
-
-    def _step(self, number: int) -> None:
-        """Step lanes with the actions in the buffers."""
-        record, outcome, lanes = self._control, NONE_ENDED, self._asked()
-        if self._not_restored and (lost := self._not_restored.keys() & set(lanes)):
-            lane = min(lost)
-            self._send(LaneFailed(number, lane, "step", self._not_restored[lane], is_lost=True))
-            self._conclude(number, FAILED)
-            return
-        record.env_ns[0] -= monotonic_ns()
-        try:
-            if self._given_up:
-                ended = self._step_or_truncate(lanes)
-            else:
-                ended = self._env.step_lanes(lanes, self._buffers.action)
+                call(lanes, *arguments)
+                record.n_steps[0] += len(lanes) if name == "step" else 0
+            except LaneError as error:
+                failure = self._failure(error)
             record.env_ns[0] += monotonic_ns()
-            record.n_steps[0] += len(lanes)
-        except LaneError as error:
-            self._report(number, error)
-            outcome = FAILED
-        else:
-            if ended:
-                outcome = SOME_ENDED
-        self._conclude(number, outcome)
-
-    def _step_or_truncate(self, lanes: list[int]) -> list[int]:
-        """Step lanes, and truncate those that are given up; returns whose episode ended."""
-        env, actions = self._env, self._buffers.action
-        given_up = [lane for lane in lanes if self._given_up.pop(lane, None) is not None]
-        others = [lane for lane in lanes if lane not in given_up]
-        ended = env.step_lanes(others, actions) if others else []
-        env.truncate_lanes(given_up, actions)
-        return sorted([*ended, *given_up])
-
-    def _conclude(self, number: int, outcome: int) -> None:
-        self._control.steps[0] += 1
-        if self._is_over:
-            return  # it is not carried out: a successor will do it again
-        self._control.done[0] += 1
-        self._buffers.outcome[self._me] = outcome
-        self._buffers.finished[self._me] = number
+        record.steps[0] += 1
+        if failure is not None:
+            self._send(failure)
+            if self._place.policy.restarts_on_env_errors and not failure.is_lost:
+                return False
+            buffers.failed[rows] = 1
+        record.done[0] += 1
+        buffers.todo[rows] = IDLE
+        buffers.writing[self._place.worker] = 0
         self._done.signal()
+        return True
 
-    def _report(self, number: int, error: LaneError) -> None:
-        self._control.end_calls()
-        failure = env_error(error, self._here)
-        self._send(LaneFailed(number, error.lane, error.call, failure))
-        self._is_over = self._place.policy.restarts_on_env_errors
+    def _failure(self, error: LaneError) -> LaneFailed:
+        return LaneFailed(error.lane, error.call, env_error(error, self._here))
+
+    def _lost_of(self, lanes: Sequence[int]) -> LaneFailed | None:
+        """The failure of lanes of which one is not where it should be."""
+        lost = self._not_restored.keys() & lanes
+        if not lost:
+            return None
+        return LaneFailed(min(lost), "step", self._not_restored[min(lost)], is_lost=True)
+
+    def _retires(self, n_resets: int) -> bool:
+        """Whether a successor should begin some episodes; then this worker retires."""
+        is_due = self._recycling.is_due(n_resets)
+        if is_due:
+            self._send(Retiring())
+        return is_due
+
+    def _note_begin(self, lanes: Sequence[int]) -> None:
+        """Record that lanes are reset, whatever was wrong with them."""
+        for lane in lanes:
+            self._not_restored.pop(lane, None)
+        self._recycling.n_begun += len(lanes)
+
+    def _options_of(self, buffers: Buffers, lane: int) -> Options:
+        """The options of a lane's reset, which may arrive after it was asked for."""
+        while lane not in self._options:
+            message, memory = self.receive()
+            if not self._handle(buffers, message, memory):
+                raise EOFError  # it is to close
+        return self._options.pop(lane)
 
     # Requests of remotes ----------------------------------------------------------------------
 
-    def _answer(self, call: Call) -> None:
-        """Carry out a request to one environment."""
+    def _handle(self, buffers: Buffers, message: Message, memory: Memory | None) -> bool:
+        """Carry out a message; False if this worker is to end now."""
+        if not isinstance(message, Call):
+            return False
+        if message.command == "options":
+            self._options[message.lane] = message.data
+            return True
+        if message.command == "reset" and self._retires(1):
+            return False
         try:
-            reply = Reply(call.lane, cloudpickle.dumps(self._result_of(call)))
+            reply = Reply(message.lane, cloudpickle.dumps(self._result_of(message, buffers)))
         except LaneError as error:
-            self._report(0, error)
-            return
+            self._send(self._failure(error))
+            return not self._place.policy.restarts_on_env_errors
         except BaseException as error:
             text = text_of(error)
             failure = EnvError(described_error(error), where=self._here, traceback_text=text)
-            reply = Reply(call.lane, pickle.dumps(("error", text)), failure)
+            reply = Reply(message.lane, pickle.dumps(("error", text)), failure)
         finally:
             self._control.steps[0] += 1
         self._control.done[0] += 1
+        buffers.writing[self._place.worker] = 0
         self._send(reply)
+        return True
 
-    def _result_of(self, call: Call) -> tuple[str, Any]:
+    def _result_of(self, call: Call, buffers: Buffers) -> tuple[str, Any]:
         """What a remote receives.
 
         Raises:
@@ -389,10 +362,10 @@ class EnvServer(Server):
             self._control.env_ns[0] -= monotonic_ns()
             if call.command == "reset":
                 seed, options = call.data
-                self._note_begin(lane)
+                self._note_begin([lane])
                 env.reset_lanes([lane], [seed], [options])
                 return "obs", env.results[0][0]
-            env.step_lanes([lane], self._buffers.action)
+            env.step_lanes([lane], buffers.action)
             self._control.n_steps[0] += 1
             observation, reward, _, _, info = env.results[0]
         finally:

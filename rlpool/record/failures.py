@@ -98,6 +98,34 @@ def advise_to_debug(advice: str) -> None:
     _debug_advice = advice
 
 
+class LaneFailure(EnvError, LaneError):
+    """An ``EnvError`` of a manager's lane, as callers of the lane contract expect it."""
+
+    def __reduce__(self) -> Any:
+        kind = EnvSpecError if isinstance(self, EnvSpecError) else EnvError
+        return kind(**self._constructor_arguments()).__reduce__()
+
+
+class LaneSpecFailure(LaneFailure, EnvSpecError):
+    """An ``EnvSpecError`` of a lane."""
+
+
+def lane_failure(error: EnvError, call: str, where: Where, **episode: Any) -> LaneFailure:
+    """What a manager's worker reports about one of its lanes, as an exception.
+
+    Args:
+        error: What the worker reports.
+        call: What failed.
+        where: Where it did.
+        **episode: ``options`` and ``actions`` of the episode, where they are known.
+    """
+    changes = {"where": where, **episode}
+    kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
+    failure = kind(**{**error._constructor_arguments(), **changes})
+    failure.lane, failure.call = where.lane or 0, call
+    return failure
+
+
 class LaneDeath(WorkerDiedError, LaneError):
     """The death of a manager's worker in one lane's call, again and again."""
 

@@ -59,7 +59,7 @@ def remote(manager: ParallelEnvManager) -> None:
 
 
 def begin_again(manager: ParallelEnvManager) -> None:
-    manager._workers._was_interrupted = True
+    manager._lanes._was_interrupted = True
     manager.reset()
 
 
@@ -117,7 +117,7 @@ def test_after_an_interrupt_a_reset_begins_with_new_workers(name: str) -> None:
             manager.reset()
             before = [worker.pid for worker in manager.workers]
             struck(lambda: CALLS[name](manager), number)
-            if manager._workers.is_interrupted:
+            if manager._lanes.is_interrupted:
                 n_interrupted += 1
                 for refused in CALLS["step_lanes"], CALLS["step_some"], CALLS["step"], remote:
                     with pytest.raises(UsageError, match="interrupted") as caught:

@@ -58,7 +58,7 @@ def inside(user: Any, call: Callable[[], Any], gate: Path) -> Iterator[list[Any]
     result: list[Any] = []
     other = threading.Thread(target=lambda: result.append(call()), name="collector")
     other.start()
-    calls = user._workers if isinstance(user, ParallelEnvManager) else user
+    calls = user._lanes if isinstance(user, ParallelEnvManager) else user
     wait_until(lambda: calls._thread_inside == other.ident)
     yield result
     with open(gate, "w"):  # waits for the reader

@@ -1,0 +1,600 @@
+"""The lanes of a ``ParallelEnvManager``: what each has to do, what it has done, and its worker.
+
+A lane runs an episode, which is on its tape, and does one thing at a time: a step or a reset, which
+the caller writes into the buffers, waking the worker if it sleeps; or a request of its remote,
+which is a message with a reply. The buffers show when a step or reset is done. What a worker leaves
+undone is there for its successor, which is sent the tapes and the requests.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rlpool.data.specs import TensorSpec
+from rlpool.data.storage import Memory, NDArray, carved_bytes
+from rlpool.envs.vec_env import Options
+from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
+from rlpool.machine.calls import CrashOnly
+from rlpool.machine.limits import check_size, check_workers
+from rlpool.manager.channel import (
+    CALL_OF,
+    IDLE,
+    RESET,
+    RESET_WITH_OPTIONS,
+    SKIP_RESET,
+    STEP,
+    TRUNCATE,
+    Begin,
+    Buffers,
+    Call,
+    LaneFailed,
+    Reply,
+    Report,
+    Request,
+    Setup,
+    buffer_specs,
+    hand_over,
+)
+from rlpool.manager.worker import main
+from rlpool.observe.stats import StatsReader
+from rlpool.record.failures import lane_death, lane_failure
+from rlpool.record.tape import LaneTapes, Tape, actions_of
+from rlpool.workers.crew import Crew
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.process_owner import refuse_forked_copy
+from rlpool.workers.sharing import ByValue, Parcel, pickled
+from rlpool.workers.wake import Wake
+from rlpool.workers.wire import Message, Ready
+
+_DESCRIPTORS_EACH = 4
+"""A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
+
+_WAITS_PER_LOOK = 100
+"""After how many short waits a caller looks for the deaths of all workers."""
+
+
+@dataclass
+class GivenUp:
+    """An episode that ends where it failed.
+
+    Attributes:
+        tape: The episode.
+        error: Why.
+        in_reset: Whether its reset failed.
+    """
+
+    tape: Tape | None
+    error: WorkerError
+    in_reset: bool
+
+
+class Lanes(CrashOnly):
+    """Environments in worker processes.
+
+    Calls of a manager and of its remotes count as calls of their lanes.
+
+    Args:
+        env_fns: Functions that make one environment each.
+        envs_per_worker: Environments of a worker; the last one may have fewer.
+        root: Root of all seeds.
+        options: Keyword arguments of the workers' ``GymEnv``.
+        timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
+            never.
+        policy: When workers that fail are replaced.
+
+    Attributes:
+        n_lanes: How many there are.
+        lanes_of: For each worker its lanes.
+        worker_of: For each lane its worker.
+        root: Root of all seeds.
+        reports: What the workers reported when they were ready.
+        crew: The workers.
+        stats_reader: Reads what they are doing.
+        closed: Whether all are closed.
+        owner_pid: The process that started the workers.
+        tapes: The episode of each lane.
+        buffers: The shared memory.
+        stepping: Lanes that ``step_some`` let step and has yet to return.
+        requests: Requests to single lanes whose replies the user has not received.
+        closed_lanes: Lanes that were closed one by one.
+        given_up: Lane to its episode, if that ends where it failed; until its next one steps.
+        reports_failures: Whether no episode is truncated here, see ``VecEnv.report_failures``.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        envs_per_worker: int,
+        root: int,
+        options: Mapping[str, Any],
+        timeout_s: float | None,
+        policy: FailurePolicy,
+    ) -> None:
+        n_lanes = self.n_lanes = len(env_fns)
+        starts = range(0, n_lanes, envs_per_worker)
+        self.lanes_of = [range(s, min(s + envs_per_worker, n_lanes)) for s in starts]
+        self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
+        advice = "use fewer workers, by more envs_per_worker or fewer environments"
+        check_workers(len(self.lanes_of), _DESCRIPTORS_EACH, advice)
+        self.root = root
+        self.reports: dict[int, Report] = {}
+        self.closed = False
+        self.owner_pid = os.getpid()
+        self.reports_failures = False
+        self._policy = policy
+        self._timeout_s = timeout_s
+        self._options = options
+        self._mapped: tuple[Mapping[str, TensorSpec], Memory] | None = None
+        self._idle = bytes(n_lanes)
+        self._todo: Any = self._idle  # before there are buffers
+        self._forget()
+        self._functions = [_pickled(env_fns, lanes) for lanes in self.lanes_of]
+        self._n_waits = 0
+        self._done = Wake()
+        self._wakes = [Wake() for _ in self.lanes_of]
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _forget(self) -> None:
+        self.tapes = LaneTapes(self.n_lanes)
+        self.stepping: set[int] = set()
+        self.requests: dict[int, Request] = {}
+        self.closed_lanes: set[int] = set()
+        self.given_up: dict[int, GivenUp] = {}
+        self._errors: dict[int, WorkerError] = {}  # of steps and resets, not raised yet
+        self._may_step: list[int] | None = None  # lanes that have stepped together before
+
+    def _start(self) -> None:
+        """Start all workers and wait until they are ready."""
+        runs = []
+        for functions, wake, lanes in zip(self._functions, self._wakes, self.lanes_of, strict=True):
+            run = partial(main, functions.shared, wake, self._done)
+            runs.append((run, Setup(functions.data, self._options, lanes.start), None))
+        self.crew = Crew(runs, self.root, self._policy, self._timeout_s, self, self._done)
+        self.stats_reader = StatsReader(self.crew.control)
+        try:
+            self.crew.control.name = "ParallelEnvManager"
+            self.crew.start()
+        except BaseException:
+            self.crew.abort()
+            raise
+
+    def begin(
+        self, observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]
+    ) -> None:
+        """Map buffers for what one lane shows and takes, and let the workers use them."""
+        specs = buffer_specs(observation, action, self.n_lanes, len(self.lanes_of))
+        sizes = carved_bytes(specs, 1)
+        check_size(sizes, lambda _: "use fewer environments", "the observations")
+        memory = Memory.shared(sum(sizes.values()), "rlpool-buffers")
+        self.buffers = Buffers(specs, memory)
+        self._todo, self._failed = self.buffers.todo.data, self.buffers.failed.data
+        self.tapes.bind(self.buffers.action)
+        for cell, wake in enumerate((*self._wakes, self._done)):
+            wake.share(self.buffers.asleep[cell : cell + 1])
+        self._mapped = specs, memory
+        for worker in range(len(self.lanes_of)):
+            self._brief(worker)
+
+    def begin_again(self) -> None:
+        """Begin with new workers, whatever an interrupted call has left."""
+        self.crew.abort()
+        self.crew.close()
+        self._forget()
+        self.tapes.bind(self.buffers.action)
+        self.buffers.todo[:] = self.buffers.failed[:] = IDLE
+        self._start()
+        self.forget_interrupt()
+
+    # Steps and resets ---------------------------------------------------------------------------
+
+    def step(self, lanes: list[int], actions: Mapping[str, NDArray], *copies: Any) -> None:
+        """Let lanes step, and return at once.
+
+        Args:
+            lanes: Ascending lane numbers.
+            actions: Action key to array ``[n_lanes, ...]``.
+            *copies: Where to keep the actions as well.
+
+        Raises:
+            SpecError, UsageError: If one of the lanes cannot step, or the actions do not fit.
+        """
+        if lanes != self._may_step:
+            self.refuse_bad_lanes(lanes)
+            self.refuse_stepping(lanes)
+            self._refuse_unknown(lanes)
+            self._may_step = lanes[:]
+        hand_over(actions, lanes, self.buffers.action, *copies)
+        self.tapes.record_step(lanes)
+        self._post(lanes, self._steps_of(lanes) if self.given_up else STEP)
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
+        """Let lanes begin episodes, and return at once."""
+        sent = [option and ByValue("options", option) for option in options]
+        self.refuse_bad_lanes(lanes)
+        self.settle(lanes)
+        rows = list(lanes)
+        self.buffers.seed[rows] = seeds
+        for lane, seed, option, data in zip(lanes, seeds, options, sent, strict=True):
+            self.record_reset(lane, seed, option)
+            if option:
+                self._send(lane, "options", data)
+        self._post(rows, [RESET_WITH_OPTIONS if option else RESET for option in options])
+
+    def record_reset(self, lane: int, seed: int, options: Options) -> None:
+        """Record that a lane begins an episode."""
+        self.tapes.record_reset(lane, seed, options)
+        self.crew.restarts.forget(lane, seed)
+
+    def _post(self, lanes: list[int], todo: Any) -> None:
+        """Write what lanes have to do where their workers look for it."""
+        if len(lanes) == self.n_lanes:
+            self.buffers.todo[:] = todo
+            for wake in self._wakes:
+                wake.signal()
+        else:
+            self.buffers.todo[lanes] = todo
+            for worker in {self.worker_of[lane] for lane in lanes}:
+                self._wakes[worker].signal()
+
+    def _steps_of(self, lanes: Sequence[int]) -> list[int]:
+        """What lanes do in a step: an episode is truncated whose reset was skipped."""
+        for lane in self.given_up.keys() & lanes:
+            if self.given_up[lane].tape is not self.tapes.peek(lane):
+                del self.given_up[lane]
+        skipped = [lane for lane, given_up in self.given_up.items() if given_up.in_reset]
+        return [TRUNCATE if lane in skipped else STEP for lane in lanes]
+
+    def finish(self, lanes: Sequence[int]) -> None:
+        """Wait until lanes have done what they have to do.
+
+        Raises:
+            LaneFailure: If an environment failed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        todo, idle = self._todo, self._idle
+        if len(lanes) == self.n_lanes:
+            self._wait_for(lambda: todo.tobytes() == idle)
+        else:
+            self._wait_for(lambda: not any(todo[lane] for lane in lanes))
+        if self._failed.tobytes() != idle:
+            try:
+                self._raise_failure(lanes)
+            finally:
+                self.settle(lanes)
+
+    def let_go(self, lanes: Sequence[int]) -> None:
+        """Leave lanes that step to ``take_ready``, instead of waiting for them."""
+        self._may_step = None
+        self.stepping.update(lanes)
+
+    def take_ready(self, min_ready: int) -> list[int]:
+        """Wait until that many stepping lanes have stepped, or all; returns all that have.
+
+        Raises:
+            LaneFailure: If an environment failed; lanes of other workers are returned by the next
+                call.
+        """
+        if not min_ready and self.stepping:
+            self._look()  # for callers that never wait
+        wanted = min(min_ready, len(self.stepping))
+        todo, failed = self._todo, self._failed
+
+        def ready() -> list[int]:
+            return [lane for lane in self.stepping if not todo[lane]]
+
+        def are_enough() -> bool:
+            lanes = ready()
+            return len(lanes) >= wanted or any(failed[lane] for lane in lanes)
+
+        self._wait_for(are_enough)
+        lanes = sorted(ready())
+        self._raise_failure(lanes)
+        self.stepping.difference_update(lanes)
+        return lanes
+
+    def _raise_failure(self, lanes: Sequence[int]) -> None:
+        """Raise the first failure of some lanes; all that were to do the same need a reset."""
+        failed = [lane for lane in lanes if self._failed[lane]]
+        if not failed:
+            return
+        own = self.lanes_of[self.worker_of[failed[0]]]
+        self.wait_until(lambda: not self._errors.keys().isdisjoint(own))
+        self._may_step = None
+        for lane in {*failed, *(lane for lane in own if self._failed[lane])}:
+            self.tapes.forget(lane)
+            if lane in own:
+                self._failed[lane] = 0
+                self.stepping.discard(lane)
+        raise self._errors.pop(min(self._errors.keys() & own))
+
+    def settle(self, lanes: Sequence[int]) -> None:
+        """Wait for steps of lanes that the user has given up, and forget their outcome."""
+        if any(self._todo[lane] for lane in lanes):
+            self._wait_for(lambda: not any(self._todo[lane] for lane in lanes))
+        if any(self._failed[lane] for lane in lanes):
+            self._look()  # what failed was reported before
+        for lane in lanes:
+            self._failed[lane] = 0
+            self._errors.pop(lane, None)
+            self.stepping.discard(lane)
+
+    # Lanes that cannot step -------------------------------------------------------------------
+
+    def refuse_bad_lanes(self, lanes: Sequence[int]) -> None:
+        """Refuse lanes that are not ascending numbers of open environments.
+
+        Raises:
+            SpecError, UsageError: If they are not.
+        """
+        given, n_lanes = list(lanes), self.n_lanes
+        if not given or given != sorted(set(given)) or given[0] < 0 or given[-1] >= n_lanes:
+            raise SpecError(f"lanes should be ascending numbers below {n_lanes}, got {given}")
+        if closed := self.closed_lanes.intersection(lanes):
+            raise UsageError(f"environment {min(closed)} was closed by its remote")
+        if waiting := self.requests.keys() & given:
+            raise UsageError(
+                f"remote {min(waiting)} has a request without an answer",
+                fix=f"call remotes[{min(waiting)}].recv() first",
+            )
+
+    def refuse_stepping(self, lanes: Sequence[int]) -> None:
+        """Refuse lanes that ``step_some`` let step and has yet to return."""
+        if stepping := self.stepping.intersection(lanes):
+            raise UsageError(
+                f"lane {min(stepping)} is stepping already",
+                fix="wait until step_some() returns it, or reset it",
+            )
+
+    def _refuse_unknown(self, lanes: Sequence[int]) -> None:
+        for lane in lanes:
+            if self.tapes.peek(lane) is None:
+                raise UsageError(
+                    f"lane {lane} cannot go on: it was not reset, or an environment of its worker "
+                    "failed in its last step or reset",
+                    fix="reset it",
+                )
+
+    # Requests of remotes ------------------------------------------------------------------------
+
+    def request(self, lane: int, command: str, data: Any) -> None:
+        """Ask an environment for something."""
+        self._may_step = None
+        self.requests[lane] = Request(self._send(lane, command, data))
+
+    def _send(self, lane: int, command: str, data: Any) -> Call:
+        worker = self.worker_of[lane]
+        call = Call(lane - self.lanes_of[worker].start, command, data)
+        self.crew.send(worker, call)
+        return call
+
+    def is_unanswered(self, lane: int) -> bool:
+        """Whether a lane's request has no reply yet."""
+        return lane in self.requests and self.requests[lane].reply is None
+
+    def _refuse_request(self, lane: int, error: WorkerError) -> None:
+        """Let a failure be the reply: the environment's traceback, or how its worker failed."""
+        text = str(error)
+        if isinstance(error, EnvError):
+            text = f"{error.traceback_text}\n  fix:   {error.fix}"
+        request = self.requests[lane]
+        request.reply, request.error = pickle.dumps(("error", text)), error
+        self.tapes.lose(lane)
+
+    def close_lane(self, lane: int) -> None:
+        """Close an environment; its worker ends with the last one."""
+        worker = self.worker_of[lane]
+        self._may_step = None
+        self.tapes.forget(lane)
+        self.closed_lanes.add(lane)
+        if self.closed_lanes.issuperset(self.lanes_of[worker]):
+            self.crew.dismiss(worker)
+        if len(self.closed_lanes) == self.n_lanes:
+            self.close()
+
+    # Waiting ------------------------------------------------------------------------------------
+
+    def wait_until(self, is_over: Callable[[], bool], until_s: float = math.inf) -> None:
+        """Handle messages until a condition holds, or until a ``time.monotonic()``.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        self._look()
+        self.crew.wait_until(lambda: is_over() or self.crew.fatal is not None, until_s)
+        self.crew.refuse_if_dead()
+
+    def _look(self, longest_s: float = 0.0) -> None:
+        self.crew.look(longest_s)
+        self.crew.refuse_if_dead()
+
+    def _wait_for(self, is_over: Callable[[], bool]) -> None:
+        """Wait for a condition that depends on the buffers.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        self._n_waits += 1
+        if self._n_waits % _WAITS_PER_LOOK == 0:
+            self._look()
+        if is_over():
+            return
+        done, crew = self._done, self.crew
+        done.begin()
+        while not is_over():
+            sleep_s = done.pause(crew.patience_s)
+            if sleep_s or not crew.all_up:
+                self._look(sleep_s)
+
+    # The crew's client --------------------------------------------------------------------------
+
+    def take(self, worker: int, message: Message) -> None:
+        """Take a worker's message."""
+        if isinstance(message, Ready):
+            report, first = message.report, self.reports.setdefault(worker, message.report)
+            if (first.declaration, first.action) != (report.declaration, report.action):
+                what = "and its environments have other spaces now"
+                self.crew.fail(SpecError(f"worker {worker} was replaced, {what}"))
+            self._brief(worker)
+        elif isinstance(message, LaneFailed):
+            self._take_failure(worker, self.lanes_of[worker][message.lane], message)
+        elif isinstance(message, Reply):
+            request = self.requests[self.lanes_of[worker][message.lane]]
+            request.reply, request.error = message.reply, message.error
+
+    def _brief(self, worker: int) -> None:
+        """Send a worker that has made its environments what the buffers do not say."""
+        if self._mapped is None:
+            return
+        own, (specs, memory) = self.lanes_of[worker], self._mapped
+        tapes = {lane - own.start: tape for lane in own if (tape := self._tape_of(lane))}
+        self.buffers.writing[worker] = 0
+        self.crew.send(worker, Begin(specs, tapes), memory)
+        for lane in own:
+            if self._todo[lane] == RESET_WITH_OPTIONS and (tape := self.tapes.peek(lane)):
+                self._send(lane, "options", ByValue("options", tape.options))
+            elif self.is_unanswered(lane):
+                self.crew.send(worker, self.requests[lane].call)
+
+    def _tape_of(self, lane: int) -> Tape | None:
+        """What a successor repeats of a lane's episode, with what it has to show then."""
+        tape, call, worker = self.tapes.tape(lane), self._call_of(lane), self.worker_of[lane]
+        if tape is None or call == "reset":
+            return None
+        given_up = self.given_up.get(lane)
+        is_here = given_up is not None and given_up.tape is tape
+        if given_up and is_here and (given_up.in_reset or self._todo[lane] != TRUNCATE):
+            return None  # it would fail again
+        if call == "step":
+            tape = tape.without_last()
+            if self.is_unanswered(lane) or self.buffers.writing[worker]:
+                return tape  # what it shows may be written already, or in part
+        shown = {key: array[lane].copy() for key, array in self.buffers.observation.items()}
+        return replace(tape, observation=shown)
+
+    def busy(self) -> Collection[int]:
+        """Workers that have something to do."""
+        lanes = range(self.n_lanes)
+        return {self.worker_of[n] for n in lanes if self._todo[n] or self.is_unanswered(n)}
+
+    def _call_of(self, lane: int) -> str:
+        """What a lane is doing, in errors; empty if nothing."""
+        if self.is_unanswered(lane):
+            return self.requests[lane].call.command
+        return CALL_OF[self._todo[lane]]
+
+    def running_in(self, worker: int) -> dict[str, Any]:
+        """See ``Client``: as far as shared memory shows."""
+        if worker in self.reports and worker not in self.busy():
+            return {"where": Where(worker)}
+        own = self.lanes_of[worker]
+        lane = own.start + min(self.crew.control.lane_in_use(worker), len(own) - 1)
+        return {"where": self._where(lane, self._call_of(lane)), **self._episode_of(lane)}
+
+    def _episode_of(self, lane: int) -> dict[str, Any]:
+        """``options`` and ``actions`` of a lane's episode, if it can be repeated."""
+        tape = self.tapes.tape(lane)
+        if tape is None or tape.why_lost:
+            return {}
+        return {"options": tape.options, "actions": actions_of(tape.actions)}
+
+    def _where(self, lane: int, call: str) -> Where:
+        """Where a lane is; if ``call`` is a step, it is not finished or has failed."""
+        tape, worker = self.tapes.peek(lane), self.worker_of[lane]
+        if tape is None:
+            return Where(worker, lane)
+        step = self.tapes.n_steps(lane) - (call == "step")
+        return Where(worker, lane, step=step, seed=tape.seed, env_info=tape.options or None)
+
+    def _take_failure(self, worker: int, lane: int, message: LaneFailed) -> None:
+        where = self._where(lane, message.call)
+        episode = {} if message.is_lost else self._episode_of(lane)
+        error = lane_failure(message.error, message.call, where, **episode)
+        if self._policy.restarts_on_env_errors and not message.is_lost:
+            self.crew.expect_end(worker, error)  # its successor does it again
+        elif self.is_unanswered(lane):
+            self._refuse_request(lane, error)
+        else:
+            self._errors[lane] = error
+
+    def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
+        """See ``Client.lost``: the lane that failed is truncated, or its call has failed."""
+        lane = None if failure is None else failure.where.lane
+        if not gives_up or failure is None or lane is None or not self._call_of(lane):
+            return False
+        may_truncate = self._policy.restarts_on_env_errors and not self.reports_failures
+        if may_truncate and self._todo[lane] in (STEP, RESET, RESET_WITH_OPTIONS):
+            in_reset = self._todo[lane] != STEP
+            self._todo[lane] = SKIP_RESET if in_reset else TRUNCATE
+            self.given_up[lane] = GivenUp(self.tapes.peek(lane), failure, in_reset)
+            return True
+        # What is truncated and fails again did so while its tape was repeated.
+        failure = lane_death(failure, lane, self._call_of(lane))
+        if self.is_unanswered(lane):
+            self._refuse_request(lane, failure)
+        else:
+            self._errors[lane] = failure
+            for together in self.lanes_of[worker]:
+                if self._todo[together]:
+                    self.tapes.forget(together)
+                    self._failed[together], self._todo[together] = 1, IDLE
+        return True
+
+    # Life and end -------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Refuse to go on after ``close``, a death, an interruption, or in a forked copy.
+
+        Raises:
+            UsageError: If closed, a call was interrupted, or the workers are those of another
+                process.
+            WorkerDiedError, WorkerTimeoutError: If a worker died.
+        """
+        if self.closed or os.getpid() != self.owner_pid:
+            self.refuse_closed()
+        if self._was_interrupted:
+            raise UsageError(
+                "the last call was interrupted: what the environments did then is lost",
+                fix="call reset() of the manager, which begins with new workers, or close it",
+            )
+        self.crew.refuse_if_dead()
+
+    def refuse_closed(self) -> None:
+        """Refuse to go on after ``close`` or in a forked copy, in whatever thread."""
+        if self.closed:
+            fix = "make new ones, or close these later"
+            raise UsageError("the environments are closed", fix=fix)
+        refuse_forked_copy(self.owner_pid)
+
+    def _abandon(self) -> None:
+        self.crew.abort()
+
+    def close(self) -> None:
+        """End the workers. May be repeated, as all that it calls."""
+        self.closed = True
+        if os.getpid() == self.owner_pid:  # else the workers are those of another process
+            self.crew.fail(UsageError("the environments were closed meanwhile"))
+            if self.is_interrupted:
+                self.crew.abort()
+            self.crew.close()
+        for functions in self._functions:
+            functions.shared.close()
+        if self._mapped is not None:
+            self._mapped[1].close_fd()
+        for wake in (self._done, *self._wakes):
+            wake.close()
+
+
+def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> Parcel:
+    fix = "create it inside the function, which runs in the worker"
+    named = {f"env_fns[{lane}]": env_fns[lane] for lane in lanes}
+    return pickled(named, list(named.values()), fix=fix)
