@@ -231,20 +231,18 @@ class Template:
         with InterruptsHeld(), suppress(OSError):
             words = self._socket.recv(MAX_MESSAGE_BYTES)
         if not words:
-            raise TemplateLostError(f"it ended the process (exit code {self.end()})")
+            self.end()
+            raise TemplateLostError(f"it ended the process (exit code {self._process.returncode})")
         return pickle.loads(words)
 
-    def end(self) -> int:
-        """End the process, if there is one; returns its exit code. May be repeated."""
+    def end(self) -> None:
+        """End the process, if there is one. May be repeated."""
         with InterruptsHeld():
-            if self._socket is not None:
+            if self._process is not None:
                 self._socket.close()
-            if self._process is None:
-                return 0
-            with suppress(PermissionError):  # it ends by itself, as nobody talks to it any more
-                self._process.kill()
-            exitcode: int = self._process.wait()
-            return exitcode
+                with suppress(PermissionError):  # it ends by itself: nobody talks to it any more
+                    self._process.kill()
+                self._process.wait()
 
     def shutdown(self) -> None:
         """End the process, and forget why there was none."""
