@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlpool.pool.store import Settings, Store, make_store
 from rlpool.pool.sub_pool import routes
 
 _MOST_WAITING = 8  # ends of windows per lane, as batchers with the same seeds have the same lanes
+_SAVED = ("open", "waiting", "has_run", "max_priority")  # attributes
 _OTHER = "load it into a pool that is made with the same arguments"
 
 
@@ -37,6 +39,10 @@ class Filler:
         store: The store; one of nothing before the first transition.
         router: As given.
         max_priority: The largest priority given so far, to the pool's power; 0 if there is none.
+        open: Sub-pool to its ``next`` when its newest transition was one that may be continued.
+        waiting: Batcher and lane to what waits for its next window: a transition (see
+            ``SubPools.find``), and episode, number and checksum of the step that would follow it.
+        has_run: Whether the first transitions of all processes were added.
     """
 
     def __init__(self, settings: Settings, router: np.random.Generator) -> None:
@@ -44,12 +50,9 @@ class Filler:
         self.router = router
         self.store = Store.of_nothing(settings.n_workers)
         self.max_priority = 0.0
-        # Sub-pool to its ``next`` when its newest transition was one that may be continued.
-        self._open: dict[int, int] = {}
-        # Batcher and lane to what waits for its next window: a transition (see SubPools.find), and
-        # episode, number and checksum of the step that would follow it.
-        self._waiting: dict[tuple[int, int], list[list[int]]] = {}
-        self._has_run = False  # the first transitions of all processes were added
+        self.open: dict[int, int] = {}
+        self.waiting: dict[tuple[int, int], list[list[int]]] = {}
+        self.has_run = False
 
     # Adding ----------------------------------------------------------------------------------
 
@@ -89,11 +92,11 @@ class Filler:
                     store.sub_pools, self._settings.rules, [1], [self.router.random()]
                 )
         sub_pool = store.sub_pools[index]
-        is_open = not is_chosen and self._open.get(index) == sub_pool.next
+        is_open = not is_chosen and self.open.get(index) == sub_pool.next
         joined = is_open and store.ends_in(index, values)
         store.add(index, new, self.max_priority or 1.0, joined=joined)
         if not is_chosen and not values[ingest.DONE_KEY]:
-            self._open[index] = sub_pool.next
+            self.open[index] = sub_pool.next
         self.store = store
 
     def add_run(self, episodes: Sequence[DictTensor]) -> None:
@@ -108,12 +111,12 @@ class Filler:
         store, new = self._new_rows(ingest.one_row(DictTensor.cat(episodes)))
         new.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
         draws: list[int | float] = self.router.random(len(order)).tolist()
-        if not self._has_run:  # the first of each process goes into its own sub-pool
+        if not self.has_run:  # the first of each process goes into its own sub-pool
             draws[: len(episodes)] = range(len(episodes))
         sizes = np.ones(len(order), int)
         chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
         self._distribute(store, new.part(order), sizes, np.array(chosen))
-        self.store, self._has_run = store, True
+        self.store, self.has_run = store, True
 
     def _checked_index(self, index: Any) -> int | None:
         n = self._settings.n_workers
@@ -129,15 +132,14 @@ class Filler:
 
     def _new_rows(self, trajectories: TemporalDictTensor) -> tuple[Store, ingest.NewRows]:
         """Rows of some trajectories, and the store that they fit."""
-        known, schema, is_known = self._known_keys(), self.store.schema, self.store.has_schema
-        names = schema.infos if is_known else self._settings.info_keys
-        infos = ingest.infos_of(trajectories, names)
-        if known is not None:
-            known = [key for key in known if key not in infos]
-        specs = ingest.specs_of(trajectories, known)
-        specs |= {key: ingest.spec_of(key, tensor) for key, tensor in infos.items()}
-        store = self._store_for(specs, "the trajectories", tuple(infos))
-        return store, ingest.from_trajectories(trajectories, store.schema, infos)
+        names = self.store.schema.infos if self.store.has_schema else self._settings.info_keys
+        tensors, known = ingest.tensors_of(trajectories, names), self._known_keys()
+        infos = tuple(tensors.maps[0])
+        if known is not None and not self.store.has_schema:
+            known = [*known, *infos]
+        store = self._store_for(ingest.specs_of(tensors, known), "the trajectories", infos)
+        lengths = trajectories.lengths.cpu().numpy()
+        return store, ingest.from_trajectories(tensors, lengths, store.schema)
 
     def _store_for(
         self, specs: Mapping[str, TensorSpec], what: str, infos: tuple[str, ...] = ()
@@ -191,7 +193,7 @@ class Filler:
         pairs = []
         rows = zip(*map(np.ndarray.tolist, (windows, first, last, here, there)), strict=True)
         for (batcher, lane, *_), name, newest, position, following in rows:
-            waiting = self._waiting.setdefault((batcher, lane), [])
+            waiting = self.waiting.setdefault((batcher, lane), [])
             for end in [end for end in waiting if end[1:] == position][:1]:
                 waiting.remove(end)
                 pairs.append((end[0], name))
@@ -204,15 +206,11 @@ class Filler:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next additions depend on; tensors are views."""
-        sub_pools = self.store.sub_pools
         return {
             "settings": self._settings.saved(),
             "store": self.store.state_dict() if self.store.has_schema else None,
-            "open": [i for i, n in self._open.items() if n == sub_pools[i].next],
-            "waiting": {lane: list(ends) for lane, ends in self._waiting.items()},
-            "has_run": self._has_run,
-            "max_priority": self.max_priority,
             "router": self.router.bit_generator.state,
+            **deepcopy({name: vars(self)[name] for name in _SAVED}),
         }
 
     def loaded(self, state: Mapping[str, Any]) -> Filler:
@@ -232,8 +230,5 @@ class Filler:
         if (saved := state["store"]) is not None:
             other.store = make_store(Schema.from_plain(saved["schema"]), self._settings)
             other.store.load_state_dict(saved)
-        other._open = {int(i): other.store.sub_pools[i].next for i in state["open"]}
-        other._waiting = {lane: list(ends) for lane, ends in state["waiting"].items()}
-        other._has_run = bool(state["has_run"])
-        other.max_priority = float(state["max_priority"])
+        vars(other).update(deepcopy({name: state[name] for name in _SAVED}))
         return other

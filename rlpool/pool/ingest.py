@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,10 +87,9 @@ class NewRows(NamedTuple):
     """Transitions to be added, in order.
 
     Attributes:
-        columns: Key to values, for every column of the schema; of stacks the newest frames.
+        columns: Key to values, for every column of the schema; of stacks the whole ones.
         is_last: bool ``[n]``: whether the next one does not continue the episode.
         finals: Paired key to values after the step, right wherever ``is_last`` holds.
-        stacks: Key of a stack to whole values.
         is_terminal: bool ``[n]``: whether the state after it has no future.
         ends_known: Whether it is known where episodes end.
         terminal_known: Whether it is known which ones are terminal.
@@ -99,7 +99,6 @@ class NewRows(NamedTuple):
     columns: Mapping[str, LazyRows]
     is_last: NDArray
     finals: Mapping[str, LazyRows]
-    stacks: Mapping[str, LazyRows]
     is_terminal: NDArray
     ends_known: bool = True
     terminal_known: bool = True
@@ -107,25 +106,32 @@ class NewRows(NamedTuple):
 
     def part(self, places: slice | NDArray) -> NewRows:
         """Some of the transitions, no copy: a range, or pieces that each end with a last one."""
-        columns, finals, stacks = (
+        columns, finals = (
             {key: values.part(places) for key, values in every.items()}
-            for every in (self.columns, self.finals, self.stacks)
+            for every in (self.columns, self.finals)
         )
-        new = self._replace(is_last=self.is_last[places], is_terminal=self.is_terminal[places])
-        return new._replace(columns=columns, finals=finals, stacks=stacks)
+        new = self._replace(columns=columns, finals=finals, is_last=self.is_last[places])
+        return new._replace(is_terminal=self.is_terminal[places])
 
 
-def infos_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Values of the ``info`` of trajectories for every step, ``[B, T, ...]``, not copied.
+Tensors = ChainMap[str, torch.Tensor]
+
+
+def tensors_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> Tensors:
+    """Values of steps ``[B, T, ...]``, not copied.
 
     Args:
         trajectories: The trajectories.
         names: Keys of their ``info``; ``"agent_info"`` means all that begin with it and a slash.
 
+    Returns:
+        Values of the ``info`` for every step, then those of the steps, which may be lazy.
+
     Raises:
         SpecError: If there is no such key, or the steps have the same one.
     """
-    found, n_times, info = {}, trajectories.n_timesteps(), trajectories.info
+    found: Any = {}
+    n_times, info = trajectories.n_timesteps(), trajectories.info
     for name in names:
         if name in trajectories and name not in info:
             continue  # a key of the steps, kept as such
@@ -141,27 +147,23 @@ def infos_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> dict[str
         for key in keys:
             tensor = info[key].unsqueeze(1)
             found[key] = tensor.expand(len(tensor), n_times, *tensor.shape[2:])
-    return found
+    return ChainMap(found, trajectories._steps._tensors)
 
 
-def from_trajectories(
-    trajectories: TemporalDictTensor, schema: Schema, infos: Mapping[str, torch.Tensor]
-) -> NewRows:
+def from_trajectories(tensors: Tensors, lengths: NDArray, schema: Schema) -> NewRows:
     """Every step of trajectories ``[B, T, ...]``, in row-then-time order.
 
     Values after a step that are derived from those before it are not computed.
 
     Args:
-        trajectories: The trajectories.
+        tensors: See ``tensors_of``.
+        lengths: Steps of each.
         schema: What is stored.
-        infos: Columns that are not among the steps, see ``infos_of``.
 
     Raises:
         SpecError: If a value does not fit into the dtype that is stored, a flag is neither true nor
             false, or a stack is not the one before it, shifted by a frame.
     """
-    tensors = trajectories._steps._tensors
-    lengths = trajectories.lengths.cpu().numpy()
     rows = np.arange(len(lengths)).repeat(lengths)
     times = np.arange(len(rows)) - (lengths.cumsum() - lengths).repeat(lengths)
     places_at = functools.cache(lambda pitch: rows * pitch + times)
@@ -186,8 +188,7 @@ def from_trajectories(
     is_terminal = flags.get(TERMINATED_KEY, not_truncated)
 
     def rows_of(key: str, spec: TensorSpec) -> LazyRows:
-        tensor = infos[key] if key in infos else tensors[key]
-        return steps_of(converted(key, tensor.numpy(force=True), spec.dtype))
+        return steps_of(converted(key, tensors[key].numpy(force=True), spec.dtype))
 
     columns = {key: rows_of(key, spec) for key, spec in schema.columns.items()}
     finals = {}
@@ -203,8 +204,12 @@ def from_trajectories(
     # A row may hold several episodes. Values that follow from each other do not prove that it is
     # one: a reset may lead to the very state in which an episode ended.
     ends_known = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _SUFFICIENT)
+    for key in schema.stacks:
+        for some in _parts(len(is_last) - 1, columns[key].array):
+            with_next = columns[key].part(slice(some.start, some.stop + 1)).values()
+            _check_shifted(key, with_next, is_last[some])
     known = bool(ends_known), TERMINATED_KEY in flags or DONE_KEY in flags
-    return _new_rows(schema, columns, is_last, finals, is_terminal, *known, int(shortest_cut))
+    return NewRows(columns, is_last, finals, is_terminal, *known, int(shortest_cut))
 
 
 def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
@@ -225,24 +230,7 @@ def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
         for key in finals.keys() & set(schema.stacks):
             both = np.concatenate([columns[key].values(), finals[key].values()])
             _check_shifted(key, both, np.zeros(1, bool))
-    return _new_rows(schema, columns, np.ones(1, bool), finals, values[TERMINATED_KEY][None])
-
-
-def _new_rows(
-    schema: Schema,
-    columns: dict[str, LazyRows],
-    is_last: NDArray,
-    finals: dict[str, LazyRows],
-    *more: Any,
-) -> NewRows:
-    """Rows of whole values, with the newest frames in place of stacks."""
-    stacks = {key: columns[key] for key in schema.stacks}
-    for key, values in stacks.items():
-        for some in _parts(len(is_last) - 1, values.array):
-            with_next = values.part(slice(some.start, some.stop + 1)).values()
-            _check_shifted(key, with_next, is_last[some])
-        columns[key] = values.newest_frames()
-    return NewRows(columns, is_last, finals, stacks, *more)
+    return NewRows(columns, np.ones(1, bool), finals, values[TERMINATED_KEY][None])
 
 
 def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
@@ -266,8 +254,9 @@ def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
         )
 
 
-def _derivation(tensors: Mapping[str, torch.Tensor], key: str) -> Any:
-    return tensors.derivation(key) if isinstance(tensors, DerivedTensors) else None
+def _derivation(tensors: Tensors, key: str) -> Any:
+    steps = tensors.maps[-1]
+    return steps.derivation(key) if isinstance(steps, DerivedTensors) else None
 
 
 def _flags(key: str, values: NDArray) -> NDArray:
@@ -322,38 +311,29 @@ def converted(key: str, array: NDArray, dtype: np.dtype[Any]) -> NDArray:
 # Specs ------------------------------------------------------------------------------------------
 
 
-def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> dict[str, TensorSpec]:
+def specs_of(tensors: Tensors, keys: Sequence[str] | None) -> dict[str, TensorSpec]:
     """Shapes and dtypes of a step of trajectories; nothing is computed.
 
     Args:
-        trajectories: Any trajectories.
+        tensors: See ``tensors_of``.
         keys: The keys to look at, ``None`` for all.
 
     Raises:
-        SpecError: If a key is missing.
+        SpecError: If a key is missing, or for a dtype that NumPy lacks.
     """
-    tensors = trajectories._steps._tensors
     specs = {}
     for key in chosen(tensors, keys, "the trajectories"):
         # A derived value after a step is like the value before it.
         is_derived = isinstance(_derivation(tensors, key), Successor)
-        specs[key] = spec_of(key, tensors[key.removeprefix("_") if is_derived else key])
+        tensor = tensors[key.removeprefix("_") if is_derived else key]
+        dtype = numpy_dtype(tensor.dtype)
+        if dtype.kind == "O":
+            raise SpecError(
+                f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
+                fix="pass tensor.float()",
+            )
+        specs[key] = TensorSpec(tuple(tensor.shape[2:]), dtype)
     return specs
-
-
-def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
-    """Shape and dtype of a step in a tensor ``[B, T, ...]``.
-
-    Raises:
-        SpecError: For a dtype that NumPy lacks.
-    """
-    dtype = numpy_dtype(tensor.dtype)
-    if dtype.kind == "O":
-        raise SpecError(
-            f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
-            fix="pass tensor.float()",
-        )
-    return TensorSpec(tuple(tensor.shape[2:]), dtype)
 
 
 def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> list[str]:

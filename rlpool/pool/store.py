@@ -170,7 +170,10 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows written so far, bookkeeping and priorities included."""
-        rows = {index: slice(sub_pool.n_used) for index, sub_pool in enumerate(self.sub_pools)}
+        rows = {
+            index: slice(min(each.next - each.origin, each.n_rows))  # used since all was cleared
+            for index, each in enumerate(self.sub_pools)
+        }
         n_bytes = sum(part.nbytes for part in self._parts(rows).values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
@@ -213,7 +216,7 @@ class Store:
         """Fill an empty store of the same schema, which is of no use afterwards if this raises.
 
         Raises:
-            SpecError: If an array has another shape, or a disk is full.
+            SpecError: If a disk is full; this and other errors if an array is missing, or another.
         """
         self.sub_pools.numbers[...] = state["numbers"].numpy(force=True)
         rows, n_pieces = self.sub_pools.readable(), int(state["n_pieces"])
@@ -221,15 +224,11 @@ class Store:
         targets, tensors = self._parts(rows, n_pieces), state["arrays"]
         if self.tree is not None:
             targets |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
-        for name in targets.keys() | tensors.keys():
-            given, own = tensors[name].numpy(force=True), targets[name]
-            if (given.shape, given.dtype) != (own.shape, own.dtype):
-                raise SpecError(
-                    f"{name!r} of the state is {given.dtype}{list(given.shape)} instead of "
-                    f"{own.dtype}{list(own.shape)}",
-                    fix="load another copy of what state_dict() returned",
-                )
-            own[...] = given
+        for name, target in targets.items():
+            given = tensors[name].numpy(force=True)
+            if given.shape != target.shape:
+                raise SpecError(f"{name!r} has shape {given.shape} instead of {target.shape}")
+            np.copyto(target, given, "no")
         self.ends_known = bool(state["ends_known"])
         self.terminal_known = bool(state["terminal_known"])
         self.has_followers = bool(self._follower.any())
@@ -290,8 +289,8 @@ class Store:
         firsts = np.append(0, lasts[:-1] + 1)
         lengths = lasts - firsts + 1
         pieces = self._piece_numbers.take(len(lasts) - len(newest))
-        for key, stacks in new.stacks.items():
-            self._heads[key][pieces] = stacks.part(firsts[len(newest) :]).values()[:, :-1]
+        for key, heads in self._heads.items():
+            heads[pieces] = new.columns[key].part(firsts[len(newest) :]).values()[:, :-1]
         pieces = np.append(self.piece[newest], pieces)
         for key, values in new.finals.items():
             self.finals[key][pieces] = values.part(lasts).values()
@@ -307,6 +306,7 @@ class Store:
             stop = start + each.stop - each.start
             for key, values in new.columns.items():
                 some = values if len(slices) == 1 else values.part(slice(start, stop))
+                some = some.newest_frames() if key in self._heads else some
                 some.values(self.columns[key][each])
             for name, array in own.items():
                 self._arrays[name][each] = array[start:stop]

@@ -97,11 +97,6 @@ class SubPool:
         """Number of the transition in the first row."""
         return int(self.numbers[2])
 
-    @property
-    def n_used(self) -> int:
-        """Rows that are or were in use since all was cleared."""
-        return min(self.next - self.origin, self.n_rows)
-
     def __len__(self) -> int:
         return max(0, self.next - self.oldest)
 
