@@ -142,8 +142,9 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
         fix = "return tensor.float()" if isinstance(value, torch.Tensor) else fix
         raise SpecError(f"{what}, got {value!r:.60}: {error}", fix=fix) from error
     if array.shape != spec.shape:
-        is_ragged = bool(spec.shape) and array.ndim == len(spec.shape) and not is_action(key)
-        raise SpecError(f"{what}, got {list(array.shape)}", fix=fix if is_ragged else "")
+        is_ragged = bool(spec.shape) and array.ndim == len(spec.shape)
+        fix = fix if is_ragged else "declare that shape in the space, also of a wrapper"
+        raise SpecError(f"{what}, got {list(array.shape)}", fix="" if is_action(key) else fix)
     source, target = array.dtype.kind, spec.dtype.kind
     # Python numbers have no dtype: any int may become a float.
     has_dtype = isinstance(value, np.ndarray | np.generic)

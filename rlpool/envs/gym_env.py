@@ -22,7 +22,7 @@ from rlpool.data.specs import (
     structure_of_value,
 )
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Results, checked_count, choices_of
+from rlpool.envs.columns import Columns, Results, checked_count, choices_of
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.legacy import modernised
 from rlpool.envs.single_envs import checked_environments, state_keepers
@@ -100,8 +100,7 @@ class GymEnv(VecEnv):
         self._open_lanes, self._checked_lanes = set(range(len(envs))), set(range(len(envs)))
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
-        self._may_differ = _may_differ(envs[0])
-        self.is_declared = self.observation_space is not None and not self._may_differ
+        self.is_declared = self.observation_space is not None
         if self.is_declared:
             self._declare_structure(_native(self.observation_space, _SPACES[0]))
         self.action_structure: Structure | None = None
@@ -154,10 +153,8 @@ class GymEnv(VecEnv):
             for lane in self._checked_lanes.intersection(lanes):
                 self._drop_checkers(lane)
             observations, infos = zip(*results, strict=True)
-            if self.columns is None:
-                self._learn(lanes, observations)
-            else:
-                self.columns.write(lanes, observations)
+            columns = self.columns or self._learned(observations)
+            columns.write(lanes, observations)
             if self._infos is not None:
                 self._infos.write(lanes, infos)
         except BaseException as error:
@@ -198,20 +195,9 @@ class GymEnv(VecEnv):
         env = self._envs[lane] = modernised(self._envs[lane], returns_pair=False)
         self._steps[lane] = env.step
 
-    def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
-        """Declare the structure of the first observations, and write them.
-
-        A wrapper that declares no space may still follow the space of the wrapped environment.
-        """
-        if self.observation_space is not None:
-            try:
-                columns = self._declare_structure(_native(self.observation_space, _SPACES[0]))
-                return columns.write(lanes, observations)
-            except SpecError:
-                if not self._may_differ:
-                    raise
-        structure = structure_of_value(observations[0], name="observation")
-        self._declare_structure(structure).write(lanes, observations)
+    def _learned(self, observations: Sequence[Any]) -> Columns:
+        """Declare the structure of the first observations."""
+        return self._declare_structure(structure_of_value(observations[0], name="observation"))
 
 
 class GymEnvInf(GymEnv):
@@ -248,18 +234,6 @@ def _common_space(envs: Sequence[Any], name: str) -> Any:
 def _native(space: Any, name: str) -> Any:
     """The structure of a space, with the dtypes that environments use; ``None`` without one."""
     return None if space is None else structure_of_space(space, name=name)
-
-
-def _may_differ(env: Any) -> bool:
-    """Whether a wrapper changes observations but declares no space.
-
-    Its ``observation_space`` is then the wrapped environment's, which may be wrong.
-    """
-    while isinstance(env, gymnasium.Wrapper) and env._observation_space is None:
-        if isinstance(env, gymnasium.ObservationWrapper):
-            return True
-        env = env.env
-    return False
 
 
 def _without_checkers(env: Any) -> tuple[Any, bool]:

@@ -36,6 +36,7 @@ import torch
 from rlpool.data.specs import (
     merged_structures,
     nester,
+    structure_of_space,
     structure_of_value,
 )
 from rlpool.data.storage import NDArray
@@ -88,7 +89,7 @@ class ActingEnv(LegacyEnv):
         if self.chooses_actions or not self._is_gymnasiums(result):
             state, self.action = _parts(2, result)
             self.chooses_actions = True
-            return _nested_arrays(state), {}
+            return copy.deepcopy(_nested_arrays(state)), {}  # the step may change it in place
         if is_pair(result):
             return self._read(result[0]), result[1]
         self.inner = modernised(self.inner, returns_pair=False)
@@ -189,25 +190,26 @@ class OneEnv(GymEnv):
         super()._reset_lanes(lanes, [self._seed], [None])
         self.is_fresh = is_first
 
-    def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
-        if not self.chooses_actions:
-            super()._learn(lanes, observations)
-            if self.observation_space is not None:
-                self._steps = [modernised(self._env.inner, with_tasks=False).step]
-        else:
-            state = copy.deepcopy(observations[0])  # the step may change it in place
+    def _learned(self, observations: Sequence[Any]) -> Columns:
+        space, self.is_declared = self.observation_space, True
+        if self.chooses_actions:
             action, next_state = self._env.look_ahead()
-            before, after = (
-                structure_of_value(each, name=STATE_KEY) for each in (state, next_state)
+            structure = merged_structures(
+                structure_of_value(observations[0], name=STATE_KEY),
+                structure_of_value(next_state, name=STATE_KEY),
+                STATE_KEY,
             )
-            structure = merged_structures(before, after, STATE_KEY)
             actions = structure_of_value(action, name=ACTION_KEY)
             self._taken = Columns(actions, "", 1, widens=True, prefix=ACTION_KEY)
             self.action_leaves = self._taken.leaves
             self._decode, self._choices = lambda actions: [None], ()
             self._steps = [self._step_and_note]
-            self._declare_structure(structure).write(lanes, [state])
-        self.is_declared = True
+        elif space is not None:
+            structure = structure_of_space(space, name="observation_space")
+            self._steps = [modernised(self._env.inner, with_tasks=False).step]
+        else:
+            structure = structure_of_value(observations[0], name="observation")
+        return self._declare_structure(structure)
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
         """Step the environment, which may choose another action."""
