@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,9 +33,7 @@ from rlpool.errors import SpecError
 Results = tuple[Any, Any, Any]
 """Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""
 
-_FLAGS = frozenset([False, True])
 _ALL = slice(None)
-_NO_NUMBERS = np.empty((), object)
 _FEW = 1000  # choices
 _HUGE = 10**300  # Python's ints may be larger than any float
 _LOG = logging.getLogger("rlpool")
@@ -165,6 +164,15 @@ def as_array(value: Any) -> NDArray:
     return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
 
 
+def as_numbers(value: Any) -> NDArray:
+    """Convert a value to an array, one of objects if it is not made of numbers."""
+    with suppress(ValueError, TypeError, RuntimeError):  # parts of different shapes, tensors
+        array = as_array(value)
+        if array.dtype.kind in "fiub":
+            return array
+    return np.empty((), object)
+
+
 def checked_results(lanes: Sequence[int], results: Results) -> Results:
     """Check the results of steps: rewards must be numbers that fit float32, flags bools.
 
@@ -174,32 +182,21 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
     """
     rewards, terminated, truncated = results
     if not _are_flags(terminated):
-        terminated = _each(lanes, terminated, lambda flag: flag_of("terminated", flag))
+        terminated = _each(lanes, terminated, partial(flag_of, "terminated"))
     if not _are_flags(truncated):
-        truncated = _each(lanes, truncated, lambda flag: flag_of("truncated", flag))
-    try:
-        values = np.asarray(rewards)
-    except (ValueError, TypeError, RuntimeError):  # not all of one shape, tensors
-        values = _NO_NUMBERS
+        truncated = _each(lanes, truncated, partial(flag_of, "truncated"))
+    values = as_numbers(rewards)
     # If the sum of squares is small enough, no reward overflows float32. (vdot does not warn if
     # the sum itself overflows.)
-    if (
-        values.ndim != 1
-        or values.dtype.kind not in "fiub"
-        or (values.dtype.itemsize > 4 and not np.vdot(values, values) < _MOST_SQUARED)
-    ):
-        return _each(lanes, rewards, _reward_of), terminated, truncated
-    return values, terminated, truncated
+    if values.ndim == 1 and (values.dtype.itemsize <= 4 or np.vdot(values, values) < _MOST_SQUARED):
+        return values, terminated, truncated
+    return _each(lanes, rewards, _reward_of), terminated, truncated
 
 
 def _are_flags(flags: Any) -> bool:
-    """Whether all flags equal True or False, which ``flag_of`` would leave as they are."""
-    if isinstance(flags, np.ndarray):
-        return bool(flags.dtype == np.bool_)
-    try:
-        return _FLAGS.issuperset(flags)
-    except TypeError:  # one of them is an array
-        return False
+    """Whether all flags are bools."""
+    array = as_numbers(flags)
+    return array.ndim == 1 and array.dtype == np.bool_
 
 
 def flag_of(key: str, flag: Any) -> bool:
@@ -224,11 +221,8 @@ def _number(value: Any) -> NDArray | None:
     """
     if type(value) is int:
         value = float(max(-_HUGE, min(value, _HUGE)))
-    try:
-        array = as_array(value)
-    except (ValueError, TypeError, RuntimeError):
-        return None
-    return array.reshape(()) if array.size == 1 and array.dtype.kind in "fiub" else None
+    array = as_numbers(value)
+    return array.reshape(()) if array.size == 1 and array.dtype != object else None
 
 
 def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any]:
@@ -365,10 +359,7 @@ class Column:
 
     def _rows_of(self, lanes: Sequence[int], values: Any) -> NDArray:
         """The rows of some lanes: what others hold does not matter."""
-        try:
-            array = as_array(values)
-        except (ValueError, TypeError, RuntimeError):  # parts of different shapes
-            array = np.empty((), object)
+        array = values if isinstance(values, np.ndarray) else as_numbers(values)
         if array.shape[:1] != (self._n_lanes,):
             raise BadValue(
                 lanes[0],

@@ -16,7 +16,7 @@ import torch
 
 from rlpool.data.specs import Leaf, TensorSpec, fitted, numpy_dtype, stored_dtype
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import BadValue, Column, as_array
+from rlpool.envs.columns import BadValue, Column, as_array, as_numbers
 from rlpool.errors import SpecError
 
 InfoKeys = Mapping[str, Any] | Iterable[str] | None
@@ -116,11 +116,8 @@ def _fitted(value: Any, spec: TensorSpec, key: str) -> NDArray:
     Raises:
         SpecError: If it does not fit, naming the key and both sides.
     """
-    try:
-        array = as_array(value)
-    except (ValueError, TypeError, RuntimeError):  # parts of different shapes
-        array = np.empty((), object)
-    if array.dtype.kind not in "fiub":
+    array = as_numbers(value)
+    if array.dtype.kind == "O":
         got = f"got {value!r:.60}"
     elif array.shape != spec.shape:
         got = f"got {array.dtype}{list(array.shape)}"

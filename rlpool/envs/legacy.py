@@ -161,20 +161,15 @@ def _reseeded(generator: Any, seed: int) -> Any:
 
 def _refused_options(env: Any, options: Mapping[str, Any]) -> SpecError:
     """The error for options that no argument of ``reset`` takes."""
-    while "**" in (signature := _signature_of(env)) and hasattr(getattr(env, "env", None), "reset"):
-        env = env.env  # to which a wrapper passes everything on
+    signature = "()"
+    with suppress(TypeError, ValueError):  # compiled code need not tell
+        signature = str(inspect.signature(env.reset))
+    if "**" in signature and hasattr(getattr(env, "env", None), "reset"):
+        return _refused_options(env.env, options)  # to which a wrapper passes everything on
     return SpecError(
         f"reset{signature} of {type(env).__name__} takes no options, got {dict(options)!r:.99}",
         fix="let reset() take options=None, or leave env_info out",
     )
-
-
-def _signature_of(env: Any) -> str:
-    """The arguments of ``reset`` as text; compiled code need not tell."""
-    try:
-        return str(inspect.signature(env.reset))
-    except (TypeError, ValueError):
-        return "()"
 
 
 def is_pair(result: Any) -> bool:

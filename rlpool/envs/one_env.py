@@ -40,7 +40,7 @@ from rlpool.data.specs import (
     structure_of_value,
 )
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Columns, as_array, flag_of
+from rlpool.envs.columns import Columns, as_array, as_numbers, flag_of
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.envs.vec_env import LaneError, Options
@@ -253,9 +253,6 @@ def _nested_arrays(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _nested_arrays(inner) for key, inner in value.items()}
     if isinstance(value, tuple | list):
-        try:
-            array = np.asarray(value)
-        except (ValueError, TypeError, RuntimeError):  # shapes differ, tensors with gradients
-            array = np.empty(0, object)
-        return array if array.dtype.kind in "fiub" else tuple(map(_nested_arrays, value))
+        array = as_numbers(value)
+        return array if array.dtype != object else tuple(map(_nested_arrays, value))
     return as_array(value) if isinstance(value, torch.Tensor) else value
