@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -200,14 +201,14 @@ class BatcherBase(CrashOnly, ProcessOwner):
             >>> len(trajectories)
             2
         """
-        return self._not_closed().fileno()
+        return self._not_closed().crew.fileno()
 
     def __repr__(self) -> str:
         name = type(self).__name__
         if self.closed or self._dispatcher is None:
             return f"{name}(closed)"
         n_workers = 0 if self._is_private else self._n_workers
-        failed = self._dispatcher.fatal is not None and not self.is_interrupted
+        failed = self._dispatcher.crew.fatal is not None and not self.is_interrupted
         state = "failed" if failed else "open"
         n_lanes, n_pending = self.n_lanes, self.n_pending
         return f"{name}(n_workers={n_workers}, n_lanes={n_lanes}, n_pending={n_pending}, {state})"
@@ -227,7 +228,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         """
         dispatcher = self._open()
         if dispatcher.pending:
-            dispatcher.look()
+            dispatcher.crew.look()
         if (failure := dispatcher.failure) is not None:
             raise failure
         return dispatcher.finished()
@@ -308,16 +309,18 @@ class BatcherBase(CrashOnly, ProcessOwner):
             (torch.Size([2, 3, 1]), tensor([2, 3]))
         """
         dispatcher = self._open()
-        check_choice("blocking", blocking, (True, False))
-        timeout = checked_timeout(timeout, "from 0 on, and finite")
+        if blocking is not True:
+            check_choice("blocking", blocking, (True, False))
+        if timeout is not None:
+            timeout = checked_timeout(timeout, "from 0 on, and finite")
         progress = self._progress if progress is None else checked_progress(progress)
-        if self.is_interrupted:
+        if dispatcher.is_closed:
             what = "nothing is pending: the last call was interrupted"
             raise UsageError(what, fix="call execute() again, which begins with new workers")
         if not dispatcher.pending:
             if self._has_stopped():
                 return None
-            dispatcher.refuse_if_dead()
+            dispatcher.crew.refuse_if_dead()
             raise UsageError("nothing is pending", fix="call execute() before get()")
         self._wait(dispatcher, blocking, timeout, progress)
         if not dispatcher.is_settled():
@@ -336,16 +339,17 @@ class BatcherBase(CrashOnly, ProcessOwner):
     ) -> None:
         """Wait until the oldest request is settled."""
         until_s = math.inf if timeout is None else time.monotonic() + timeout
-        is_settled = dispatcher.is_settled
-        with shown(progress, dispatcher.finished) as show:
-            dispatcher.watch(show)
-            dispatcher.look()
+        is_settled, crew = dispatcher.is_settled, dispatcher.crew
+        pause_s = _SHOW_EVERY_S if progress else math.inf
+        with shown(progress, dispatcher.finished) if progress else nullcontext() as show:
+            dispatcher.show = show
+            if not blocking or timeout == 0.0:
+                crew.look()
             while blocking and not is_settled() and (now_s := time.monotonic()) < until_s:
-                pause_s = math.inf if show is None else _SHOW_EVERY_S
-                dispatcher.wait_until(is_settled, min(until_s, now_s + pause_s))
+                crew.wait_until(is_settled, min(until_s, now_s + pause_s))
                 if show is not None:
                     show()
-            dispatcher.watch(None)
+        dispatcher.show = None
 
     def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
         """The result of the oldest request, which is settled."""
@@ -523,7 +527,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _begin(self) -> Dispatcher:
         """Start workers, new ones if a call was interrupted."""
         dispatcher = self._start_workers(root=self._root)
-        dispatcher.control.name = type(self).__name__
+        dispatcher.crew.control.name = type(self).__name__
         self._dispatcher = dispatcher
         self.forget_interrupt()
         return dispatcher
@@ -535,8 +539,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _open(self) -> Dispatcher:
         """What every call begins with; one that was interrupted has ended the workers."""
         dispatcher = self._not_closed()
-        if not self.is_interrupted:
-            dispatcher.deliver_logs()
+        if not self._was_interrupted:
+            dispatcher.crew.deliver_logs()
         elif not dispatcher.is_closed:
             dispatcher.close(at_once=True)
         return dispatcher
@@ -544,12 +548,12 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _ready(self) -> Dispatcher:
         """``_open``, with workers: new ones if the last call was interrupted."""
         dispatcher = self._open()
-        return self._begin() if self.is_interrupted else dispatcher
+        return self._begin() if self._was_interrupted else dispatcher
 
     def _not_closed(self) -> Dispatcher:
         if self._dispatcher is None or self._is_closed:
             fix = "make a new one, or close it later"
             raise BatcherClosedError("the batcher is closed", fix=fix)
-        if not self._is_private:
+        if not self._is_private and os.getpid() != self._owner_pid:
             refuse_forked_copy(self._owner_pid)
         return self._dispatcher

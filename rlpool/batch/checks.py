@@ -45,19 +45,16 @@ def checked_progress(progress: Any) -> ShowProgress:
 @contextmanager
 def shown(
     progress: ShowProgress, finished: Callable[[], tuple[int, int]]
-) -> Iterator[Callable[[], None] | None]:
+) -> Iterator[Callable[[], None]]:
     """Show progress at the beginning, at the end, and whenever the function is called in between.
 
     Args:
-        progress: How; if not at all, there is no function.
+        progress: How, True for a bar.
         finished: Returns the rows that are finished and requested.
 
     Raises:
         UsageError: If there should be a bar, and tqdm is not installed.
     """
-    if not progress:
-        yield None
-        return
     bar: Any = nullcontext()
     if progress is True:
         try:

@@ -64,11 +64,13 @@ class _Sent:
         policy: Version of the last policy.
         blocks: Numbers of the blocks that it has mapped.
         replaces: What ended the worker that it replaces, until it is sent its first request.
+        failing: Number of the request in which its environment raised, 0 if none has.
     """
 
     policy: int = 0
     blocks: set[int] = field(default_factory=set)
     replaces: WorkerError | None = None
+    failing: int = 0
 
 
 class Dispatcher:
@@ -84,13 +86,13 @@ class Dispatcher:
             never.
 
     Attributes:
-        running: Requests that were sent, and of which something still runs.
+        crew: The workers.
+        running: By number, requests that were sent, and of which something still runs.
         pending: Requests whose results the user does not have yet.
         n_lanes: Lanes of each worker.
         environment: What the environments are.
         is_closed: Whether ``close`` was called.
-        runs_here: Whether requests run in this process, while the caller waits for them.
-        control: The shared record of the workers.
+        show: Called when episodes have ended that run in this process, unless it is ``None``.
 
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
@@ -109,51 +111,40 @@ class Dispatcher:
         timeout_s: float | None,
     ) -> None:
         n_workers = recipe.n_workers
-        self.runs_here = n_workers == 0
-        self._recipe = recipe
+        self._runs_here = n_workers == 0
         self._make_layout = make_layout
         self._policy = policy
         self._repeats_env_errors = policy.truncates or (
             n_workers > 0 and policy.restarts_on_env_errors
         )
-        self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._reports: dict[int, Report] = {}
-        self._probing: Request | None = None  # whose infos the workers are probed with
-        self._infos: Packed | None = None  # those infos
+        # The request whose infos the workers are probed with, and those infos.
+        self._probe: tuple[Request, Packed] | None = None
         self._queued: deque[Request] = deque()  # not sent yet
-        self.running: list[Request] = []
+        self.running: dict[int, Request] = {}
         self.pending: deque[Request] = deque()
         self._blocks: BlockPool | None = None
         self._n_requests = 0
         self.n_lanes = 0
         self.environment: Mapping[str, Any] = {}
         self.is_closed = self._has_warned = False
-        self._processes: Crew | LocalWorker
+        self.show: Callable[[], None] | None = None
+        self.crew: Crew | LocalWorker
         if n_workers:
             runs = [(partial(main, recipe.shared), recipe.setup, recipe.memory)] * n_workers
-            self._processes = Crew(runs, root, policy, timeout_s, self)
+            self.crew = Crew(runs, root, policy, timeout_s, self)
         else:
-            self._processes = LocalWorker(recipe.setup, root, self, policy)
-        self.control = self._processes.control
-        self.deliver_logs = self._processes.deliver_logs
-        self.fileno = self._processes.fileno
-        self.look = self._processes.look
-        self.wait_until = self._processes.wait_until
-        self.refuse_if_dead = self._processes.refuse_if_dead
-        self.read_stats = StatsReader(self.control).read
+            self.crew = LocalWorker(recipe.setup, root, self, policy, self._notice)
+        self._control = self.crew.control
+        self.read_stats = StatsReader(self._control).read
         try:
-            self._processes.start()
+            self.crew.start()
         except BaseException:
             self.close(at_once=True)  # those that are slow to start are not waited for
             raise
 
     # What the batchers call ---------------------------------------------------------------------
-
-    @property
-    def fatal(self) -> RlpoolError | None:
-        """Why nothing works any more."""
-        return self._processes.fatal
 
     def submit(self, request: Request) -> None:
         """Queue a request and send it if its slots are free.
@@ -161,7 +152,7 @@ class Dispatcher:
         Raises:
             RlpoolError: If a worker died.
         """
-        self.refuse_if_dead()
+        self.crew.refuse_if_dead()
         self.check(request.infos, request.n_rows, request.given_seeds)
         self._n_requests += 1
         request.number = self._n_requests
@@ -172,14 +163,16 @@ class Dispatcher:
     @property
     def failure(self) -> RlpoolError | None:
         """Why the oldest request cannot be completed, if it cannot."""
+        fatal = self.crew.fatal
         if not self.pending:  # closed meanwhile
-            return self.fatal
+            return fatal
         request = self.pending[0]
-        return None if request.is_complete else request.error or self.fatal
+        return None if request.is_complete else request.error or fatal
 
     def is_settled(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
-        return not self.pending or self.pending[0].is_complete or self.failure is not None
+        request = self.pending[0] if self.pending else None
+        return request is None or request.is_complete or self.failure is not None
 
     def hand_out(self) -> tuple[TemporalDictTensor, dict[int, WorkerError]]:
         """Take the oldest request off: its result, and by row the failures of its episodes.
@@ -213,13 +206,12 @@ class Dispatcher:
         if not self.pending:
             return 0, 0
         request = self.pending[0]
-        n_finished = request.n_rows if request.is_complete else request.n_finished(self.control)
+        n_finished = request.n_rows if request.is_complete else request.n_finished(self._control)
         return min(n_finished, request.n_rows), request.n_rows
 
-    def watch(self, look: Callable[[], None] | None) -> None:
-        """Call a function when episodes have ended that run in this process."""
-        if isinstance(self._processes, LocalWorker):
-            self._processes.watch = look
+    def _notice(self) -> None:
+        if self.show is not None:
+            self.show()
 
     def close(self, at_once: bool = False) -> None:
         """Stop what runs and end the workers. May be repeated, as all that it calls.
@@ -229,18 +221,18 @@ class Dispatcher:
         """
         self.is_closed = True
         if at_once:
-            self._processes.abort()
+            self.crew.abort()
         # For a get() that a signal handler or another thread interrupts by closing.
         closed = UsageError("the batcher was closed meanwhile")
-        self._processes.fail(closed)
-        for request in self.running:  # a worker that stops early has not completed it
+        self.crew.fail(closed)
+        for request in self.running.values():  # a worker that stops early has not completed it
             request.error = request.error or closed
             self._stop(request)
-        self._processes.close()
-        for request in (*self.running, *self._queued):
+        self.crew.close()
+        for request in (*self.running.values(), *self._queued):
             request.packed = None  # an error that the caller keeps may refer to the request
-        if self._infos is not None:
-            self._infos.memory.close_fd()
+        if self._probe is not None:
+            self._probe[1].memory.close_fd()
         if self._blocks is not None:
             self._blocks.close()
         self.running.clear()
@@ -249,24 +241,31 @@ class Dispatcher:
 
     # Agreeing on what a step consists of ---------------------------------------------------------
 
-    def _probe(self, worker: int, request: Request, infos: Packed) -> None:
-        """Let a worker find out its keys with the first rows of a request."""
+    def _probe_with(self, request: Request) -> bool:
+        """Let workers find out their keys with the first rows of a request, one at a time."""
+        if self._probe is None:
+            self._probe = request, packed((*request.infos, {}), self._runs_here)
+            self._reports.clear()
+            for worker in self.crew.up:
+                self._send_probe(worker, *self._probe)
+        return False
+
+    def _send_probe(self, worker: int, request: Request, infos: Packed) -> None:
         asked = request.asked if isinstance(request, EpisodeRequest) else None
-        message = Probe(asked, infos.payload)
-        self._processes.send(worker, message, infos.memory)
+        self.crew.send(worker, Probe(asked, infos.payload), infos.memory)
 
     def _note_report(self, worker: int, report: Report) -> None:
         """Take a report; one that differs from what was agreed on ends its worker, or all."""
         self._reports[worker] = report
         if self._blocks is None:
-            if len(self._reports) == self._processes.n_workers:
+            if len(self._reports) == self.crew.n_workers:
                 self._agree()
         elif report.specs == self._blocks.layout.step:
             return
         elif isinstance(report.error, WorkerError):
-            self._processes.kill(worker, report.error)
+            self.crew.kill(worker, report.error)
         else:
-            self._processes.fail(
+            self.crew.fail(
                 SpecError(
                     f"worker {worker} was started again, and its steps are different: "
                     f"{report.error or report.specs}, before: {self._blocks.layout.step}",
@@ -276,7 +275,7 @@ class Dispatcher:
 
     def _agree(self) -> None:
         """Compare what the workers report, and make blocks, unless keys need infos to be known."""
-        reports = [self._reports[worker] for worker in range(self._processes.n_workers)]
+        reports = [self._reports[worker] for worker in range(self.crew.n_workers)]
         self.n_lanes, keepers = reports[0].n_lanes, reports[0].state_keepers
         if keepers and not self.environment:  # once
             _LOG.warning(_KEEP_STATE, "; ".join(f"{name} ({fix})" for name, fix in keepers.items()))
@@ -284,68 +283,64 @@ class Dispatcher:
         problem, specs = _disagreement(reports), reports[0].specs
         if problem is None and specs is not None:
             try:
-                memory = Memory.local if self.runs_here else Memory.shared
+                memory = Memory.local if self._runs_here else Memory.shared
                 self._blocks = BlockPool(self._make_layout(specs), memory)
             except SpecError as error:
                 problem = error
         if problem is not None:
-            probing, self._probing, self._infos = self._probing, None, None  # the next one may do
-            if probing is None and not isinstance(problem, WorkerError):
-                self._processes.fail(problem)
-            elif probing is None:
+            probe, self._probe = self._probe, None  # the next request may do
+            if probe is None and not isinstance(problem, WorkerError):
+                self.crew.fail(problem)
+            elif probe is None:
                 _LOG.debug("keys are unknown until the first execute: %s", problem)
-            elif probing in self._queued:  # unless it was dropped
-                self._queued.remove(probing)
-                probing.error = problem
+            elif probe[0] in self._queued:  # unless it was dropped
+                self._queued.remove(probe[0])
+                probe[0].error = problem
         self._advance()
 
     # Sending ---------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Send queued requests as far as slots allow."""
-        if self.fatal is not None:
-            return
-        while self._queued and self._blocks is None and self._infos is None:
-            self._probing = request = self._queued[0]
+        while self._queued and self.crew.fatal is None:
+            request, blocks = self._queued[0], self._blocks
             try:
-                self._infos = packed((*request.infos, {}), self.runs_here)
-            except SpecError as error:
-                self._queued.popleft().error = error
-            else:
-                self._reports.clear()
-                for worker in self._processes.up:
-                    self._probe(worker, request, self._infos)
-        while self._queued and self._blocks is not None:
-            request = self._queued[0]
-            n_slots = self._blocks.layout.n_slots
-            n_used = sum(each.n_slots for each in {*self.running, *self.pending})
-            wanted = request.slots_wanted(n_slots - n_used, n_slots)
-            oldest = self.running[0].number if self.running else request.number
-            if not wanted or request.number - oldest >= MAX_REQUESTS:
-                return
-            self._queued.popleft()
-            request.begin(self._blocks.layout)
-            try:
-                self._prepare(request, self._blocks)
+                is_sent = self._send(request, blocks) if blocks else self._probe_with(request)
+                if not is_sent:
+                    return
             except RlpoolError as error:
                 request.error = error
-            else:
-                request.n_slots = wanted
-                self._send(request, self._blocks.forget_surplus())
+            self._queued.popleft()
 
-    def _prepare(self, request: Request, blocks: BlockPool) -> None:
-        """Do all that may fail before anything is sent.
+    def _send(self, request: Request, blocks: BlockPool) -> bool:
+        """Send a request to all workers that are ready; False if it has to wait.
 
         Raises:
-            RlpoolError: If it did; the request is not sent.
+            RlpoolError: If it cannot run; nothing is sent then.
         """
+        n_slots = blocks.layout.n_slots
+        n_used = sum(each.n_slots for each in {*self.running.values(), *self.pending})
+        wanted = request.slots_wanted(n_slots - n_used, n_slots)
+        oldest = next(iter(self.running), request.number)
+        if not wanted or request.number - oldest >= MAX_REQUESTS:
+            return False
+        request.begin(blocks.layout)
         replaced = [sent.replaces for sent in self._sent.values() if sent.replaces is not None]
         if replaced and not request.can_be_repeated():
             raise replaced[0]
-        self.check(request.infos, request.n_rows, request.given_seeds)
+        if self._probe is not None:  # before, it was not known what workers can run
+            self.check(request.infos, request.n_rows, request.given_seeds)
         request.block = blocks.take()
         if any(request.infos):
-            request.packed = packed((*request.infos, {}), self.runs_here)
+            request.packed = packed((*request.infos, {}), self._runs_here)
+        request.n_slots, gone = wanted, blocks.forget_surplus()
+        request.remaining.update(range(self.crew.n_workers))
+        request.tells_failures = self._policy.restarts_on_env_errors
+        self.running[request.number] = request
+        self._control.request_begins(request.number, request.n_rows)
+        for worker in self.crew.up:
+            self._send_to(worker, request, gone)
+        return True
 
     def check(self, infos: Infos, n_rows: int, seeds: Sequence[int] | None = None) -> None:
         """Refuse what workers cannot run, as far as it is known what they can.
@@ -356,23 +351,9 @@ class Dispatcher:
         if self._blocks is not None:
             check_together(self._blocks.layout, infos[1], n_rows, seeds)
 
-    def _send(self, request: Request, gone: list[int]) -> None:
-        """Send a request to all workers that are ready.
-
-        Args:
-            request: The request, which has its block.
-            gone: Blocks that they may unmap.
-        """
-        request.remaining.update(range(self._processes.n_workers))
-        request.tells_failures = self._policy.restarts_on_env_errors
-        self.running.append(request)
-        self.control.request_begins(request.number, request.n_rows)
-        for worker in self._processes.up:
-            self._send_to(worker, request, gone)
-
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""
-        block, sent, send = request.running_block, self._sent[worker], self._processes.send
+        block, sent, send = request.running_block, self._sent[worker], self.crew.send
         version, update = request.policy
         if update is not None and sent.policy != version:
             sent.policy = version
@@ -387,7 +368,7 @@ class Dispatcher:
         if sent.replaces is not None:
             sent.replaces = None
             if tapes := request.tapes_for(worker):
-                payload, memory = packed((*request.infos, tapes), self.runs_here)
+                payload, memory = packed((*request.infos, tapes), self._runs_here)
         send(worker, request.part(worker, payload), memory)
 
     # The workers' client ---------------------------------------------------------------------
@@ -395,8 +376,8 @@ class Dispatcher:
     def _brief(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
         owed = self._owed_by(worker)
-        if report.specs is None and self._infos is not None and self._probing is not None:
-            self._probe(worker, self._probing, self._infos)
+        if report.specs is None and self._probe is not None:
+            self._send_probe(worker, *self._probe)
         else:
             self._note_report(worker, report)
         for request in owed:
@@ -409,7 +390,7 @@ class Dispatcher:
         elif isinstance(message, Done):
             self._note_done(worker, message.command)
         elif isinstance(message, ChunksDone):
-            request = self._find(message.number)
+            request = self.running.get(message.number)
             if isinstance(request, EpisodeRequest):
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
                 slots = [] if request.error else request.empty_slots(message.chunks)
@@ -417,31 +398,31 @@ class Dispatcher:
                 if n_before >= _LONG_STEPS and not self._has_warned:
                     self._has_warned = True
                     _LOG.warning(_IS_LONG, n_before)
-                self._processes.send(worker, Credit(message.number, slots))
+                self.crew.send(worker, Credit(message.number, slots))
         elif isinstance(message, Report):
             self._note_report(worker, message)
         elif isinstance(message, Failed) and message.command is not None:
             if self._repeats_env_errors and message.error.can_be_repeated:
-                self._failing[worker] = message.command
-                self._processes.expect_end(worker, message.error)
+                self._sent[worker].failing = message.command
+                self.crew.expect_end(worker, message.error)
             else:
                 self._note_failure(message.command, message.error)
 
     def _note_done(self, worker: int, number: int) -> None:
-        request = self._find(number)
+        request = self.running.get(number)
         if request is None:
             return
         request.remaining.discard(worker)
         if not request.remaining:
-            self.running.remove(request)
-            self.control.request_ends(request.number)
+            del self.running[number]
+            self._control.request_ends(number)
             request.packed = None  # no worker will read it again
             if request.error is not None or request not in self.pending:
                 request.release()
             self._advance()
 
     def _note_failure(self, number: int, error: WorkerError) -> None:
-        request = self._find(number)
+        request = self.running.get(number)
         if request is not None and request.error is None:
             request.error = error
             self._stop(request)
@@ -449,13 +430,13 @@ class Dispatcher:
     def _stop(self, request: Request) -> None:
         """Let a request that runs come to an end."""
         request.running_block.arrays.control["cancelled"][0] = 1
-        self.control.request_ends(request.number)
+        self._control.request_ends(request.number)
 
     def _forget(self, request: Request) -> None:
         """Drop a request; its block is used again when nobody writes into it any more."""
         if request in self._queued:
             self._queued.remove(request)
-        if request in self.running:
+        if request.number in self.running:
             self._stop(request)
         else:
             request.release()
@@ -463,7 +444,6 @@ class Dispatcher:
     def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
         """Take back what a worker had begun, for its successor; see ``Client.lost``."""
         is_given_up = failure is not None and gives_up and self._give_up(worker, failure)
-        self._failing.pop(worker, None)
         if failure is None:
             what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
             fix = "call reset(); an agent that needs its history cannot go on in another worker"
@@ -475,14 +455,14 @@ class Dispatcher:
                 request.error = failure
                 self._stop(request)
             if request.running_block.layout.step.resets_together:
-                self.control.forget_finished(request.number, worker)
+                self._control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
         return is_given_up
 
     def _give_up(self, worker: int, failure: WorkerError) -> bool:
         """Truncate or refuse the episode that failed; False if it is not known which it was."""
-        where, number = failure.where, self._failing.get(worker)
+        where, number = failure.where, self._sent[worker].failing
         owed = [
             request
             for request in self._owed_by(worker)
@@ -501,23 +481,20 @@ class Dispatcher:
 
         Requests that were dropped count as well: a worker that hangs in one keeps its slots.
         """
-        return {worker for request in self.running for worker in request.remaining}
+        return {worker for request in self.running.values() for worker in request.remaining}
 
     def running_in(self, worker: int) -> dict[str, Any]:
         """See ``Client``: of the lane that a worker ran last."""
-        last, owed = self.control.lane_in_use(worker), self._owed_by(worker)
+        last, owed = self._control.lane_in_use(worker), self._owed_by(worker)
         places = [(lane, request) for request in owed for lane in request.lanes_in(worker)]
         if not places:
             return {"where": Where(worker)}
         lane, request = min(places, key=lambda place: place[0] != last)
-        is_stepping = bool(lane == last and self.control.rows[worker, Word.ENV_NS] < 0)
+        is_stepping = bool(lane == last and self._control.rows[worker, Word.ENV_NS] < 0)
         return request.running_in(worker, lane, is_stepping=is_stepping)
 
-    def _find(self, number: int) -> Request | None:
-        return next((request for request in self.running if request.number == number), None)
-
     def _owed_by(self, worker: int) -> list[Request]:
-        return [request for request in self.running if worker in request.remaining]
+        return [request for request in self.running.values() if worker in request.remaining]
 
 
 def packed(value: Any, is_private: bool) -> Packed:

@@ -36,21 +36,27 @@ class LocalWorker:
         root: Root of all seeds.
         client: Is told what happens.
         policy: Whether episodes whose environment raises are truncated; nothing else of it.
+        notice: Is called when episodes have ended.
 
     Attributes:
         fatal: Why nothing will work any more.
         control: The shared record.
-        watch: What to call when episodes have ended, if anything.
     """
 
     n_workers = 1
     up = (0,)
     _fd = -1
 
-    def __init__(self, setup: Setup, root: int, client: Client, policy: FailurePolicy) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        root: int,
+        client: Client,
+        policy: FailurePolicy,
+        notice: Callable[[], None],
+    ) -> None:
         self.fatal: RlpoolError | None = None
-        self.watch: Callable[[], None] | None = None
-        self._setup, self._client = setup, client
+        self._setup, self._client, self._notice = setup, client, notice
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self.control = Control.create(1)
         SAID.clear()
@@ -110,10 +116,6 @@ class LocalWorker:
         while not is_over():
             if not self.look():
                 raise LookupError("waiting for a local worker that has nothing to do")
-
-    def _notice(self) -> None:
-        if self.watch is not None:
-            self.watch()
 
     def look(self) -> bool:
         """Carry out messages up to the first request; False if there is nothing to do."""

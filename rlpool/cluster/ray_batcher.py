@@ -132,6 +132,7 @@ class Nodes:
         n_nodes: How many nodes are used.
         is_closed: Whether ``close`` was called.
         control: Of no use.
+        show: Of no use.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Nodes:
         self.pending: deque[_Gathering] = deque()
         self.fatal: RlpoolError | None = None
         self.n_lanes, self.is_closed, self.control = 0, False, SimpleNamespace()
+        self.show: Any = None
         self._actors: list[_Actor] = []
         self._group: Any = None
         self._policy: _Policy = 0, ()
@@ -273,6 +275,11 @@ class Nodes:
         self.pending.append(_Gathering(request, self._policy))
         self._advance(0.0)
 
+    @property
+    def crew(self) -> Any:
+        """Itself: the nodes are the workers."""
+        return self
+
     def look(self) -> None:
         """Take the answers that have arrived."""
         self._advance(0.0)
@@ -329,7 +336,7 @@ class Nodes:
     def _ignore(self, *_: Any) -> None:
         """Nodes check requests, and end with their caller; Ray shows what they log."""
 
-    check = deliver_logs = watch = _ignore
+    check = deliver_logs = _ignore
 
     def close(self, at_once: bool = False) -> None:
         """End the actors and their workers, and give back the processors. May be repeated.
@@ -494,7 +501,7 @@ class NodeActor:
         try:
             return getattr(self, name)(*arguments)
         except RlpoolError as error:
-            if self._batcher is not None and self._batcher._not_closed().fatal is not None:
+            if self._batcher is not None and self._batcher._not_closed().crew.fatal is not None:
                 self.close()  # the workers are of no further use
             return _placed(error, row)
 

@@ -162,7 +162,7 @@ def test_a_call_that_raised_is_over() -> None:
         batcher.stats()
         assert lanes_of(stats) == [("idle", None, None, None)] * 2
         assert stats.requests == ()
-        rows = batcher._dispatcher.control.rows
+        rows = batcher._dispatcher.crew.control.rows
         assert rows[0, Word.AGENT_NS] >= 0
         assert rows[0, Word.ENV_NS] >= 0
 
