@@ -66,26 +66,24 @@ class Claims:
         self._divisor = 4 * self._n_workers
         self._lock_fd = lock_fd
 
-    def make(self, worker: int, lanes: Sequence[int]) -> list[range]:
-        """Claim the next episodes of each of these rows, several at once while many are left."""
-        lock_fd, n_episodes = self._lock_fd, self._n_episodes
-        # A row's claims only move on: it takes no lock to see that nothing is left.
-        if lock_fd is None or all(self._end(lane) >= n_episodes for lane in lanes):
-            return [self._make(worker, lane) for lane in lanes]
-        fcntl.lockf(lock_fd, fcntl.LOCK_EX)
-        claimed = [self._make(worker, lane) for lane in lanes]
-        fcntl.lockf(lock_fd, fcntl.LOCK_UN)
-        return claimed
+    def make(self, worker: int, lane: int) -> list[int]:
+        """Claim the next episodes of a row, several at once while many are left; the next one last.
 
-    def _make(self, worker: int, lane: int) -> range:
+        A row's claims only move on, so it takes no lock to see that nothing is left.
+        """
+        if self._end(lane) >= self._n_episodes:
+            return []
+        if self._lock_fd is not None:
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX)
         first, stride = self._end(lane), self._n_lanes
         n_left = -(-(self._n_episodes - first) // stride)
-        if n_left <= 0:
-            return range(0)
-        n_claimed = max(1, min(MAX_CLAIM, n_left // self._divisor))
+        n_claimed = min(n_left, max(1, min(MAX_CLAIM, n_left // self._divisor)))
         stop = first + n_claimed * stride
-        self._rows[lane][worker] = (stop << _COUNT_BITS) + n_claimed
-        return range(first, stop, stride)
+        if n_claimed > 0:
+            self._rows[lane][worker] = (stop << _COUNT_BITS) + n_claimed
+        if self._lock_fd is not None:
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_UN)
+        return list(range(first, stop, stride))[::-1]
 
     def _end(self, lane: int) -> int:
         """Where the claims of a row end: the first episode that is left."""
@@ -190,7 +188,8 @@ class EpisodePlan(_RequestPlan):
         self._in_place = n_rows <= self.layout.n_slots
         begin = self.worker + (n_rows if self._in_place else 0)
         self._free = list(range(begin, message.n_slots, self.layout.n_workers))[::-1]
-        self._whole = self.arrays.control["whole"].data
+        if self._in_place:
+            self.whole = self.arrays.control["whole"].data
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
         self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
         if step.resets_together:
@@ -206,54 +205,38 @@ class EpisodePlan(_RequestPlan):
         self._chunks: list[Chunk] = []
         self.lacks_slots = False
 
-    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Let lanes take their next episodes, as far as these have a slot to write to."""
-        begun: list[Lane] = []
-        may_leave = self._recycling.max_episodes is not None
-        if may_leave and self.is_left_over():
-            return begun
-        claimed, exhausted = self._claimed, self._exhausted
-        short: list[int] = []
-        for lane in lanes:
-            if not claimed[lane.number] and lane.number not in exhausted:
-                short.append(lane.number)  # noqa: PERF401  (one call less per step)
-        if short:
-            self._claim(short)
-        for lane in lanes:
-            mine = claimed[lane.number]
-            if not mine or (may_leave and self.is_left_over()):
-                continue
-            row = mine[-1]
-            is_at_home = self._in_place and row not in self._moved
-            slot = row if is_at_home else self._free_slot()
-            if slot is None:
-                continue
-            mine.pop()
-            self._recycling.n_begun += 1
-            noise = self._noise[row] if self._noise is not None else None
-            options = options_of(self.env_info, row) if self.env_info else None
-            seed = self.seeds[row]
-            fails_at = self._given_up.get((row, seed)) if self.gives_up else None
-            lane.begin(self, row, seed, options, noise, slot, fails_at, self._first + row)
-            begun.append(lane)
-        return begun
+    def next_episode(self, lane: Lane) -> bool:
+        """Let a lane take its next episode, if that has a slot to write to."""
+        if self._recycling.max_episodes is not None and self.is_left_over():
+            return False
+        number = lane.number
+        mine = self._claimed[number]
+        if not mine and number not in self._exhausted:
+            mine = self._claimed[number] = self._claims.make(self.worker, number)
+        if not mine:
+            self._exhausted.add(number)
+            self.is_dealt = self._has_dealt_all()
+            return False
+        row = mine[-1]
+        slot = row if self._in_place and row not in self._moved else self._free_slot()
+        if slot is None:
+            return False
+        mine.pop()
+        self._recycling.n_begun += 1
+        noise = self._noise[row] if self._noise is not None else None
+        options = options_of(self.env_info, row) if self.env_info else None
+        seed = self.seeds[row]
+        fails_at = self._given_up.get((row, seed)) if self.gives_up else None
+        self.begin(lane, row, seed, options, noise, slot, fails_at, self._first + row)
+        return True
 
-    def _claim(self, lanes: Sequence[int]) -> None:
-        """Claim episodes of the lanes' rows."""
-        for lane, claim in zip(lanes, self._claims.make(self.worker, lanes), strict=True):
-            self._claimed[lane] = list(reversed(claim))
-            if not claim:
-                self._exhausted.add(lane)
-
-    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Give the lanes free slots, as far as they go."""
-        served: list[Lane] = []
-        for lane in lanes:
-            slot = self._free_slot()
-            if slot is not None:
-                lane.slot = slot
-                served.append(lane)
-        return served
+    def next_slot(self, lane: Lane) -> bool:
+        """Give a lane a free slot, if there is one."""
+        slot = self._free_slot()
+        if slot is None:
+            return False
+        lane.slot = slot
+        return True
 
     def _free_slot(self) -> int | None:
         self.lacks_slots = not self._free
@@ -263,8 +246,10 @@ class EpisodePlan(_RequestPlan):
         """Whether all episodes are claimed, here or elsewhere, and no lane waits for a slot."""
         if self.lacks_slots:
             return False
-        is_claimed = len(self._exhausted) == len(self._claimed) and not any(self._claimed)
-        return is_claimed or self.is_left_over()
+        return self._has_dealt_all() or self.is_left_over()
+
+    def _has_dealt_all(self) -> bool:
+        return len(self._exhausted) == len(self._claimed) and not any(self._claimed)
 
     def is_left_over(self) -> bool:
         """Whether this worker is to be replaced; a share that is fixed it runs before."""
@@ -274,6 +259,7 @@ class EpisodePlan(_RequestPlan):
         """Let an episode begin again, here; its first chunk replaces what the caller has of it."""
         self._claimed[lane.number].append(lane.row)
         self._exhausted.discard(lane.number)
+        self.is_dealt = False
         if lane.chunk:
             self._moved.add(lane.row)
         is_at_home = self._in_place and lane.row not in self._moved
@@ -281,15 +267,9 @@ class EpisodePlan(_RequestPlan):
             self._free.append(slot)
         self.flush()
 
-    def take_slots_of(self, lanes: Sequence[Lane], *, is_last: bool) -> None:
-        """Take complete slots; one that is its row's whole episode stays where it is."""
-        self._site.control.done[0] += len(lanes)
-        for lane in lanes:
-            row, slot, chunk = lane.row, lane.slot, lane.chunk
-            if self._in_place and is_last and chunk == 0 and slot == row:
-                self._whole[row] = 1  # the last thing that is written about it
-            else:
-                self._chunks.append((row, slot, chunk, is_last))
+    def take_slot_of(self, lane: Lane, *, is_last: bool) -> None:
+        """Note a slot that has to be emptied."""
+        self._chunks.append((lane.row, lane.slot, lane.chunk, is_last))
 
     def flush(self) -> None:
         """Report the slots that have to be emptied."""
@@ -345,15 +325,13 @@ class WindowPlan(_RequestPlan):
         resets_together = self.layout.step.resets_together
         self._only_seed = self._seeds.seed(self._first_lane, 0) if resets_together else None
 
-    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """In the first window after a reset: let lanes take their episodes."""
-        if not self._starts:
-            return []
-        mine = [lane for lane in lanes if lane.number in self._slots]
-        self._site.recycling.n_begun += len(mine)
-        for lane in mine:
-            self._begin(lane, self._slots.pop(lane.number), 0)
-        return mine
+    def next_episode(self, lane: Lane) -> bool:
+        """In the first window after a reset: let a lane take its episode."""
+        if not self._starts or lane.number not in self._slots:
+            return False
+        self._site.recycling.n_begun += 1
+        self._begin(lane, self._slots.pop(lane.number), 0)
+        return True
 
     def resume(self, lane: Lane, n_restarts: int) -> None:
         """Let a lane take the episode that another worker had begun; it has no slot yet."""
@@ -364,12 +342,10 @@ class WindowPlan(_RequestPlan):
         self._site.recycling.n_begun += 1
         self._begin(lane, lane.slot, lane.n_restarts + 1)
 
-    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Give the lanes their slots of this window, once."""
-        mine = [lane for lane in lanes if lane.number in self._slots]
-        for lane in mine:
-            lane.slot = self._slots.pop(lane.number)
-        return mine
+    def next_slot(self, lane: Lane) -> bool:
+        """Give a lane its slot of this window, once."""
+        lane.slot = self._slots.pop(lane.number, -1)
+        return lane.slot >= 0
 
     def _begin(self, lane: Lane, slot: int, n_restarts: int) -> None:
         number = self._first_lane + lane.number
@@ -379,7 +355,7 @@ class WindowPlan(_RequestPlan):
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         options = options_of(self.env_info, number) if self.env_info else None
         fails_at = self._given_up.get((number, seed))
-        lane.begin(self, number, seed, options, noise, slot, fails_at, number, n_restarts)
+        self.begin(lane, number, seed, options, noise, slot, fails_at, number, n_restarts)
 
 
 def check_together(

@@ -75,6 +75,7 @@ class LaneTable:
         self.live: list[int] = []
         self.live_rows: NDArray | None = None
         self.steps_until_full = 0
+        self._could_begin = True  # whether an idle lane would take an episode of a further plan
 
     def end(self) -> None:
         """Forget the queue, which may refer to the rollout, and what is left of its plans."""
@@ -184,7 +185,8 @@ class LaneTable:
         have_slots = False
         for plan in self.plans:
             have_slots |= plan.has_news()
-        return have_slots or (self._postponed is None and self._queue.has_next())
+        is_asking = self._could_begin and self._postponed is None
+        return have_slots or (is_asking and self._queue.has_next())
 
     def wait(self) -> bool:
         """Wait for slots, when no lane can step; False if there is nothing to wait for."""
@@ -265,17 +267,20 @@ class LaneTable:
     def turn_over(self, ended: Sequence[int]) -> None:
         """Complete full slots and ended episodes, and give their lanes new work."""
         if ended:
-            lanes: list[Lane] = []
-            for number in ended:
-                lanes.append(self.lanes[number])  # noqa: PERF401  (one call less per step)
+            lanes = list(map(self.lanes.__getitem__, ended))
             if lanes[0].plan.restarts:
                 self._restart(lanes)
             else:
-                self._leave_slots(lanes, is_last=True)
+                for lane in lanes:
+                    lane.plan.leave(lane, is_last=True)
+                self.idle = self.idle + lanes
         if not self.steps_until_full:
             for plan in self.plans:
                 if full := self._full_lanes(plan):
-                    self._leave_slots(full, is_last=False)
+                    self._record_slots(full)
+                    for lane in full:
+                        plan.leave(lane, is_last=False)
+                    self.parked = self.parked + full
         for plan in self.plans:
             plan.flush()
         self.fill()
@@ -283,21 +288,6 @@ class LaneTable:
     def _full_lanes(self, plan: Plan) -> list[Lane]:
         """The lanes of a plan that leave their slots now, in the middle of episodes."""
         return plan.full_lanes(self.lanes)
-
-    def _leave_slots(self, lanes: list[Lane], *, is_last: bool) -> None:
-        """Complete slots; their lanes become idle, or parked if the episodes continue."""
-        plans = self.plans
-        for plan in plans:
-            mine = lanes if len(plans) == 1 else [lane for lane in lanes if lane.plan is plan]
-            if not mine:
-                continue
-            if not is_last:
-                self._record_slots(mine)
-            plan.leave(mine, is_last=is_last)
-        if is_last:
-            self.idle = self.idle + lanes
-        else:
-            self.parked = self.parked + lanes
 
     def _record_slots(self, lanes: Sequence[Lane]) -> None:
         """Put full slots on the tapes of lanes of one plan, before they leave them."""
@@ -315,10 +305,10 @@ class LaneTable:
     def fill(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
         starting: list[Lane] = []
-        self._deal(starting)
         # Every lane is asked about every plan: only then it is known when a plan is over.
-        while self.idle and self.bind_next() is not None:
-            self._deal(starting)
+        while (could_begin := self._deal(starting)) and self.bind_next() is not None:
+            pass
+        self._could_begin = could_begin
         if starting:
             starting.sort(key=by_number)  # plans may have been asked in turns
             self._begin_episodes(starting)
@@ -330,39 +320,38 @@ class LaneTable:
         if (self.idle, self.parked) != self._at_stock or not self.steps_until_full:
             self._take_stock()
 
-    def _deal(self, starting: list[Lane]) -> None:
+    def _deal(self, starting: list[Lane]) -> bool:
         """Deal out what there is to waiting lanes; notes those that start an episode.
+
+        Returns:
+            Whether some lane could begin a further one.
 
         Lanes that have waited before come first, and parked lanes before all others: a slot that
         one of them lacks may hold up everybody.
         """
         if self.parked:
             self._enter_next_slots()
-        for plan in self.plans if self.idle else ():
-            begun = plan.next_episodes(self.idle)
-            if not begun:
+        waiting = self.idle
+        for plan in self.plans:
+            if not waiting or plan.is_dealt:
                 continue
-            plan.enter(begun)
-            starting += begun
-            if len(begun) == len(self.idle):
-                self.idle = []
-                return  # usually: every lane that ended begins again
-            self.idle = [lane for lane in self.idle if lane.state is State.IDLE]
-        self.idle = sorted(self.idle, key=by_number)
+            others: list[Lane] = []
+            for lane in waiting:
+                (starting if plan.next_episode(lane) else others).append(lane)
+            waiting = others
+        self.idle = sorted(waiting, key=by_number)
+        return bool(waiting)
 
     def _enter_next_slots(self) -> None:
         """Let parked lanes go on in their next slots, if there are any."""
         noise = self._calls.noise
-        for plan in self.plans:
-            mine = [lane for lane in self.parked if lane.plan is plan]
-            served = plan.next_slots(mine) if mine else []
-            for lane in served:
+        for lane in self.parked:
+            if lane.plan.next_slot(lane):
                 if noise is not None and lane.noise is not None:
                     noise.start(lane.number, lane.noise, lane.steps_before)
-            if served:
-                plan.enter(served)
-                self.parked = [lane for lane in self.parked if lane.state is State.PARKED]
-        self.parked = sorted(self.parked, key=by_number)
+                lane.plan.enter(lane)
+        parked = [lane for lane in self.parked if lane.state is State.PARKED]
+        self.parked = sorted(parked, key=by_number)
 
     def _restart(self, lanes: Sequence[Lane]) -> None:
         """Start the next episodes of lanes that stay in their slots."""
@@ -428,7 +417,8 @@ class SelfRestartingLanes(LaneTable):
 
     def have_news(self) -> bool:
         """See ``LaneTable.have_news``."""
-        return super().have_news() or bool(self._ready(self.idle))
+        is_dealt = all(plan.is_dealt for plan in self.plans)
+        return super().have_news() or (not is_dealt and bool(self._ready(self.idle)))
 
     def _ready(self, lanes: Sequence[Lane]) -> list[Lane]:
         """Those of some lanes that are at the start of an episode, ascending."""
@@ -473,12 +463,13 @@ class SelfRestartingLanes(LaneTable):
             plan.writer.abandon(lane.slot, plan.steps_in_slot(lane))
         return live
 
-    def _deal(self, starting: list[Lane]) -> None:
+    def _deal(self, starting: list[Lane]) -> bool:
         ready = self._ready(self.idle)
         others = set(self.idle).difference(ready)
         self.idle = ready
-        super()._deal(starting)
+        could_begin = super()._deal(starting) or not self.plans
         self.idle = sorted(others.union(self.idle), key=by_number)
+        return could_begin
 
     def _take_stock(self) -> None:
         super()._take_stock()

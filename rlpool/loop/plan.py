@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -69,23 +69,6 @@ class Lane:
     steps_before: int = 0
     tape: Tape | None = None
 
-    def begin(
-        self,
-        plan: Plan,
-        row: int,
-        seed: int,
-        options: Options,
-        noise: NoiseStart | None,
-        slot: int,
-        gives_up_at: int | None = None,
-        episode: int = 0,
-        n_restarts: int = 0,
-    ) -> None:
-        """Take an episode, whose first step is still to be made; the arguments are attributes."""
-        self.plan, self.row, self.seed, self.options = plan, row, seed, options
-        self.noise, self.slot, self.gives_up_at, self.episode = noise, slot, gives_up_at, episode
-        self.n_restarts, self.chunk, self.steps_before, self.tape = n_restarts, 0, 0, None
-
     @property
     def start(self) -> int:
         """The first row of the slot that belongs to the episode."""
@@ -124,6 +107,9 @@ class Plan(ABC):
         cancelled: One element, not zero once the request was cancelled.
         gives_up: Whether any of its episodes has a step that is known to fail.
         numbers_episodes: Whether ``Lane.episode`` counts the episodes of the batcher.
+        is_dealt: Whether it has refused a lane an episode because there are no further ones.
+        whole: Of each slot, 1 once it holds all of the episode of that row; ``None`` if slots are
+            to be taken with ``take_slot_of`` in any case.
         writer: Writes into the block, once the plan is bound.
         rows: int64 ``[n_lanes]``: ``slot * n_timesteps + step`` of each lane, in shared memory:
             they tell how far a worker got that died.
@@ -141,6 +127,8 @@ class Plan(ABC):
     cancelled: Sequence[int] = (0,)
     gives_up = False
     numbers_episodes = False
+    is_dealt = False
+    whole: Any = None
 
     # What it decides -----------------------------------------------------------------------------
 
@@ -150,15 +138,15 @@ class Plan(ABC):
         return False
 
     @abstractmethod
-    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Let idle lanes take their next episodes; returns those that get one (for now)."""
+    def next_episode(self, lane: Lane) -> bool:
+        """Let an idle lane ``begin`` its next episode; False if there is none (for now)."""
 
     @abstractmethod
-    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Give lanes slots for the next chunks of their episodes; returns those that get one."""
+    def next_slot(self, lane: Lane) -> bool:
+        """Give a lane a slot for the next chunk of its episode; False if there is none (yet)."""
 
-    def take_slots_of(self, lanes: Sequence[Lane], *, is_last: bool) -> None:  # noqa: B027
-        """Take complete slots, with which the episodes of their lanes have ended if ``is_last``."""
+    def take_slot_of(self, lane: Lane, *, is_last: bool) -> None:  # noqa: B027
+        """Take a complete slot, with which the episode of its lane has ended if ``is_last``."""
 
     def flush(self) -> None:  # noqa: B027
         """Report the slots completed since the last call."""
@@ -222,73 +210,97 @@ class Plan(ABC):
         self._spare_row = self._spare_rows.data
         self._record, self._entry = record, self.number % MAX_REQUESTS
 
-    def enter(self, lanes: Sequence[Lane]) -> None:
-        """Let lanes write into their slots, from the first row."""
-        record, n_timesteps, restarts = self._record, self._n_timesteps, self.restarts
-        n_so_far = record.steps[0]
-        for lane in lanes:
-            number, slot, n_before = lane.number, lane.slot, lane.steps_before
-            lane.state = State.LIVE
-            self._slot[number] = slot
-            self._row[number] = slot * n_timesteps
-            self._stride[number] = 1
-            self._running[number] = lane.row
-            self._steps_before[number] = n_before
-            record.request[number] = self.number
-            record.first_step[number] = n_so_far - max(0, n_before)
-            record.pause[number] = 0
-            # All episodes of a lane that restarts are those of one row, so they are counted.
-            record.episode[number] = 1 + (lane.n_restarts if restarts else lane.row)
-        self.n_writing += len(lanes)
+    def begin(
+        self,
+        lane: Lane,
+        row: int,
+        seed: int,
+        options: Options,
+        noise: NoiseStart | None,
+        slot: int,
+        gives_up_at: int | None = None,
+        episode: int = 0,
+        n_restarts: int = 0,
+    ) -> None:
+        """Let a lane run an episode from its first step on; the arguments are attributes of it.
+
+        With a negative slot it does not write yet.
+        """
+        lane.plan, lane.row, lane.seed, lane.options, lane.noise = self, row, seed, options, noise
+        lane.slot, lane.gives_up_at, lane.episode, lane.n_restarts = (
+            slot,
+            gives_up_at,
+            episode,
+            n_restarts,
+        )
+        lane.chunk, lane.steps_before, lane.tape = 0, 0, None
+        if slot >= 0:
+            self.enter(lane)
+
+    def enter(self, lane: Lane) -> None:
+        """Let a lane write into its slot, from the first row."""
+        record, number, slot, n_before = self._record, lane.number, lane.slot, lane.steps_before
+        lane.state = State.LIVE
+        self._slot[number] = slot
+        self._row[number] = slot * self._n_timesteps
+        self._stride[number] = 1
+        self._running[number] = lane.row
+        self._steps_before[number] = n_before
+        self.n_writing += 1
+        record.request[number] = self.number
+        record.first_step[number] = record.steps[0] - max(0, n_before)
+        record.pause[number] = 0
+        # All episodes of a lane that restarts are those of one row, so they are counted.
+        record.episode[number] = 1 + (lane.n_restarts if self.restarts else lane.row)
 
     def restart_in_slots(self, lanes: Sequence[Lane]) -> None:
         """Let lanes go on writing into their slots, with their next episodes."""
         record = self._record
         for lane in lanes:
-            number = lane.number
+            row = self._row[lane.number]
             self.restart(lane)
-            lane.steps_before = lane.slot * self._n_timesteps - self._row[number]
-            self._steps_before[number] = lane.steps_before
-            record.first_step[number] = record.steps[0]
-            record.episode[number] = 1 + lane.n_restarts
+            self._row[lane.number] = row
+            lane.steps_before = lane.slot * self._n_timesteps - row
+            self._steps_before[lane.number] = lane.steps_before
+        self.n_writing -= len(lanes)
         record.n_episodes[0] += len(lanes)
 
-    def leave(self, lanes: Sequence[Lane], *, is_last: bool) -> None:
-        """Complete the slots of lanes, which leave them and end their episodes, or wait.
+    def leave(self, lane: Lane, *, is_last: bool) -> None:
+        """Complete the slot of a lane, which leaves it: with zeros over what an earlier use left.
 
         Args:
-            lanes: The lanes.
-            is_last: Whether their episodes end there.
+            lane: The lane.
+            is_last: Whether its episode ends there; otherwise the lane waits for its next slot.
         """
-        record, n_timesteps = self._record, self._n_timesteps
-        numbers: list[int] = []
-        slots: list[int] = []
-        lengths: list[int] = []
-        starts: list[bool] = []
-        for lane in lanes:
-            numbers.append(lane.number)
-            slots.append(lane.slot)
-            lengths.append(self._row[lane.number] - lane.slot * n_timesteps)
-            starts.append(lane.steps_before == 0)
-        self.writer.complete(slots, numbers, lengths, starts)
-        for lane, length in zip(lanes, lengths, strict=True):
-            number = lane.number
-            self._row[number] = self._spare_row[number]
-            self._stride[number] = 0
-            if is_last:
-                lane.state = State.IDLE
-                self._running[number] = -1
-                record.episode[number] = 0
-            else:
-                lane.state = State.PARKED
-                lane.steps_before += length
-                record.pause[number] = lane.steps_before + 1
-        self.n_writing -= len(lanes)
+        record, writer, number, slot = self._record, self.writer, lane.number, lane.slot
+        length = self._row[number] - slot * self._n_timesteps
+        for target, source in writer.finals:
+            target[slot] = source[number]
+        dirty = writer.dirty[slot]
+        if dirty > length:
+            for array in writer.rows:
+                array[slot, length:dirty] = 0
+        writer.dirty[slot] = length
+        writer.starts[slot] = lane.steps_before == 0
+        writer.length[slot] = length
+        self._row[number] = self._spare_row[number]
+        self._stride[number] = 0
+        self.n_writing -= 1
         if is_last:
-            record.finished[self._entry] += len(lanes)
-            record.n_episodes[0] += len(lanes)
-        self.take_slots_of(lanes, is_last=is_last)
-        for lane in () if is_last else lanes:
+            lane.state = State.IDLE
+            self._running[number] = -1
+            record.episode[number] = 0
+            record.finished[self._entry] += 1
+            record.n_episodes[0] += 1
+        else:
+            lane.state = State.PARKED
+            lane.steps_before += length
+            record.pause[number] = lane.steps_before + 1
+        record.done[0] += 1
+        if self.whole is not None and is_last and lane.chunk == 0 and slot == lane.row:
+            self.whole[slot] = 1  # the last thing that is written about it
+        else:
+            self.take_slot_of(lane, is_last=is_last)
             lane.chunk += 1
 
     def abandon(self, lane: Lane) -> None:

@@ -86,33 +86,30 @@ class RolloutPlan(Plan):
         is_shown = FINAL_KEY in shapes and shapes[FINAL_KEY] == shapes.get(DEFAULT_OBSERVATION_KEY)
         self._ends = [FINAL_KEY] * is_shown
 
-    def next_episodes(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Let lanes take their next rollouts, as far as there are any."""
-        begun: list[Lane] = []
-        for lane in lanes:
-            number = self._next[lane.number]
-            if number < len(self.options):
-                noise = None if self._noise is None else self._noise[number]
-                seed, options = self._seeds[number], self.options[number]
-                lane.begin(self, number, seed, options, noise, lane.number, episode=number)
-                self._next[lane.number] += len(self._next)
-                begun.append(lane)
-        return begun
+    def next_episode(self, lane: Lane) -> bool:
+        """Let a lane take its next rollout, if there is any."""
+        number = self._next[lane.number]
+        if number >= len(self.options):
+            return False
+        self._next[lane.number] += len(self._next)
+        noise = None if self._noise is None else self._noise[number]
+        seed, options = self._seeds[number], self.options[number]
+        self.begin(lane, number, seed, options, noise, lane.number, episode=number)
+        return True
 
-    def next_slots(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """The lanes keep their slots, as the contents were copied out."""
-        return list(lanes)
+    def next_slot(self, lane: Lane) -> bool:
+        """The lane keeps its slot, as the contents were copied out."""
+        return True
 
-    def take_slots_of(self, lanes: Sequence[Lane], *, is_last: bool) -> None:
-        """Copy slots out; the last one of a rollout completes it."""
+    def take_slot_of(self, lane: Lane, *, is_last: bool) -> None:
+        """Copy a slot out; the last one of a rollout completes it."""
         kept = [*self.observed, *self._acted, "reward", *self._ends]
-        for lane in lanes:
-            row, slot = lane.row, lane.slot
-            length = int(self.arrays.control["length"][slot])
-            copies = {key: self.arrays.rows[key][slot, :length].copy() for key in kept}
-            self._chunks.setdefault(row, []).append(copies)
-            if is_last:
-                self._complete[row] = self._joined(self._chunks.pop(row), slot)
+        row, slot = lane.row, lane.slot
+        length = int(self.arrays.control["length"][slot])
+        copies = {key: self.arrays.rows[key][slot, :length].copy() for key in kept}
+        self._chunks.setdefault(row, []).append(copies)
+        if is_last:
+            self._complete[row] = self._joined(self._chunks.pop(row), slot)
         while self._n_delivered in self._complete:
             self.deliver(self._complete.pop(self._n_delivered))
             self._n_delivered += 1

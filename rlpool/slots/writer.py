@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,9 @@ class SlotWriter:
         before: What the step starts from: ``target[rows] = source`` writes one row per lane.
         outputs: What the agent returns.
         after: What the step led to, if the layout stores that.
+        finals: What the block stores about the end of a slot: ``target[slot] = source[lane]``.
+        rows: ``[n_slots + 1, T, ...]``: all rows of the block.
+        length, starts, dirty: One int64 per slot, see ``Layout.control``.
         spare_rows: int64 ``[n_lanes]``: rows of the spare slot, for lanes that write into no other.
     """
 
@@ -48,7 +51,7 @@ class SlotWriter:
         n_lanes = layout.step.n_lanes
         sources = {**current, **state}
         targets = {key: flat(array, 2) for key, array in arrays.rows.items()}
-        self._rows = arrays.rows
+        self.rows = list(arrays.rows.values())
         self._states: list[Pair] = [(targets[key], flat(array, 1)) for key, array in state.items()]
         self.before: list[Pair] = [
             (targets[key], flat(array, 1)) for key, array in sources.items() if key in targets
@@ -63,10 +66,10 @@ class SlotWriter:
             buffer = np.zeros((n_lanes, *spec.shape), spec.dtype) if spec.shape else None
             as_rows = None if buffer is None else flat(buffer, 1)
             self.outputs.append((key, targets[key], buffer, as_rows))
-        self._finals = [(array, sources[key]) for key, array in arrays.finals.items()]
+        self.finals = [(array, sources[key]) for key, array in arrays.finals.items()]
         # As memoryviews: single numbers are read and written faster that way.
         numbers: tuple[Any, ...] = tuple(arrays.control[k].data for k in _OF_SLOTS)
-        self._length, self._starts, self._dirty = numbers
+        self.length, self.starts, self.dirty = numbers
         self._n_timesteps = layout.n_timesteps
         spare = layout.n_slots * layout.n_timesteps
         self.spare_rows: NDArray = spare + np.arange(n_lanes) % layout.n_timesteps
@@ -76,34 +79,6 @@ class SlotWriter:
         for target, source in self._states:
             target[row] = source[lane]
 
-    def complete(
-        self,
-        slots: Sequence[int],
-        lanes: Sequence[int],
-        lengths: Sequence[int],
-        starts: Sequence[bool],
-    ) -> None:
-        """Finish slots: final values, lengths, and zeros over what an earlier use left behind.
-
-        Args:
-            slots: The slots.
-            lanes: The lane that wrote into each of them.
-            lengths: The steps in each of them.
-            starts: Whether each begins with the first step of an episode.
-        """
-        # Single rows are copied several times faster by a number than by a list of one.
-        into, out_of = (slots, lanes) if len(slots) > 1 else (slots[0], lanes[0])
-        for target, source in self._finals:
-            target[into] = source[out_of]
-        for slot, length, start in zip(slots, lengths, starts, strict=True):
-            dirty = self._dirty[slot]
-            if dirty > length:
-                for array in self._rows.values():
-                    array[slot, length:dirty] = 0
-            self._dirty[slot] = length
-            self._starts[slot] = start
-            self._length[slot] = length
-
     def abandon(self, slot: int, length: int) -> None:
         """Record how far a slot that will not be finished was written."""
-        self._dirty[slot] = max(self._dirty[slot], min(length + 1, self._n_timesteps))
+        self.dirty[slot] = max(self.dirty[slot], min(length + 1, self._n_timesteps))
