@@ -10,12 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from rlpool.errors import SpecError
 
-ParametersT = ParamSpec("ParametersT")
-ResultT = TypeVar("ResultT")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _LIMITS = {
     "above 0": (math.ulp(0.0), math.inf),
@@ -111,9 +110,7 @@ def _python_number(value: Any) -> Any:
     return value
 
 
-def also_takes(
-    **meant: str,
-) -> Callable[[Callable[ParametersT, ResultT]], Callable[ParametersT, ResultT]]:
+def also_takes(**meant: str) -> Callable[[FunctionT], FunctionT]:
     """Decorate a function that takes some of its arguments by a second name, too.
 
     Args:
@@ -123,20 +120,18 @@ def also_takes(
         SpecError: By the function, if it is given an argument by both names.
     """
 
-    def decorated(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
-        positions = list(inspect.signature(function).parameters)
-
+    def decorated(function: FunctionT) -> FunctionT:
         @functools.wraps(function)
-        def renamed(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
+        def renamed(*args: Any, **kwargs: Any) -> Any:
             for name in meant.keys() & kwargs.keys():
                 target = meant[name]
-                if target in kwargs or target in positions[: len(args)]:
+                if target in kwargs:
                     what = f"both {target} and {name} are given, two names of the same argument"
                     raise SpecError(what, fix=f"pass {target} alone")
                 kwargs[target] = kwargs.pop(name)
             return function(*args, **kwargs)
 
-        return renamed
+        return renamed  # type: ignore[return-value]
 
     return decorated
 

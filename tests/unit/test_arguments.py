@@ -52,7 +52,7 @@ def test_the_ancestors_names_of_arguments_mean_the_same() -> None:
     [
         (lambda: batcher(n_threads=0, n_workers=0), ("n_threads", "n_workers")),
         (lambda: batcher(n_workers=0, seed=1, seeds=1), ("seed", "seeds")),
-        (lambda: Pool(None, 2, 8, processes=2), ("processes", "n_workers")),
+        (lambda: Pool(n_workers=2, pool_size=8, processes=2), ("processes", "n_workers")),
     ],
 )
 def test_an_argument_given_by_both_names_is_refused_with_both(
