@@ -165,7 +165,7 @@ def evaluate(
             n_lanes=n_lanes if agent_rows is None else None,
             on_env_error=policy.get("on_env_error", "raise"),
             infos=list(infos),
-            **({} if max_steps is None else {"max_steps": max_steps}),
+            max_steps=max_steps,
         )
         checks = check_repeatable and batcher.environment["seeding"] == "episode"
         size = _PER_LANE * n_lanes

@@ -191,12 +191,10 @@ def checked_target(argument: str, path: str | os.PathLike[str]) -> Path:
     Raises:
         SpecError: If no file can be written there, or there is something else, such as a pipe.
     """
-    target, why = Path(path).resolve(), ""
-    if target.exists() and not target.is_file():
-        why = "it is not a file"
-    elif not os.access(target if target.exists() else target.parent, os.W_OK):
-        why = "there is no such folder, or this process may not write there"
-    if why:
+    target = Path(path).resolve()
+    is_free = target.is_file() or not target.exists()
+    if not is_free or not os.access(target if target.exists() else target.parent, os.W_OK):
+        why = "it is not a file, there is no such folder, or this process may not write there"
         what = f"{argument}={str(path)!r} cannot be written: {why}"
         raise SpecError(what, fix="choose another path")
     return target
