@@ -529,7 +529,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         dispatcher = self._start_workers(root=self._root)
         dispatcher.crew.control.name = type(self).__name__
         self._dispatcher = dispatcher
-        self.forget_interrupt()
+        self.is_interrupted = False
         return dispatcher
 
     def _abandon(self) -> None:

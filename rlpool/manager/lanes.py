@@ -193,7 +193,7 @@ class Lanes(CrashOnly):
         self.tapes.bind(self.buffers.action)
         self.buffers.todo[:] = self.buffers.failed[:] = IDLE
         self._start()
-        self.forget_interrupt()
+        self.is_interrupted = False
 
     # Steps and resets ---------------------------------------------------------------------------
 
@@ -561,7 +561,7 @@ class Lanes(CrashOnly):
         """
         if self.closed or os.getpid() != self.owner_pid:
             self.refuse_closed()
-        if self._was_interrupted:
+        if self.is_interrupted:
             raise UsageError(
                 "the last call was interrupted: what the environments did then is lost",
                 fix="call reset() of the manager, which begins with new workers, or close it",

@@ -59,7 +59,7 @@ def remote(manager: ParallelEnvManager) -> None:
 
 
 def begin_again(manager: ParallelEnvManager) -> None:
-    manager._lanes._was_interrupted = True
+    manager._lanes.is_interrupted = True
     manager.reset()
 
 
