@@ -7,7 +7,7 @@ One anonymous file holds all of it, as int64 words::
     lanes of a worker which episode each of them runs, and since which step of the worker
 
 Workers write their progress and what their lanes run, the caller all the rest. Nobody waits for
-anybody: every number is a word of its own. The caller watches the progress (``hang_watch``), and
+anybody: every number is a word of its own. The caller watches the progress (``Crew``), and
 reads the rest for errors and ``stats()``; ``python -m rlpool top`` finds the file by its name
 through ``/proc``.
 """

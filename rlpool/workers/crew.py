@@ -39,7 +39,6 @@ from rlpool.machine.limits import n_oom_kills, process_activity
 from rlpool.machine.torch_settings import torch_settings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
-from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.logs import Logs
 from rlpool.workers.process_end import end_all, reap, signal_name
 from rlpool.workers.process_start import (
@@ -69,10 +68,24 @@ LEAVE_S = 3.0
 _UNKILLABLE_S = 10.0
 """A process that is still there this long after it was killed will not end soon."""
 
+_LONGEST_LOOK_S = 0.5
+_LOOKS_PER_TIMEOUT = 4
+"""The time between two looks counts up to this long, or this part of the timeout: a caller that
+seldom looks cannot tell a worker that hangs from one that waited for the caller."""
+
+_LOOKS_PER_PATIENCE = 4
+"""A look costs time for each worker, and messages may arrive every few microseconds: so one that
+comes sooner than this part of the patience after the last one is left out."""
+
+_START_S = 20.0
+"""A worker that is starting may be idle for at least this long: importing may be slow."""
+
 _OUT_OF_MEMORY = (
     "most likely the system ran out of memory (dmesg shows it): run fewer workers, "
     "or set max_episodes_per_worker if the environment leaks"
 )
+
+_HANGS = "look for an endless wait in the environment or the agent, or raise timeout"
 
 _CRASHED = "look there for what ends a process: native code that crashes, or os._exit"
 
@@ -95,6 +108,8 @@ class Link:
         is_dismissed: Whether it ends for good.
         n_oom_kills: How many processes of the system had run out of memory before it started.
         deadline_s: When it starts again while it is down, when it is killed while it is leaving.
+        progress: A number that changes when it does anything: negative while it starts.
+        idle_s: How long it was watched with something to do, without progress.
     """
 
     worker: int
@@ -105,6 +120,8 @@ class Link:
     is_dismissed: bool = False
     n_oom_kills: int = 0
     deadline_s: float = 0.0
+    progress: int = 0
+    idle_s: float = 0.0
 
 
 class Client(Protocol):
@@ -177,11 +194,12 @@ class Crew:
         self._settings = torch_settings()  # now: a successor has the same
         self._runs = runs
         self._policy = policy
-        self._timeout_s = timeout_s
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self.patience_s = min(_LONGEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
+        self._looked_s = time.monotonic()
+        self._watched_s = 0.0  # since the last look for workers that hang
         self._client = client
         self.restarts = Restarts(n_workers, policy)
-        self._watch = HangWatch(timeout_s)
-        self.patience_s = self._watch.patience_s
         self._links = [Link(worker) for worker in range(n_workers)]
         self._epoll: select.epoll | None = select.epoll()  # None after close()
         self._worker_of: dict[int, int] = {}  # descriptor: worker
@@ -235,7 +253,7 @@ class Crew:
         start_method = self._policy.start_method
         prepare(start_method)
         self.control.worker_starts(link.worker)
-        self._watch.forget(link.worker)
+        link.progress = 0
         link.n_oom_kills = n_oom_kills()
         run, *setup = self._runs[link.worker]
         place = Place(link.worker, self.n_workers, self._root, self._settings, self._policy)
@@ -247,11 +265,7 @@ class Crew:
                 self._worker_of[fd] = link.worker
                 if self._epoll is not None:
                     self._epoll.register(fd, select.POLLIN)
-            try:
-                self._send(link, *setup)
-            except OSError:
-                link.process.kill()
-                raise
+            self._send(link, *setup)
 
     def _advance(self) -> None:
         """Start workers that are due, and kill those that take too long to end."""
@@ -269,11 +283,7 @@ class Crew:
                 except OSError as error:
                     what = f"worker {link.worker} could not be started again: {error}"
                     fix = "free memory, processes or descriptors"
-                    failure = WorkerDiedError(what, exitcode=None, fix=fix)
-                    if link.pipe is None:
-                        self._restart(link, failure)
-                    else:
-                        self.expect_end(link.worker, failure)
+                    self._restart(link, WorkerDiedError(what, exitcode=None, fix=fix))
 
     def _set_state(self, link: Link, state: State, seconds: float = math.inf) -> None:
         """Change a worker's state, for some time if it is down or leaving."""
@@ -397,21 +407,22 @@ class Crew:
         """
         link = self._links[worker]
         if link.state is State.UP:
-            try:
-                self._send(link, message, memory)
-            except OSError as error:
-                what = f"worker {worker} cannot be sent a message: {error}"
-                fix = "raise the limit of file descriptors (ulimit -n), and start again"
-                self.fail(WorkerDiedError(what, exitcode=None, fix=fix))
+            self._send(link, message, memory)
 
     def _send(self, link: Link, message: Message, memory: Memory | None = None) -> None:
         pipe = link.pipe
-        if pipe is not None:
+        if pipe is None:
+            return
+        try:
             # Descriptors that are sent must not leak. A worker's death is noticed elsewhere.
             with InterruptsHeld(), suppress(ConnectionError):
                 pipe.send(message, memory)
-            if pipe.events & select.POLLOUT and self._epoll is not None:
-                self._epoll.modify(pipe, pipe.events)
+        except OSError as error:
+            what = f"worker {link.worker} cannot be sent a message: {error}"
+            fix = "raise the limit of file descriptors (ulimit -n), and start again"
+            self.fail(WorkerDiedError(what, exitcode=None, fix=fix))
+        if pipe.events & select.POLLOUT and self._epoll is not None:
+            self._epoll.modify(pipe, pipe.events)
 
     def fileno(self) -> int:
         """A descriptor that can be read when a worker has sent something or has ended.
@@ -509,37 +520,40 @@ class Crew:
 
     def _look_for_hang(self) -> None:
         """Kill a worker that has something to do and makes no progress."""
-        if self._timeout_s is None or self.fatal is not None or not self._watch.is_due():
+        now_s = time.monotonic()
+        self._watched_s += min(now_s - self._looked_s, self.patience_s)
+        self._looked_s = now_s
+        if self._watched_s < self.patience_s / _LOOKS_PER_PATIENCE or self.fatal is not None:
             return
+        passed_s, self._watched_s = min(self._watched_s, self.patience_s), 0.0
         busy = self._client.busy() if self.restarts.has_started else ()
-        watched = {
-            link.worker
-            for link in self._links
-            if link.state is State.STARTING or (link.state is State.UP and link.worker in busy)
-        }
-        worker = self._watch.hanging(self._progress(), watched)
-        if worker is None:
-            return
-        error = WorkerTimeoutError(
-            f"worker {worker} made no progress for {self._timeout_s:g} s",
-            **self._client.running_in(worker),
-            fix="look for an endless wait in the environment or the agent, or raise timeout",
-            traceback_text=stacks_of(self._links[worker].process),
-        )
-        self.kill(worker, error)
+        for link in self._links:
+            before, link.progress = link.progress, self._progress_of(link)
+            is_busy = (
+                link.worker in busy if link.state is State.UP else link.state is State.STARTING
+            )
+            is_idle = is_busy and link.progress == before != 0
+            link.idle_s = link.idle_s + passed_s if is_idle else 0.0
+            limit_s = max(self._timeout_s, _START_S) if link.progress < 0 else self._timeout_s
+            if link.idle_s > limit_s:
+                error = WorkerTimeoutError(
+                    f"worker {link.worker} made no progress for {self._timeout_s:g} s",
+                    **self._client.running_in(link.worker),
+                    fix=_HANGS,
+                    traceback_text=stacks_of(link.process),
+                )
+                self.kill(link.worker, error)
 
-    def _progress(self) -> list[int]:
-        """Per worker, a number that changes when it does anything.
+    def _progress_of(self, link: Link) -> int:
+        """A number that changes when a worker does anything, 0 if that is unknown.
 
         It counts steps, and the lane within a step, as each of many lanes may be slow. While a
-        worker starts it is the processor time, as a negative number, or 0 if that is unknown.
+        worker starts it is the processor time, as a negative number.
         """
-        rows = self.control.rows
-        progress: list[int] = ((rows[:, Word.STEPS] << 20) + rows[:, Word.LANE]).tolist()
-        for link in self._links:
-            if not rows[link.worker, Word.STEPS] and link.pipe is not None and link.process:
-                progress[link.worker] = -process_activity(link.process.pid)
-        return progress
+        n_steps, lane = self.control.rows[link.worker, [Word.STEPS, Word.LANE]].tolist()
+        if n_steps or link.pipe is None or link.process is None:
+            return int((n_steps << 20) + lane)
+        return -process_activity(link.process.pid)
 
 
 def _close(links: list[Link], logs: Logs, closing: threading.RLock) -> None:

@@ -1,4 +1,4 @@
-"""Failures of workers: arguments, budget, delays, giving up; when a worker counts as hanging."""
+"""Failures of workers: arguments, budget, delays, giving up."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
-from rlpool.workers import hang_watch
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
-from rlpool.workers.hang_watch import HangWatch
 
 START_ERROR = WorkerStartupError("create_env raised KeyError: 3", where=Where(worker=0))
 HANG = WorkerTimeoutError("worker 0 made no progress for 5 s")
@@ -145,36 +143,3 @@ def test_arguments_that_make_sense_are_taken() -> None:
     assert not policy.restarts_on(death())
     assert policy.restarts_on_env_errors
     assert FailurePolicy(max_episodes_per_worker=np.int64(9)).max_episodes_per_worker == 9
-
-
-@pytest.mark.parametrize("timeout_s", [0.2, 3.0, 600.0])
-def test_only_a_worker_that_is_watched_without_a_step_hangs(
-    monkeypatch: pytest.MonkeyPatch, timeout_s: float
-) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s)
-    watch = HangWatch(timeout_s)
-    while watch.hanging([5, int(now_s * 1000) + 1], {0, 1}) is None:
-        now_s += watch.patience_s
-        assert now_s < 2 * timeout_s
-    assert now_s >= timeout_s
-    watch = HangWatch(timeout_s)
-    for _ in range(4):
-        assert watch.hanging([5], {0}) is None
-        assert not watch.is_due()
-        now_s += watch.patience_s / 2
-        assert watch.is_due()
-        now_s += 1000.0  # this process was stopped, or did something else
-
-
-def test_short_waits_for_a_worker_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s)
-    watch = HangWatch(1.0)
-    n_waits, hanging = 0, None
-    while hanging is None:
-        now_s += 0.01
-        n_waits += 1
-        hanging = watch.hanging([5], {0}) if watch.is_due() else None
-    assert hanging == 0
-    assert 100 <= n_waits < 120
