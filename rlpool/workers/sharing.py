@@ -18,16 +18,15 @@ import pickle
 import socket
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import context, managers, reduction, synchronize
+from multiprocessing import context, reduction, synchronize
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 import torch.multiprocessing.reductions
 
-from rlpool.data.storage import Memory
 from rlpool.errors import SpecError, WorkerStartupError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.pickling import why_not
@@ -39,9 +38,6 @@ _mp: Any = torch.multiprocessing  # without annotations
 
 _reducers: Any = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 """Those of multiprocessing, of torch, and of whoever registers others later."""
-
-_KEPT = (managers.BaseProxy, Memory)
-"""What must not end before the last worker has read of it."""
 
 _TENSORS = (torch.Tensor, torch.TypedStorage, torch.UntypedStorage)
 
@@ -71,16 +67,15 @@ class Shared:
     """What a pickle refers to; it travels with every process that starts.
 
     Args:
-        value: What is pickled whenever a process starts, if it can only be inherited.
-        kept: Objects that live as long as this one.
+        value: What was pickled; it lives as long as this object.
+        is_inherited: Whether processes can only inherit it: then it is pickled whenever one starts.
         arrived: The pickle of ``value``, in a process that has started.
     """
 
-    def __init__(self, value: Any = None, kept: Iterable[Any] = (), arrived: bytes = b"") -> None:
+    def __init__(self, value: Any = None, is_inherited: bool = False, arrived: bytes = b"") -> None:
         self._value = value
-        self._kept = list(kept)
+        self.is_inherited = is_inherited
         self.arrived = arrived
-        self.is_inherited = value is not None
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
@@ -94,14 +89,13 @@ class Shared:
     def close(self) -> None:
         """Keep nothing any longer: no further process can read the pickle. May be repeated."""
         self._value = None
-        self._kept.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.is_inherited:
             return Shared, ()
         if getattr(context.get_spawning_popen(), "method", "") == "template":
             raise UnsafeError("only a spawned process can inherit it")
-        return Shared, (None, (), _dumped(self._value).data)
+        return Shared, (None, False, _dumped(self._value).data)
 
 
 class Parcel(NamedTuple):
@@ -145,10 +139,10 @@ def pickled(
             fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
             raise WorkerStartupError(told, fix=fix) from error
     if not pickler.is_for_spawned:
-        return Parcel(pickler.data, Shared(kept=pickler.kept))
+        return Parcel(pickler.data, Shared(value))
     text = "workers are spawned: only so can they inherit what %s share"
     _LOG.info(text, " and ".join(parts), extra={"once": "inherit"})  # not from every worker
-    return Parcel(pickle.dumps(_Inherited()), Shared(value))
+    return Parcel(pickle.dumps(_Inherited()), Shared(value, is_inherited=True))
 
 
 class ByValue:
@@ -266,7 +260,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._stream = io.BytesIO()
         super().__init__(self._stream)
         self._copies = copies
-        self.kept: list[Any] = []  # what must live until the pickle is read for the last time
         self.names: dict[str, Any] = {}
         self.is_for_spawned = False  # there is something that only spawned processes inherit
 
@@ -287,9 +280,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(value, synchronize.SemLock) and value._semlock.name is None:  # type: ignore[attr-defined]
                 raise ForkOnlyError("only forked processes inherit it")
             self.is_for_spawned = True
-        elif isinstance(value, (*_KEPT, Shared)):
-            self.kept.append(value)
-            return super().reducer_override(value)
         elif isinstance(value, _TENSORS) and not self._copies and _is_shared(value):
             if isinstance(value, torch.UntypedStorage):
                 return self._storage(value)
@@ -300,7 +290,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         """A storage in shared memory, or one that is mapped from a file."""
-        self.kept.append(storage)
         if storage.filename is not None:
             return torch.UntypedStorage.from_file, (storage.filename, True, storage.nbytes())
         if _mp.get_sharing_strategy() == "file_system":
