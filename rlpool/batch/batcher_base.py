@@ -539,7 +539,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _open(self) -> Dispatcher:
         """What every call begins with; one that was interrupted has ended the workers."""
         dispatcher = self._not_closed()
-        if not self._was_interrupted:
+        if not self.is_interrupted:
             dispatcher.crew.deliver_logs()
         elif not dispatcher.is_closed:
             dispatcher.close(at_once=True)
@@ -548,7 +548,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _ready(self) -> Dispatcher:
         """``_open``, with workers: new ones if the last call was interrupted."""
         dispatcher = self._open()
-        return self._begin() if self._was_interrupted else dispatcher
+        return self._begin() if self.is_interrupted else dispatcher
 
     def _not_closed(self) -> Dispatcher:
         if self._dispatcher is None or self._is_closed:
