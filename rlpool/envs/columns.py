@@ -195,7 +195,7 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
 
 def _are_flags(flags: Any) -> bool:
     """Whether all flags are bools."""
-    array = as_numbers(flags)
+    array = flags if isinstance(flags, np.ndarray) else as_numbers(flags)
     return array.ndim == 1 and array.dtype == np.bool_
 
 
@@ -467,6 +467,7 @@ class Columns:
         self._flatten = flattener(structure, "observation")
         if isinstance(structure, Leaf):
             self.write = self._columns[0].write  # type: ignore[method-assign, assignment]
+            self.write_batch = self._columns[0].write_batch  # type: ignore[method-assign, assignment]
 
     def place(self, arrays: Mapping[str, NDArray]) -> None:
         """Use other arrays from now on; keys that are not its own are ignored."""

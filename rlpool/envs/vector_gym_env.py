@@ -174,7 +174,9 @@ class VectorGymEnv(VecEnv):
         """See ``VecEnv.ready_lanes``."""
         if self.seeding == "episode" or self._resets_all:
             return lanes
-        return [lane for lane in lanes if self._at_start[lane]]
+        rows = np.asarray(lanes, np.int64)
+        ready: list[int] = rows[self._at_start[rows]].tolist()
+        return ready
 
     def advance(self) -> bool:
         """See ``VecEnv.advance``."""
@@ -290,11 +292,11 @@ class VectorGymEnv(VecEnv):
         self._in_episode[:] = False
         self._elapsed += 1
         result = self.vector_env.step(self._last_batch)
-        observation, *results, infos = checked_count("step", 5, result)
-        self._shown = observation, infos
-        names, n_lanes = ("reward", "terminated", "truncated"), self.n_lanes
-        each = (_per_lane(*pair, n_lanes) for pair in zip(names, results, strict=True))
-        rewards, terminated, truncated = each
+        observation, rewards, terminated, truncated, infos = checked_count("step", 5, result)
+        self._shown, n_lanes = (observation, infos), self.n_lanes
+        rewards = _per_lane("reward", rewards, n_lanes)
+        terminated = _per_lane("terminated", terminated, n_lanes)
+        truncated = _per_lane("truncated", truncated, n_lanes)
         ended = np.logical_or(terminated, truncated)
         if lanes:
             self._write(lanes, observation, infos)
@@ -392,7 +394,7 @@ def _per_lane(name: str, values: Any, n_lanes: int) -> NDArray:
     Raises:
         SpecError: If there is not one for each lane.
     """
-    array = as_array(values)
+    array = values if isinstance(values, np.ndarray) else as_array(values)
     if array.shape[:1] != (n_lanes,) or array.size != n_lanes:
         raise SpecError(
             f"{name!r} should have shape [{n_lanes}], got {list(array.shape)}",
