@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import WINDOW_KEYS
@@ -20,7 +21,7 @@ from rlpool.machine.arguments import whole_number
 from rlpool.pool import ingest
 from rlpool.pool.sampling import RESULT_KEYS
 from rlpool.pool.schema import Schema
-from rlpool.pool.store import Settings, Store, make_store
+from rlpool.pool.store import Settings, Store
 from rlpool.pool.sub_pool import routes
 
 _MOST_WAITING = 8  # ends of windows per lane, as batchers with the same seeds have the same lanes
@@ -36,7 +37,7 @@ class Filler:
         router: Chooses sub-pools.
 
     Attributes:
-        store: The store; one of nothing before the first transition.
+        store: The store; before the first transition one of no columns.
         router: As given.
         max_priority: The largest priority given so far, to the pool's power; 0 if there is none.
         open: Sub-pool to its ``next`` when its newest transition was one that may be continued.
@@ -48,7 +49,8 @@ class Filler:
     def __init__(self, settings: Settings, router: np.random.Generator) -> None:
         self._settings = settings
         self.router = router
-        self.store = Store.of_nothing(settings.n_workers)
+        least = replace(settings, pool_size=settings.n_workers, priority_exponent=None)
+        self.store = Store(Schema({}), replace(least, storage="local", directory=None))
         self.max_priority = 0.0
         self.open: dict[int, int] = {}
         self.waiting: dict[tuple[int, int], list[list[int]]] = {}
@@ -56,8 +58,13 @@ class Filler:
 
     # Adding ----------------------------------------------------------------------------------
 
-    def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
-        """Add trajectories: see ``Pool.extend``."""
+    def extend(
+        self,
+        trajectories: TemporalDictTensor,
+        index: int | None = None,
+        first: Sequence[int] = (),
+    ) -> None:
+        """Add trajectories: see ``Pool.extend``; ``first`` are sub-pools of the first ones."""
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
@@ -66,12 +73,12 @@ class Filler:
         sizes = lengths[lengths > 0]
         chosen = [index or 0] * len(sizes)
         if index is None and self._settings.n_workers > 1:
-            draws = self.router.random(len(sizes)).tolist()
+            draws = [*first, *self.router.random(len(sizes)).tolist()[len(first) :]]
             chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
-        first = self._distribute(store, new, sizes, np.array(chosen))
+        names = self._distribute(store, new, sizes, np.array(chosen))
         if all(key in trajectories.info for key in WINDOW_KEYS):
             windows = np.stack([trajectories.info[k].numpy(force=True) for k in WINDOW_KEYS], 1)
-            self._join(store, windows[lengths > 0], first, sizes, new.is_last)
+            self._join(store, windows[lengths > 0], names, sizes, new.is_last)
         else:
             store.shortest_cut = min(store.shortest_cut, new.shortest_cut)
         self.store = store
@@ -93,7 +100,7 @@ class Filler:
                 )
         sub_pool = store.sub_pools[index]
         is_open = not is_chosen and self.open.get(index) == sub_pool.next
-        joined = is_open and store.ends_in(index, values)
+        joined = is_open and store.ends_in(index, new)
         store.add(index, new, self.max_priority or 1.0, joined=joined)
         if not is_chosen and not values[ingest.DONE_KEY]:
             self.open[index] = sub_pool.next
@@ -108,15 +115,11 @@ class Filler:
         # The order in which the steps were made, as the episodes began together.
         times = np.concatenate([np.arange(steps.n_elems()) for steps in episodes])
         order = np.argsort(times, kind="stable")
-        store, new = self._new_rows(ingest.one_row(DictTensor.cat(episodes)))
-        new.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
-        draws: list[int | float] = self.router.random(len(order)).tolist()
-        if not self.has_run:  # the first of each process goes into its own sub-pool
-            draws[: len(episodes)] = range(len(episodes))
-        sizes = np.ones(len(order), int)
-        chosen = routes(store.sub_pools, self._settings.rules, sizes.tolist(), draws)
-        self._distribute(store, new.part(order), sizes, np.array(chosen))
-        self.store, self.has_run = store, True
+        steps = DictTensor.cat(episodes).index(torch.from_numpy(order))
+        rows = TemporalDictTensor({key: tensor[:, None] for key, tensor in steps.items()})
+        # The first of each process goes into its own sub-pool.
+        self.extend(rows, first=[] if self.has_run else range(len(episodes)))
+        self.has_run = True
 
     def _checked_index(self, index: Any) -> int | None:
         n = self._settings.n_workers
@@ -152,7 +155,7 @@ class Filler:
         if taken:
             raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
         schema = Schema.from_specs(specs, self._settings.frame_stack)
-        return make_store(replace(schema, infos=infos), self._settings)
+        return Store(replace(schema, infos=infos), self._settings)
 
     def _distribute(
         self, store: Store, new: ingest.NewRows, sizes: NDArray, chosen: NDArray
@@ -228,7 +231,7 @@ class Filler:
         router.bit_generator.state = state["router"]
         other = Filler(self._settings, router)
         if (saved := state["store"]) is not None:
-            other.store = make_store(Schema.from_plain(saved["schema"]), self._settings)
+            other.store = Store(Schema.from_plain(saved["schema"]), self._settings)
             other.store.load_state_dict(saved)
         vars(other).update(deepcopy({name: state[name] for name in _SAVED}))
         return other

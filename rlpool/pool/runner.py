@@ -188,13 +188,9 @@ def _names_in_pool(window: TemporalDictTensor) -> dict[str, str]:
 
 def _check_environments(envs: Any, processes: int) -> None:
     """Refuse anything but a list of ``processes`` environments."""
-    if not isinstance(envs, Sequence) or isinstance(envs, str) or not envs:
-        raise SpecError(f"env is {envs!r}", fix="pass a list of one environment per process")
-    if len(envs) != processes:
-        raise SpecError(
-            f"env has {len(envs)} environments, n_workers is {processes}",
-            fix="pass one environment per process",
-        )
+    if not isinstance(envs, Sequence) or isinstance(envs, str) or len(envs) != processes:
+        what = f"env should be a list of {processes} environments, got {envs!r:.60}"
+        raise SpecError(what, fix="pass one environment per process (n_workers)")
     for number, env in enumerate(envs):
         fix = "pass an object with reset() and step(), such as gymnasium.make(...) returns"
         check_is_env(f"environment {number} is", env, fix)

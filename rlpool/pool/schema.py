@@ -63,23 +63,21 @@ class Schema:
             if is_pair and key not in (*_SIGNALS, *derived):
                 derived.add(successor_key(key))
         paired = tuple(key for key in specs if successor_key(key) in derived)
-        schema = cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
-        return schema if n_frames is None else schema._with_stacks(n_frames)
-
-    def _with_stacks(self, n_frames: int) -> Schema:
-        shapes = {key: self.columns[key].shape for key in self.paired or self.columns}
+        columns = {key: spec for key, spec in specs.items() if key not in derived}
+        shapes = {key: columns[key].shape for key in paired or columns}
         stacks = tuple(
             key
             for key, shape in shapes.items()
             if len(shape) > 1 and shape[0] == n_frames and 0 not in shape
         )
-        if not stacks:
+        schema = cls(columns, paired, (), n_frames or 1, stacks)
+        if n_frames is not None and not stacks:
             raise SpecError(
                 f"frame_stack is {n_frames}, but no observation has the shape [{n_frames}, ...] of "
-                f"so many frames: {self}",
+                f"so many frames: {schema}",
                 fix="move the axis of the frames to the front, or leave frame_stack out",
             )
-        return replace(self, n_frames=n_frames, stacks=stacks)
+        return schema
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -115,14 +113,16 @@ class Schema:
             key: TensorSpec(tuple(shape), np.dtype(text))
             for key, (text, shape) in values["specs"].items()
         }
-        n_frames = int(values["n_frames"])
-        schema = cls.from_specs(specs, n_frames if n_frames > 1 else None)
-        return replace(schema, infos=tuple(values["infos"]))
+        return replace(cls.from_specs(specs, values["n_frames"]), infos=tuple(values["infos"]))
 
     def plain(self) -> dict[str, Any]:
         """The schema as plain values."""
         specs = {key: [spec.dtype.str, list(spec.shape)] for key, spec in self.specs.items()}
-        return {"specs": specs, "infos": list(self.infos), "n_frames": self.n_frames}
+        return {
+            "specs": specs,
+            "infos": list(self.infos),
+            "n_frames": self.n_frames if self.stacks else None,
+        }
 
     def __str__(self) -> str:
         each = {key: f"{key} {spec}" for key, spec in self.specs.items()}

@@ -110,10 +110,7 @@ class Store:
 
     Args:
         schema: What is stored.
-        sub_pools: The sub-pools, all of them empty.
-        memory: For ``store_bytes`` bytes.
-        rules: When sub-pools drop transitions.
-        with_priorities: Whether rows have priorities.
+        settings: What the pool is made with.
 
     Attributes:
         columns: Key to array ``[n_rows, ...]``.
@@ -129,20 +126,17 @@ class Store:
         shortest_cut: Steps of the shortest row that was added, ends within an episode, and cannot
             be joined with what follows; 0 once there was a warning.
         tree: The priorities, or ``None``.
+
+    Raises:
+        SpecError: If the machine has not enough memory or the disk not enough room.
     """
 
-    def __init__(
-        self,
-        schema: Schema,
-        sub_pools: SubPools,
-        memory: Memory,
-        rules: WindowRules,
-        *,
-        with_priorities: bool = False,
-    ) -> None:
-        self.schema, self.sub_pools, self._rules = schema, sub_pools, rules
-        n_rows = sub_pools.n_rows
-        self._memory, self._root = memory, memory.root()
+    def __init__(self, schema: Schema, settings: Settings) -> None:
+        self.schema, self._rules = schema, settings.rules
+        self.sub_pools = SubPools(settings.pool_size, settings.n_workers, schema.n_frames - 1)
+        n_rows = self.sub_pools.n_rows
+        self._memory = _allocated(schema, settings, n_rows)
+        self._root = self._memory.root()
         arrays = self._arrays = carve(self._root, schema.arrays(), n_rows)
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
@@ -150,17 +144,10 @@ class Store:
         self.is_last, self.is_terminal = arrays["is_last"], arrays["is_terminal"]
         self._follower, self.has_followers = arrays["follower"], False
         self.piece, self._age = arrays["piece"], arrays.get("age", self.is_last)
-        self.tree = PriorityTree(n_rows) if with_priorities else None
+        self.tree = None if settings.priority_exponent is None else PriorityTree(n_rows)
         self._piece_numbers = FreeRows(n_rows)
         self.ends_known = self.terminal_known = True
         self.shortest_cut = NOTHING_CUT
-
-    @classmethod
-    def of_nothing(cls, n_sub_pools: int) -> Store:
-        """What a pool has before its first transition: nothing can be added."""
-        schema, sub_pools = Schema({}), SubPools(n_sub_pools, n_sub_pools)
-        memory = Memory.local(store_bytes(schema, sub_pools.n_rows))
-        return cls(schema, sub_pools, memory, WindowRules())
 
     @property
     def has_schema(self) -> bool:
@@ -417,48 +404,24 @@ class Store:
         stacks[numbers, frames] = self._heads[key][pieces, frames + n_ahead + age[numbers]]
         return stacks
 
-    def ends_in(self, index: int, state: Mapping[str, NDArray]) -> bool:
-        """Whether the newest transition of a sub-pool ended in a state.
-
-        Args:
-            index: Number of the sub-pool.
-            state: Values by key, others than those of the state among them.
-        """
+    def ends_in(self, index: int, new: NewRows) -> bool:
+        """Whether the newest transition of a sub-pool ended where a new one starts."""
         newest = self.sub_pools.rows_of(np.array([index]), self.sub_pools.numbers[[index], 1] - 1)
-        stored = self.take(newest) | self.take_after(newest)
-        is_same = [
-            stored[after].tobytes() == state[key].astype(stored[after].dtype).tobytes()
-            for key in state.keys() & stored.keys()
-            if (after := successor_key(key)) in stored
-        ]
-        return bool(is_same) and all(is_same)
+        ends = self.take_after(newest)
+        starts = {successor_key(key): new.columns[key].values() for key in self.schema.paired}
+        return bool(ends) and all(ends[key].tobytes() == starts[key].tobytes() for key in ends)
 
 
-def store_bytes(schema: Schema, n_rows: int) -> int:
-    """Bytes of the memory of a store, most of which may never be touched."""
-    return sum(carved_bytes(schema.arrays(), n_rows).values())
-
-
-def make_store(schema: Schema, settings: Settings) -> Store:
-    """An empty store.
-
-    Raises:
-        SpecError: If the machine has not enough memory or the disk not enough room.
-    """
-    storage, pool_size = settings.storage, settings.pool_size
-    sub_pools = SubPools(pool_size, settings.n_workers, schema.n_frames - 1)
-    n_rows = sub_pools.n_rows
-    sizes = carved_bytes(schema.rows, n_rows)  # pieces are fewer
+def _allocated(schema: Schema, settings: Settings, n_rows: int) -> Memory:
+    """Memory for a store."""
+    pool_size, sizes = settings.pool_size, carved_bytes(schema.rows, n_rows)  # pieces are fewer
+    n_used, n_bytes = sum(sizes.values()), sum(carved_bytes(schema.arrays(), n_rows).values())
 
     def advice(n_free: int) -> str:
-        fits = pool_size * n_free // sum(sizes.values())
+        fits = pool_size * n_free // n_used
         number = f" ({fits} would fit)" if fits else ""
         return f'lower pool_size{number}, or use storage="memmap"'
 
-    if storage != "memmap":
+    if settings.storage != "memmap":
         check_size(sizes, advice, f"a pool of {pool_size} transitions")
-    n_bytes = store_bytes(schema, n_rows)
-    n_used = sum(sizes.values())
-    memory = allocate(storage, n_bytes, directory=settings.directory, n_used=n_used)
-    with_priorities = settings.priority_exponent is not None
-    return Store(schema, sub_pools, memory, settings.rules, with_priorities=with_priorities)
+    return allocate(settings.storage, n_bytes, directory=settings.directory, n_used=n_used)
