@@ -581,7 +581,8 @@ class Lanes(CrashOnly):
     def close(self) -> None:
         """End the workers. May be repeated, as all that it calls."""
         self.closed = True
-        if os.getpid() == self.owner_pid:  # else the workers are those of another process
+        # Else there are none yet, or they are those of another process.
+        if "crew" in vars(self) and os.getpid() == self.owner_pid:
             self.crew.fail(UsageError("the environments were closed meanwhile"))
             if self.is_interrupted:
                 self.crew.abort()

@@ -138,10 +138,7 @@ def test_after_an_interrupt_a_reset_begins_with_new_workers(name: str) -> None:
 def test_an_interrupted_constructor_or_close_leaves_nothing() -> None:
     others, n_fds = worker_pids(), n_descriptors()
     for number in range(12):  # before there are workers
-        with (
-            pytest.raises(Alarm),
-            Strike(number, files=["/wake.py", "/workers.py"]),
-        ):
+        with pytest.raises(Alarm), Strike(number, files=["/wake.py", "/crew.py"]):
             open_manager()
     for number in numbers(lambda: open_manager().close(), "constructor"):
         struck(lambda: open_manager().close(), number)
