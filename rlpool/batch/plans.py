@@ -139,8 +139,7 @@ class _RequestPlan(Plan):
     _starts = True  # whether lanes have no episodes from before
 
     def __init__(self, message: Run, block: Block, infos: Infos | None, site: Site) -> None:
-        agent_info, self.env_info = infos or ({}, {})
-        self.agent_info = agent_info or None
+        self.agent_info, self.env_info = infos or ({}, {})
         self.number, self.worker = message.number, site.place.worker
         self._given_up, self.gives_up = message.given_up, bool(message.given_up)
         self.layout, self.arrays = block.layout, block.arrays

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic_ns
 
 import numpy as np
@@ -61,15 +61,11 @@ class InfoRows:
             )
             self.copies = [(array, copies[key]) for key, array in self.arrays.items()]
 
-    def show(self, agent_info: Mapping[str, NDArray], rows: Mapping[int, int]) -> None:
-        """Give lanes the rows of their new episodes.
-
-        Args:
-            agent_info: ``[n, ...]`` by episode, of the declared keys.
-            rows: Lane to row.
-        """
+    def show(self, lanes: Iterable[Lane]) -> None:
+        """Give lanes the rows of their episodes, which have the declared keys."""
         for key, array in self.arrays.items():
-            array[list(rows)] = agent_info[key][list(rows.values())]
+            for lane in lanes:
+                array[lane.number] = lane.plan.agent_info[key][lane.row]
 
 
 class History:

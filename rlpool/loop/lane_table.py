@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from rlpool.data.specs import row_specs
 from rlpool.data.storage import NDArray
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import NotRepeatedError, Where
 from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import rows_repeating
@@ -22,6 +22,7 @@ from rlpool.slots.blocks import Arrays
 from rlpool.slots.writer import SlotWriter
 
 _UNTIL_FULL = attrgetter("steps_until_full")
+_RESET_WITH = attrgetter("number", "seed", "options")
 
 
 class LaneTable:
@@ -106,7 +107,7 @@ class LaneTable:
         self._postponed = None
         if plan is None:
             return None
-        infos, is_first = plan.agent_info or {}, not self.plans
+        infos, is_first = plan.agent_info, not self.plans
         keys = self._calls.infos
         if not is_first and (plan.resets_all_lanes or row_specs(infos) != row_specs(keys.arrays)):
             self._postponed = plan
@@ -152,7 +153,7 @@ class LaneTable:
                 env.begin_lanes([number])
         take_over(env, able, wheres, self._record.steps)
         lanes = [self.lanes[number] for number in plan.tapes]
-        self._show_infos(lanes)
+        self._calls.infos.show(lanes)
         self._calls.begin(list(plan.tapes), lanes)
         for number, known in plan.tapes.items():
             if known.n_steps:
@@ -165,20 +166,10 @@ class LaneTable:
             lane.plan = plan
             if lane.gives_up_at is not None:
                 self.gives_up = True  # its reset has failed, behind the last step of a window
-        self._show_infos(self.parked)
+        self._calls.infos.show(self.parked)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane in self.parked if not lane.steps_before]:
             self._calls.begin([lane.number for lane in new], new)
-
-    def _show_infos(self, lanes: Sequence[Lane]) -> None:
-        """Show the agent the ``agent_info`` of the episodes of lanes."""
-        for plan in self.plans:
-            rows: dict[int, int] = {}
-            for lane in lanes:
-                if lane.plan is plan:
-                    rows[lane.number] = lane.row
-            if rows:
-                self._calls.infos.show(plan.agent_info or {}, rows)
 
     def have_news(self) -> bool:
         """Whether lanes that wait may get something."""
@@ -361,25 +352,17 @@ class LaneTable:
     def _begin_episodes(self, lanes: Sequence[Lane]) -> None:
         """Reset lanes, ascending, and let the agent begin there."""
         calls, record = self._calls, self._record
-        numbers: list[int] = []
-        able: list[int] = []  # whose reset is not known to fail
-        seeds: list[int] = []
-        options: list[Options] = []
-        for lane in lanes:
-            numbers.append(lane.number)
-            if lane.gives_up_at != -1:
-                able.append(lane.number)
-                seeds.append(lane.seed)
-                options.append(lane.options)
+        numbers, able = list(map(by_number, lanes)), lanes
         record.env_ns[0] -= monotonic_ns()
         if self.gives_up:
             self.steps_until_full = 0  # take stock
+            able = [lane for lane in lanes if lane.gives_up_at != -1]
             self._env.begin_lanes([lane.number for lane in lanes if lane.gives_up_at == -1])
         if able:
-            self._env.reset_lanes(able, seeds, options)
+            self._env.reset_lanes(*map(list, zip(*map(_RESET_WITH, able), strict=True)))
         record.env_ns[0] += monotonic_ns()
         if calls.infos.arrays:
-            self._show_infos(lanes)
+            calls.infos.show(lanes)
         calls.begin(numbers, lanes)
 
     def _take_stock(self) -> None:

@@ -101,7 +101,7 @@ class Plan(ABC):
         worker: Number of the worker.
         layout: Layout of the block.
         arrays: The block.
-        agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
+        agent_info: ``[n, ...]`` per key, one row per episode.
         tapes: Lane to the tape of an episode that another worker has begun.
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
         cancelled: One element, not zero once the request was cancelled.
@@ -121,7 +121,7 @@ class Plan(ABC):
     number = worker = 0
     layout: Layout
     arrays: Arrays
-    agent_info: dict[str, NDArray] | None = None
+    agent_info: Mapping[str, NDArray] = {}
     tapes: Mapping[int, Tape] = {}
     lacks_slots = False
     cancelled: Sequence[int] = (0,)
@@ -357,33 +357,6 @@ class PlanQueue(Protocol):
 
     def failed(self, plan: Plan, error: WorkerError) -> None:
         """Take note that a plan has failed; raise to stop all others as well."""
-
-
-class OnePlan:
-    """A queue of one plan, whose failure is raised.
-
-    Args:
-        plan: The plan.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan: Plan | None = plan
-
-    def has_next(self) -> bool:
-        """Whether the plan was not taken yet."""
-        return self._plan is not None
-
-    def next_plan(self) -> Plan | None:
-        """The plan, once."""
-        plan, self._plan = self._plan, None
-        return plan
-
-    def done(self, plan: Plan) -> None:
-        """Nothing follows."""
-
-    def failed(self, plan: Plan, error: WorkerError) -> None:
-        """Raise the error."""
-        raise error
 
 
 _IN_A_SLOT = State.LIVE, State.STEPPING

@@ -82,7 +82,8 @@ class Rollout:
         """
         env, infos = self._env, self._calls.infos
         infos.declare(agent_info or {})
-        infos.show(agent_info or {}, {lane: lane for lane in range(env.n_lanes)})
+        for key, array in infos.arrays.items():
+            array[:] = (agent_info or {})[key]
         steps = None
         try:
             each = [seeds[lane % len(seeds)] for lane in range(env.n_lanes)]

@@ -10,13 +10,12 @@ from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError
-from rlpool.loop.plan import OnePlan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.worker import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
-from rlpool.meta.rollouts import TASK_OPTION, RolloutColumns, RolloutPlan, store_into
+from rlpool.meta.rollouts import TASK_OPTION, OnePlan, RolloutColumns, RolloutPlan, store_into
 from rlpool.seeding import probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
 

@@ -13,7 +13,7 @@ from rlpool.agents.noise import NoiseStarts
 from rlpool.data.specs import DEFAULT_OBSERVATION_KEY, is_action
 from rlpool.data.storage import Memory, NDArray
 from rlpool.envs.vec_env import Options
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, WorkerError
 from rlpool.loop.plan import Lane, Plan
 from rlpool.machine.arguments import takes_keyword
 from rlpool.meta.agents import AGENT_ARCHS, FINAL_KEY
@@ -133,6 +133,32 @@ class RolloutPlan(Plan):
             terminals,
             _nested(after, self.observed, DEFAULT_OBSERVATION_KEY),
         )
+
+
+class OnePlan:
+    """A queue of one plan, whose failure is raised.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plans = [plan]
+
+    def has_next(self) -> bool:
+        """Whether the plan was not taken yet."""
+        return bool(self._plans)
+
+    def next_plan(self) -> Plan | None:
+        """The plan, once."""
+        return self._plans.pop() if self._plans else None
+
+    def done(self, plan: Plan) -> None:
+        """Nothing follows."""
+
+    def failed(self, plan: Plan, error: WorkerError) -> None:
+        """Raise the error."""
+        raise error
 
 
 def _nested(arrays: Mapping[str, NDArray], keys: Sequence[str], default_key: str) -> Any:
