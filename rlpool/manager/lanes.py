@@ -43,7 +43,7 @@ from rlpool.manager.channel import (
 )
 from rlpool.manager.worker import main
 from rlpool.observe.stats import StatsReader
-from rlpool.record.failures import lane_death, lane_failure
+from rlpool.record.failures import of_lane
 from rlpool.record.tape import LaneTapes, Tape, actions_of
 from rlpool.workers.crew import Crew
 from rlpool.workers.failure_policy import FailurePolicy
@@ -197,13 +197,15 @@ class Lanes(CrashOnly):
 
     # Steps and resets ---------------------------------------------------------------------------
 
-    def step(self, lanes: list[int], actions: Mapping[str, NDArray], *copies: Any) -> None:
+    def step(
+        self, lanes: list[int], actions: Mapping[str, NDArray], last: Mapping[str, NDArray]
+    ) -> None:
         """Let lanes step, and return at once.
 
         Args:
             lanes: Ascending lane numbers.
             actions: Action key to array ``[n_lanes, ...]``.
-            *copies: Where to keep the actions as well.
+            last: Where to keep the actions as well.
 
         Raises:
             SpecError, UsageError: If one of the lanes cannot step, or the actions do not fit.
@@ -213,7 +215,7 @@ class Lanes(CrashOnly):
             self.refuse_stepping(lanes)
             self._refuse_unknown(lanes)
             self._may_step = lanes[:]
-        hand_over(actions, lanes, self.buffers.action, *copies)
+        hand_over(actions, lanes, self.buffers.action, last)
         self.tapes.record_step(lanes)
         self._post(lanes, self._steps_of(lanes) if self.given_up else STEP)
 
@@ -516,9 +518,9 @@ class Lanes(CrashOnly):
         return Where(worker, lane, step=step, seed=tape.seed, env_info=tape.options or None)
 
     def _take_failure(self, worker: int, lane: int, message: LaneFailed) -> None:
-        where = self._where(lane, message.call)
         episode = {} if message.is_lost else self._episode_of(lane)
-        error = lane_failure(message.error, message.call, where, **episode)
+        where = self._where(lane, message.call)
+        error = of_lane(message.error, lane, message.call, where=where, **episode)
         if self._policy.restarts_on_env_errors and not message.is_lost:
             self.crew.expect_end(worker, error)  # its successor does it again
         elif self.is_unanswered(lane):
@@ -538,7 +540,7 @@ class Lanes(CrashOnly):
             self.given_up[lane] = GivenUp(self.tapes.peek(lane), failure, in_reset)
             return True
         # What is truncated and fails again did so while its tape was repeated.
-        failure = lane_death(failure, lane, self._call_of(lane))
+        failure = of_lane(failure, lane, self._call_of(lane))
         if self.is_unanswered(lane):
             self._refuse_request(lane, failure)
         else:

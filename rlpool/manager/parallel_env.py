@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.specs import TensorSpec, leaves_of
+from rlpool.data.specs import leaves_of
 from rlpool.data.storage import NDArray
 from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.vec_env import Observed, Options, VecEnv
@@ -143,7 +143,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         except BaseException:
             lanes.close()
             raise
-        self._copied: dict[str, NDArray] = {}  # last actions that are kept elsewhere
         self.num_envs = self.n_lanes
         self.remotes = [Remote(lanes, lane) for lane in range(self.n_lanes)]
 
@@ -194,16 +193,6 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
         self._lanes.reports_failures = True
 
-    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
-        handed = self._buffers.action
-        arrays = super()._action_arrays(specs)
-        for key, array in handed.items():
-            if key in specs and array.dtype == specs[key].dtype:
-                array[...] = 0  # of steps made by hand before
-                arrays[key] = array  # the last action is where it was handed over
-        self._copied = {k: a for k, a in arrays.items() if a is not handed.get(k)}
-        return arrays
-
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
@@ -234,7 +223,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._lanes.check_open()
         if type(lanes) is not list:
             lanes = list(lanes)
-        self._lanes.step(lanes, actions, self._copied)
+        self._lanes.step(lanes, actions, self._last_actions)
         self._lanes.finish(lanes)
         ended: list[int] = self.current["done"].nonzero()[0].tolist()
         if ended and len(lanes) < self.n_lanes:
@@ -281,7 +270,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         whole_number("min_ready", min_ready, 0)
         if lanes:
             lanes = list(lanes)
-            self._lanes.step(lanes, actions or {}, self._copied)
+            self._lanes.step(lanes, actions or {}, self._last_actions)
             self._lanes.let_go(lanes)
         return self._lanes.take_ready(min_ready)
 

@@ -142,8 +142,6 @@ class Remote:
         lanes, lane = self._lanes, self._lane
         lanes.settle([lane])
         lanes.record_reset(lane, seed, options or None)
-        for array in lanes.buffers.action.values():
-            array[lane] = 0
         lanes.request(lane, "reset", (seed, sent))
 
     def _step(self, data: Any) -> None:

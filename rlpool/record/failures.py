@@ -110,22 +110,6 @@ class LaneSpecFailure(LaneFailure, EnvSpecError):
     """An ``EnvSpecError`` of a lane."""
 
 
-def lane_failure(error: EnvError, call: str, where: Where, **episode: Any) -> LaneFailure:
-    """What a manager's worker reports about one of its lanes, as an exception.
-
-    Args:
-        error: What the worker reports.
-        call: What failed.
-        where: Where it did.
-        **episode: ``options`` and ``actions`` of the episode, where they are known.
-    """
-    changes = {"where": where, **episode}
-    kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
-    failure = kind(**{**error._constructor_arguments(), **changes})
-    failure.lane, failure.call = where.lane or 0, call
-    return failure
-
-
 class LaneDeath(WorkerDiedError, LaneError):
     """The death of a manager's worker in one lane's call, again and again."""
 
@@ -138,14 +122,29 @@ class LaneHang(WorkerTimeoutError, LaneError):
     can_be_repeated = True
 
 
-def lane_death(failure: WorkerError, lane: int, call: str) -> WorkerError:
-    """The failure of a manager's worker as one of its lane, whose episode can be given up."""
-    for kind, of_lane in ((WorkerDiedError, LaneDeath), (WorkerTimeoutError, LaneHang)):
-        if isinstance(failure, kind):
-            death = of_lane(**failure._constructor_arguments())
-            death.lane, death.call = lane, call
-            return death
-    return failure
+_OF_LANE: dict[type[WorkerError], Any] = {
+    EnvError: LaneFailure,
+    EnvSpecError: LaneSpecFailure,
+    WorkerDiedError: LaneDeath,
+    WorkerTimeoutError: LaneHang,
+}
+
+
+def of_lane(failure: WorkerError, lane: int, call: str, **changes: Any) -> WorkerError:
+    """A failure in a manager's worker as one of its lane, whose episode can be given up.
+
+    Args:
+        failure: What failed.
+        lane: The lane.
+        call: ``"reset"`` or ``"step"``.
+        **changes: ``where``, ``options`` and ``actions`` of the lane.
+    """
+    kind = _OF_LANE.get(type(failure))
+    if kind is None:
+        return failure
+    error: Any = kind(**{**failure._constructor_arguments(), **changes})
+    error.lane, error.call = lane, call
+    return error  # type: ignore[no-any-return]
 
 
 def text_of(error: BaseException) -> str:
