@@ -289,30 +289,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduce(value) if reduce else NotImplemented  # it reduces itself
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
-        """A storage in shared memory, or one that is mapped from a file."""
-        if storage.filename is not None:
-            return torch.UntypedStorage.from_file, (storage.filename, True, storage.nbytes())
-        if _mp.get_sharing_strategy() == "file_system":
-            raise TypeError("torch.multiprocessing.set_sharing_strategy: use 'file_descriptor'")
-        fd, n_bytes = storage._share_fd_cpu_()
-        file = _FileOf(os.getpid(), fd)
-        return _mp.reductions.rebuild_storage_fd, (torch.UntypedStorage, file, n_bytes)
-
-
-class _FileOf(NamedTuple):
-    """A file that another process has open.
-
-    Attributes:
-        pid: The process.
-        fd: Its descriptor.
-    """
-
-    pid: int
-    fd: int
-
-    def detach(self) -> int:
-        """A new descriptor of this process."""
-        return os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        """The file of a storage that is mapped from one, or from shared memory."""
+        path = storage.filename
+        if path is None:
+            if _mp.get_sharing_strategy() == "file_system":
+                raise TypeError("torch.multiprocessing.set_sharing_strategy: use 'file_descriptor'")
+            path = f"/proc/{os.getpid()}/fd/{storage._share_fd_cpu_()[0]}"
+        return torch.UntypedStorage.from_file, (path, True, storage.nbytes())
 
 
 def _is_inherited(value: Any) -> bool:

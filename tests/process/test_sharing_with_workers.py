@@ -194,7 +194,7 @@ def test_what_only_forks_inherit_is_refused_with_the_fix(kind: str) -> None:
 
 def test_what_is_not_shared_is_copied() -> None:
     level, model = torch.zeros(1), nn.Linear(1, 1)
-    odd = (torch.eye(2).to_sparse_coo(), nn.LazyLinear(2), torch.zeros(0))
+    odd = (torch.eye(2).to_sparse_coo(), nn.LazyLinear(2), torch.zeros(0).share_memory_())
 
     def write() -> None:
         assert len(odd) == 3
