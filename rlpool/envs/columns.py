@@ -235,10 +235,9 @@ def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], 
     try:
         for value in values:
             results.append(convert(value))  # noqa: PERF401  (its length tells which lane failed)
-    except SpecError as error:
-        raise BadValue(lanes[len(results)], error.what, error.fix) from error
     except (ValueError, TypeError) as error:
-        raise BadValue(lanes[len(results)], str(error)) from error
+        what, fix = (error.what, error.fix) if isinstance(error, SpecError) else (str(error), "")
+        raise BadValue(lanes[len(results)], what, fix) from error
     return results
 
 
@@ -432,11 +431,11 @@ class Columns:
 
     Args:
         structure: Structure of an observation.
-        default_key: Key of an observation that is not a dict.
+        key: Key of an observation that is not a dict; if it ends in a slash, that of any, whose
+            parts are below it.
         n_lanes: Number of rows.
-        widens: See ``converted``.
-        prefix: Prefix of all keys; without parts, the key itself.
         others: Columns of other keys, which somebody else writes.
+        widens: See ``converted``.
 
     Attributes:
         structure: Structure of an observation.
@@ -448,15 +447,14 @@ class Columns:
     def __init__(
         self,
         structure: Structure,
-        default_key: str,
+        key: str,
         n_lanes: int,
+        others: Sequence[Column] = (),
         *,
         widens: bool = False,
-        prefix: str = "",
-        others: Sequence[Column] = (),
     ) -> None:
         self.structure = structure
-        self.observed = leaves_of({prefix: structure} if prefix else structure, default_key)
+        self.observed = leaves_of({key[:-1]: structure} if key.endswith("/") else structure, key)
         self.leaves = self.observed | {column.key: column.leaf for column in others}
         self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.observed.items()]
         for column in self._columns:
@@ -495,9 +493,6 @@ class Columns:
         Raises:
             BadValue: If it does not fit, naming its key and both sides.
         """
-        try:
-            parts = self._flatten(observations)
-        except SpecError as error:
-            raise BadValue(lanes[0], error.what, error.fix) from error
+        (parts,) = _each(lanes[:1], [observations], self._flatten)
         for column, values in zip(self._columns, parts, strict=True):
             column.write_batch(lanes, values)

@@ -99,22 +99,23 @@ class GymEnv(VecEnv):
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._open_lanes, self._checked_lanes = set(range(len(envs))), set(range(len(envs)))
         self.results: list[Any] = []
-        self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
-        self.is_declared = self.observation_space is not None
-        if self.is_declared:
-            self._declare_structure(_native(self.observation_space, _SPACES[0]))
+        self.observation_space: Any = getattr(envs[0], _SPACES[0], None)
+        self.action_space: Any = getattr(envs[0], _SPACES[1], None)
+        (observed, *_), actions = (_structures(envs, name) for name in _SPACES)
+        self.is_declared = observed is not None
+        if observed is not None:
+            self._declare_structure(observed)
         self.action_structure: Structure | None = None
         self.native_actions: dict[str, TensorSpec] = {}
         self._decode: Callable[[Mapping[str, NDArray]], list[Any]] = undeclared_actions
-        if self.action_space is not None:
-            native = _native(self.action_space, _SPACES[1])
+        if (native := actions[0]) is not None:
             self.action_structure = narrowed(native, keep_float64 is True)
             self.action_leaves = leaves_of({"action": self.action_structure}, "")
             self._decode = action_decoder(native)
             leaves = leaves_of({"action": native}, "")
             self.native_actions = {key: leaf.spec for key, leaf in leaves.items()}
             if not checks_actions:
-                self._choices = choices_of([_native(e.action_space, _SPACES[1]) for e in envs])
+                self._choices = choices_of(actions)
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
         """Put a wrapper around each environment, outermost; before the first reset."""
@@ -219,21 +220,18 @@ class GymEnvInf(GymEnv):
     auto_reset = True
 
 
-def _common_space(envs: Sequence[Any], name: str) -> Any:
-    """The common space of all environments, whose bounds may differ; ``None`` without one."""
-    first, *others = (getattr(env, name, None) for env in envs)
-    for number, space in enumerate(others, 1):
-        if _native(first, name) != _native(space, name):
+def _structures(envs: Sequence[Any], name: str) -> list[Any]:
+    """Each environment's structure of a space, ``None`` without one; only bounds may differ."""
+    spaces = [getattr(env, name, None) for env in envs]
+    found = [None if each is None else structure_of_space(each, name=name) for each in spaces]
+    for number, structure in enumerate(found):
+        if structure != found[0]:
             raise SpecError(
-                f"{name} of environment {number} is {space}, of environment 0 it is {first}",
+                f"{name} of environment {number} is {spaces[number]}, of environment 0 it is "
+                f"{spaces[0]}",
                 fix="put only environments with equal spaces into one GymEnv",
             )
-    return first
-
-
-def _native(space: Any, name: str) -> Any:
-    """The structure of a space, with the dtypes that environments use; ``None`` without one."""
-    return None if space is None else structure_of_space(space, name=name)
+    return found
 
 
 def _without_checkers(env: Any) -> tuple[Any, bool]:

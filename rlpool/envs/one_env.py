@@ -139,7 +139,7 @@ class OneEnv(GymEnv):
         is_fresh: Whether there was one reset and no step yet.
     """
 
-    _widens, _prefix = True, STATE_KEY
+    _key, _widens = f"{STATE_KEY}/", True
 
     def __init__(self, env: Any, first_seed: int | None = None) -> None:
         self._env = ActingEnv(env)
@@ -200,7 +200,7 @@ class OneEnv(GymEnv):
                 STATE_KEY,
             )
             actions = structure_of_value(action, name=ACTION_KEY)
-            self._taken = Columns(actions, "", 1, widens=True, prefix=ACTION_KEY)
+            self._taken = Columns(actions, f"{ACTION_KEY}/", 1, widens=True)
             self.action_leaves = self._taken.leaves
             self._decode, self._choices = lambda actions: [None], ()
             self._steps = [self._step_and_note]

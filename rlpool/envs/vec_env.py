@@ -120,7 +120,7 @@ class VecEnv(ABC):
     state_keepers: Mapping[str, str] = {}
     description: Mapping[str, Any] | None = None
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
-    _widens, _prefix = False, ""  # of the observations' columns
+    _key, _widens = DEFAULT_OBSERVATION_KEY, False  # of the observations' columns
     columns: Columns | None = None
     _keep_float64: bool | Collection[str] = True  # of observations that are declared
     _info_specs: Mapping[str, TensorSpec] = {}
@@ -175,14 +175,13 @@ class VecEnv(ABC):
     @property
     def info_keys(self) -> list[str]:
         """The keys of infos that are keys of a step."""
-        return [] if self._infos is None else [column.key for column in self._infos.columns]
+        return list(self._info_specs)
 
     @property
     def declaration(self) -> Declaration | None:
         """What observations and infos consist of, ``None`` while it is unknown."""
-        if self.columns is None:
-            return None
-        return Declaration(self.columns.structure, self._info_specs)
+        columns = self.columns
+        return None if columns is None else Declaration(columns.structure, self._info_specs)
 
     def declare(self, declaration: Declaration) -> Columns:
         """Adopt what other environments of the same kind have shown."""
@@ -228,14 +227,8 @@ class VecEnv(ABC):
         structure = narrowed(structure, self._keep_float64)
         own = sorted({*self.current, "last_action"})
         self._infos = InfoColumns(self._info_specs, self.n_lanes) if self._info_specs else None
-        columns = Columns(
-            structure,
-            DEFAULT_OBSERVATION_KEY,
-            self.n_lanes,
-            widens=self._widens,
-            prefix=self._prefix,
-            others=self._infos.columns if self._infos is not None else (),
-        )
+        others = self._infos.columns if self._infos is not None else ()
+        columns = Columns(structure, self._key, self.n_lanes, others, widens=self._widens)
         observed, asked = list(columns.observed), list(self._info_specs)
         refuse_collisions({"rlpool": own, "the observation": observed, "info_keys": asked})
         self.columns = columns
@@ -439,8 +432,7 @@ class VecEnv(ABC):
         self._running = []
         self.reset_all_next()
         self._restart(self._all_lanes)
-        self._running = list(self._all_lanes)
-        return self._observation(self._running)
+        return self._observation()
 
     def step(self, policy_output: DictTensor) -> tuple[Observed, Observed]:
         """Step the running environments.
@@ -466,33 +458,31 @@ class VecEnv(ABC):
         actions = self._actions_of(policy_output)
         ended = self._call(self.step_lanes, self._running, actions)
         self._n_steps[self._running] += 1
-        stepped = self._observation(self._running)
+        stepped = self._observation()
         self._running = [lane for lane in self._running if lane not in ended]
         if self.auto_reset:
             for lane in ended:
                 self._numbers[lane] += 1
-            self._restart_those_ready()
-        return stepped, self._observation(self._running)
-
-    def _restart_those_ready(self) -> None:
-        """Restart lanes that ended, now or as soon as they can be."""
-        lanes = [lane for lane in self._all_lanes if lane not in self._running]
-        while not self._running and not self.ready_lanes(lanes):
-            self._call(self.advance)
-        if ready := self.ready_lanes(lanes):
-            self._restart(ready)
-            self._running = sorted([*self._running, *ready])
+            idle = [lane for lane in self._all_lanes if lane not in self._running]
+            while not self._running and not self.ready_lanes(idle):
+                self._call(self.advance)
+            if ready := self.ready_lanes(idle):
+                self._restart(ready)
+        return stepped, self._observation()
 
     def _restart(self, lanes: Sequence[int]) -> None:
+        """Let lanes begin their next episodes."""
         seeds = [self._seeds.seed(lane, self._numbers[lane]) for lane in lanes]
         options = [self._env_options[lane] for lane in lanes]
         self._n_steps[list(lanes)] = 0
         self._call(self.reset_lanes, lanes, seeds, options)
         if self.action_leaves is not None:
             self.declare_actions({key: leaf.spec for key, leaf in self.action_leaves.items()})
+        self._running = sorted([*self._running, *lanes])
 
-    def _observation(self, lanes: Sequence[int]) -> Observed:
-        rows = np.asarray(lanes, np.int64)
+    def _observation(self) -> Observed:
+        """What the running environments show: copies."""
+        rows = np.asarray(self._running, np.int64)
         values = {key: torch.from_numpy(array[rows]) for key, array in self.current.items()}
         return DictTensor(values), torch.from_numpy(rows)
 
@@ -508,25 +498,20 @@ class VecEnv(ABC):
         expected = list(leaves) if leaves is not None else keys
         if not expected or sorted(keys) != sorted(expected):
             raise SpecError(f"policy_output should have the keys {expected}, got {keys}")
-        actions = {}
+        actions, specs, n_running = {}, {}, len(self._running)
         for key in expected:
             values = as_numpy(policy_output[key])
-            shape = values.shape[1:] if leaves is None else leaves[key].spec.shape
-            if values.shape != (len(self._running), *shape):
+            got = TensorSpec(values.shape[1:], values.dtype)
+            wanted = specs[key] = got if leaves is None else leaves[key].spec
+            if values.shape != (n_running, *wanted.shape):
                 raise SpecError(
-                    f"{key!r} should have shape {[len(self._running), *shape]}, one row for each "
+                    f"{key!r} should have shape {[n_running, *wanted.shape]}, one row for each "
                     f"running environment, got {list(values.shape)}",
-                    fix=action_fix(
-                        TensorSpec(values.shape[1:], values.dtype),
-                        leaves[key].spec if leaves else None,
-                    ),
+                    fix=action_fix(got, wanted),
                 )
-            actions[key] = np.zeros((self.n_lanes, *shape), values.dtype)
+            actions[key] = batch_array(got, self.n_lanes)
             actions[key][self._running] = values
-        if leaves is None:
-            self.declare_actions(
-                {key: TensorSpec(a.shape[1:], a.dtype) for key, a in actions.items()}
-            )
+        self.declare_actions(specs)
         return actions
 
     def _call(self, method: Any, *arguments: Any) -> Any:

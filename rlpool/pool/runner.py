@@ -282,9 +282,9 @@ class ActionChooser(Agent):
                 structure = structure_of_value(action, name=ACTION_KEY)
             else:
                 structure = structure_of_space(space, name="action_space")
-            self._columns = Columns({ACTION_KEY: structure}, "", 1, widens=True)
+            self._columns = Columns(structure, f"{ACTION_KEY}/", 1, widens=True)
         try:
-            self._columns.write((0,), ({ACTION_KEY: action},))
+            self._columns.write((0,), (action,))
         except ValueError as error:
             raise SpecError(
                 f"'action' should fit {space}, got {action!r} ({error})",
