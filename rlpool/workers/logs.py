@@ -11,7 +11,8 @@ import logging
 import os
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from logging.handlers import QueueHandler
 
 from rlpool.workers.wire import Dropped, Logged, Pipe
 
@@ -24,7 +25,7 @@ Levels = Mapping[str, int]
 """The levels of the loggers that have one."""
 
 
-class PipeHandler(logging.Handler):
+class PipeHandler(QueueHandler):
     """Sends records to the caller.
 
     Args:
@@ -33,29 +34,18 @@ class PipeHandler(logging.Handler):
     """
 
     def __init__(self, worker: int, pipe: Pipe) -> None:
-        super().__init__()
+        super().__init__(pipe)  # type: ignore[arg-type]
         self._worker = worker
         self._pipe = pipe
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def enqueue(self, record: logging.LogRecord) -> None:
         """Send a record, unless the caller reads too slowly."""
-        try:
-            self._pipe.offer(Logged({**_fields(record), "worker": self._worker}))
-        except ConnectionError:
-            pass  # the caller is gone
-        except Exception:
-            self.handleError(record)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    text = record.exc_text
-    if not text and record.exc_info and record.exc_info[0]:
-        text = logging.Formatter().formatException(record.exc_info)
-    changed = {"msg": record.getMessage(), "args": None, "exc_info": None, "exc_text": text}
-    return {
-        name: value if type(value) in _PLAIN else str(value)
-        for name, value in {**vars(record), **changed}.items()
-    }
+        fields = {
+            name: value if type(value) in _PLAIN else str(value)
+            for name, value in vars(record).items()
+        }
+        with suppress(ConnectionError):  # the caller is gone
+            self._pipe.offer(Logged({**fields, "worker": self._worker}))
 
 
 def current_levels() -> Levels:

@@ -36,9 +36,7 @@ _REAP_S = 1.0
 """How long a process that is ending may take to be gone."""
 
 
-def end_all(
-    ends: Sequence[tuple[CallerPipe, SpawnProcess]], read: Callable[[], None] = lambda: None
-) -> None:
+def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]], read: Callable[[], None]) -> None:
     """End workers and what their environments started.
 
     Args:
