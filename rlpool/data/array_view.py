@@ -106,10 +106,8 @@ class View:
                 try:
                     dims[number] = dims[number][part]
                 except IndexError:
-                    n = len(dims[number])
-                    raise IndexError(
-                        f"index {part} is out of bounds for a dimension of size {n}"
-                    ) from None
+                    what = f"index {part} is out of bounds for size {len(dims[number])}"
+                    raise IndexError(what) from None
             else:
                 dims[0] = _rows(dims[0], self.sizes[0], part)
         return tuple(dims)
@@ -129,11 +127,16 @@ class View:
             for number, array in self.arrays.items()
         }
         for at, number in enumerate(leading):
-            if not number and 0 not in leading[:at]:
-                rows, parts[at] = self._rows_and_part(at, parts[at])
-                dims[0] = rows
-                if isinstance(rows, np.ndarray):
-                    sources.setdefault(0, _along(at, rows, n_leading))
+            if not number and type(dims[0]) is range:
+                found = _rows(dims[0], self.sizes[0], parts[at])
+                if type(found) is range:
+                    dims[0], parts[at] = found, EVERYTHING  # the arrays are the same for every row
+                else:
+                    sources[0] = _along(at, np.arange(self.sizes[0]), n_leading)
+                    parts[at] = found
+            elif not number and 0 not in leading[:at]:
+                found = _rows(range(self.shape[at]), self.shape[at], parts[at])
+                parts[at] = _as_index(found) if type(found) is range else found
             elif number and at >= n_axes:
                 sources[number] = _along(at, np.array(dims[number], np.int64), n_leading)
         places = [array[tuple(parts)] for array in np.broadcast_arrays(*sources.values())]
@@ -142,20 +145,6 @@ class View:
             dims[number] = place if axes else int(place)  # nothing more to select
         return View(self.sizes, tuple(dims), tuple(axes))
 
-    def _rows_and_part(self, at: int, part: Part) -> tuple[Any, Part]:
-        """Rows that an index of the time means, and which of them NumPy has to select."""
-        rows = self.dims[0]
-        if type(rows) is range:
-            found = _rows(rows, self.sizes[0], part)
-            if type(found) is range:
-                return found, EVERYTHING  # the index arrays are the same for every row
-            numbers = np.array(found)
-            which = np.arange(numbers.size).reshape(numbers.shape) if numbers.ndim else 0
-            return numbers.ravel(), which
-        n_visible = self.shape[at]
-        found = _rows(range(n_visible), n_visible, part)
-        return rows, _as_index(found) if isinstance(found, range) else found
-
     def shifted(self, n_steps: int) -> View:
         """The same rows some time steps later.
 
@@ -163,19 +152,17 @@ class View:
             IndexError: If the memory has no such rows.
         """
         rows = self.dims[0]
+        places = np.array(rows) + n_steps
+        if places.size and not 0 <= places.min() <= places.max() < self.sizes[0]:
+            side = "later" if n_steps > 0 else "earlier"
+            raise _index_error(
+                f"some rows have no row one time step {side}",
+                "give the array padding, or ask for the neighbours of fewer rows",
+            )
         if type(rows) is range:
             later: Any = range(rows.start + n_steps, rows.stop + n_steps, rows.step)
-            ends = [*later[:1], *later[-1:]]
         else:
             later = rows + n_steps
-            ends = [np.min(later), np.max(later)] if np.size(later) else []
-        if ends and not 0 <= min(ends) <= max(ends) < self.sizes[0]:
-            raise IndexError(
-                compose(
-                    f"some rows have no row one time step {'later' if n_steps > 0 else 'earlier'}",
-                    fix="give the array padding, or ask for the neighbours of fewer rows",
-                )
-            )
         return View(self.sizes, (later, *self.dims[1:]), self.axes)
 
     def place(self, values: Values) -> tuple[Values, Any]:
@@ -231,11 +218,9 @@ def _rows(dim: range, n_rows: int, part: Part) -> int | range | Values:
         outside = [row for row in rows if not low <= row < high]
         if outside:
             exist = f"rows {low} to {high - 1} exist" if low < high else "no row exists"
-            raise IndexError(
-                compose(
-                    f"row {outside[0]} is outside of the array: counted from its start, {exist}",
-                    fix=f"{len(dim)} rows are visible; padding or a larger full_size give more",
-                )
+            raise _index_error(
+                f"row {outside[0]} is outside of the array: counted from its start, {exist}",
+                f"{len(dim)} rows are visible; padding or a larger full_size give more",
             )
         return dim.start + dim.step * part
     step = 1 if part.step is None else part.step
@@ -304,13 +289,15 @@ def _entry(entry: Any) -> Any:
         return array.astype(np.int64) if array.ndim else int(array)
     if array.dtype.kind == "b" and array.ndim:
         return array
-    raise IndexError(
-        compose(
-            f"{type(entry).__name__} {str(entry)[:60]!r} is not an index",
-            fix="index with ints, slices of ints, '...', arrays of ints or masks, or a tuple of "
-            "these; to_ndarray() and to_tensor() can get new dimensions",
-        )
+    raise _index_error(
+        f"{type(entry).__name__} {str(entry)[:60]!r} is not an index",
+        "index with ints, slices of ints, '...', arrays of ints or masks, or a tuple of these; "
+        "to_ndarray() and to_tensor() can get new dimensions",
     )
+
+
+def _index_error(what: str, fix: str) -> IndexError:
+    return IndexError(compose(what, fix=fix))
 
 
 def as_numpy(tensor: torch.Tensor) -> Values:
