@@ -170,11 +170,10 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
 
 def _dtype(dtype: Any) -> str:
     try:
-        given = numpy_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
-        found = np.dtype(object if given is None else given)  # None is float64 to NumPy
+        found = numpy_dtype(dtype) if isinstance(dtype, torch.dtype) else np.dtype(dtype)
     except (TypeError, ValueError):
         found = np.dtype(object)
-    if found.kind not in "biufc":
+    if dtype is None or found.kind not in "biufc":  # None is float64 to NumPy
         raise SpecError(
             f"dtype={dtype!r} is not among the number types and bool of NumPy",
             fix="use one such as numpy.float32, torch.int64 or bool",

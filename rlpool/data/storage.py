@@ -71,11 +71,11 @@ def allocate(
     """
     check_choice("storage", storage, KINDS)
     if storage == "memmap":
+        where = tempfile.gettempdir() if directory is None else directory
         try:
-            # Path refuses numbers, which open() takes for descriptors.
-            where = Path(tempfile.gettempdir() if directory is None else directory)
-            # Sparse, and without a name, so that nothing is left behind.
-            with tempfile.TemporaryFile(dir=where) as file:
+            # Sparse, and without a name, so that nothing is left behind. Path refuses numbers,
+            # which open() takes for descriptors.
+            with tempfile.TemporaryFile(dir=Path(where)) as file:
                 return Memory("memmap", n_bytes, fd=os.dup(file.fileno()))
         except TypeError:
             what = f"directory is {directory!r}"
@@ -87,17 +87,16 @@ def allocate(
             f"storage={storage!r} has no file, but directory={str(directory)!r} was given",
             fix='leave directory out, or use storage="memmap"',
         )
-    needed = n_bytes if n_used is None else n_used
-    there_are = min(bound.total for bound in memory_bounds())
-    fix = 'make it smaller, or use storage="memmap"'
-    if needed > there_are:
-        what = f"{storage} memory of {human(needed)}: there are {human(there_are)} in all"
-        raise SpecError(what, fix=fix)
+    needed, there_are = n_used or n_bytes, min(bound.total for bound in memory_bounds())
     try:
+        if needed > there_are:
+            raise MemoryError(f"{human(needed)} of {human(there_are)} in all")
         return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
     except (MemoryError, OSError, RuntimeError) as error:  # of NumPy, of a mapping, of torch
-        what = f"{storage} memory of {human(n_bytes)}, most of it never touched: {error}"
-        raise SpecError(what, fix=fix) from error
+        raise SpecError(
+            f"could not allocate {storage} memory of {human(n_bytes)}: {error}",
+            fix='make it smaller, or use storage="memmap"',
+        ) from error
 
 
 class Memory:

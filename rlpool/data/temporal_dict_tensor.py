@@ -13,17 +13,6 @@ from torch.utils import _pytree
 from rlpool.data import rows as base
 from rlpool.data.agent_axis import info_of_agents, joined, own_steps, steps_of_agents
 from rlpool.data.dict_tensor import DictTensor, DictTensorBase, cat_named, check_alike
-from rlpool.data.rows import (
-    as_signed,
-    instance,
-    kind,
-    longest,
-    padded,
-    selected,
-    steps_within,
-    taken,
-    write_rows_,
-)
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.imports import import_extra
@@ -138,7 +127,7 @@ class TemporalDictTensor(DictTensorBase):
         """Size T of the time dimension; without keys, the largest length."""
         for tensor in self._tensors.values():
             return tensor.shape[self._lengths.ndim]
-        return longest(self._lengths)
+        return base.longest(self._lengths)
 
     def device(self) -> torch.device:
         """The device of all tensors and of the lengths."""
@@ -158,7 +147,7 @@ class TemporalDictTensor(DictTensorBase):
             tensor([[1., 1., 1.],
                     [1., 0., 0.]])
         """
-        return steps_within(self._lengths, self.n_timesteps()).to(torch.float32)
+        return base.steps_within(self._lengths, self.n_timesteps()).to(torch.float32)
 
     def full(self) -> bool:
         """True if every row has T steps."""
@@ -166,7 +155,7 @@ class TemporalDictTensor(DictTensorBase):
 
     def shorten(self) -> TemporalDictTensor:
         """Views of the first ``max(lengths)`` steps: drops steps that are padding in every row."""
-        return self._with(self._in_time(0, longest(self._lengths)))
+        return self._with(self._in_time(0, base.longest(self._lengths)))
 
     def expand(self, n_elems: int) -> TemporalDictTensor:
         """Add rows of zeros with length 0, copying; dtypes are kept.
@@ -185,7 +174,7 @@ class TemporalDictTensor(DictTensorBase):
         fix = "slice(0, n) takes rows away"
         n_elems = whole_number("n_elems", n_elems, self.n_elems(), fix=fix)
         try:
-            return self._map(padded(0, n_elems))
+            return self._map(base.padded(0, n_elems))
         except (TypeError, RuntimeError) as error:
             raise SpecError(f"cannot expand to {n_elems} rows: {error}", fix=fix) from error
 
@@ -246,11 +235,11 @@ class TemporalDictTensor(DictTensorBase):
         n_elems = self.n_elems()
         is_int = isinstance(steps, Tensor) and steps.dtype in base.INDEX_DTYPES
         if not is_int or steps.shape != (n_elems,):
-            raise SpecError(f"steps are {kind(steps)}", fix=f"use an int64 [{n_elems}]")
+            raise SpecError(f"steps are {base.kind(steps)}", fix=f"use an int64 [{n_elems}]")
         for bound in steps.aminmax() if n_elems else ():
             self._checked_step(int(bound))
         rows, times = torch.arange(n_elems, device=self.device()), steps.to(self.device()).long()
-        return self._steps._map(lambda tensor: taken(tensor, rows, times))
+        return self._steps._map(lambda tensor: base.taken(tensor, rows, times))
 
     def masked_temporal_index(self, step: int) -> tuple[DictTensor, Tensor]:
         """Copy one step of the rows that have it.
@@ -294,8 +283,8 @@ class TemporalDictTensor(DictTensorBase):
             tensor([1., 1., 1., 1.])
         """
         self.n_elems()  # refuses a single trajectory
-        rows, times = steps_within(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
-        flat = self._steps._map(lambda tensor: taken(tensor, rows, times))
+        rows, times = base.steps_within(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
+        flat = self._steps._map(lambda tensor: base.taken(tensor, rows, times))
         return flat + self._info.index(rows) if with_info else flat
 
     def _in_time(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -337,15 +326,15 @@ class TemporalDictTensor(DictTensorBase):
         """
         packed = DictTensor(transitions)
         _check_lengths(lengths, None)
-        n_elems, n_timesteps, n_steps = len(lengths), longest(lengths), int(lengths.sum())
+        n_elems, n_timesteps, n_steps = len(lengths), base.longest(lengths), int(lengths.sum())
         if not packed.empty() and packed._n_rows() != n_steps:
             what = f"{packed.n_elems()} transitions for lengths that add up to {n_steps}"
             raise SpecError(what, fix="give one row per step of every trajectory")
-        places = steps_within(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
+        places = base.steps_within(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
 
         def unpack(tensor: Tensor) -> Tensor:
             rows = tensor.new_zeros((n_elems * n_timesteps, *tensor.shape[1:]))
-            as_signed(rows).index_copy_(0, places, as_signed(tensor))
+            base.as_signed(rows).index_copy_(0, places, base.as_signed(tensor))
             return rows.view(n_elems, n_timesteps, *tensor.shape[1:])
 
         return cls(packed._map(unpack), lengths, info)
@@ -353,7 +342,7 @@ class TemporalDictTensor(DictTensorBase):
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
         if stop is None:
-            start = instance(base.resolve_rows(start, self.n_elems()), int, "start")
+            start = base.instance(base.resolve_rows(start, self.n_elems()), int, "start")
             stop = start + 1
         return self.index(slice(start, stop))
 
@@ -380,7 +369,9 @@ class TemporalDictTensor(DictTensorBase):
             part.n_elems()  # refuses a single trajectory
         longest = max(part.n_timesteps() for part in batches)
         steps = [
-            part._steps if part.n_timesteps() == longest else part._steps._map(padded(1, longest))
+            part._steps
+            if part.n_timesteps() == longest
+            else part._steps._map(base.padded(1, longest))
             for part in batches
         ]
         tensors = cat_named(steps, "part")._tensors
@@ -434,22 +425,22 @@ class TemporalDictTensor(DictTensorBase):
             >>> store.lengths
             tensor([3, 1, 3])
         """
-        sizes = instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
+        sizes = base.instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
         check_alike(self, source, 2, "source", subset=True)
         info = self._info
         check_alike(info, source._info, 1, "the info of source", subset=True)
         read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
-        if longest(lengths) > n_timesteps:
-            what = f"a trajectory of {longest(lengths)} steps does not fit into {n_timesteps}"
+        if base.longest(lengths) > n_timesteps:
+            what = f"a trajectory of {base.longest(lengths)} steps does not fit into {n_timesteps}"
             raise SpecError(what, fix="cut it with temporal_slice(0, T)")
         n_common = min(n_timesteps, source.n_timesteps())
-        pad = padded(1, n_timesteps) if n_common < n_timesteps else lambda tensor: tensor
+        pad = base.padded(1, n_timesteps) if n_common < n_timesteps else lambda tensor: tensor
         steps = source.get(self)._in_time(0, n_common)
-        write_rows_(
+        base.write_rows_(
             [
-                *((key, t, pad(selected(steps[key], read))) for key, t in self.items()),
-                *((f"info/{k}", t, selected(source._info[k], read)) for k, t in info.items()),
+                *((key, t, pad(base.selected(steps[key], read))) for key, t in self.items()),
+                *((f"info/{k}", t, base.selected(source._info[k], read)) for k, t in info.items()),
                 ("lengths", self._lengths, lengths),
             ],
             write,
@@ -537,16 +528,14 @@ class TemporalDictTensor(DictTensorBase):
             >>> TemporalDictTensor.from_tensordict(batch.to_tensordict()).lengths
             tensor([3, 1])
         """
-        entries = {key.partition("/")[0] for key in base.of_tensordict(tensordict)}
-        if not {"steps", "lengths"} <= entries:
+        entries = DictTensor._wrap(base.of_tensordict(tensordict))
+        if "lengths" not in entries:
             raise SpecError(
-                f"the TensorDict has the entries {sorted(entries)}",
+                f"the TensorDict has the entries {list(entries)}",
                 fix="it needs steps [B, T], lengths [B] and optionally info [B]",
             )
-        info = base.of_tensordict(tensordict["info"]) if "info" in entries else None
-        return TemporalDictTensor(
-            base.of_tensordict(tensordict["steps"]), tensordict["lengths"], info
-        )
+        steps, info = entries.truncate_key("steps/"), entries.truncate_key("info/")
+        return TemporalDictTensor(steps, entries["lengths"], info)
 
     def __reduce__(self) -> tuple[Callable[..., TemporalDictTensor], tuple[Any, ...]]:
         return _from_parts, (self._steps, base.compact(self._lengths), self._info)
@@ -574,7 +563,7 @@ def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:
     """Refuse lengths that are not int64 ``[B]`` within 0 and T, ``first`` being ``[B, T, ...]``."""
     fix = "lengths are int64 [B], each from 0 to T"
     if not isinstance(lengths, Tensor) or lengths.dtype is not torch.int64 or lengths.ndim != 1:
-        raise SpecError(f"lengths are {kind(lengths)}", fix=fix)
+        raise SpecError(f"lengths are {base.kind(lengths)}", fix=fix)
     low, high = (int(bound) for bound in lengths.aminmax()) if len(lengths) else (0, 0)
     if low < 0 or (first is not None and high > first.shape[1]):
         size = "" if first is None else f", T is {first.shape[1]}"
