@@ -289,20 +289,16 @@ class Lanes(CrashOnly):
         if not min_ready and self.stepping:
             self._look()  # for callers that never wait
         wanted = min(min_ready, len(self.stepping))
-        todo, failed = self._todo, self._failed
-
-        def ready() -> list[int]:
-            return [lane for lane in self.stepping if not todo[lane]]
+        todo, failed, lanes = self._todo, self._failed, list[int]()
 
         def are_enough() -> bool:
-            lanes = ready()
+            lanes[:] = [lane for lane in self.stepping if not todo[lane]]
             return len(lanes) >= wanted or any(failed[lane] for lane in lanes)
 
         self._wait_for(are_enough)
-        lanes = sorted(ready())
-        self._raise_failure(lanes)
+        self._raise_failure(sorted(lanes))
         self.stepping.difference_update(lanes)
-        return lanes
+        return sorted(lanes)
 
     def _raise_failure(self, lanes: Sequence[int]) -> None:
         """Raise the first failure of some lanes; all that were to do the same need a reset."""
@@ -312,11 +308,12 @@ class Lanes(CrashOnly):
         own = self.lanes_of[self.worker_of[failed[0]]]
         self.wait_until(lambda: not self._errors.keys().isdisjoint(own))
         self._may_step = None
-        for lane in {*failed, *(lane for lane in own if self._failed[lane])}:
+        together = [lane for lane in own if self._failed[lane]]
+        for lane in (*failed, *together):
             self.tapes.forget(lane)
-            if lane in own:
-                self._failed[lane] = 0
-                self.stepping.discard(lane)
+        for lane in together:
+            self._failed[lane] = 0
+            self.stepping.discard(lane)
         raise self._errors.pop(min(self._errors.keys() & own))
 
     def settle(self, lanes: Sequence[int]) -> None:

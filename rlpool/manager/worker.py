@@ -262,42 +262,45 @@ class EnvServer(Server):
         call: Callable[..., Any],
         *arguments: Any,
     ) -> bool:
-        """Step or reset lanes; False if a successor has to do it."""
+        """Step or reset lanes if there are any; False if a successor has to do it."""
         if not lanes:
             return True
-        record, rows = self._control, _ALL if lanes is self._all else lanes
-        if name == "reset":
-            self._note_begin(lanes)
-        failure = self._lost_of(lanes) if self._not_restored else None
-        if failure is None:
-            record.env_ns[0] -= monotonic_ns()
-            try:
-                call(lanes, *arguments)
-                record.n_steps[0] += len(lanes) if name == "step" else 0
-            except LaneError as error:
-                failure = self._failure(error)
-            record.env_ns[0] += monotonic_ns()
-        record.steps[0] += 1
-        if failure is not None:
+        rows = _ALL if lanes is self._all else lanes
+        if failure := self._called(name, lanes, call, *arguments):
             self._send(failure)
-            if self._place.policy.restarts_on_env_errors and not failure.is_lost:
+            if self._ends_with(failure):
                 return False
             buffers.failed[rows] = 1
-        record.done[0] += 1
         buffers.todo[rows] = IDLE
         buffers.writing[self._place.worker] = 0
         self._done.signal()
         return True
 
-    def _failure(self, error: LaneError) -> LaneFailed:
-        return LaneFailed(error.lane, error.call, env_error(error, self._here))
+    def _called(
+        self, name: str, lanes: list[int], call: Callable[..., Any], *arguments: Any
+    ) -> LaneFailed | None:
+        """Let lanes do something; returns what failed."""
+        record, failure = self._control, None
+        if name == "reset":
+            self._recycling.n_begun += len(lanes)
+            for lane in lanes:
+                self._not_restored.pop(lane, None)
+        if self._not_restored and (lost := self._not_restored.keys() & lanes):
+            return LaneFailed(min(lost), name, self._not_restored[min(lost)], is_lost=True)
+        record.env_ns[0] -= monotonic_ns()
+        try:
+            call(lanes, *arguments)
+            record.n_steps[0] += len(lanes) if name == "step" else 0
+        except LaneError as error:
+            failure = LaneFailed(error.lane, error.call, env_error(error, self._here))
+        record.env_ns[0] += monotonic_ns()
+        record.steps[0] += 1
+        record.done[0] += failure is None
+        return failure
 
-    def _lost_of(self, lanes: Sequence[int]) -> LaneFailed | None:
-        """The failure of lanes of which one is not where it should be."""
-        lost = self._not_restored.keys() & lanes
-        if not lost:
-            return None
-        return LaneFailed(min(lost), "step", self._not_restored[min(lost)], is_lost=True)
+    def _ends_with(self, failure: LaneFailed) -> bool:
+        """Whether a successor has to do again what failed."""
+        return self._place.policy.restarts_on_env_errors and not failure.is_lost
 
     def _retires(self, n_resets: int) -> bool:
         """Whether a successor should begin some episodes; then this worker retires."""
@@ -306,17 +309,10 @@ class EnvServer(Server):
             self._send(Retiring())
         return is_due
 
-    def _note_begin(self, lanes: Sequence[int]) -> None:
-        """Record that lanes are reset, whatever was wrong with them."""
-        for lane in lanes:
-            self._not_restored.pop(lane, None)
-        self._recycling.n_begun += len(lanes)
-
     def _options_of(self, buffers: Buffers, lane: int) -> Options:
         """The options of a lane's reset, which may arrive after it was asked for."""
         while lane not in self._options:
-            message, memory = self.receive()
-            if not self._handle(buffers, message, memory):
+            if not self._handle(buffers, *self.receive()):
                 raise EOFError  # it is to close
         return self._options.pop(lane)
 
@@ -326,50 +322,39 @@ class EnvServer(Server):
         """Carry out a message; False if this worker is to end now."""
         if not isinstance(message, Call):
             return False
+        env, lane, failure = self._env, message.lane, None
         if message.command == "options":
-            self._options[message.lane] = message.data
-            return True
-        if message.command == "reset" and self._retires(1):
-            return False
-        try:
-            reply = Reply(message.lane, cloudpickle.dumps(self._result_of(message, buffers)))
-        except LaneError as error:
-            self._send(self._failure(error))
-            return not self._place.policy.restarts_on_env_errors
-        except BaseException as error:
-            text = text_of(error)
-            failure = EnvError(described_error(error), where=self._here, traceback_text=text)
-            reply = Reply(message.lane, pickle.dumps(("error", text)), failure)
-        finally:
-            self._control.steps[0] += 1
-        self._control.done[0] += 1
+            self._options[lane] = message.data
+        elif message.command == "get_attr":
+            failure = self._called("get_attr", [lane], lambda lanes: None)  # unless it is lost
+            self._reply(lane, lambda: ("attr", env.attribute(lane, message.data)), failure)
+        elif message.command == "step":
+            failure = self._called("step", [lane], env.step_lanes, buffers.action)
+            self._reply(lane, partial(self._transition, lane), failure)
+        else:
+            if self._retires(1):
+                return False
+            seed, options = message.data
+            failure = self._called("reset", [lane], env.reset_lanes, [seed], [options])
+            self._reply(lane, lambda: ("obs", env.results[0][0]), failure)
         buffers.writing[self._place.worker] = 0
-        self._send(reply)
-        return True
+        return failure is None or not self._ends_with(failure)
 
-    def _result_of(self, call: Call, buffers: Buffers) -> tuple[str, Any]:
-        """What a remote receives.
+    def _reply(self, lane: int, result: Callable[[], Any], failure: LaneFailed | None) -> None:
+        """Send what a remote receives, or what failed."""
+        message: LaneFailed | Reply | None = failure
+        if message is None:
+            try:
+                message = Reply(lane, cloudpickle.dumps(result()))
+            except BaseException as error:
+                text = text_of(error)
+                failed = EnvError(described_error(error), where=self._here, traceback_text=text)
+                message = Reply(lane, pickle.dumps(("error", text)), failed)
+        self._send(message)
 
-        Raises:
-            LaneError: If the environment fails in a reset or a step.
-        """
-        lane, env = call.lane, self._env
-        if call.command != "reset" and lane in self._not_restored:
-            raise self._not_restored[lane]
-        if call.command == "get_attr":
-            return "attr", env.attribute(lane, call.data)
-        try:
-            self._control.env_ns[0] -= monotonic_ns()
-            if call.command == "reset":
-                seed, options = call.data
-                self._note_begin([lane])
-                env.reset_lanes([lane], [seed], [options])
-                return "obs", env.results[0][0]
-            env.step_lanes([lane], buffers.action)
-            self._control.n_steps[0] += 1
-            observation, reward, _, _, info = env.results[0]
-        finally:
-            self._control.end_calls()
-        if env.current["truncated"][lane] and not env.current["terminated"][lane]:
+    def _transition(self, lane: int) -> tuple[str, Any]:
+        observation, reward, _, _, info = self._env.results[0]
+        terminated, truncated, done = (bool(flags[lane]) for flags in self._env.flags[:3])
+        if truncated and not terminated:
             info = {**info, "TimeLimit.truncated": True}
-        return "transition", (observation, reward, bool(env.current["done"][lane]), info)
+        return "transition", (observation, reward, done, info)
