@@ -41,7 +41,7 @@ from rlpool import DictTensor, EpisodeBatcher, TemporalDictTensor
 
 PACKAGE = str(Path(rlpool.__file__).parent)
 
-BUDGETS = {"W1": 32.0, "infos": 45.0, "W2": 26.0, "V1": 90.0, "windows": 32.0}
+BUDGETS = {"W1": 30.0, "infos": 42.0, "W2": 19.0, "V1": 75.0, "windows": 26.0}
 """Workload to the most calls per batch step."""
 
 N_WARM, N_COUNTED = 1, 2

@@ -214,7 +214,7 @@ class EpisodePlan(_RequestPlan):
             mine = self._claimed[number] = self._claims.make(self.worker, number)
         if not mine:
             self._exhausted.add(number)
-            self.is_dealt = self._has_dealt_all()
+            self.is_dealt = not any(self._claimed) and len(self._exhausted) == len(self._claimed)
             return False
         row = mine[-1]
         slot = row if self._in_place and row not in self._moved else self._free_slot()
@@ -245,10 +245,8 @@ class EpisodePlan(_RequestPlan):
         """Whether all episodes are claimed, here or elsewhere, and no lane waits for a slot."""
         if self.lacks_slots:
             return False
-        return self._has_dealt_all() or self.is_left_over()
-
-    def _has_dealt_all(self) -> bool:
-        return len(self._exhausted) == len(self._claimed) and not any(self._claimed)
+        is_dealt = not any(self._claimed) and len(self._exhausted) == len(self._claimed)
+        return is_dealt or self.is_left_over()
 
     def is_left_over(self) -> bool:
         """Whether this worker is to be replaced; a share that is fixed it runs before."""

@@ -86,6 +86,7 @@ class AgentDriver:
         self._row_of = [lane % self.n_rows for lane in range(n_lanes)]
         self._last: tuple[list[int], list[_Call]] = [], []  # of lanes, while their rows stay
         self._gathered: dict[str, dict[str, torch.Tensor]] = {}  # rewritten by each call
+        self._no_state = DictTensor({})
         self.state: dict[str, NDArray] = {}
         self.converted_actions: dict[str, np.dtype[Any]] = {}
         self._makes_initial_states = agent.makes_initial_states()
@@ -183,15 +184,15 @@ class AgentDriver:
                 self.starting = [lane for lane in self.starting if lane in lanes]
             if self.starting or self._shares_rows:
                 return self._act_in_parts(seen, lanes)
-            kept: dict[str, torch.Tensor] = {}
-            # A copy: the agent may change it in place, or return parts of it as its new state.
-            if len(lanes) == self.n_lanes or not self.state:
+            state = self._no_state
+            if self.state or state._tensors:  # or the agent has put something into it
+                # A copy: the agent may change it in place, or return parts of it as its new state.
+                all_step = len(lanes) == self.n_lanes
+                rows = slice(None) if all_step else rows_repeating(lanes, self.n_lanes)
+                state = DictTensor({})
                 for key, array in self.state.items():
-                    kept[key] = torch.from_numpy(array.copy())
-            else:
-                rows = rows_repeating(lanes, self.n_lanes)
-                kept = {key: torch.from_numpy(array[rows]) for key, array in self.state.items()}
-            _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen, lanes)
+                    state._tensors[key] = torch.from_numpy(np.array(array[rows]))
+            _, outputs, self._new_state = self._call(state, seen, lanes)
         except ctrl_c():
             raise
         except BaseException as error:
