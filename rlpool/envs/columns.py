@@ -398,18 +398,15 @@ class Float32Watch:
     """
 
     def __init__(self, key: str, shape: tuple[int, ...]) -> None:
-        self._key, self._last = key, np.full(shape, np.nan)
+        self._key, self._last, self._n_looks = key, np.full(shape, np.nan), 0
         self._n_changed, self._n_lost = np.zeros((2, *shape[1:]), np.int64)
-        self._n_looks = 0
 
     def look(self, lanes: Sequence[int], values: Any) -> Float32Watch | None:
         """Compare the values of some lanes with those before; returns itself to go on."""
-        rows = list(lanes)
-        try:
-            new, old = np.asarray(values), self._last[rows]
-            self._last[rows] = new
-        except (ValueError, TypeError, RuntimeError):  # refused or converted by the column
-            return None
+        new, rows = as_numbers(values), list(lanes)
+        if new.dtype != np.float64 or new.shape != self._last[rows].shape:
+            return None  # or refused by the column
+        old, self._last[rows] = self._last[rows], new
         with np.errstate(all="ignore"):
             has_changed = np.abs(new - old) > _ROUNDING * np.abs(new)
             is_lost = has_changed & (new.astype(np.float32) == old.astype(np.float32))
@@ -417,13 +414,11 @@ class Float32Watch:
         self._n_changed += has_changed.sum(0)
         self._n_lost += is_lost.sum(0)
         is_alike = (self._n_lost >= _N_LOST) & (2 * self._n_lost >= self._n_changed)
-        if new.dtype != np.float64 or self._n_looks == _N_WATCHED:
+        if is_alike.any():
+            key, shown = self._key, new[0][is_alike].tolist()[0]
+            _LOG.warning(_ALIKE, key, shown, key, extra={"once": f"float64 {key}"})  # by one worker
             return None
-        if not is_alike.any():
-            return self
-        key, shown = self._key, new[0][is_alike].tolist()[0]
-        _LOG.warning(_ALIKE, key, shown, key, extra={"once": f"float64 {key}"})  # by one worker
-        return None
+        return self if self._n_looks < _N_WATCHED else None
 
 
 class Columns:

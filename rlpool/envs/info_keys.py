@@ -26,7 +26,10 @@ _LOG = logging.getLogger("rlpool")
 _ALL = slice(None)
 _FLOATS = np.dtype(np.float32), np.dtype(np.float64)
 _MOST_SQUARED = 2.0**48  # below its root, floats of both hold every integer
-_DECLARE = "declare in info_keys what the environment gives, as a dtype or (dtype, shape)"
+_DECLARE = (
+    "declare in info_keys what the environment gives, as a dtype or (dtype, shape); name the parts "
+    'of a dict, such as "episode/r"'
+)
 _EXAMPLE = 'such as info_keys={"success": bool, "cost": np.float32, "action_mask": (np.int8, 4)}'
 
 
@@ -110,23 +113,6 @@ def rows_of(infos: Mapping[str, Any], key: str) -> Any:
     return rows
 
 
-def _fitted(value: Any, spec: TensorSpec, key: str) -> NDArray:
-    """Convert a value, see ``fitted``.
-
-    Raises:
-        SpecError: If it does not fit, naming the key and both sides.
-    """
-    array = as_numbers(value)
-    if array.dtype.kind == "O":
-        got = f"got {value!r:.60}"
-    elif array.shape != spec.shape:
-        got = f"got {array.dtype}{list(array.shape)}"
-    else:
-        return fitted(f"info {key!r}", array, spec.dtype, _DECLARE)
-    fix = f'name its parts, such as "{key}/..."' if isinstance(value, Mapping) else _DECLARE
-    raise SpecError(f"info {key!r} should be {spec}, {got}", fix=fix)
-
-
 class InfoColumn(Column):
     """One key of the infos.
 
@@ -165,7 +151,11 @@ class InfoColumn(Column):
             super().write_batch(lanes, values)
 
     def _converted(self, value: Any, spec: TensorSpec) -> NDArray:
-        return _fitted(value, spec, self.key)
+        array = as_numbers(value)
+        if array.dtype.kind != "O" and array.shape == spec.shape:
+            return fitted(f"info {self.key!r}", array, spec.dtype, _DECLARE)
+        got = f"{value!r:.60}" if array.dtype.kind == "O" else f"{array.dtype}{list(array.shape)}"
+        raise SpecError(f"info {self.key!r} should be {spec}, got {got}", fix=_DECLARE)
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
         """Write values that are all numbers; False if they are not, or may not fit."""

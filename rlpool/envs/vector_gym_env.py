@@ -319,13 +319,7 @@ class VectorGymEnv(VecEnv):
         """Write the last observations and infos of lanes that have restarted within the step."""
         if not ended:
             return
-        final = infos.get("final_obs")
-        if final is None:
-            raise SpecError(
-                "a lane restarted in the step that ended its episode, and the infos have no "
-                "'final_obs'",
-                fix="use AutoresetMode.NEXT_STEP or AutoresetMode.DISABLED",
-            )
+        final = infos["final_obs"]  # which AutoresetMode.SAME_STEP promises
         if isinstance(final, list) or str(getattr(final, "dtype", "")) == "object":
             self._observations.write(ended, [final[lane] for lane in ended])
         else:
