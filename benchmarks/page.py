@@ -10,7 +10,7 @@ lacks its raw results:
 - ``trials``: what ``meta_rl.py`` prints at its end, from ``meta_rl.jsonl``: agent, seed, and the
   average return of each episode of a trial, on tasks that were not trained on.
 - ``figures``: batchers beside the bare loop, from ``throughput.jsonl``, which holds what
-  ``throughput.py --workloads W1 W2 W3 W4`` prints.
+  ``throughput.py --workloads long W1 W2 W3 W4`` prints.
 - ``requests``: requests as training loops make them, from ``requests.jsonl``, likewise of
   ``throughput.py --workloads requests``.
 - ``lanes``: workers and lanes, from ``choosing.jsonl``, likewise of ``choosing.py``.
@@ -44,6 +44,7 @@ DOCUMENTS = (
 )
 
 WORKLOADS = {
+    "long": "CartPole-v1, episodes of 500 steps, MLP policy, 2 workers × 16 lanes, 64 per request",
     "W1": "CartPole-v1, MLP policy, 2 workers × 16 lanes, 8,000 episodes per request",
     "W2": "HalfCheetah-v5, MLP policy, 2 workers × 8 lanes",
     "W3": "84×84×4 uint8 frames, random policy, 2 workers × 8 lanes",

@@ -1,16 +1,17 @@
 """How fast episodes arrive, compared with the bare loop (see ``bare_loop.py``).
 
-    python benchmarks/throughput.py [--workloads W1 W2 W3 W4 V1 requests]
+    python benchmarks/throughput.py [--workloads long W1 W2 W3 W4 V1 requests]
                                     [--windows 10] [--seconds 3]
 
+- long: CartPole-v1 with episodes of 500 steps, otherwise as W1
 - W1: CartPole-v1, network 4-64-64-2, 2 workers of 16 environments
 - W2: HalfCheetah-v5, network 17-256-256-6, 2 workers of 8 environments
 - W3: uint8 frames of 84 × 84 × 4, trivial step, random policy, 2 workers of 8 environments
 - W4: stragglers, 256 episodes of 10 to 200 steps that sleep 1 ms, 8 workers of 1 environment
 - V1: Gymnasium's ``CartPoleVectorEnv``, network of W1, 2 workers of one with 64 or 256 lanes
 
-W1 to W3: the bare loop and the batcher take turns, window by window, the one being blocked while
-the other runs. Nothing is queued when a window begins and nothing runs when it has ended. A
+long and W1 to W3: the bare loop and the batcher take turns, window by window, the one being blocked
+while the other runs. Nothing is queued when a window begins and nothing runs when it has ended. A
 window of the batcher repeats ``execute``, ``get`` and dropping the result; it counts the steps of
 the episodes that it got, over the time from the first ``execute`` to the last ``get``, which is a
 little more than ``--seconds``. ``ratio`` compares each window of the batcher with the mean of the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -119,6 +120,13 @@ def make_cartpole() -> gymnasium.Env[Any, Any]:
     return gymnasium.make("CartPole-v1")
 
 
+def make_long_cartpole() -> gymnasium.Env[Any, Any]:
+    """CartPole whose pole may fall: every episode takes 500 steps, as those of a trained policy."""
+    env: Any = gymnasium.make("CartPole-v1")
+    env.unwrapped.theta_threshold_radians = env.unwrapped.x_threshold = math.inf
+    return env
+
+
 def make_half_cheetah() -> gymnasium.Env[Any, Any]:
     return gymnasium.make("HalfCheetah-v5")
 
@@ -223,6 +231,7 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
+        Workload("long", make_long_cartpole, CartPolePolicy, 2, 16, 64, 500),
         Workload("W1", make_cartpole, CartPolePolicy, 2, 16, 8000, 500),
         Workload("W2", make_half_cheetah, HalfCheetahPolicy, 2, 8, 32, 1000),
         Workload("W3", FramesEnv, make_frames_policy, 2, 8, 64, 100),
