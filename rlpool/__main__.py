@@ -1,4 +1,4 @@
-"""``python -m rlpool``: ``doctor``, ``top``, ``demo``, ``evaluate``, ``compare`` and ``verify``."""
+"""``python -m rlpool``: ``doctor``, ``demo`` and ``top``."""
 
 from __future__ import annotations
 

@@ -84,10 +84,8 @@ def learn(agent: ActorCritic, optimizer: torch.optim.Optimizer, window: Temporal
             gain = (gain - gain.mean()) / (gain.std() + 1e-8)
             gain = torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
             error = (agent.critic(frame).squeeze(-1) - target).square().mean()
-            entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
             optimizer.zero_grad()
-            (0.5 * error - gain - 0.01 * entropy).backward()
-            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            (0.5 * error - gain).backward()
             optimizer.step()
 
 
@@ -131,14 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlpool demo", description=text)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long (default: 10)")
     options = parser.parse_args(arguments)
-    threads = torch.get_num_threads()
+    n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers need the other cores
     try:
         run(options.seconds)
     except KeyboardInterrupt:
         return 130
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(n_threads)
     sys.stdout.write(
         f"These are average returns of {N_ENVS} CartPole-v1 environments in worker processes.\n"
         f"This process learned from them by PPO: {__file__}\n"

@@ -332,7 +332,10 @@ def make_env(
         >>> env.reset()[0].shape, env.horizon_bamdp
         ((5,), 1000)
     """
-    _refuse_no_maker(env_id)
+    maker: Any = env_id
+    if not isinstance(maker, str) and not callable(maker):
+        fix = "pass an id such as 'CartPole-v1', or the class or function that makes it"
+        raise SpecError(f"env_id is {env_id!r:.60}, neither an id nor callable", fix=fix)
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     fix = "let it return one environment, an object with reset() and step()"
     check_is_env("env_id returned", env, fix)
@@ -341,14 +344,6 @@ def make_env(
         trials._first_seed = seed_from(whole_number("seed", seed, 0))
         trials.action_space.seed(trials._first_seed)
     return trials
-
-
-def _refuse_no_maker(env_id: Any) -> None:
-    if not isinstance(env_id, str) and not callable(env_id):
-        raise SpecError(
-            f"env_id is {env_id!r:.60}, neither an id nor callable",
-            fix="pass an id such as 'CartPole-v1', or the class or function that makes it",
-        )
 
 
 @also_takes(num_workers="n_workers")
@@ -387,8 +382,7 @@ def make_parallel_env(
         A ``VecEnv`` of ``n_workers * envs_per_worker`` lanes.
 
     Raises:
-        SpecError: For wrong numbers, an ``env_id`` that is neither an id nor callable, or more
-            processes than the system allows.
+        SpecError: For wrong numbers of environments, or more processes than the system allows.
         WorkerStartupError: If an environment cannot be made.
 
     Example:
@@ -396,9 +390,6 @@ def make_parallel_env(
         ...     print(env.n_lanes, env.horizon_bamdp)
         3 1000
     """
-    _refuse_no_maker(env_id)
-    whole_number("episodes_per_task", episodes_per_task, 1)
-    whole_number("envs_per_worker", envs_per_worker, 1)
     n_workers = worker_count(n_workers)
     policy = {
         each.name: kwargs.pop(each.name) for each in fields(FailurePolicy) if each.name in kwargs

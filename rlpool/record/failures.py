@@ -101,10 +101,6 @@ def advise_to_debug(advice: str) -> None:
 class LaneFailure(EnvError, LaneError):
     """An ``EnvError`` of a manager's lane, as callers of the lane contract expect it."""
 
-    def __reduce__(self) -> Any:
-        kind = EnvSpecError if isinstance(self, EnvSpecError) else EnvError
-        return kind(**self._constructor_arguments()).__reduce__()
-
 
 class LaneSpecFailure(LaneFailure, EnvSpecError):
     """An ``EnvSpecError`` of a lane."""

@@ -14,7 +14,15 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import OrderEnforcing, TimeLimit, TransformReward
 
-from rlpool import GymEnv, SpecError, UsageError, VariBadWrapper, make_env, make_parallel_env
+from rlpool import (
+    GymEnv,
+    SpecError,
+    UsageError,
+    VariBadWrapper,
+    WorkerStartupError,
+    make_env,
+    make_parallel_env,
+)
 
 from support.envs import CountingEnv, ValueEnv
 from support.meta import DRAWING, AncestorTaskEnv, RaggedTaskEnv, TaskEnv, TaskFirstEnv
@@ -340,7 +348,7 @@ def test_the_seed_determines_environment_and_action_space(make: Callable[[], Any
 def test_what_makes_no_environment_is_refused(env_id: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         make_env(env_id, 2)
-    with pytest.raises(SpecError, match=message):
+    with pytest.raises(WorkerStartupError, match="neither an id nor callable"):
         make_parallel_env(env_id, 2, 1)
 
 
