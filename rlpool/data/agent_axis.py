@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.rows import as_signed, kind, longest, steps_within, taken
 from rlpool.data.specs import FLAGS, join_key, refuse_missing
 from rlpool.errors import SpecError
@@ -46,15 +45,15 @@ class AgentSteps(NamedTuple):
     others: Collection[str]
 
 
-def steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
+def _steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
     """When the agents of a group were alive.
 
     Raises:
         SpecError: If there is no such group.
     """
     n_elems, n_timesteps = joint.n_elems(), joint.n_timesteps()
-    found = [key.removesuffix(_ALIVE) for key in joint if key.rpartition("/")[2] == _ALIVE]
-    groups = [name.removesuffix("/") for name in found if not name.startswith("_")]
+    names = [key.rpartition("/") for key in joint if not key.startswith("_")]
+    groups = [name for name, _, part in names if part == _ALIVE]
     if group not in groups:
         raise SpecError(
             f"no key {join_key(group, _ALIVE)!r} says in which steps agents were alive",
@@ -70,14 +69,15 @@ def steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
     return AgentSteps(rows, times, alive.sum(1), starts[rows, times], n_agents, others)
 
 
-def own_steps(
-    joint: TemporalDictTensor, group: str, shared: Collection[str], steps: AgentSteps
-) -> dict[str, Tensor]:
-    """The values of all agents' steps: tensors ``[N, ...]``; see ``per_agent``.
+def packed(
+    joint: TemporalDictTensor, group: str, shared: Collection[str]
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """The values of all agents' steps ``[N, ...]``, their lengths, and their infos: ``per_agent``.
 
     Raises:
-        SpecError: If the episodes lack a key that says where they end.
+        SpecError: If there is no such group, or the episodes lack a key that says where they end.
     """
+    steps = _steps_of_agents(joint, group)
     marks = [f"_{join_key(group, name)}" for name in ("terminations", "truncations")]
     needed = ["_terminated", "_truncated", *marks]
     refuse_missing("the episodes", list(joint), needed, _ALL_KEYS)
@@ -106,7 +106,13 @@ def own_steps(
     for mark in ("", "_"):
         own[f"{mark}done"] = own[f"{mark}terminated"] | own[f"{mark}truncated"]
     own["initial_state"], own["_initial_state"] = steps.starts, torch.zeros_like(steps.starts)
-    return own
+    rows = torch.arange(len(steps.lengths), device=steps.lengths.device)
+    info = joint.info.index(rows.div(n_agents, rounding_mode="floor"))._tensors
+    info["agent"] = rows % n_agents  # its place in the group
+    number = "lane" if "lane" in info else "episode"  # of a window, or of whole episodes
+    if number in info:
+        info[number] = info[number] * n_agents + info["agent"]
+    return own, steps.lengths, info
 
 
 def _name_in_group(key: str, group: str, others: Collection[str]) -> tuple[str, bool]:
@@ -125,31 +131,21 @@ def _name_in_group(key: str, group: str, others: Collection[str]) -> tuple[str, 
     return ("" if name in others else key), False
 
 
-def joined(joint: TemporalDictTensor, values: Tensor, steps: AgentSteps) -> Tensor:
+def joined(joint: TemporalDictTensor, values: Tensor, group: str) -> Tensor:
     """Values ``[B * A, T', ...]`` of agents' own steps as ``[B, T, A, ...]``, else zero.
 
     Raises:
         SpecError: If there is not one row per agent, as long as its episode.
     """
+    steps = _steps_of_agents(joint, group)
     n_rows = len(steps.lengths)
     if not isinstance(values, Tensor) or values.ndim < 2 or values.shape[0] != n_rows:
         raise SpecError(f"values are {kind(values)}", fix=f"give one row per agent: [{n_rows}, T]")
     if values.shape[1] < longest(steps.lengths):
         what = f"values have {values.shape[1]} steps, agents have up to {longest(steps.lengths)}"
         raise SpecError(what, fix="give a value for every step of per_agent()")
-    packed = values[steps_within(steps.lengths, values.shape[1])]
+    own = values[steps_within(steps.lengths, values.shape[1])]
     n_elems, n_timesteps, rest = joint.n_elems(), joint.n_timesteps(), values.shape[2:]
     result = values.new_zeros((n_rows * n_timesteps, *rest))
-    as_signed(result).index_copy_(0, steps.rows * n_timesteps + steps.times, as_signed(packed))
+    as_signed(result).index_copy_(0, steps.rows * n_timesteps + steps.times, as_signed(own))
     return result.view(n_elems, steps.n_agents, n_timesteps, *rest).transpose(1, 2)
-
-
-def info_of_agents(info: DictTensor, steps: AgentSteps) -> dict[str, Tensor]:
-    """The info of each agent's episode; ``agent``, its place in the group; its own ``episode``."""
-    rows = torch.arange(len(steps.lengths), device=steps.lengths.device)
-    own = info.index(rows.div(steps.n_agents, rounding_mode="floor"))._tensors
-    own["agent"] = rows % steps.n_agents
-    name = "lane" if "lane" in own else "episode"  # of a window, or of whole episodes
-    if name in own:
-        own[name] = own[name] * steps.n_agents + own["agent"]
-    return own

@@ -63,23 +63,22 @@ class Allocation:
         memory: Holds the values; ``None`` after ``close``.
     """
 
-    def __init__(self, memory: Memory, layout: Layout, directory: str | Path | None = None) -> None:
+    def __init__(self, memory: Memory, layout: Layout) -> None:
         self.memory: Memory | None = memory
         self.layout = layout
         self.storage = memory.kind
-        self._directory = directory
         root = memory.root()
         self._values = root[: layout.n_bytes].view(layout.dtype).reshape(layout.sizes)
         self._start: Any = root[-_WORD_BYTES:].view(np.int64).data
 
     @classmethod
-    def new(cls, storage: str, layout: Layout, directory: str | Path | None) -> Allocation:
+    def new(cls, storage: str, layout: Layout, directory: str | Path | None = None) -> Allocation:
         """An allocation in new memory, all zeros, with the window at the front."""
         n_bytes = layout.n_bytes + -layout.n_bytes % _WORD_BYTES + _WORD_BYTES
         memory = allocate(storage, n_bytes, directory=directory)
         # Writing to a page for which a disk has no space would kill the process.
         memory.reserve(0, n_bytes)
-        return cls(memory, layout, directory)
+        return cls(memory, layout)
 
     def open_memory(self) -> Memory:
         """The memory; UsageError after ``close``."""
@@ -136,7 +135,7 @@ class Allocation:
 
     def copied(self) -> Allocation:
         """Another allocation of the same kind, with the same values and window."""
-        copy = Allocation.new(self.storage, self.layout, self._directory)
+        copy = Allocation.new(self.storage, self.layout)
         with self.locked():
             np.copyto(copy.open_memory().root(), self.open_memory().root())
         return copy

@@ -34,7 +34,8 @@ class Array:
     indices mean what they mean to NumPy. Indexing never copies and always gives an ``Array``, also
     for single elements, index arrays and masks: writing to it writes to this array. ``copy.copy``
     gives a view, like ``array[...]``; ``copy.deepcopy`` copies the values to new memory of the same
-    kind. Writing converts as NumPy's assignment does: a float written to an int array is truncated.
+    kind, a memmap to one in the directory of temporary files. Writing converts as NumPy's
+    assignment does: a float written to an int array is truncated.
 
     Args:
         batch_shape: Sizes of the batch dimensions. The first one is the time: this many rows are

@@ -127,13 +127,11 @@ def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
             )
     sized = [pair for pair in every if pair[1].ndim or n_dims > 1]
     for pairs, n in ((every, 0), (sized, n_dims)):
-        for pair in pairs:
-            one, first = pair[1], pairs[0][1]
-            is_like = one.device == first.device and one.shape[:n] == first.shape[:n]
-            if not is_like or one.ndim < n:
-                key = pairs[0][0]
+        for key, one in pairs:
+            name, first = pairs[0]
+            if (one.device, one.shape[:n]) != (first.device, first.shape[:n]) or one.ndim < n:
                 raise SpecError(
-                    f"key {pair[0]!r} is {kind(one)}, key {key!r} is {kind(first)}",
+                    f"key {key!r} is {kind(one)}, key {name!r} is {kind(first)}",
                     fix="all tensors need the same number of rows (and steps), and the same device",
                 )
 

@@ -310,20 +310,14 @@ def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
     prefix = "" if isinstance(structure, Mapping) else default_key
     leaves: dict[str, Leaf] = {}
     for path, leaf in _pytree.tree_flatten_with_path(structure)[0]:
-        key = _key_of(prefix, path)
+        names = [str(getattr(step, "key", getattr(step, "idx", ""))) for step in path]
+        key = "/".join([prefix, *names] if prefix else names)
         if key in leaves:
             raise SpecError(
                 f"two parts of one space are both called {key!r}", fix="rename one of them"
             )
         leaves[key] = leaf
     return leaves
-
-
-def _key_of(prefix: str, path: Sequence[Any]) -> str:
-    """Key of a leaf at a path of the pytree."""
-    for step in path:
-        prefix = join_key(prefix, str(getattr(step, "key", getattr(step, "idx", ""))))
-    return prefix
 
 
 def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:

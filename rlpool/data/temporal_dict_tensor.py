@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
+from rlpool.data import agent_axis
 from rlpool.data import rows as base
-from rlpool.data.agent_axis import info_of_agents, joined, own_steps, steps_of_agents
 from rlpool.data.dict_tensor import DictTensor, DictTensorBase, cat_named, check_alike
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
@@ -63,9 +62,8 @@ class TemporalDictTensor(DictTensorBase):
         base.check(steps, 2)
         first = steps[0][1] if steps else None
         if lengths is None:
-            n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
-            device = "cpu" if first is None else first.device
-            lengths = torch.full((n_elems,), n_timesteps, dtype=torch.int64, device=device)
+            like = torch.empty(0, 0, device="cpu") if first is None else first
+            lengths = like.new_full(like.shape[:1], like.shape[1], dtype=torch.int64)
         else:
             _check_lengths(lengths, first)
         self._lengths = lengths
@@ -474,9 +472,7 @@ class TemporalDictTensor(DictTensorBase):
         Raises:
             SpecError: If there is no such group.
         """
-        steps = steps_of_agents(self, group)
-        own, info = own_steps(self, group, shared, steps), info_of_agents(self._info, steps)
-        return TemporalDictTensor.from_packed(own, steps.lengths, info)
+        return TemporalDictTensor.from_packed(*agent_axis.packed(self, group, shared))
 
     def from_agents(self, values: Tensor, group: str = "") -> Tensor:
         """Values of each agent's own steps with an axis of agents: the way back from ``per_agent``.
@@ -501,7 +497,7 @@ class TemporalDictTensor(DictTensorBase):
             tensor([[[1., 3.],
                      [2., 0.]]])
         """
-        return joined(self, values, steps_of_agents(self, group))
+        return agent_axis.joined(self, values, group)
 
     def to_tensordict(self) -> Any:
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
@@ -550,13 +546,6 @@ def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> Tempora
 
 
 torch.serialization.add_safe_globals([_from_parts])  # as for DictTensor
-
-
-_pytree.register_pytree_node(
-    TemporalDictTensor,
-    lambda data: ([data._steps, data._lengths, data._info], None),
-    lambda parts, _: _from_parts(*parts),
-)
 
 
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:

@@ -557,8 +557,6 @@ class Pool:
         try:
             if state["format"] != _FORMAT:
                 raise SpecError(f"this rlpool cannot read the pool format {state['format']!r}")
-            if state.keys() != self.state_dict().keys():
-                raise KeyError(f"it has the keys {list(state)}")
             filler, generator = self._filler.loaded(state), np.random.PCG64()
             generator.state = state["generator"]
             if self._runner is not None and state["runner"] is not None:

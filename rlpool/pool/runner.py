@@ -286,10 +286,8 @@ class ActionChooser(Agent):
         try:
             self._columns.write((0,), (action,))
         except ValueError as error:
-            raise SpecError(
-                f"'action' should fit {space}, got {action!r} ({error})",
-                fix="return actions of the action space's shape and kind",
-            ) from error
+            fix = "return actions of the action space's shape and kind"
+            raise SpecError(f"{error}, for {space}", fix=fix) from error
         return {key: torch.from_numpy(array.copy()) for key, array in self._columns.arrays.items()}
 
 

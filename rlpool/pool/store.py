@@ -97,13 +97,6 @@ class FreeRows:
         self._free[self._n_free : self._n_free + rows.size] = rows
         self._n_free += rows.size
 
-    def reset(self, n_used: int, rows: NDArray) -> None:
-        """Say how many are or were in use, and which of them still are."""
-        self.n_used, self._n_free = n_used, 0
-        is_free = np.ones(n_used, bool)
-        is_free[rows] = False
-        self.give_back(np.flatnonzero(is_free))
-
 
 class Store:
     """Sub-pools of transitions.
@@ -219,7 +212,8 @@ class Store:
         self.ends_known = bool(state["ends_known"])
         self.terminal_known = bool(state["terminal_known"])
         self.has_followers = bool(self._follower.any())
-        self._piece_numbers.reset(n_pieces, self.piece[self.sub_pools.rows()])
+        numbers, used = self._piece_numbers.take(n_pieces), self.piece[self.sub_pools.rows()]
+        self._piece_numbers.give_back(np.setdiff1d(numbers, used))
         if self.tree is not None:
             self.tree.set(slice(0, self.sub_pools.n_rows), self.tree.leaves)
 

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils import _pytree
 
 from rlpool import DictTensor, SpecError, TemporalDictTensor, masked_dicttensor, masked_tensor
 
@@ -183,18 +182,21 @@ def _expand(sample: Sample, data: st.DataObject) -> Any:
     return batch.expand(len(sample.model) + more), sample.model + [empty] * more
 
 
+def _leaves(batch: Any) -> list[torch.Tensor]:
+    temporal = [batch.lengths, *batch.info.values()] if hasattr(batch, "info") else []
+    return [*batch.values(), *temporal]
+
+
 def _copy(sample: Sample, data: st.DataObject) -> Any:
-    leaves, spec = _pytree.tree_flatten(sample.batch)
     copied = [
         *(sample.batch.clone(), copy.deepcopy(sample.batch)),
         sample.batch.get(list(sample.batch), clone=True),
-        _pytree.tree_unflatten([leaf.clone() for leaf in leaves], spec),
     ]
-    if all(leaf.dtype is not UNSIGNED for leaf in leaves):
+    if all(leaf.dtype is not UNSIGNED for leaf in _leaves(sample.batch)):
         copied.append(pickle.loads(pickle.dumps(sample.batch)))
     chosen = copied.pop(data.draw(st.integers(0, len(copied) - 1)))
     for other in copied:
-        for tensor in _pytree.tree_leaves(other):
+        for tensor in _leaves(other):
             tensor.zero_()
     return chosen, sample.model
 

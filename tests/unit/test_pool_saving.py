@@ -84,7 +84,6 @@ def states() -> list[Any]:
     cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
     return [
         *(None, {}, {"format": 5}, {**whole, "format": 4}, {**whole, "generator": {}}),
-        {**whole, "extra": 1},
         *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
     ]
 
