@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from rlpool.data.array_view import Values, View
-from rlpool.data.specs import numpy_dtype
+from rlpool.data.specs import TensorSpec, numpy_dtype
 from rlpool.data.storage import Memory, allocate
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
@@ -25,15 +24,13 @@ class Layout(NamedTuple):
     """How the memory of an array is laid out.
 
     Attributes:
-        sizes: ``(padding + full_size + padding, *batch_shape[1:], *feature_shape)``.
-        dtype: Of the values, as a string.
+        spec: Shape ``(padding + full_size + padding, *batch_shape[1:], *feature_shape)``, dtype.
         n_batch_dims: Number of batch dimensions.
         padding: Extra rows at either end.
         window: Number of visible rows.
     """
 
-    sizes: tuple[int, ...]
-    dtype: str
+    spec: TensorSpec
     n_batch_dims: int
     padding: int
     window: int
@@ -41,17 +38,13 @@ class Layout(NamedTuple):
     @property
     def full_size(self) -> int:
         """Rows without padding."""
-        return self.sizes[0] - 2 * self.padding
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the values."""
-        return math.prod(self.sizes) * np.dtype(self.dtype).itemsize
+        return self.spec.shape[0] - 2 * self.padding
 
     def rows(self, start: int, n_rows: int) -> View:
         """A view of some rows, counted from the first of ``full_size``."""
         start += self.padding
-        return View(self.sizes, (range(start, start + n_rows), *map(range, self.sizes[1:])))
+        sizes = self.spec.shape
+        return View(sizes, (range(start, start + n_rows), *map(range, sizes[1:])))
 
 
 class Allocation:
@@ -67,14 +60,14 @@ class Allocation:
         self.memory: Memory | None = memory
         self.layout = layout
         self.storage = memory.kind
-        root = memory.root()
-        self._values = root[: layout.n_bytes].view(layout.dtype).reshape(layout.sizes)
+        root, spec = memory.root(), layout.spec
+        self._values = root[: spec.n_bytes].view(spec.dtype).reshape(spec.shape)
         self._start: Any = root[-_WORD_BYTES:].view(np.int64).data
 
     @classmethod
     def new(cls, storage: str, layout: Layout, directory: str | Path | None = None) -> Allocation:
         """An allocation in new memory, all zeros, with the window at the front."""
-        n_bytes = layout.n_bytes + -layout.n_bytes % _WORD_BYTES + _WORD_BYTES
+        n_bytes = layout.spec.n_bytes + -layout.spec.n_bytes % _WORD_BYTES + _WORD_BYTES
         memory = allocate(storage, n_bytes, directory=directory)
         # Writing to a page for which a disk has no space would kill the process.
         memory.reserve(0, n_bytes)
@@ -158,7 +151,7 @@ def layout_of(
     if n_full < window or n_full % window:
         raise SpecError(f"full_size={n_full} is not a multiple of the rows of batch_shape {batch}")
     sizes = (n_full + 2 * n_padding, *batch[1:], *features)
-    return Layout(sizes, _dtype(dtype), len(batch), n_padding, window)
+    return Layout(TensorSpec(sizes, _dtype(dtype)), len(batch), n_padding, window)
 
 
 def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
@@ -167,7 +160,7 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(whole_number(f"{name}[{number}]", size, 0) for number, size in enumerate(sizes))
 
 
-def _dtype(dtype: Any) -> str:
+def _dtype(dtype: Any) -> np.dtype[Any]:
     try:
         found = numpy_dtype(dtype) if isinstance(dtype, torch.dtype) else np.dtype(dtype)
     except (TypeError, ValueError):
@@ -177,4 +170,4 @@ def _dtype(dtype: Any) -> str:
             f"dtype={dtype!r} is not among the number types and bool of NumPy",
             fix="use one such as numpy.float32, torch.int64 or bool",
         )
-    return str(found.str)
+    return found

@@ -96,7 +96,7 @@ class Array:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The NumPy dtype."""
-        return np.dtype(self._allocation.layout.dtype)
+        return self._allocation.layout.spec.dtype
 
     @property
     def storage(self) -> str:

@@ -50,21 +50,13 @@ KINDS = ("local", "shared", "memmap")
 NDArray = np.ndarray[Any, Any]
 
 
-def allocate(
-    storage: str,
-    n_bytes: int,
-    *,
-    directory: str | Path | None = None,
-    n_used: int | None = None,
-) -> Memory:
+def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None) -> Memory:
     """Zeroed memory of a kind.
 
     Args:
         storage: ``"local"``, ``"shared"`` or ``"memmap"``.
         n_bytes: Its size.
         directory: Of the file of a ``"memmap"``, by default that of temporary files.
-        n_used: How much of it will be written to, by default all: what is never touched may be
-            more than the machine has.
 
     Raises:
         SpecError: If there is no such kind, or not enough memory or disk space.
@@ -87,10 +79,10 @@ def allocate(
             f"storage={storage!r} has no file, but directory={str(directory)!r} was given",
             fix='leave directory out, or use storage="memmap"',
         )
-    needed, there_are = n_used or n_bytes, min(bound.total for bound in memory_bounds())
+    there_are = min(bound.total for bound in memory_bounds())
     try:
-        if needed > there_are:
-            raise MemoryError(f"{human(needed)} of {human(there_are)} in all")
+        if n_bytes > there_are:
+            raise MemoryError(f"there are {human(there_are)} in all")
         return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
     except (MemoryError, OSError, RuntimeError) as error:  # of NumPy, of a mapping, of torch
         raise SpecError(

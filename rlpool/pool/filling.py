@@ -13,7 +13,7 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import WINDOW_KEYS
-from rlpool.data.specs import TensorSpec
+from rlpool.data.specs import TensorSpec, row_specs
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
@@ -110,7 +110,8 @@ class Filler:
         """Add what ``EpisodeRunner.run`` returned."""
         if not self._settings.random or self._settings.n_workers == 1:
             for process, steps in enumerate(episodes):
-                self.extend(ingest.one_row(steps), process)
+                row = {key: tensor[None] for key, tensor in steps.items()}
+                self.extend(TemporalDictTensor(row), process)
             return
         # The order in which the steps were made, as the episodes began together.
         times = np.concatenate([np.arange(steps.n_elems()) for steps in episodes])
@@ -231,7 +232,8 @@ class Filler:
         router.bit_generator.state = state["router"]
         other = Filler(self._settings, router)
         if (saved := state["store"]) is not None:
-            other.store = Store(Schema.from_plain(saved["schema"]), self._settings)
+            specs = row_specs({key: tensor.numpy() for key, tensor in saved["specs"].items()})
+            other.store = other._store_for(specs, "the state", tuple(saved["infos"]))
             other.store.load_state_dict(saved)
         vars(other).update(deepcopy({name: state[name] for name in _SAVED}))
         return other

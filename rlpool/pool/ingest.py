@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from rlpool.data.array_view import as_numpy
-from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.rows import step_entries
 from rlpool.data.specs import (
     DEFAULT_OBSERVATION_KEY,
@@ -344,11 +343,6 @@ def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> 
     """
     refuse_missing(what, values, keys or (), "choose other keys, or use another pool")
     return list(values if keys is None else keys)
-
-
-def one_row(steps: DictTensor) -> TemporalDictTensor:
-    """Steps as a trajectory, no copy."""
-    return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})
 
 
 # Single transitions -------------------------------------------------------------------------------

@@ -65,13 +65,13 @@ def sample_sequences(
         raise SpecError(f"length should be at most {_LONGEST}, got {length}")
     first = _draw(store, generator, batch_size)
     rows, lengths = _steps_from(store, first, length, "sequences")
-    every = rows[np.arange(rows.shape[1]) < lengths[:, None]]
+    is_step = np.arange(length) < lengths[:, None]
+    every = rows[is_step[:, : rows.shape[1]]]
     arrays = store.take(every) | store.take_after(every)
     starts = np.cumsum(lengths) - lengths
     info = {key: arrays.pop(key)[starts] for key in store.schema.infos}
     if store.tree is not None:
         info |= _weights(store, first, beta)
-    is_step = np.arange(length) < lengths[:, None]
     return TemporalDictTensor(
         {key: _padded(array, is_step) for key, array in arrays.items()},
         torch.from_numpy(lengths),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,24 +105,6 @@ class Schema:
             shape = (self.n_frames - 1, *rows[key].shape)
             arrays[f"heads/{key}"] = TensorSpec(shape, rows[key].dtype)
         return arrays
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Schema:
-        """The schema that ``plain`` described."""
-        specs = {
-            key: TensorSpec(tuple(shape), np.dtype(text))
-            for key, (text, shape) in values["specs"].items()
-        }
-        return replace(cls.from_specs(specs, values["n_frames"]), infos=tuple(values["infos"]))
-
-    def plain(self) -> dict[str, Any]:
-        """The schema as plain values."""
-        specs = {key: [spec.dtype.str, list(spec.shape)] for key, spec in self.specs.items()}
-        return {
-            "specs": specs,
-            "infos": list(self.infos),
-            "n_frames": self.n_frames if self.stacks else None,
-        }
 
     def __str__(self) -> str:
         each = {key: f"{key} {spec}" for key, spec in self.specs.items()}

@@ -182,7 +182,11 @@ class Store:
             arrays |= {f"priorities{name}": self.tree.leaves[rows[name]] for name in rows}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return {
-            "schema": self.schema.plain(),
+            "specs": {
+                key: torch.empty(0, *spec.shape, dtype=spec.torch_dtype, device="cpu")
+                for key, spec in self.schema.specs.items()
+            },
+            "infos": list(self.schema.infos),
             "numbers": torch.from_numpy(self.sub_pools.numbers.copy()),
             "n_pieces": self._piece_numbers.n_used,
             "ends_known": self.ends_known,
@@ -409,13 +413,14 @@ class Store:
 def _allocated(schema: Schema, settings: Settings, n_rows: int) -> Memory:
     """Memory for a store."""
     pool_size, sizes = settings.pool_size, carved_bytes(schema.rows, n_rows)  # pieces are fewer
-    n_used, n_bytes = sum(sizes.values()), sum(carved_bytes(schema.arrays(), n_rows).values())
+    n_bytes = sum(carved_bytes(schema.arrays(), n_rows).values())
+    if settings.storage == "memmap":
+        return allocate("memmap", n_bytes, directory=settings.directory)
 
     def advice(n_free: int) -> str:
-        fits = pool_size * n_free // n_used
+        fits = pool_size * n_free // sum(sizes.values())
         number = f" ({fits} would fit)" if fits else ""
         return f'lower pool_size{number}, or use storage="memmap"'
 
-    if settings.storage != "memmap":
-        check_size(sizes, advice, f"a pool of {pool_size} transitions")
-    return allocate(settings.storage, n_bytes, directory=settings.directory, n_used=n_used)
+    check_size(sizes, advice, f"a pool of {pool_size} transitions")
+    return Memory.local(n_bytes)  # most of it is never touched
