@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ InfoKeys = Mapping[str, Any] | Iterable[str] | None
 """What users give as ``info_keys``, see ``GymEnv``."""
 
 _LOG = logging.getLogger("rlpool")
-_ALL = slice(None)
 _FLOATS = np.dtype(np.float32), np.dtype(np.float64)
 _MOST_SQUARED = 2.0**48  # below its root, floats of both hold every integer
 _DECLARE = (
@@ -127,8 +127,9 @@ class InfoColumn(Column):
 
     def __init__(self, key: str, spec: TensorSpec, n_lanes: int) -> None:
         super().__init__(key, Leaf(spec, is_scalar=not spec.shape), n_lanes)
-        zero = np.zeros(spec.shape, spec.dtype)
-        self.zero: Any = zero if spec.shape else zero.item()
+        self.zero: Any = (
+            np.zeros(spec.shape, spec.dtype) if spec.shape else spec.dtype.type().item()
+        )
         self._is_nested = "/" in key
 
     def values(self, infos: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -159,20 +160,18 @@ class InfoColumn(Column):
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
         """Write values that are all numbers; False if they are not, or may not fit."""
-        wanted = self.spec.dtype
-        try:
-            array = np.array(values)
-            if array.shape != (len(lanes),):
-                return False
-            if array.dtype.kind != "f":
-                array = fitted(self.key, array, wanted)
-            # Beside a float, integers have become floats: large ones may not be what they were.
-            elif wanted not in _FLOATS or not np.vdot(array, array) < _MOST_SQUARED:
-                return False
-        except (ValueError, TypeError, RuntimeError, SpecError):
+        array, wanted = as_numbers(values), self.spec.dtype
+        if array.shape != (len(lanes),):
             return False
-        self.array[_ALL if len(lanes) == self._n_lanes else lanes] = array
-        return True
+        if array.dtype.kind != "f":
+            with suppress(SpecError):
+                self.array[list(lanes)] = fitted(self.key, array, wanted)
+                return True
+        # Beside a float, integers have become floats: large ones may not be what they were.
+        elif wanted in _FLOATS and np.vdot(array, array) < _MOST_SQUARED:
+            self.array[list(lanes)] = array
+            return True
+        return False
 
 
 class InfoColumns:
