@@ -345,16 +345,15 @@ class Column:
         values = self._rows_of(lanes, values)
         if self.watch is not None:
             self.watch = self.watch.look(lanes, values)
-        shape, rows = values.shape[1:], _ALL if len(lanes) == self._n_lanes else list(lanes)
-        if shape == self.spec.shape and values.dtype in (self.spec.dtype, self._wider):
-            with suppress(FloatingPointError), np.errstate(over="raise"):
-                self.array[rows] = values
-                return
-        with suppress(SpecError):
+        rows = _ALL if len(lanes) == self._n_lanes else list(lanes)
+        if values.shape[1:] == self.spec.shape and values.dtype == self.spec.dtype:
+            self.array[rows] = values
+            return
+        try:
             whole = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
             self.array[rows] = self._converted(values, whole)
-            return
-        self._write_each(lanes, values)  # which tells the lane
+        except SpecError:
+            self._write_each(lanes, values)  # which tells the lane
 
     def _rows_of(self, lanes: Sequence[int], values: Any) -> NDArray:
         """The rows of some lanes: what others hold does not matter."""

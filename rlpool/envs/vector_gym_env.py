@@ -141,7 +141,8 @@ class VectorGymEnv(VecEnv):
         # Only where lanes cannot be reset one by one:
         self._resets_all = True  # whether the next reset is one of all lanes
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
-        self._shown: tuple[Any, Any] = None, {}  # the last observation and infos of all lanes
+        # What the last call has shown of all lanes, unless it is in all their columns.
+        self._shown: tuple[Any, Any] | None = None
 
     def close(self) -> None:
         """Close the vector environment."""
@@ -195,7 +196,8 @@ class VectorGymEnv(VecEnv):
                 fix="reset all of them, or step until they restart by themselves",
             )
         self._elapsed[list(lanes)] = 0
-        self._write(lanes, *self._shown)
+        if self._shown is not None:
+            self._write(lanes, *self._shown)
 
     def _reset_all(self, seed: int, options: Sequence[Options]) -> None:
         """Reset all lanes with one seed and the same options."""
@@ -293,7 +295,7 @@ class VectorGymEnv(VecEnv):
         self._elapsed += 1
         result = self.vector_env.step(self._last_batch)
         observation, rewards, terminated, truncated, infos = checked_count("step", 5, result)
-        self._shown, n_lanes = (observation, infos), self.n_lanes
+        n_lanes = self.n_lanes
         rewards = _per_lane("reward", rewards, n_lanes)
         terminated = _per_lane("terminated", terminated, n_lanes)
         truncated = _per_lane("truncated", truncated, n_lanes)
@@ -302,8 +304,10 @@ class VectorGymEnv(VecEnv):
             self._write(lanes, observation, infos)
         if self._mode is _SAME_STEP:
             self._write_final([lane for lane in lanes if ended[lane]], infos)
+            self._shown = observation, infos
             self._at_start, self._has_ended = ended, np.zeros(n_lanes, bool)
         else:
+            self._shown = None if len(lanes) == n_lanes else (observation, infos)
             self._at_start, self._has_ended = restarting, ended
         if self.max_steps is not None:
             truncated = np.where(self._elapsed >= self.max_steps, True, truncated)
