@@ -1,12 +1,15 @@
 """How many functions of rlpool are called per batch step, which no busy machine changes.
 
-    python benchmarks/step_calls.py [--workloads W1 infos W2 V1 windows] [--functions]
+    python benchmarks/step_calls.py [--workloads W1 infos W2 V1 windows request] [--functions]
 
 Every workload runs in this process (``n_threads=0``). After a request that warms it up, calls of
 functions of the package are counted by ``sys.setprofile``, lambdas, generators and comprehensions
 included, over whole requests: ends of episodes, resets and what a request costs are among them.
 They are divided by the calls of the agent. What agents call (``DictTensor``,
 ``sample_categorical``) counts as well.
+
+``request`` is what the caller does per request of 32 episodes of W1 that one worker runs: its calls
+are divided by the number of requests.
 
 ``--functions`` lists each workload's functions with their calls per step.
 
@@ -15,6 +18,7 @@ Prints one JSON line per workload, with its budget, which a test enforces.
 
 from __future__ import annotations
 
+import select
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,8 +45,8 @@ from rlpool import DictTensor, EpisodeBatcher, TemporalDictTensor
 
 PACKAGE = str(Path(rlpool.__file__).parent)
 
-BUDGETS = {"W1": 30.0, "infos": 42.0, "W2": 19.0, "V1": 75.0, "windows": 26.0}
-"""Workload to the most calls per batch step."""
+BUDGETS = {"W1": 30.0, "infos": 42.0, "W2": 19.0, "V1": 75.0, "windows": 26.0, "request": 135.0}
+"""Workload to the most calls per batch step, or per request."""
 
 N_WARM, N_COUNTED = 1, 2
 """Requests before the count, and within it."""
@@ -107,6 +111,21 @@ def calls_of_episodes(batcher: EpisodeBatcher, n_episodes: int, *infos: Any) -> 
     return calls
 
 
+def calls_of_requests() -> Counter[str]:
+    """Calls of the caller in some requests, each when its result is there."""
+    calls: Counter[str] = Counter()
+    with make_batcher(WORKLOADS["W1"], 32, n_threads=1) as batcher:
+        for number in range(N_WARM + 4 * N_COUNTED):
+            counted = calls if number >= N_WARM else Counter()
+            with counting(counted):
+                batcher.execute(32)
+            select.select([batcher], [], [])
+            with counting(counted):
+                batcher.get()
+            counted["agent"] += 1
+    return calls
+
+
 def calls_of_windows() -> Counter[str]:
     """Calls of some windows of 128 steps of 8 lanes that restart."""
     calls: Counter[str] = Counter()
@@ -148,6 +167,7 @@ COUNTS: dict[str, Callable[[], Counter[str]]] = {
     **{name: (lambda name=name: calls_of(name)) for name in ("W1", "W2", "V1")},
     "infos": calls_with_infos,
     "windows": calls_of_windows,
+    "request": calls_of_requests,
 }
 
 

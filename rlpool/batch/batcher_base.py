@@ -345,10 +345,12 @@ class BatcherBase(CrashOnly, ProcessOwner):
             dispatcher.show = show
             if not blocking or timeout == 0.0:
                 crew.look()
-            while blocking and not is_settled() and (now_s := time.monotonic()) < until_s:
-                crew.wait_until(is_settled, min(until_s, now_s + pause_s))
+            goes_on = blocking
+            while goes_on:
+                crew.wait_until(is_settled, min(until_s, time.monotonic() + pause_s))
                 if show is not None:
                     show()
+                goes_on = not is_settled() and time.monotonic() < until_s
         dispatcher.show = None
 
     def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
@@ -539,9 +541,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def _open(self) -> Dispatcher:
         """What every call begins with; one that was interrupted has ended the workers."""
         dispatcher = self._not_closed()
-        if not self.is_interrupted:
-            dispatcher.crew.deliver_logs()
-        elif not dispatcher.is_closed:
+        if self.is_interrupted and not dispatcher.is_closed:
             dispatcher.close(at_once=True)
         return dispatcher
 

@@ -171,8 +171,10 @@ class Dispatcher:
 
     def is_settled(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
-        request = self.pending[0] if self.pending else None
-        return request is None or request.is_complete or self.failure is not None
+        if not self.pending or self.crew.fatal is not None:
+            return True
+        request = self.pending[0]
+        return request.error is not None or request.is_complete
 
     def hand_out(self) -> tuple[TemporalDictTensor, dict[int, WorkerError]]:
         """Take the oldest request off: its result, and by row the failures of its episodes.

@@ -147,9 +147,6 @@ class LocalWorker:
         self.start()
         self._failure = None
 
-    def deliver_logs(self) -> None:
-        """Do nothing: what is logged in this process needs no delivery."""
-
     def fail(self, error: RlpoolError) -> None:
         """Refuse everything from now on."""
         self.fatal = self.fatal or error

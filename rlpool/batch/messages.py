@@ -154,11 +154,6 @@ class Window:
     seeds: LaneSeeds
     is_first: bool
 
-    @property
-    def n_rows(self) -> int:
-        """How many lanes run."""
-        return len(self.lanes)
-
     def rows_of(self, worker: int) -> dict[int, int]:
         """By lane of a worker, as it numbers them, the row."""
         before = worker * self.n_lanes

@@ -52,10 +52,12 @@ class Request(ABC):
     """One batch of rows.
 
     Args:
+        n_rows: Rows of the result, as far as is known.
         infos: Its infos, per row.
         policy: What it runs with.
 
     Attributes:
+        n_rows: As given.
         asked: What it asks for.
         given_seeds: Seeds of its episodes, if the user gave them.
         infos: As given.
@@ -73,7 +75,8 @@ class Request(ABC):
     asked: Episodes | Window | None
     given_seeds: list[int] | None = None
 
-    def __init__(self, infos: Infos, policy: Policy) -> None:
+    def __init__(self, n_rows: int, infos: Infos, policy: Policy) -> None:
+        self.n_rows = n_rows
         self.infos, self.policy = infos, policy
         self.number = self.n_slots = 0
         self.packed: Packed | None = None
@@ -85,11 +88,6 @@ class Request(ABC):
         # To the step that fails, -1 for the reset: also where it may have been that.
         self._truncated: dict[EpisodeKey, int] = {}
         self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
-
-    @property
-    @abstractmethod
-    def n_rows(self) -> int:
-        """Rows of the result."""
 
     @property
     def is_complete(self) -> bool:
@@ -246,17 +244,12 @@ class EpisodeRequest(Request):
     """
 
     def __init__(self, asked: Episodes, infos: Infos, policy: Policy) -> None:
-        super().__init__(infos, policy)
+        super().__init__(asked.n_rows, infos, policy)
         self.asked: Episodes = asked
         self.given_seeds = asked.given_seeds
         self._glue: Glue | None = None  # chunks that were copied out of their slots
         self._arrived = np.zeros(asked.n_rows, bool)  # whether an episode's last chunk was
         self._in_place = True  # whether episode i is written into slot i
-
-    @property
-    def n_rows(self) -> int:
-        """One per episode."""
-        return self.asked.n_rows
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode, and spare ones for episodes that are longer than a slot.
@@ -355,17 +348,13 @@ class WindowRequest(Request):
     """
 
     def __init__(self, shared: RunningLanes, infos: Infos, policy: Policy) -> None:
-        super().__init__(infos, policy)
+        super().__init__(len(shared.running), infos, policy)
         self.asked: Window | None = None  # it is not known yet which lanes will run
         self._shared = shared
 
-    @property
-    def n_rows(self) -> int:
-        """One per lane that runs."""
-        return len(self._shared.running if self.asked is None else self.asked.lanes)
-
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per lane, once the window before it is there."""
+        self.n_rows = len(self._shared.running)
         return 0 if self._shared.is_busy or n_free < self.n_rows else self.n_rows
 
     def begin(self, layout: Layout) -> None:

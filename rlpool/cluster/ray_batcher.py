@@ -334,9 +334,9 @@ class Nodes:
         self.pending.clear()
 
     def _ignore(self, *_: Any) -> None:
-        """Nodes check requests, and end with their caller; Ray shows what they log."""
+        """Nodes check requests."""
 
-    check = deliver_logs = _ignore
+    check = _ignore
 
     def close(self, at_once: bool = False) -> None:
         """End the actors and their workers, and give back the processors. May be repeated.

@@ -70,6 +70,8 @@ def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
     Raises:
         SpecError: See ``info_rows``.
     """
+    if agent_info is None and env_info is None:
+        return {}, {}
     rows = info_rows("agent_info", agent_info, n_rows), info_rows("env_info", env_info, n_rows)
     agent_arrays, env_arrays = ({k: t.numpy() for k, t in part.items()} for part in rows)
     return agent_arrays, env_arrays

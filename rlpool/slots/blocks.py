@@ -208,13 +208,11 @@ class Layout:
         check_size(sizes, advice, what)
         return self
 
-    def arrays(self, root: NDArray) -> Arrays:
-        """The arrays of a block that starts at ``root[0]``, no copy."""
-        control, rows, finals = (
-            {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in places}
-            for places in self._places
-        )
-        return Arrays(rows, finals, control)
+    def arrays(self, root: NDArray, control: dict[str, NDArray] | None = None) -> Arrays:
+        """The arrays of a block that starts at ``root[0]``, no copy; bookkeeping may be known."""
+        bookkeeping, rows, finals = self._places
+        control = _views(root, bookkeeping) if control is None else control
+        return Arrays(_views(root, rows), _views(root, finals), control)
 
     @cached_property
     def _places(self) -> list[list[_Place]]:
@@ -238,6 +236,10 @@ class Layout:
             for key, spec in self.rows.items()
         }
         return (self.control, 1), (rows, self.n_slots + 1), (self.finals, self.n_slots)
+
+
+def _views(root: NDArray, places: list[_Place]) -> dict[str, NDArray]:
+    return {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in places}
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,6 +292,7 @@ class Block:
         self.is_taken = False
         self.is_forked = False
         self._arrays: Arrays | None = None
+        self._control: dict[str, NDArray] | None = None  # no result holds it: made once
         self._root: ref[NDArray] | None = None
         _all_blocks.add(self)
 
@@ -297,9 +300,11 @@ class Block:
     def arrays(self) -> Arrays:
         """The arrays. The block is not free while they, or anything made from them, are alive."""
         if self._arrays is None:
+            if self._control is None:
+                self._control = self.layout.arrays(self.memory.root()).control
             root = self.memory.root()
             self._root = ref(root)
-            self._arrays = self.layout.arrays(root)
+            self._arrays = self.layout.arrays(root, self._control)
         return self._arrays
 
     def take(self) -> None:

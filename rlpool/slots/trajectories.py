@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,40 @@ from rlpool.slots.blocks import Arrays, Layout, successor_key
 Derivation = Callable[[], Tensor]
 
 
+class Column:
+    """An array whose tensor is made when it is first looked at.
+
+    Args:
+        array: The array.
+
+    Attributes:
+        array: As given.
+        tensor: The tensor, a view of it; ``None`` if nobody has looked yet.
+    """
+
+    __slots__ = ("array", "tensor")
+
+    def __init__(self, array: NDArray) -> None:
+        self.array = array
+        self.tensor: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        """The tensor."""
+        if self.tensor is None:
+            self.tensor = torch.from_numpy(self.array)
+        return self.tensor
+
+
 class DerivedTensors(dict[str, Tensor]):
     """Tensors by name, some of which are computed on first access.
 
     Args:
-        known: Tensors that exist already, or the arrays that they will be views of.
+        known: Tensors that exist already, or the arrays or columns that they will be views of.
         derived: Functions without arguments that compute the others.
     """
 
     def __init__(
-        self, known: Mapping[str, Tensor | NDArray], derived: Mapping[str, Derivation]
+        self, known: Mapping[str, Tensor | NDArray | Column], derived: Mapping[str, Derivation]
     ) -> None:
         super().__init__(known)  # type: ignore[arg-type]
         for key, derive in derived.items():
@@ -49,7 +73,8 @@ class DerivedTensors(dict[str, Tensor]):
     def derivation(self, key: str) -> Derivation | None:
         """What computes a tensor on its first access; ``None`` if its values exist already."""
         value: Any = super().get(key)
-        return None if value is None or isinstance(value, Tensor | np.ndarray) else value
+        exists = value is None or isinstance(value, Tensor | np.ndarray | Column)
+        return None if exists else value
 
     # Copies such as dict(...) and {**...} take the fast path around __getitem__ unless __iter__
     # is overridden.
@@ -68,8 +93,7 @@ class DerivedTensors(dict[str, Tensor]):
         return dict, (dict(self.items()),)
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Rows and final values of some slots or of a whole request, as arrays or tensors.
 
     Attributes:
@@ -208,7 +232,6 @@ def trajectories_of(
     rows: dict[str, Any] = dict(part.rows)
     derived: dict[str, Derivation] = {}
     if not layout.restarts:
-        rows = {key: torch.from_numpy(array) for key, array in rows.items()}
         # A copy: the user may change the lengths of the result.
         lengths = part.lengths.copy()
         never, first = np.zeros_like(lengths), np.zeros_like(lengths)
@@ -218,7 +241,8 @@ def trajectories_of(
         derived[successor_key("initial_state")] = derived["done"]
         for key, final in part.finals.items():
             if key in rows:
-                derived[successor_key(key)] = Successor(key, rows[key], final, lengths)
+                rows[key] = column = Column(rows[key])
+                derived[successor_key(key)] = Successor(key, column, final, lengths)
             else:
                 derived[successor_key(key)] = _flags(lengths, lengths - 1, final)
         first_keys = [key for key in layout.step.succeeded if key in derived]
@@ -291,11 +315,6 @@ def _steps_in(lengths: NDArray) -> NDArray:
     return is_step
 
 
-def _version(tensor: Tensor) -> int:
-    """Torch's count of changes in place; it has none for inference tensors."""
-    return 0 if tensor.is_inference() else int(tensor._version)
-
-
 def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Derivation:
     """Flags that may be True at one step of each row only: at ``steps``, if ``values`` are."""
 
@@ -321,12 +340,11 @@ class Successor:
         lengths: As given.
     """
 
-    def __init__(self, key: str, values: Tensor, finals: NDArray, lengths: NDArray) -> None:
+    def __init__(self, key: str, values: Column, finals: NDArray, lengths: NDArray) -> None:
         self._key = key
         self._values = values
         self._finals = finals
         self.lengths = lengths
-        self._version = _version(values)
 
     def finals(self) -> NDArray:
         """The values after each row's last step; not copied.
@@ -334,7 +352,9 @@ class Successor:
         Raises:
             UsageError: If ``x`` was modified in place, so that they no longer follow it.
         """
-        if _version(self._values) != self._version:
+        tensor = self._values.tensor
+        # Torch counts changes in place; it has no count for inference tensors.
+        if tensor is not None and not tensor.is_inference() and tensor._version:
             after = successor_key(self._key)
             raise UsageError(
                 f"{self._key!r} was modified in place before {after!r}, which is derived from it, "
@@ -346,7 +366,7 @@ class Successor:
     def __call__(self) -> Tensor:
         """The values after each step, zero from each row's length on; a copy."""
         finals = self.finals()
-        source = self._values.numpy()
+        source = self._values.array
         shifted = np.empty_like(source, order="C")
         if shifted.shape[1]:
             shifted[:, :-1] = source[:, 1:]

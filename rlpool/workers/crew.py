@@ -208,7 +208,6 @@ class Crew:
             self._epoll.register(wake.fd, select.POLLIN)
         self.control = Control.create(n_workers)
         self._logs = Logs()
-        self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
         self._closing = threading.RLock()
@@ -414,9 +413,14 @@ class Crew:
         if pipe is None:
             return
         try:
-            # Descriptors that are sent must not leak. A worker's death is noticed elsewhere.
-            with InterruptsHeld(), suppress(ConnectionError):
-                pipe.send(message, memory)
+            try:
+                if memory is None:
+                    pipe.send(message)
+                else:
+                    with InterruptsHeld():  # the descriptor that is sent must not leak
+                        pipe.send(message, memory)
+            except ConnectionError:
+                return  # the worker's death is noticed elsewhere
         except OSError as error:
             what = f"worker {link.worker} cannot be sent a message: {error}"
             fix = "raise the limit of file descriptors (ulimit -n), and start again"
@@ -465,7 +469,7 @@ class Crew:
             self._deliver_all(range(self.n_workers))
         else:
             self._deliver_all({self._worker_of[fd] for fd in fds if fd in self._worker_of})
-        self.deliver_logs()
+        self._logs.deliver()
         if not self.all_up:
             self._advance()
         self._look_for_hang()
@@ -497,10 +501,12 @@ class Crew:
                     message = link.pipe.receive()  # sent just before the death
             except (EOFError, ConnectionError):
                 message = None
-            if message is not None:
-                self._take(link, message)
-            else:
+            if message is None:
                 self._bury(link, link.pipe, link.process)
+                return
+            self._take(link, message)
+            if link.pipe is not None and not link.pipe.has_received:
+                return  # the next call sees whether there is more
 
     def _take(self, link: Link, message: Message) -> None:
         if isinstance(message, Logged | Dropped):

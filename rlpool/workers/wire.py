@@ -153,6 +153,11 @@ class CallerPipe:
         """What to poll it for."""
         return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
 
+    @property
+    def has_received(self) -> bool:
+        """Whether anything was read that ``receive`` has not returned yet."""
+        return bool(self._received)
+
     def send(self, message: Message, memory: Memory | None = None) -> None:
         """Send a message, and with it the descriptor of its memory, now or by later ``flush``.
 

@@ -18,6 +18,6 @@ def test_a_batch_step_calls_no_more_functions_than_its_budget() -> None:
         [sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True, timeout=100.0, check=True
     )
     figures = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(figures) == 5
+    assert len(figures) == 6
     for each in figures:
         assert each["calls_per_step"] <= each["budget"], each
