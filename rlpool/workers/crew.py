@@ -87,6 +87,8 @@ _OUT_OF_MEMORY = (
 
 _HANGS = "look for an endless wait in the environment or the agent, or raise timeout"
 
+_LIMITED = "use fewer, or raise the limits of processes and files: ulimit -u, ulimit -n"
+
 _CRASHED = "look there for what ends a process: native code that crashes, or os._exit"
 
 _KILLED = (
@@ -232,13 +234,7 @@ class Crew:
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
                 get ready.
         """
-        for n_started, link in enumerate(self._links):
-            try:
-                self._start(link)
-            except OSError as error:
-                what = f"{n_started} of {self.n_workers} workers could be started: {error}"
-                fix = "use fewer, or raise the limits of processes and files: ulimit -u, ulimit -n"
-                raise WorkerStartupError(what, fix=fix) from error
+        self._advance()
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
         self.restarts.has_started = True
@@ -280,9 +276,13 @@ class Crew:
                 try:
                     self._start(link)
                 except OSError as error:
-                    what = f"worker {link.worker} could not be started again: {error}"
-                    fix = "free memory, processes or descriptors"
-                    self._restart(link, WorkerDiedError(what, exitcode=None, fix=fix))
+                    n, n_all = link.worker, self.n_workers
+                    if self.restarts.has_started:
+                        what = f"worker {n} could not be started again: {error}"
+                        self._restart(link, WorkerDiedError(what, exitcode=None, fix=_LIMITED))
+                    else:
+                        what = f"{n} of {n_all} workers could be started: {error}"
+                        self.fail(WorkerStartupError(what, fix=_LIMITED))
 
     def _set_state(self, link: Link, state: State, seconds: float = math.inf) -> None:
         """Change a worker's state, for some time if it is down or leaving."""
@@ -409,9 +409,7 @@ class Crew:
             self._send(link, message, memory)
 
     def _send(self, link: Link, message: Message, memory: Memory | None = None) -> None:
-        pipe = link.pipe
-        if pipe is None:
-            return
+        pipe: Any = link.pipe
         try:
             try:
                 if memory is None:
@@ -423,8 +421,7 @@ class Crew:
                 return  # the worker's death is noticed elsewhere
         except OSError as error:
             what = f"worker {link.worker} cannot be sent a message: {error}"
-            fix = "raise the limit of file descriptors (ulimit -n), and start again"
-            self.fail(WorkerDiedError(what, exitcode=None, fix=fix))
+            self.fail(WorkerDiedError(what, exitcode=None, fix=_LIMITED))
         if pipe.events & select.POLLOUT and self._epoll is not None:
             self._epoll.modify(pipe, pipe.events)
 

@@ -310,9 +310,10 @@ def test_a_worker_without_a_descriptor_left_says_why_it_ends(is_busy: bool) -> N
         if not is_busy:
             batcher.get()
         batcher.execute(1, env_info={"id": 1})
-        for _ in range(1 + is_busy):  # also the request whose message was lost
-            with pytest.raises(WorkerError, match="Too many open files"):
-                batcher.get()
+        if is_busy:
+            batcher.get()  # its rows are there, though the worker could not say so
+        with pytest.raises(WorkerError, match="Too many open files"):
+            batcher.get()
 
 
 kept: list[EpisodeBatcher] = []
