@@ -378,10 +378,7 @@ class Column:
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
         """Write values of the declared dtype; False if they are not."""
-        try:
-            array = np.array(values)
-        except (ValueError, TypeError, RuntimeError):  # one of them is not a scalar
-            return False
+        array = as_numbers(values)
         if array.shape != (len(lanes),) or array.dtype != self.spec.dtype:
             return False
         self.array[_ALL if len(lanes) == self._n_lanes else lanes] = array

@@ -12,9 +12,7 @@ import torch
 from gymnasium import wrappers
 from gymnasium.vector import VectorWrapper
 
-from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
-from rlpool.envs.vector_gym_env import VectorGymEnv
 
 _ONLOOKERS = (
     wrappers.OrderEnforcing,
@@ -30,13 +28,9 @@ INDIFFERENT = frozenset(("n_envs", "n_lanes", "num_envs", "render_mode"))
 
 def described(env: VecEnv) -> dict[str, Any]:
     """The class, specification, wrappers and seeding of environments, as far as they are known."""
-    one: Any = env
     if env.description is not None:
         return dict(env.description)
-    if isinstance(env, GymEnv):
-        one = env.outermost(0)
-    elif isinstance(env, VectorGymEnv):
-        one = env.vector_env
+    one = env.outermost()
     found: dict[str, Any] = {"seeding": env.seeding, "wrappers": [], "info_keys": env.info_keys}
     with suppress(AttributeError):
         limit = one.spec.max_episode_steps

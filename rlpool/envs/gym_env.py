@@ -134,9 +134,9 @@ class GymEnv(VecEnv):
         getter = getattr(env, "get_wrapper_attr", None)
         return getter(name) if callable(getter) else getattr(env, name)
 
-    def outermost(self, lane: int) -> Any:
-        """An environment with all its wrappers."""
-        return self._envs[lane]
+    def outermost(self) -> Any:
+        """See ``VecEnv.outermost``."""
+        return self._envs[0]
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]

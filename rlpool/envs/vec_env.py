@@ -201,6 +201,10 @@ class VecEnv(ABC):
     def close(self) -> None:  # noqa: B027  (optional)
         """Close the environments."""
 
+    def outermost(self) -> Any:
+        """The first environment, or all in one, with its wrappers."""
+        return self
+
     def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
         """Fix keys, shapes and dtypes of ``last_action``; the first declaration wins.
 

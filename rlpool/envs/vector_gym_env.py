@@ -148,6 +148,10 @@ class VectorGymEnv(VecEnv):
         """Close the vector environment."""
         self.vector_env.close()
 
+    def outermost(self) -> Any:
+        """See ``VecEnv.outermost``."""
+        return self.vector_env
+
     # Resets --------------------------------------------------------------------------------
 
     def _reset_lanes(
