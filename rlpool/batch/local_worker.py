@@ -14,8 +14,8 @@ from rlpool.batch.messages import Run, Setup
 from rlpool.batch.worker import Collector
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
-from rlpool.machine.generators import OwnGenerators
-from rlpool.machine.torch_settings import OwnSettings, torch_settings
+from rlpool.machine.generators import OwnState
+from rlpool.machine.torch_settings import torch_settings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.crew import Client
 from rlpool.workers.failure_policy import FailurePolicy
@@ -66,7 +66,7 @@ class LocalWorker:
         how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
         self._place = Place(0, 1, root, torch_settings(), how)
         self._collector = self._new_collector()
-        self._generators, self._settings = OwnGenerators(), OwnSettings()
+        self._own = OwnState()
         self._is_closed = False
         self._is_at_work = False
         self._failure: WorkerError | None = None  # of an environment that is made again
@@ -176,7 +176,7 @@ class LocalWorker:
         if self._is_at_work:  # and closed by what it runs
             yield
             return
-        with self._generators.in_use(), self._settings.in_use():
+        with self._own.in_use():
             try:
                 self._is_at_work = True
                 self._record.end_wait()

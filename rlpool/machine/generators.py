@@ -1,4 +1,4 @@
-"""The process's global generators: ``random``, NumPy's legacy one, torch's for the CPU.
+"""Global generators of the process: ``random``, NumPy's legacy one, torch's for the CPU.
 
 They are what users' code may draw from. Where it runs in the caller's process, it gets states of
 its own: what the caller draws must not depend on what rlpool runs, nor the other way round.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+
+from rlpool.machine.torch_settings import default_device, torch_settings, use_settings
 
 _NUMPY: Any = np.random  # its stubs lack some of what it has
 
@@ -54,27 +56,42 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # the caller's devices are left alone
 
 
-class OwnGenerators:
-    """Global generators that are separate from the caller's.
+class OwnState:
+    """Generators and settings as in a worker process, in the caller's: separate from the caller's.
+
+    The settings are the caller's when this is made, but for one thread and the CPU as the default
+    device.
 
     Args:
-        seed: Seeds them at their first use; without one they start as copies of the caller's.
+        seed: Seeds the generators at their first use; without one they start as copies of the
+            caller's.
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self._seed = seed
-        self._own: Generators | None = None
+        self._seed, self._settings = seed, torch_settings()
+        self._generators: Generators | None = None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A section with these generators, which always ends with the caller's restored."""
-        callers = current_generators()
-        own = self._own or (*callers[:3], copy.deepcopy(callers[3]))
+        """A section with this state, which always ends with the caller's restored."""
+        callers, settings, n_threads = (
+            current_generators(),
+            torch_settings(),
+            torch.get_num_threads(),
+        )
+        own = self._generators or (*callers[:3], copy.deepcopy(callers[3]))
+        is_on_cpu = default_device().type == "cpu"
         try:
             use_generators(own)
-            if self._own is None and self._seed is not None:
+            if self._generators is None and self._seed is not None:
                 seed_generators(self._seed)
-            yield
+            use_settings(self._settings)
+            if n_threads != 1:  # the bits of a result can depend on it
+                torch.set_num_threads(1)
+            with nullcontext() if is_on_cpu else torch.device("cpu"):
+                yield
         finally:
-            self._own = current_generators()
+            self._generators, self._settings = current_generators(), torch_settings()
             use_generators(callers)
+            torch.set_num_threads(n_threads)
+            use_settings(settings)

@@ -5,8 +5,7 @@ The default device is not among them: for what runs in workers it is the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,29 +31,6 @@ def use_settings(settings: Settings) -> None:
     for name, value in settings.items():
         if getattr(torch, f"get_{name}")() != value:
             getattr(torch, f"set_{name}")(value)
-
-
-class OwnSettings:
-    """Settings as in a worker process, in the caller's: one thread, the CPU, the caller's else."""
-
-    def __init__(self) -> None:
-        self._own = torch_settings()
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A section with these settings, which always ends with the caller's restored."""
-        callers, n_threads = torch_settings(), torch.get_num_threads()
-        is_on_cpu = default_device().type == "cpu"
-        try:
-            use_settings(self._own)
-            if n_threads != 1:  # the bits of a result can depend on it
-                torch.set_num_threads(1)
-            with nullcontext() if is_on_cpu else torch.device("cpu"):
-                yield
-        finally:
-            self._own = torch_settings()
-            torch.set_num_threads(n_threads)
-            use_settings(callers)
 
 
 def default_device() -> torch.device:

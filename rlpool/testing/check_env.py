@@ -35,7 +35,7 @@ from rlpool.errors import (
     described,
 )
 from rlpool.machine.arguments import takes_keyword, whole_number
-from rlpool.machine.generators import OwnGenerators
+from rlpool.machine.generators import OwnState
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import repeat_together
 from rlpool.record.tape import Tape, action_row, joined
@@ -86,7 +86,7 @@ class Checks:
         errors, doubts = list[str](), list[str]()
         for check in checks:
             try:
-                with warnings.catch_warnings(), OwnGenerators(0).in_use():
+                with warnings.catch_warnings(), OwnState(0).in_use():
                     warnings.simplefilter("ignore")
                     problem = next(check(), None)
             except (Exception, SystemExit) as reason:
@@ -108,7 +108,7 @@ class Checks:
     def make(self, number: int = 0) -> Any:
         """Call the function as worker ``number`` would; what it returns is closed by ``close``."""
         seed = worker_seed(self.root, number)
-        with OwnGenerators(seed).in_use():
+        with OwnState(seed).in_use():
             own = {"seed": seed} if self.takes_seed else {}
             self.made.append(self.source(**{**own, **self.arguments}))
         return self.made[-1]
@@ -216,7 +216,7 @@ class EnvChecks(Checks):
     @cached_property
     def steps(self) -> list[Step]:
         """Episodes of one instance, one after another."""
-        with OwnGenerators(1).in_use():
+        with OwnState(1).in_use():
             vec = self.lanes()
             self.space = getattr(vec, "observation_space", None)
             return [step for seed in self.seeds for step in self.episodes(vec, [seed])[0]]
@@ -264,7 +264,7 @@ class EnvChecks(Checks):
 
     def fresh_instance_repeats(self) -> Problems:
         """So does another instance, as after a crash, in each of its lanes, while others run."""
-        with OwnGenerators(1).in_use():
+        with OwnState(1).in_use():
             vec = self.lanes(1, n_lanes=2)
             n_lanes = vec.n_lanes if vec.seeding == "episode" else 1
             seeds = episode_seeds(self.root, 0, n_lanes)

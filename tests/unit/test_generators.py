@@ -19,7 +19,7 @@ from rlpool import (
     UsageError,
     WorkerStartupError,
 )
-from rlpool.machine.generators import OwnGenerators
+from rlpool.machine.generators import OwnState
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
 
@@ -161,7 +161,7 @@ def test_generators_go_on_from_section_to_section(n_normal: int) -> None:
         normal = [random.gauss(0.0, 1.0) for _ in range(n_normal)], numpy.randn(n_normal).tolist()
         return [normal, drawn()]
 
-    one, other = OwnGenerators(3), OwnGenerators(3)
+    one, other = OwnState(3), OwnState(3)
     with one.in_use():
         expected = [section() for _ in range(3)]
     found = []
