@@ -38,12 +38,10 @@ class Setup:
         functions: Both functions and their arguments, pickled for another process; ``None`` if the
             pickle is in the memory that follows.
         advice: What to do about exceptions of the user's code.
-        in_process: Whether the worker runs in the caller's process, where Ctrl-C may reach it.
     """
 
     functions: Any
     advice: str
-    in_process: bool = False
 
 
 class Recipe:
@@ -74,7 +72,7 @@ class Recipe:
                 self.memory.root()[:] = memoryview(functions)
                 functions = None
         advice = f"run it in this process to debug: {owner_name}(..., n_workers=0)"
-        self.setup = Setup(functions, advice, in_process=not n_workers)
+        self.setup = Setup(functions, advice)
 
     def close(self) -> None:
         """Close the descriptors. May be repeated."""

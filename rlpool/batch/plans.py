@@ -26,7 +26,6 @@ from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Lane, Plan
-from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.seeding import noise_keys
 from rlpool.slots.blocks import Block, Layout
@@ -112,21 +111,19 @@ class Site:
     Attributes:
         place: Which worker it is.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
-        control: Its part of the shared record.
         recycling: Says when it should begin no further episode.
         send: Sends a message to the caller.
         read: Reads messages of the caller, waiting for one if told so; False if there was none.
             Slots that were emptied are given to their plans.
-        notice: Is called when episodes have ended.
+        notice: Is called when episodes have ended, unless it is ``None``.
     """
 
     place: Place
     lock_fd: int | None
-    control: WorkerRecord
     recycling: Recycling
     send: Callable[[object], None]
     read: Callable[[bool], bool]
-    notice: Callable[[], None]
+    notice: Callable[[], None] | None
 
 
 class _RequestPlan(Plan):
@@ -138,8 +135,8 @@ class _RequestPlan(Plan):
 
     _starts = True  # whether lanes have no episodes from before
 
-    def __init__(self, message: Run, block: Block, infos: Infos | None, site: Site) -> None:
-        self.agent_info, self.env_info = infos or ({}, {})
+    def __init__(self, message: Run, block: Block, infos: Infos, site: Site) -> None:
+        self.agent_info, self.env_info = infos
         self.number, self.worker = message.number, site.place.worker
         self._given_up, self.gives_up = message.given_up, bool(message.given_up)
         self.layout, self.arrays = block.layout, block.arrays
@@ -175,7 +172,7 @@ class EpisodePlan(_RequestPlan):
     numbers_episodes = True
 
     def __init__(
-        self, message: Run, asked: Episodes, block: Block, infos: Infos | None, site: Site
+        self, message: Run, asked: Episodes, block: Block, infos: Infos, site: Site
     ) -> None:
         super().__init__(message, block, infos, site)
         n_rows, first, step = asked.n_rows, asked.first, self.layout.step
@@ -274,7 +271,8 @@ class EpisodePlan(_RequestPlan):
             self._site.send(ChunksDone(self.number, self._chunks))
             self._chunks = []
             self._site.read(False)  # slots that came back
-        self._site.notice()
+        if self._site.notice is not None:
+            self._site.notice()
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""
@@ -310,7 +308,7 @@ class WindowPlan(_RequestPlan):
         message: Run,
         asked: Window,
         block: Block,
-        infos: Infos | None,
+        infos: Infos,
         tapes: Mapping[int, Tape],
         site: Site,
     ) -> None:

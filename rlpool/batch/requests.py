@@ -58,7 +58,7 @@ class Request(ABC):
 
     Attributes:
         n_rows: As given.
-        asked: What it asks for.
+        asked: What it asks for, of a window once it is sent: only then it is known which lanes run.
         given_seeds: Seeds of its episodes, if the user gave them.
         infos: As given.
         policy: As given.
@@ -72,7 +72,7 @@ class Request(ABC):
         tells_failures: Whether its result says which rows failed.
     """
 
-    asked: Episodes | Window | None
+    asked: Episodes | Window
     given_seeds: list[int] | None = None
 
     def __init__(self, n_rows: int, infos: Infos, policy: Policy) -> None:
@@ -126,8 +126,6 @@ class Request(ABC):
             worker: The worker.
             payload: Infos and tapes.
         """
-        if self.asked is None:
-            raise LookupError("the request has not begun")
         block, again = self.running_block.number, self._owed.get(worker, [])
         return Run(self.number, self.asked, block, self.n_slots, again, self._truncated, payload)
 
@@ -349,7 +347,7 @@ class WindowRequest(Request):
 
     def __init__(self, shared: RunningLanes, infos: Infos, policy: Policy) -> None:
         super().__init__(len(shared.running), infos, policy)
-        self.asked: Window | None = None  # it is not known yet which lanes will run
+        self.asked: Window
         self._shared = shared
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
@@ -368,12 +366,6 @@ class WindowRequest(Request):
         if shared.tapes is not None:
             self._truncated.update(dict.fromkeys(shared.tapes.given_up, -1))
 
-    @property
-    def _window(self) -> Window:
-        if self.asked is None:
-            raise LookupError("the window has not begun")
-        return self.asked
-
     def _tape_of(self, lane: int) -> Tape | None:
         tapes = self._shared.tapes
         return None if tapes is None else tapes.tapes.get(lane)
@@ -385,7 +377,7 @@ class WindowRequest(Request):
 
     def _episode_in(self, worker: int, lane: int, row: int) -> tuple[None, int | None]:
         """How often the lane has restarted is on its tape and in its slot."""
-        block, n_restarts, seeds = self.running_block, 0, self._window.seeds
+        block, n_restarts, seeds = self.running_block, 0, self.asked.seeds
         if block.layout.step.resets_together:
             return None, seeds.seed(row - lane, 0)
         if block.layout.restarts:
@@ -404,11 +396,11 @@ class WindowRequest(Request):
         if self.block is None:
             return 0
         done = set(range(self.block.layout.n_workers)) - self.remaining
-        return sum(len(self._window.rows_of(worker)) for worker in done)
+        return sum(len(self.asked.rows_of(worker)) for worker in done)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """See ``Request.tapes_for``."""
-        window, tapes = self._window, self._shared.tapes
+        window, tapes = self.asked, self._shared.tapes
         if tapes is None or window.is_first:
             return {}
         before = worker * window.n_lanes
@@ -417,17 +409,17 @@ class WindowRequest(Request):
     def can_be_repeated(self) -> bool:
         """Whether it is known what all lanes have done."""
         tapes = self._shared.tapes
-        return self._window.is_first or (tapes is not None and tapes.is_complete)
+        return self.asked.is_first or (tapes is not None and tapes.is_complete)
 
     def give_back(self, worker: int) -> bool:
         """Begin the whole window again."""
         self._note_writing(worker)
-        return bool(self._window.rows_of(worker))
+        return bool(self.asked.rows_of(worker))
 
     def result(self) -> TemporalDictTensor:
         """The rows; the next window goes on where they end."""
         block, shared, tapes = self.running_block, self._shared, self._shared.tapes
-        lanes, n_lanes, seeds = self._window.lanes, self._window.n_lanes, self._window.seeds
+        lanes, n_lanes, seeds = self.asked.lanes, self.asked.n_lanes, self.asked.seeds
         running = block.arrays.control["running"].reshape(-1)
         shared.running, shared.is_busy = (running >= 0).nonzero()[0].tolist(), False
         if tapes is not None:

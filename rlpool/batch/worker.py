@@ -24,8 +24,8 @@ from rlpool.batch.messages import (
     Update,
 )
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
-from rlpool.data.infos import Infos, options_of
-from rlpool.data.storage import Memory
+from rlpool.data.infos import options_of
+from rlpool.data.storage import Memory, NDArray
 from rlpool.envs.description import described
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
@@ -87,7 +87,7 @@ class Collector(Server):
         link: The line to the caller.
         control: The worker's part of the shared record.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
-        notice: Is called when episodes have ended.
+        notice: Is called when episodes have ended; ``None`` in a process of its own.
 
     Attributes:
         env: The environments, once they are created.
@@ -100,10 +100,10 @@ class Collector(Server):
         link: Pipe,
         control: WorkerRecord,
         lock_fd: int | None = None,
-        notice: Callable[[], None] = lambda: None,
+        notice: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(place, link, control)
-        self._in_process = False
+        self._in_process = notice is not None  # where Ctrl-C may reach it
         self._inbox: deque[tuple[Message, Memory | None]] = deque()  # what was read
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
@@ -112,7 +112,7 @@ class Collector(Server):
         self._failed_update: WorkerError | None = None
         self._next: tuple[Run, Memory | None] | None = None  # to be run
         self._plans: dict[int, Plan] = {}  # that run, by the number of their request
-        self._site = Site(place, lock_fd, control, self._recycling, link.send, self._read, notice)
+        self._site = Site(place, lock_fd, self._recycling, link.send, self._read, notice)
 
     # What the caller has sent --------------------------------------------------------------------
 
@@ -150,7 +150,6 @@ class Collector(Server):
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
         """Create environments and agent, and find out what a step consists of."""
-        self._in_process = setup.in_process
         seed = self._place.seed
         functions: Any = setup.functions if memory is None else memory.root().tobytes()
         if self._in_process:
@@ -188,7 +187,7 @@ class Collector(Server):
         env.lane_in_use = self._control.lane
         env.report_failures()
         self._rollout = Rollout(agent, env, self._place.worker, self._control, agent_rows)
-        return self._probed(None, None)
+        return self._probed({}, {}, None)
 
     def serve(self) -> None:
         """Carry out messages until told to close."""
@@ -204,8 +203,7 @@ class Collector(Server):
         if isinstance(message, Close):
             return False
         if isinstance(message, Probe):
-            infos, _ = _infos(message.payload, memory)
-            self._send(self._probed(infos, message.asked))
+            self._send(self._probed(*_infos(message.payload, memory)[:2], message.asked))
         elif isinstance(message, MapBlock):
             for number in message.unmap:
                 self._blocks.pop(number, None)
@@ -242,13 +240,16 @@ class Collector(Server):
             self.report_failure(failure, number)
         self._send(Done(number))
 
-    def _probed(self, infos: Infos | None, asked: Episodes | None) -> Report:
+    def _probed(
+        self, agent_info: Mapping[str, NDArray], env_info: Mapping[str, NDArray], asked: Any
+    ) -> Report:
         """Learn the keys, with the first episodes of a request if there are any."""
         n_lanes = self.env.n_lanes
-        agent_info, env_info = infos or ({}, {})
-        given = {key: array[np.arange(n_lanes) % len(array)] for key, array in env_info.items()}
+        rows, given = (
+            {key: array[np.arange(n_lanes) % len(array)] for key, array in info.items()}
+            for info in (agent_info, env_info)
+        )
         options = [options_of(given, lane) for lane in range(n_lanes)]
-        rows = {key: array[np.arange(n_lanes) % len(array)] for key, array in agent_info.items()}
         first, seeds = None, [probe_seed(self._place.root)]
         if asked is not None:
             first = asked.first
@@ -315,7 +316,16 @@ class Collector(Server):
         if self._next is None:
             return None
         (message, memory), self._next = self._next, None
-        self._plans[message.number] = plan = self._plan_of(message, memory)
+        agent_info, env_info, tapes = _infos(message.payload, memory)
+        infos, block, asked = (agent_info, env_info), self._blocks[message.block], message.asked
+        plan: Plan
+        if isinstance(asked, Episodes):
+            plan = EpisodePlan(message, asked, block, infos, self._site)
+        else:
+            if asked.is_first or tapes:
+                self._rollout.abandon()
+            plan = WindowPlan(message, asked, block, infos, tapes, self._site)
+        self._plans[message.number] = plan
         return plan
 
     def done(self, plan: Plan) -> None:
@@ -339,25 +349,14 @@ class Collector(Server):
         del self._plans[number]
         self._send(Done(number))
 
-    def _plan_of(self, message: Run, memory: Memory | None) -> Plan:
-        infos, tapes = _infos(message.payload, memory)
-        block, asked = self._blocks[message.block], message.asked
-        if isinstance(asked, Episodes):
-            return EpisodePlan(message, asked, block, infos, self._site)
-        if asked.is_first or tapes:
-            self._rollout.abandon()
-        return WindowPlan(message, asked, block, infos, tapes, self._site)
-
 
 class _WorkerEnds(Exception):
     """A successor has to take over."""
 
 
-def _infos(
-    payload: Payload | None, memory: Memory | None
-) -> tuple[Infos | None, Mapping[int, Tape]]:
-    """Infos of a request, and tapes of episodes that another worker had begun."""
+def _infos(payload: Payload | None, memory: Memory | None) -> tuple[Any, Any, Any]:
+    """Both infos of a request, and by lane the tapes of episodes that another worker had begun."""
     if payload is None or memory is None:
-        return None, {}
-    agent_info, env_info, resumed = unpack(payload, memory)
-    return (agent_info, env_info), resumed
+        return {}, {}, {}
+    infos: tuple[Any, Any, Any] = unpack(payload, memory)
+    return infos
