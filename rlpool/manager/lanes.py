@@ -48,7 +48,7 @@ from rlpool.record.tape import LaneTapes, Tape, actions_of
 from rlpool.workers.crew import Crew
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.process_owner import refuse_forked_copy
-from rlpool.workers.sharing import ByValue, Parcel, pickled
+from rlpool.workers.sharing import ByValue, pickled
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message, Ready
 
@@ -93,7 +93,7 @@ class Lanes(CrashOnly):
         lanes_of: For each worker its lanes.
         worker_of: For each lane its worker.
         root: Root of all seeds.
-        reports: What the workers reported when they were ready.
+        report: What the first worker reported that was ready.
         crew: The workers.
         stats_reader: Reads what they are doing.
         closed: Whether all are closed.
@@ -123,7 +123,7 @@ class Lanes(CrashOnly):
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
         check_workers(len(self.lanes_of), _DESCRIPTORS_EACH, advice)
         self.root = root
-        self.reports: dict[int, Report] = {}
+        self.report: Any = None
         self.closed = False
         self.owner_pid = os.getpid()
         self.reports_failures = False
@@ -134,7 +134,11 @@ class Lanes(CrashOnly):
         self._idle = bytes(n_lanes)
         self._todo: Any = self._idle  # before there are buffers
         self._forget()
-        self._functions = [_pickled(env_fns, lanes) for lanes in self.lanes_of]
+        self._functions = []
+        for lanes in self.lanes_of:
+            named = {f"env_fns[{lane}]": env_fns[lane] for lane in lanes}
+            fix = "create it inside the function, which runs in the worker"
+            self._functions.append(pickled(named, list(named.values()), fix=fix))
         self._n_waits = 0
         self._done = Wake()
         self._wakes = [Wake() for _ in self.lanes_of]
@@ -213,7 +217,12 @@ class Lanes(CrashOnly):
         if lanes != self._may_step:
             self.refuse_bad_lanes(lanes)
             self.refuse_stepping(lanes)
-            self._refuse_unknown(lanes)
+            if unknown := [lane for lane in lanes if self.tapes.peek(lane) is None]:
+                what = (
+                    f"lane {unknown[0]} cannot go on: it was not reset, or an environment of its "
+                )
+                what += "worker failed in its last step or reset"
+                raise UsageError(what, fix="reset it")
             self._may_step = lanes[:]
         hand_over(actions, lanes, self.buffers.action, last)
         self.tapes.record_step(lanes)
@@ -318,8 +327,7 @@ class Lanes(CrashOnly):
 
     def settle(self, lanes: Sequence[int]) -> None:
         """Wait for steps of lanes that the user has given up, and forget their outcome."""
-        if any(self._todo[lane] for lane in lanes):
-            self._wait_for(lambda: not any(self._todo[lane] for lane in lanes))
+        self._wait_for(lambda: not any(self._todo[lane] for lane in lanes))
         if any(self._failed[lane] for lane in lanes):
             self._look()  # what failed was reported before
         for lane in lanes:
@@ -353,15 +361,6 @@ class Lanes(CrashOnly):
                 f"lane {min(stepping)} is stepping already",
                 fix="wait until step_some() returns it, or reset it",
             )
-
-    def _refuse_unknown(self, lanes: Sequence[int]) -> None:
-        for lane in lanes:
-            if self.tapes.peek(lane) is None:
-                raise UsageError(
-                    f"lane {lane} cannot go on: it was not reset, or an environment of its worker "
-                    "failed in its last step or reset",
-                    fix="reset it",
-                )
 
     # Requests of remotes ------------------------------------------------------------------------
 
@@ -439,16 +438,23 @@ class Lanes(CrashOnly):
     def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if isinstance(message, Ready):
-            report, first = message.report, self.reports.setdefault(worker, message.report)
-            if (first.declaration, first.action) != (report.declaration, report.action):
-                what = "and its environments have other spaces now"
-                self.crew.fail(SpecError(f"worker {worker} was replaced, {what}"))
+            self._agree(self.lanes_of[worker].start, message.report)
             self._brief(worker)
         elif isinstance(message, LaneFailed):
             self._take_failure(worker, self.lanes_of[worker][message.lane], message)
         elif isinstance(message, Reply):
             request = self.requests[self.lanes_of[worker][message.lane]]
             request.reply, request.error = message.reply, message.error
+
+    def _agree(self, lane: int, report: Report) -> None:
+        """Keep the first report, with which those of all others and of successors must agree."""
+        first = self.report = self.report or report
+        mine, other = ((each.declaration.observation, each.action) for each in (report, first))
+        if mine != other:
+            found, others = pickle.loads(report.spaces), pickle.loads(first.spaces)
+            what = f"the spaces of environment {lane} are {found}, those of others are {others}"
+            fix = "put only environments with equal spaces into one manager"
+            self.crew.fail(SpecError(what, fix=fix))
 
     def _brief(self, worker: int) -> None:
         """Send a worker that has made its environments what the buffers do not say."""
@@ -493,7 +499,7 @@ class Lanes(CrashOnly):
 
     def running_in(self, worker: int) -> dict[str, Any]:
         """See ``Client``: as far as shared memory shows."""
-        if worker in self.reports and worker not in self.busy():
+        if self._mapped is not None and worker not in self.busy():
             return {"where": Where(worker)}
         own = self.lanes_of[worker]
         lane = own.start + min(self.crew.control.lane_in_use(worker), len(own) - 1)
@@ -592,9 +598,3 @@ class Lanes(CrashOnly):
             self._mapped[1].close_fd()
         for wake in (self._done, *self._wakes):
             wake.close()
-
-
-def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> Parcel:
-    fix = "create it inside the function, which runs in the worker"
-    named = {f"env_fns[{lane}]": env_fns[lane] for lane in lanes}
-    return pickled(named, list(named.values()), fix=fix)

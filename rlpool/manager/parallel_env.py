@@ -20,6 +20,7 @@ from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, optional_number, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
+from rlpool.manager.channel import Report
 from rlpool.manager.lanes import Lanes
 from rlpool.manager.remote import Remote
 from rlpool.observe.stats import Stats
@@ -131,45 +132,30 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         super().__init__(len(env_fns), seed)
         self.auto_reset = auto_reset
         self.min_ready = optional_number("min_ready", min_ready, 1)
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
             "info_keys": info_specs(info_keys, keep_float64=keep_float64),
         }
-        lanes = Lanes(env_fns, envs_per_worker, self._root, self._options, timeout, failure_policy)
+        lanes = Lanes(env_fns, envs_per_worker, self._root, options, timeout, failure_policy)
         self._lanes = self._calls = lanes
         try:
-            self._agree()
+            self._begin(lanes.report)
         except BaseException:
             lanes.close()
             raise
         self.num_envs = self.n_lanes
         self.remotes = [Remote(lanes, lane) for lane in range(self.n_lanes)]
 
-    def _agree(self) -> None:
-        """Adopt what the workers report, which must agree, and map the buffers.
-
-        Raises:
-            SpecError: If they do not agree.
-        """
-        workers = self._lanes
-        reports = [workers.reports[worker] for worker in sorted(workers.reports)]
-        first, structures = reports[0], [(r.declaration.observation, r.action) for r in reports]
-        spaces = [pickle.loads(report.spaces) for report in reports]
-        for worker, lanes in enumerate(workers.lanes_of):
-            if structures[worker] != structures[0]:
-                raise SpecError(
-                    f"the spaces of environment {lanes[0]} are {spaces[worker]}, those of "
-                    f"environment 0 are {spaces[0]}",
-                    fix="put only environments with equal spaces into one manager",
-                )
-        self.observation_space, self.action_space = spaces[0]
-        self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
-        self.state_keepers, self.description = first.state_keepers, first.description
-        self.action_leaves = leaves_of({"action": first.action}, "")
-        leaves = self.declare(first.declaration).leaves
-        workers.begin({key: leaf.spec for key, leaf in leaves.items()}, first.native_action)
-        buffers = self._buffers = workers.buffers
+    def _begin(self, report: Report) -> None:
+        """Adopt what the workers report, and map the buffers."""
+        self.observation_space, self.action_space = pickle.loads(report.spaces)
+        self.n_tasks, self.horizon_bamdp, self.all_tasks = report.tasks
+        self.state_keepers, self.description = report.state_keepers, report.description
+        self.action_leaves = leaves_of({"action": report.action}, "")
+        leaves = self.declare(report.declaration).leaves
+        self._lanes.begin({key: leaf.spec for key, leaf in leaves.items()}, report.native_action)
+        buffers = self._lanes.buffers
         self.place(buffers.observation, buffers.reward, buffers.flags)
 
     @property

@@ -148,7 +148,7 @@ class Remote:
         is_named = isinstance(data, Mapping) and list(data) == ["action"]
         action = data["action"] if is_named else data
         lanes, lane = self._lanes, self._lane
-        report = lanes.reports[lanes.worker_of[lane]]
+        report = lanes.report
         try:
             values = as_numpy(action) if hasattr(action, "detach") else action
             row = action_row(report.action, report.native_action, values)
