@@ -172,7 +172,7 @@ class Collector(Server):
         if max_steps is not None:
             env.max_steps = min(max_steps, env.max_steps or max_steps)
         if watches_infos:
-            env.seen_keys = self._control.seen_keys
+            env.watch_infos(self._control.seen_keys)
 
         agent = called(self._here, "create_agent", lambda: create_agent(**agent_args))
         if isinstance(agent, Agent):

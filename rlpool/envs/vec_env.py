@@ -255,6 +255,10 @@ class VecEnv(ABC):
     def report_failures(self) -> None:  # noqa: B027  (optional)
         """Raise whatever environments raise: who calls this decides what becomes of an episode."""
 
+    def watch_infos(self, seen: MutableSequence[int] | memoryview) -> None:
+        """Note in one element, a bit for each, which keys of ``info_keys`` some info had."""
+        self.seen_keys = seen
+
     def reset_all_next(self) -> None:  # noqa: B027  (optional)
         """Let the next ``reset_lanes`` reset all lanes, with its first seed and its options.
 

@@ -85,7 +85,7 @@ def evaluate(
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
     ``info_keys`` of ``GymEnv``: without it there are no successes. Numbers count above 0.5. NaN is
     an error, and so is a key of ``info_keys`` that is in no info of any episode (unless a
-    ``record`` has had some of them already).
+    ``record`` has had some of them already, or a ``ParallelEnvManager`` runs them).
 
     Args:
         agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to

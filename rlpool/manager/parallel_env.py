@@ -7,7 +7,7 @@ memory, too.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +178,10 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     def report_failures(self) -> None:
         """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
         self._lanes.reports_failures = True
+
+    def watch_infos(self, seen: MutableSequence[int] | memoryview) -> None:
+        """See ``VecEnv``: infos stay in the workers, so all keys count as seen."""
+        seen[0] = -1
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]

@@ -197,6 +197,15 @@ class SometimesTelling(CountingEnv):
         return *result, {"success": True} if result[2] and result[0][0] == 3 else info
 
 
+def test_over_a_manager_no_key_is_missed() -> None:
+    def create_env(seed: int) -> ParallelEnvManager:
+        return ParallelEnvManager([SometimesTelling], seed=seed, info_keys=["success", "other"])
+
+    found = evaluate(StepCounter(), create_env, 1, env_info={"length": [2]})
+    assert found.successes is not None
+    assert found.successes.tolist() == [False]
+
+
 def test_a_key_that_few_infos_have_depends_on_no_number_of_lanes_or_cut(tmp_path: Path) -> None:
     def create_env(seed: int, n: int) -> GymEnv:
         return GymEnv([SometimesTelling() for _ in range(n)], seed, info_keys=["success"])
