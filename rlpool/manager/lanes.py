@@ -61,10 +61,9 @@ _WAITS_PER_LOOK = 100
 
 @dataclass
 class GivenUp:
-    """An episode that ends where it failed.
+    """An episode (``tape``) that ends where it failed.
 
     Attributes:
-        tape: The episode.
         error: Why.
         in_reset: Whether its reset failed.
     """
@@ -75,9 +74,7 @@ class GivenUp:
 
 
 class Lanes(CrashOnly):
-    """Environments in worker processes.
-
-    Calls of a manager and of its remotes count as calls of their lanes.
+    """Environments in worker processes; calls of a manager and of its remotes are theirs.
 
     Args:
         env_fns: Functions that make one environment each.
@@ -232,9 +229,13 @@ class Lanes(CrashOnly):
         """Let lanes begin episodes, and return at once."""
         sent = [option and ByValue("options", option) for option in options]
         self.refuse_bad_lanes(lanes)
-        self.settle(lanes)
         rows = list(lanes)
-        self.buffers.seed[rows] = seeds
+        try:
+            self.buffers.seed[rows] = seeds
+        except (OverflowError, TypeError, ValueError) as error:
+            what = f"the seeds of {len(rows)} lanes are {seeds!r:.80}: {error}"
+            raise SpecError(what, fix="pass one int below 2**63 for each lane") from error
+        self.settle(lanes)
         for lane, seed, option, data in zip(lanes, seeds, options, sent, strict=True):
             self.record_reset(lane, seed, option)
             if option:
@@ -488,8 +489,7 @@ class Lanes(CrashOnly):
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do."""
-        lanes = range(self.n_lanes)
-        return {self.worker_of[n] for n in lanes if self._todo[n] or self.is_unanswered(n)}
+        return {w for n, w in enumerate(self.worker_of) if self._todo[n] or self.is_unanswered(n)}
 
     def _call_of(self, lane: int) -> str:
         """What a lane is doing, in errors; empty if nothing."""

@@ -219,6 +219,9 @@ def test_lanes_and_actions_that_do_not_exist_are_refused(
         manager.step_lanes(lanes, no_actions(manager))
     with pytest.raises(SpecError, match="lanes"):
         manager.reset_lanes(lanes, [0] * len(lanes), [None] * len(lanes))
+    for seed in (2**63, None):
+        with pytest.raises(SpecError, match="seeds of 1 lanes"):
+            manager.reset_lanes([0], [seed], [None])  # type: ignore[list-item]
     for actions in ({"action": np.zeros((3, 2), np.int64)}, {"else": np.zeros(3, np.int64)}):
         with pytest.raises(SpecError, match="'action'"):
             manager.step_lanes([0], actions)
