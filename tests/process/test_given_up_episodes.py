@@ -384,6 +384,18 @@ def test_a_manager_reports_a_lane_that_kills_its_worker_again(kind: str, tmp_pat
             assert (caught.value.where.lane, caught.value.where.step) == (0, 1)
 
 
+def test_a_truncated_episode_is_not_repeated_for_the_sake_of_other_lanes(tmp_path: Path) -> None:
+    make = partial(FragileEnv, str(tmp_path), ALWAYS)
+    options: dict[str, Any] = {"on_env_error": "restart", "max_restarts": 1}
+    actions = {"action": np.array([1, 2])}
+    with ParallelEnvManager([make] * 2, envs_per_worker=2, **options) as manager:
+        manager.reset_lanes([0, 1], [1, 2], [{}, failing("sigkill", 0)])
+        assert manager.step_lanes([0, 1], actions) == [1]
+        os.kill(manager.workers[0].pid or 0, signal.SIGKILL)
+        assert manager.step_lanes([0], actions) == []
+        assert list(manager.failures) == [1]
+
+
 @pytest.mark.parametrize("n_threads", variants([0], [2]))
 def test_an_evaluation_tells_which_episodes_failed(n_threads: int, tmp_path: Path) -> None:
     env_args = {"n_lanes": 2, "marks": str(tmp_path), "times": ALWAYS}
