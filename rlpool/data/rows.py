@@ -229,10 +229,8 @@ def table(title: str, entries: Iterable[tuple[str, Tensor]]) -> str:
     return "\n".join([title, *(f"  {key:{width}}  {shape}" for key, shape in shapes)])
 
 
-def compact(value: Any) -> Any:
+def compact(value: Tensor) -> Tensor:
     """What to pickle instead: a copy of a view, without the rest of its storage."""
-    if not isinstance(value, Tensor):
-        return value  # tree_map can put anything in place of a tensor
     if value.untyped_storage().nbytes() == value.numel() * value.element_size():
         return value
     values = value.detach().clone(memory_format=torch.contiguous_format)

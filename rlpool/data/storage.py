@@ -206,9 +206,7 @@ class Memory:
                 'what has storage="local" belongs to one process and cannot be sent',
                 fix='use storage="shared", or send a copy: to_ndarray()',
             )
-        if self._fd < 0:
-            raise UsageError("this memory was closed", fix="send it before it is closed")
-        return _received, (self.kind, self.n_bytes, os.getpid(), self._fd, self._name)
+        return _received, (self.kind, self.n_bytes, os.getpid(), self.fd, self._name)
 
 
 def _received(kind: str, n_bytes: int, pid: int, fd: int, name: bytes) -> Memory:

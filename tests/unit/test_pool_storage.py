@@ -187,17 +187,19 @@ def is_whole(batch: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "options"),
+    ("lengths", "options", "patience_s"),
     variants(
-        [([2, 3], {"frame_stack": 4})],
-        [([5, 9, 4], {"clearing_freq": 4, "window_size_": 2})],  # longer than the pool
+        [([2, 3], {"frame_stack": 4}, 1.0)],
+        [
+            ([5, 9, 4], {"clearing_freq": 4, "window_size_": 2}, 1.0),  # longer than the pool
+            ([2, 3], {"frame_stack": 4}, 0.0),
+        ],
     ),
 )
-@pytest.mark.parametrize("patience_s", [1.0, 0.0])
 def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
-    patience_s: float,
     lengths: list[int],
     options: dict[str, Any],
+    patience_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(interrupts, "_PATIENCE_S", patience_s)
