@@ -245,11 +245,7 @@ class _Evaluator(EpisodeBatcher):
 
     def check_infos(self) -> None:
         """Refuse keys of ``info_keys`` that no info has had in any worker."""
-        words = (
-            ()
-            if self._dispatcher is None
-            else self._dispatcher.crew.control.rows[:, Word.SEEN_KEYS]
-        )
+        words = self._not_closed().crew.control.rows[:, Word.SEEN_KEYS]
         seen = int(np.bitwise_or.reduce(words))
         for number, key in enumerate(self.environment["info_keys"]):
             if not seen >> min(number, 62) & 1:

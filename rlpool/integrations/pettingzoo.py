@@ -277,7 +277,8 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         for group in self._groups:
             arrays |= group.observed(observations)
             arrays |= {group.key(key): group.flags(agents) for key, agents in flags.items()}
-            arrays[group.key("rewards")] = group.numbers(rewards)
+            of_agents = [rewards.get(agent, 0.0) for agent in group.agents]
+            arrays[group.key("rewards")] = np.array(of_agents, np.float32)
         if self._has_state:
             arrays[_STATE] = self.env.state()
         return arrays
@@ -496,10 +497,6 @@ class _AgentGroup:
         flags = np.zeros(len(self.agents), np.bool_)
         flags[[self._places[agent] for agent in agents if agent in self._places]] = True
         return flags
-
-    def numbers(self, values: Mapping[str, float]) -> NDArray:
-        """A number of each agent, float32 ``[A]``; 0 for others."""
-        return np.array([values.get(agent, 0.0) for agent in self.agents], np.float32)
 
     def stacked(self, key: str, infos: Mapping[str, Any]) -> NDArray | None:
         """What infos of its agents hold under a key ``[A, ...]``, ``None`` if none of them has it.
