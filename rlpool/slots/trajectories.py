@@ -242,6 +242,8 @@ def trajectories_of(
         for key, final in part.finals.items():
             if key in rows:
                 rows[key] = column = Column(rows[key])
+                if torch.is_inference_mode_enabled():
+                    column()  # what an agent is shown, whose changes are not counted
                 derived[successor_key(key)] = Successor(key, column, final, lengths)
             else:
                 derived[successor_key(key)] = _flags(lengths, lengths - 1, final)
