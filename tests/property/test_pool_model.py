@@ -422,7 +422,9 @@ class PoolMachine(RuleBasedStateMachine):
         ahead = [k for k in self.stored if k.startswith("_") and k != "_reward"]
         check_rows(batch, [run[-1] for run in steps], ahead)
         check_rows(batch, [run[0] for run in steps], [k for k in self.stored if k not in ahead])
-        end = "_terminated" if "_terminated" in self.stored else "_done"
+        # Flags that n-step returns need are kept whatever keys are asked for.
+        has_terminated = "_terminated" in self.stored or self.options.keys is not None
+        end = "_terminated" if has_terminated else "_done"
         for row, run in enumerate(steps):
             total = 0.0
             for transition in reversed(run):

@@ -190,12 +190,6 @@ CASES = {
         {"reward": STEPS, "done": IS_END, "start": IS_END, "episode": ROW},
         ONE_PER_STEP,
     ),
-    "EpisodeStatistics.load_state_dict": Case(
-        lambda sums, lengths: EpisodeStatistics().load_state_dict(
-            {"sums": sums, "lengths": lengths}
-        ),
-        {"sums": torch.rand(B), "lengths": ROW},
-    ),
     "EpisodeBatcher.execute": Case(
         execute,
         {"agent_info": ROWS, "env_info": ROW},
