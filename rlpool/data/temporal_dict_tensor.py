@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from rlpool.data import agent_axis
 from rlpool.data import rows as base
@@ -546,6 +547,12 @@ def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> Tempora
 
 
 torch.serialization.add_safe_globals([_from_parts])  # as for DictTensor
+
+_pytree.register_pytree_node(
+    TemporalDictTensor,
+    lambda data: ([data._steps, data._lengths, data._info], None),
+    lambda parts, _: _from_parts(*parts),
+)
 
 
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:

@@ -391,12 +391,17 @@ def test_pickles_keep_gradients_and_rows() -> None:
     assert "int" in repr(shapes)
 
 
-def test_batches_are_pytrees() -> None:
-    batch = batch_of()
+@both
+def test_both_are_pytrees(make: Any) -> None:
+    batch = make()
     parts, spec = _pytree.tree_flatten(batch)
     again = _pytree.tree_unflatten(parts, spec)
+    assert type(again) is type(batch)
     assert all(again[key] is batch[key] for key in batch)
-    sums = torch.vmap(lambda row: row["frame"].sum() + row["action"])(batch)
+
+
+def test_functions_of_rows_can_be_mapped_over_batches() -> None:
+    sums = torch.vmap(lambda row: row["frame"].sum() + row["action"])(batch_of())
     assert sums.tolist() == [0, 4, 8, 12]
 
 
