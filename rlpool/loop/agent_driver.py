@@ -188,10 +188,11 @@ class AgentDriver:
             if self.state or state._tensors:  # or the agent has put something into it
                 # A copy: the agent may change it in place, or return parts of it as its new state.
                 all_step = len(lanes) == self.n_lanes
-                rows = slice(None) if all_step else rows_repeating(lanes, self.n_lanes)
+                rows = None if all_step else rows_repeating(lanes, self.n_lanes)
                 state = DictTensor({})
                 for key, array in self.state.items():
-                    state._tensors[key] = torch.from_numpy(np.array(array[rows]))
+                    copied = array.copy() if rows is None else array[rows]
+                    state._tensors[key] = torch.from_numpy(copied)
             _, outputs, self._new_state = self._call(state, seen, lanes)
         except ctrl_c():
             raise
