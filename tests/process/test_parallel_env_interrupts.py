@@ -85,6 +85,7 @@ def numbers(call: Callable[[], Any], name: str) -> list[int]:
     """The numbers of some points of a call."""
     with Strike(10**9) as strike:
         call()
+    assert strike.n_points
     return random.Random(name).sample(range(strike.n_points), min(N_STRIKES, strike.n_points))
 
 
