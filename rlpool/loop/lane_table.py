@@ -314,11 +314,11 @@ class LaneTable:
     def _deal(self, starting: list[Lane]) -> bool:
         """Deal out what there is to waiting lanes; notes those that start an episode.
 
-        Returns:
-            Whether some lane could begin a further one.
-
         Lanes that have waited before come first, and parked lanes before all others: a slot that
         one of them lacks may hold up everybody.
+
+        Returns:
+            Whether some lane could begin a further one.
         """
         if self.parked:
             self._enter_next_slots()

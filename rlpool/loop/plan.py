@@ -227,12 +227,8 @@ class Plan(ABC):
         With a negative slot it does not write yet.
         """
         lane.plan, lane.row, lane.seed, lane.options, lane.noise = self, row, seed, options, noise
-        lane.slot, lane.gives_up_at, lane.episode, lane.n_restarts = (
-            slot,
-            gives_up_at,
-            episode,
-            n_restarts,
-        )
+        lane.slot, lane.gives_up_at = slot, gives_up_at
+        lane.episode, lane.n_restarts = episode, n_restarts
         lane.chunk, lane.steps_before, lane.tape = 0, 0, None
         if slot >= 0:
             self.enter(lane)
