@@ -276,8 +276,11 @@ class Column:
         self._widens = widens
         self.watch: Float32Watch | None = None
         # Most float32 values arrive as float64: these are written directly, too.
-        is_float32 = leaf.spec.dtype == np.float32
-        self._wider = np.dtype(np.float64) if is_float32 else leaf.spec.dtype
+        wider = np.float64 if leaf.spec.dtype == np.float32 else leaf.spec.dtype
+        self._dtypes = leaf.spec.dtype, np.dtype(wider)
+        is_float = leaf.spec.dtype.kind == "f"
+        # Below its root, floats hold every integer.
+        self._most_exact = np.float64(4) ** np.finfo(leaf.spec.dtype if is_float else float).nmant
         self.place(batch_array(leaf.spec, n_lanes))
 
     def place(self, array: NDArray) -> None:
@@ -300,36 +303,27 @@ class Column:
         if self.watch is not None:
             self.watch = self.watch.look(lanes, values)
         if self._joined is None:
-            if self._wrote_scalars(lanes, values):
-                return
-        else:
-            shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
-            is_wider = False
-            try:
-                for value in values:
-                    kind = value.dtype
-                    if kind is not dtype:
-                        if kind is not wider:
-                            break
-                        is_wider = True
-                    if value.shape != shape:
-                        break
-                else:
-                    all_write = len(values) == self._n_lanes
-                    if is_wider and all_write:
-                        with np.errstate(over="raise"):
-                            np.concatenate(values, out=self._joined)
-                    elif is_wider:
-                        with np.errstate(over="raise"):
-                            self.array[lanes] = np.stack(values)
-                    elif all_write:
+            array = as_numbers(values)
+            # Beside a float, integers have become floats: large ones may not be what they were.
+            is_exact = array.dtype.kind != "f" or np.vdot(array, array) < self._most_exact
+            if not (is_exact and self._wrote(lanes, array)):
+                self._write_each(lanes, values)
+            return
+        shape, dtypes = self.spec.shape, self._dtypes
+        try:
+            for value in values:
+                if value.dtype not in dtypes or value.shape != shape:
+                    break
+            else:
+                with np.errstate(over="raise"):
+                    if len(values) == self._n_lanes:
                         np.concatenate(values, out=self._joined)
                     else:
                         for lane, value in zip(lanes, values, strict=True):
                             self._rows[lane][...] = value
-                    return
-            except (AttributeError, FloatingPointError):
-                pass  # not an array, or beyond float32: converted, or refused, below
+                return
+        except (AttributeError, FloatingPointError):
+            pass  # not an array, or beyond float32: converted, or refused, below
         self._write_each(lanes, values)
 
     def write_batch(self, lanes: Sequence[int], values: Any) -> None:
@@ -345,15 +339,8 @@ class Column:
         values = self._rows_of(lanes, values)
         if self.watch is not None:
             self.watch = self.watch.look(lanes, values)
-        rows = _ALL if len(lanes) == self._n_lanes else list(lanes)
-        if values.shape[1:] == self.spec.shape and values.dtype == self.spec.dtype:
-            self.array[rows] = values
-            return
-        try:
-            whole = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
-            self.array[rows] = self._converted(values, whole)
-        except SpecError:
-            self._write_each(lanes, values)  # which tells the lane
+        if not self._wrote(lanes, values):
+            self._write_each(lanes, values)
 
     def _rows_of(self, lanes: Sequence[int], values: Any) -> NDArray:
         """The rows of some lanes: what others hold does not matter."""
@@ -367,22 +354,26 @@ class Column:
             )
         return array[_ALL if len(lanes) == self._n_lanes else list(lanes)]
 
+    def _wrote(self, lanes: Sequence[int], rows: NDArray) -> bool:
+        """Write an array of rows; False if they have to be converted, or refused, one by one."""
+        try:
+            if rows.dtype not in self._dtypes or rows.shape[1:] != self.spec.shape:
+                whole = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
+                rows = self._converted(rows, whole)
+            with np.errstate(over="raise"):
+                self.array[_ALL if len(lanes) == self._n_lanes else list(lanes)] = rows
+        except (SpecError, FloatingPointError):
+            return False
+        return True
+
     def _write_each(self, lanes: Sequence[int], values: Sequence[Any]) -> None:
-        """Convert the values one by one."""
+        """Convert the values one by one, so that an error tells the lane."""
         rows = _each(lanes, values, lambda value: self._converted(value, self.spec))
         for lane, row in zip(lanes, rows, strict=True):
             self.array[lane] = row
 
     def _converted(self, value: Any, spec: TensorSpec) -> NDArray:
         return converted(value, spec, self.key, widens=self._widens)
-
-    def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
-        """Write values of the declared dtype; False if they are not."""
-        array = as_numbers(values)
-        if array.shape != (len(lanes),) or array.dtype != self.spec.dtype:
-            return False
-        self.array[_ALL if len(lanes) == self._n_lanes else lanes] = array
-        return True
 
 
 class Float32Watch:

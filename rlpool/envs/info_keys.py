@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ InfoKeys = Mapping[str, Any] | Iterable[str] | None
 """What users give as ``info_keys``, see ``GymEnv``."""
 
 _LOG = logging.getLogger("rlpool")
-_FLOATS = np.dtype(np.float32), np.dtype(np.float64)
-_MOST_SQUARED = 2.0**48  # below its root, floats of both hold every integer
 _DECLARE = (
     "declare in info_keys what the environment gives, as a dtype or (dtype, shape); name the parts "
     'of a dict, such as "episode/r"'
@@ -157,21 +154,6 @@ class InfoColumn(Column):
             return fitted(f"info {self.key!r}", array, spec.dtype, _DECLARE)
         got = f"{value!r:.60}" if array.dtype.kind == "O" else f"{array.dtype}{list(array.shape)}"
         raise SpecError(f"info {self.key!r} should be {spec}, got {got}", fix=_DECLARE)
-
-    def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
-        """Write values that are all numbers; False if they are not, or may not fit."""
-        array, wanted = as_numbers(values), self.spec.dtype
-        if array.shape != (len(lanes),):
-            return False
-        if array.dtype.kind != "f":
-            with suppress(SpecError):
-                self.array[list(lanes)] = fitted(self.key, array, wanted)
-                return True
-        # Beside a float, integers have become floats: large ones may not be what they were.
-        elif wanted in _FLOATS and np.vdot(array, array) < _MOST_SQUARED:
-            self.array[list(lanes)] = array
-            return True
-        return False
 
 
 class InfoColumns:
