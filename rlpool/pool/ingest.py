@@ -279,7 +279,8 @@ def _mark_jumps(is_last: NDArray, values: LazyRows, after: LazyRows) -> None:
         next_ones = slice(some.start + 1, some.stop + 1)
         here = _as_words(after.part(some).values(), 1)
         there = _as_words(values.part(next_ones).values(), 1)
-        is_last[some] |= (here != there).any(axis=1)
+        # Several times faster than any(axis=1), as few differ.
+        is_last[some.start + np.flatnonzero(here != there) // here.shape[1]] = True
 
 
 def _parts(n: int, array: NDArray) -> Iterator[slice]:

@@ -260,8 +260,9 @@ class Pool:
                 with probability proportional to 1 / (its length + 1).
 
         Raises:
-            SpecError: If keys, shapes or dtypes are not those that the pool holds, a step does not
-                shift a stack of frames, or a disk or the memory is full. What is stored is kept.
+            SpecError: If keys or shapes are not those that the pool holds, a value does not fit its
+                dtype, a step does not shift a stack of frames, or a disk or the memory is full.
+                What is stored is kept.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
 from rlpool.data.specs import FLAGS, TensorSpec
@@ -113,20 +111,14 @@ class Schema:
         return ", ".join(each.values())
 
     def check(self, specs: Mapping[str, TensorSpec], what: str) -> None:
-        """Refuse transitions that lack a key, or have another shape or kind of number.
+        """Refuse transitions with all keys, one of which has another shape.
 
         Raises:
             SpecError: Naming the key and both sides.
         """
         for key, spec in self.specs.items():
-            given = specs.get(key)
-            if given is None or given.shape != spec.shape or not _fits(given.dtype, spec.dtype):
+            if specs[key].shape != spec.shape:
                 raise SpecError(
-                    f"{key!r} of {what} is {given or 'missing'}, the pool holds {spec}",
+                    f"{key!r} of {what} is {specs[key]}, the pool holds {spec}",
                     fix="use another pool for other transitions",
                 )
-
-
-def _fits(given: np.dtype[Any], stored: np.dtype[Any]) -> bool:
-    """Whether some values fit both dtypes; those that fit only one are refused later."""
-    return given.kind + stored.kind in ("iu", "ui") or np.can_cast(given, stored, "same_kind")

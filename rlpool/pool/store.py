@@ -271,20 +271,21 @@ class Store:
             lasts: Which of them end a piece.
             newest: The row that the first one continues, if there is one.
         """
-        firsts = np.append(0, lasts[:-1] + 1)
-        lengths = lasts - firsts + 1
         pieces = self._piece_numbers.take(len(lasts) - len(newest))
-        for key, heads in self._heads.items():
-            heads[pieces] = new.columns[key].part(firsts[len(newest) :]).values()[:, :-1]
-        pieces = np.append(self.piece[newest], pieces)
+        if newest:
+            pieces = np.concatenate([self.piece[newest], pieces])
         for key, values in new.finals.items():
             self.finals[key][pieces] = values.part(lasts).values()
-        own = {"piece": pieces.repeat(lengths), "is_last": new.is_last}
-        own["is_terminal"] = new.is_terminal
+        number = new.is_last.cumsum() - new.is_last  # of each row's piece
+        own = {"piece": pieces[number], "is_last": new.is_last, "is_terminal": new.is_terminal}
         if self.schema.stacks:
-            age = np.arange(len(new.is_last)) - firsts.repeat(lengths)
+            firsts = np.append(0, lasts[:-1] + 1)
+            for key, heads in self._heads.items():
+                starts = new.columns[key].part(firsts[len(newest) :])
+                heads[pieces[len(newest) :]] = starts.values()[:, :-1]
+            age = np.arange(len(number)) - firsts[number]
             if newest:
-                age[: lengths[0]] += self._age[newest] + 1
+                age[number == 0] += self._age[newest] + 1
             own["age"] = np.minimum(age, self.schema.n_frames - 1)
         start = 0
         for each in slices:

@@ -252,8 +252,8 @@ def test_an_argument_that_makes_no_sense_is_named(changes: dict[str, Any], name:
         (lambda steps: steps.pop("_reward"), "_reward"),
         (lambda steps: steps.update(frame=torch.zeros(1, 2, 4)), "frame"),
         (lambda steps: steps.update(frame=torch.zeros(1, 2, 3, dtype=torch.bfloat16)), "frame"),
-        (lambda steps: steps.update(action=torch.zeros(1, 2)), "action"),
-        (lambda steps: steps.update(_done=torch.zeros(1, 2)), "_done"),
+        (lambda steps: steps.update(action=torch.full((1, 2), 0.5)), "action"),
+        (lambda steps: steps.update(_done=torch.full((1, 2), 0.5)), "_done"),
         (
             lambda steps: steps.update(_reward=torch.full((1, 2), 1e39, dtype=torch.float64)),
             "_reward",
