@@ -317,7 +317,7 @@ class Array:
             negative strides.
 
         Raises:
-            SpecError: If torch has no such dtype.
+            TypeError: If torch has no such dtype.
             UsageError: After ``close``.
 
         Example:
@@ -329,10 +329,7 @@ class Array:
         values = self.to_ndarray()
         if any(stride < 0 for stride in values.strides):
             values = self._read(np.copy)
-        try:
-            return torch.from_numpy(values)
-        except (TypeError, ValueError) as error:
-            raise SpecError(f"torch has no dtype for {self.dtype}: {error}") from error
+        return torch.from_numpy(values)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
         is_other = dtype is not None and np.dtype(dtype) != self.dtype

@@ -113,9 +113,7 @@ class TemporalDictTensor(DictTensorBase):
         return self._lengths.shape[0]
 
     def __len__(self) -> int:
-        """Number of rows, as ``n_elems``; ``TypeError`` for the result of ``index(int)``."""
-        if not self._lengths.ndim:
-            raise TypeError("a single trajectory, as index(int) gives it, has no len()")
+        """Number of rows, as ``n_elems``."""
         return self.n_elems()
 
     def __bool__(self) -> bool:

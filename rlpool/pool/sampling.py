@@ -28,6 +28,7 @@ _TOO_SHORT = (
     "n_step is %d, but rows of %d steps in the pool end within an episode, so that returns end "
     "there, too: keep the info of a Batcher's windows, which joins them, or give longer rows"
 )
+_LONGEST = 2**31  # steps: more than any episode has, small enough for int64 row numbers
 
 
 def sample(
@@ -60,6 +61,8 @@ def sample_sequences(
     """Draw sequences: see ``Pool.sample_sequences``."""
     whole_number("batch_size", batch_size, 1)
     length = whole_number("length", length, 1)
+    if length > _LONGEST:
+        raise SpecError(f"length should be at most {_LONGEST}, got {length}")
     first = _draw(store, generator, batch_size)
     rows, lengths = _steps_from(store, first, length, "sequences")
     is_step = np.arange(length) < lengths[:, None]
