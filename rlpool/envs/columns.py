@@ -114,9 +114,11 @@ def checked_count(call: str, n_values: int, result: Any) -> Any:
     if isinstance(result, tuple) and len(result) == n_values:
         return result
     got = len(result) if isinstance(result, tuple) else type(result).__name__
-    fix = 'return five values, or convert it: gym.make("GymV21Environment-v0", env=env)'
+    fix = "return (observation, info)" if n_values == 2 else ""
+    if got == 4:
+        fix = 'return five values, or convert it: gym.make("GymV21Environment-v0", env=env)'
     what = f"{call}() should return {'two' if n_values == 2 else 'five'} values, got {got}"
-    raise SpecError(what, fix=fix if got == 4 else "")
+    raise SpecError(what, fix=fix)
 
 
 def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> NDArray:

@@ -148,8 +148,7 @@ class GymEnv(VecEnv):
                 own = option and copy.deepcopy(option)  # the environment may change them
                 result = self._envs[lane].reset(seed=seed, options=own)
                 if type(result) is not tuple or len(result) != 2:
-                    self._adapt(lane)
-                    result = result, {}
+                    checked_count("reset", 2, result)
                 results.append(result)
             for lane in self._checked_lanes.intersection(lanes):
                 self._drop_checkers(lane)
@@ -190,11 +189,6 @@ class GymEnv(VecEnv):
             self._checked_lanes.remove(lane)
             self._envs[lane] = env
             self._steps[lane] = env.step
-
-    def _adapt(self, lane: int) -> None:
-        """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""
-        env = self._envs[lane] = modernised(self._envs[lane], returns_pair=False)
-        self._steps[lane] = env.step
 
     def _learned(self, observations: Sequence[Any]) -> Columns:
         """Declare the structure of the first observations."""

@@ -19,7 +19,6 @@ A task comes before the reset, and the environment is seeded before the task, si
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -33,7 +32,6 @@ from rlpool.seeding import stream_seed
 
 _GYMNASIUMS = {"seed": None, "options": None}  # arguments of reset, and their defaults
 _OTHERS = {"env_info", "task"}  # not passed on by Gymnasium's wrappers
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _TASK = 2  # stream of an episode's seed; those of ``one_env`` are 0 and 1
 _KEPT = ("observation_space", "action_space", "metadata", "render_mode", "spec", "render", "close")
 
@@ -99,7 +97,7 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         return self.get_wrapper_attr(name)
 
 
-def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) -> Any:
+def modernised(env: Any, *, with_tasks: bool = True) -> Any:
     """Make an environment take ``reset(seed=, options=)`` and return five values from ``step``.
 
     An environment inside Gymnasium's wrappers is replaced within them.
@@ -107,19 +105,17 @@ def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) 
     Args:
         env: Any environment.
         with_tasks: Whether to pass the option ``task`` to ``reset_task``, if there is one.
-        returns_pair: False if ``reset`` is known to return only the observation: gym 0.22 to 0.25
-            did so, although ``reset`` took ``seed`` and ``options``.
 
     Returns:
         ``env`` itself if nothing has to be adapted.
     """
     is_wrapper = isinstance(env, gymnasium.Wrapper)
     if is_wrapper and _OTHERS.isdisjoint(inspect.signature(env.reset).parameters):
-        env.env = modernised(env.env, with_tasks=with_tasks, returns_pair=returns_pair)
+        env.env = modernised(env.env, with_tasks=with_tasks)
         if _GYMNASIUMS.keys() <= reset_arguments(env).keys():
             return env
     arguments = reset_arguments(env)
-    is_modern = isinstance(env, gymnasium.Env) and arguments == _GYMNASIUMS and returns_pair
+    is_modern = isinstance(env, gymnasium.Env) and arguments == _GYMNASIUMS
     has_tasks = with_tasks and callable(getattr(env, "reset_task", None))
     return env if is_modern and not has_tasks else LegacyEnv(env, arguments)
 
@@ -127,9 +123,9 @@ def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) 
 def seed_before_task(env: Any, seed: int) -> int | None:
     """Seed an environment for a ``reset_task`` that may draw, which comes before its reset.
 
-    Its generators (``np_random``, and others that are attributes of it or of its wrappers) get a
-    stream of their own: a reset with the same seed would draw what was drawn for the task again.
-    An environment of the former gym, whose ``reset`` takes no seed, is seeded once for both.
+    Its ``np_random`` gets a stream of its own: a reset with the same seed would draw what was drawn
+    for the task again. An environment of the former gym, whose ``reset`` takes no seed, is seeded
+    once for both.
 
     Args:
         env: An environment with Gymnasium's interface.
@@ -138,25 +134,14 @@ def seed_before_task(env: Any, seed: int) -> int | None:
     Returns:
         The seed for the reset that follows, ``None`` if nothing is left to be seeded.
     """
-    while True:
-        if isinstance(env, LegacyEnv) and "seed" not in env._reset_arguments:
-            _seed_legacy(env.inner, seed)
+    inner = env.unwrapped
+    if isinstance(inner, LegacyEnv):
+        if "seed" not in inner._reset_arguments:
+            _seed_legacy(inner.inner, seed)
             return None
-        getattr(env, "np_random", None)  # Gymnasium's is made when it is asked for
-        attributes = getattr(env, "__dict__", {})
-        for name, value in attributes.items():
-            if isinstance(value, _GENERATORS):
-                attributes[name] = _reseeded(value, stream_seed(seed, _TASK))
-        if not isinstance(env, LegacyEnv | gymnasium.Wrapper):
-            return seed
-        env = env.inner if isinstance(env, LegacyEnv) else env.env
-
-
-def _reseeded(generator: Any, seed: int) -> Any:
-    """A generator of the same kind. The old one is left alone: others may draw from it, too."""
-    if isinstance(generator, np.random.Generator):
-        return type(generator)(type(generator.bit_generator)(seed))
-    return type(generator)(seed)
+        inner = getattr(inner.inner, "unwrapped", inner.inner)
+    inner.np_random = seeding.np_random(stream_seed(seed, _TASK))[0]
+    return seed
 
 
 def _refused_options(env: Any, options: Mapping[str, Any]) -> SpecError:

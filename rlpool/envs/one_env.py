@@ -90,11 +90,8 @@ class ActingEnv(LegacyEnv):
             state, self.action = _parts(2, result)
             self.chooses_actions = True
             return copy.deepcopy(_nested_arrays(state)), {}  # the step may change it in place
-        if is_pair(result):
-            return self._read(result[0]), result[1]
-        self.inner = modernised(self.inner, returns_pair=False)
-        self._reset_arguments = {"seed": None, "options": None}
-        return self._read(result), {}
+        observation, info = result if is_pair(result) else (result, {})
+        return self._read(observation), info
 
     def _is_gymnasiums(self, result: Any) -> bool:
         """Whether this is the result of a Gymnasium environment's ``reset``, or an older one's."""

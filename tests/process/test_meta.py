@@ -23,9 +23,9 @@ from rlpool import (
 
 from support.meta import (
     AncestorDrawingEnv,
+    DrawnTaskEnv,
     MarkovActor,
     MemoryActor,
-    OwnGeneratorEnv,
     RaggedTaskEnv,
     Storage,
     TaskFirstEnv,
@@ -104,7 +104,7 @@ class KillsWorkers(Storage):
 @pytest.mark.promise("I2")
 @pytest.mark.parametrize(
     ("make", "tasks"),
-    variants([(TaskFirstEnv, range(7))], [(OwnGeneratorEnv, None), (AncestorDrawingEnv, [None])]),
+    variants([(TaskFirstEnv, range(7))], [(DrawnTaskEnv, None), (AncestorDrawingEnv, [None])]),
 )
 def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_its_task(
     make: Any, tasks: Any

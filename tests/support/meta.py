@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -124,48 +123,6 @@ class DrawnTaskEnv(DrawingEnv):
         self.task = 10 * sum(self.draw(n_drawn + 1))
 
 
-class OwnGeneratorEnv(DrawnTaskEnv):
-    """Draws from a generator of its own, of one of three kinds."""
-
-    def __init__(self, kind: Any = np.random.RandomState) -> None:
-        super().__init__()
-        self.rng = kind()
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        if seed is not None:
-            kind = np.random.default_rng if hasattr(self.rng, "integers") else type(self.rng)
-            self.rng = kind(seed)
-        return super().reset(seed=seed, options=options)
-
-    def draw(self, n: int) -> list[float]:
-        return [float(self.rng.random()) for _ in range(n)]
-
-
-class PythonGeneratorEnv(OwnGeneratorEnv):
-    """Draws from a ``random.Random``."""
-
-    def __init__(self) -> None:
-        super().__init__(random.Random)
-
-
-class OwnNumpyGeneratorEnv(OwnGeneratorEnv):
-    """Draws from a generator of NumPy that it keeps beside ``np_random``."""
-
-    def __init__(self) -> None:
-        super().__init__(np.random.default_rng)
-
-
-class DrawingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that gives the environment its tasks, drawn from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(DrawingEnv())
-        self.rng = np.random.default_rng()
-
-    def reset_task(self, task: Any = None) -> None:
-        self.unwrapped.reset_task(int(self.rng.integers(2 + 2 * (task or 0))))
-
-
 class AncestorDrawingEnv:
     """A ``DrawnTaskEnv`` of the old gym: ``seed`` is all that seeds it."""
 
@@ -174,11 +131,11 @@ class AncestorDrawingEnv:
     max_episode_steps = 6
 
     def __init__(self) -> None:
-        self.inner = OwnGeneratorEnv()
+        self.inner = DrawnTaskEnv()
         self.calls, self.reset_task = self.inner.calls, self.inner.reset_task
 
     def seed(self, seed: int | None = None) -> None:
-        self.inner.rng = np.random.RandomState(seed)
+        self.inner.np_random = np.random.default_rng(seed)
 
     def get_current_task(self) -> Any:
         return self.inner.get_current_task()
@@ -195,10 +152,6 @@ DRAWING = (
     DrawingEnv,
     TaskFirstEnv,
     DrawnTaskEnv,
-    OwnGeneratorEnv,
-    PythonGeneratorEnv,
-    OwnNumpyGeneratorEnv,
-    DrawingWrapper,
     AncestorDrawingEnv,
 )
 """Environments whose resets and tasks draw what the next draws depend on."""

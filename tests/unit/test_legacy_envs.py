@@ -16,7 +16,7 @@ import torch
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
-from rlpool import DictTensor, EnvSpecError, EpisodeBatcher, GymEnv, GymEnvInf, Pool
+from rlpool import DictTensor, EnvSpecError, EpisodeBatcher, GymEnv, GymEnvInf
 from rlpool.envs.legacy import LegacyGenerator
 
 from support.agents import StepCounter
@@ -270,23 +270,9 @@ def test_a_legacy_generator_can_be_copied_and_pickled() -> None:
         assert other.rand(3).tolist() == expected
 
 
-class LateFormerEnv(CountingEnv):
-    """As of gym 0.22 to 0.25: ``reset`` takes a seed and options, and returns the observation."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return super().reset(seed=seed, options=options)[0]
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, _, info = super().step(action)
-        return observation, reward, terminated, info
-
-
-def test_an_environment_that_takes_a_seed_and_returns_the_observation_alone_works() -> None:
-    def make() -> Any:
-        return TimeLimit(LateFormerEnv(3), 2)
-
-    expected = counting_trajectories([2] * 4, [0] * 4, ["truncated"] * 4)
-    assert_same_tensors(collect(make, 4), expected)
-    with Pool([make()], 1, 10) as pool:
-        pool.store()
-        assert pool.get_pool()[0][:, 0].tolist() == [0, 1]
+def test_a_reset_that_takes_what_gymnasiums_does_has_to_return_an_info() -> None:
+    env = CountingEnv()
+    env.reset = lambda seed=None, options=None: np.zeros(2)  # type: ignore[method-assign, assignment]
+    with pytest.raises(EnvSpecError, match="two values, got ndarray") as caught:
+        GymEnv([TimeLimit(env, 2)]).reset()
+    assert "(observation, info)" in caught.value.fix
