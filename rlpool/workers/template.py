@@ -19,7 +19,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import platform
 import select
 import signal
 import socket
@@ -41,11 +40,9 @@ from rlpool.errors import described
 from rlpool.machine.limits import stat_fields
 
 _BOOT = """\
-import gc, json, os, sys
+import gc, json, sys
 gc.disable()
 about = json.loads(sys.argv[1])
-about["blas_threads"] = os.environ.get("OPENBLAS_NUM_THREADS")
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
 sys.path[:], sys.argv[:] = about.pop("path"), about.pop("argv")
 from rlpool.workers.template import serve
 run = serve(**about)
@@ -54,7 +51,7 @@ run()
 BOOT = f"exec({_BOOT!r}, {{}})"
 """What its interpreter runs, without leaving a name in ``__main__``. The garbage collector is off
 from the start: a collection would leave holes in memory that workers fill, each with a copy of the
-page. OpenBLAS starts its threads when NumPy is imported."""
+page."""
 
 _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 """Modules that nearly every worker needs and that this file does not import."""
@@ -72,19 +69,8 @@ _PARENT_CHECK_MS = 1000
 _THREAD_END_S = 0.1
 """The system may show a thread for some time after it was joined, but less than this."""
 
-_BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-"""Where OpenBLAS looks for its number of threads, in this order."""
 
-_BLAS_NAMES = tuple(
-    f"{prefix}openblas_set_num_threads{suffix}"
-    for prefix in ("", "scipy_")
-    for suffix in ("", "64_", "_64")
-)
-
-
-def serve(
-    parent_pid: int, fd: int, modules: Sequence[str], blas_threads: str | None
-) -> Callable[[], None]:
+def serve(parent_pid: int, fd: int, modules: Sequence[str]) -> Callable[[], None]:
     """Fork workers until the caller is gone; returns in workers only, with what they run next.
 
     Args:
@@ -93,26 +79,19 @@ def serve(
             ``""`` after the last module; ``("refused", why)`` if this template cannot serve, else
             ``("ready", "")``.
         modules: Modules to import for the user.
-        blas_threads: The caller's value of ``OPENBLAS_NUM_THREADS``, which workers get back.
     """
     set_title("rlpool-template")
     caller = socket.socket(fileno=fd)
     caller.set_inheritable(False)
     worker = None
     try:
-        forks = ParentForks()
-        if os.getppid() != parent_pid:
-            raise OSError("what it forks is not a child of the caller")
         _prepare(caller, modules)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
             _tell(caller, "refused", str(error) or type(error).__name__)
     else:
-        os.environ.pop("OPENBLAS_NUM_THREADS", None)
-        if blas_threads is not None:
-            os.environ["OPENBLAS_NUM_THREADS"] = blas_threads
         _tell(caller, "ready", "")
-        worker = _serve_requests(caller, forks, parent_pid)
+        worker = _serve_requests(caller, parent_pid)
     return worker or os._exit(0)
 
 
@@ -173,6 +152,10 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
 
 def _refuse_if_unsafe() -> None:
     """Raise ``OSError`` if this process should not be forked."""
+    pid = os.fork()  # OpenBLAS ends its threads before, and starts them again when it computes
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
     deadline_s = time.monotonic() + _THREAD_END_S
     while (n_threads := len(os.listdir("/proc/self/task"))) > 1:
         if time.monotonic() > deadline_s:
@@ -180,31 +163,6 @@ def _refuse_if_unsafe() -> None:
         time.sleep(0.001)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise OSError("it has a CUDA context")
-    _set_blas_threads(1)  # which shows that it is possible
-
-
-def _set_blas_threads(number: int) -> None:
-    """Set the number of threads of every OpenBLAS in this process.
-
-    Raises:
-        OSError: If one of them offers no way.
-    """
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    files = {line.split(maxsplit=5)[5] for line in lines if "openblas" in line}
-    for path in sorted(path for path in files if "openblas" in os.path.basename(path)):
-        library = ctypes.CDLL(path)
-        found = [getattr(library, name) for name in _BLAS_NAMES if hasattr(library, name)]
-        if not found:
-            raise OSError(f"{path} has no function that sets its number of threads")
-        found[0](number)
-
-
-def _wanted_blas_threads() -> int:
-    """How many threads OpenBLAS starts in a process with these variables and cores."""
-    n_cores = len(os.sched_getaffinity(0))
-    numbers = [os.environ.get(name, "").strip() for name in _BLAS_VARIABLES]
-    wanted = [int(number) for number in numbers if number.isdecimal() and int(number)]
-    return min([*wanted[:1], n_cores])
 
 
 def _drop_stdio(*fds: int) -> None:
@@ -223,9 +181,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _serve_requests(
-    caller: socket.socket, forks: ParentForks, parent_pid: int
-) -> Callable[[], None] | None:
+def _serve_requests(caller: socket.socket, parent_pid: int) -> Callable[[], None] | None:
     """Fork on request; returns in workers what to run, here ``None`` when the caller is gone."""
     poller = select.poll()
     poller.register(caller, select.POLLIN)
@@ -238,7 +194,7 @@ def _serve_requests(
         try:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, "")
-            answer = forks.fork()
+            answer = fork_orphan()
         except OSError as error:
             answer = -(error.errno or errno.EAGAIN)
         if not answer:
@@ -268,8 +224,6 @@ def _begin_worker(fds: Sequence[int], blocked: Iterable[int]) -> Callable[[], No
     gc.enable()
     np.random.seed()  # noqa: NPY002 (the one that everybody shares)
     torch.default_generator.seed()
-    if (n_threads := _wanted_blas_threads()) > 1:
-        _set_blas_threads(n_threads)
     main_thread: Any = threading.main_thread()
     main_thread._set_native_id()
     sys.argv = ["-c", "--multiprocessing-fork"]
@@ -299,69 +253,34 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-_CLONE_FLAGS = 0x00008000 | 0x00200000 | 0x01000000  # CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID
-_PR_GET_TID_ADDRESS = 40
+def fork_orphan() -> int:
+    """Fork a process whose parent ends at once, so that the caller adopts it.
 
-_SYSCALLS = {"x86_64": (56, 273, 274), "aarch64": (220, 99, 100)}
-"""Numbers of clone, set_robust_list, and get_robust_list."""
+    Then the kernel reports its end to the caller, whatever becomes of the template.
 
-
-class ParentForks:
-    """Forks this process, which must have one thread, into children of its parent.
-
-    ``os.fork`` makes a child of the calling process. What the template forks must be a child of the
-    caller instead (``CLONE_PARENT``), so that the kernel reports its end to the caller whatever
-    becomes of the template. The C library does not offer that, so the system call is made from
-    here, with what the C library and the interpreter do around the fork of a process that has one
-    thread.
+    Returns:
+        0 in the process, its number here.
 
     Raises:
-        OSError: If this platform does not offer it.
+        OSError: As ``os.fork``.
     """
-
-    def __init__(self) -> None:
-        machine = platform.machine()
-        if machine not in _SYSCALLS or sys.maxsize < 2**32:
-            raise OSError(f"forks on {machine} cannot be children of the caller")
-        self._clone, self._set_robust_list, get_robust_list = _SYSCALLS[machine]
-        self._libc = ctypes.PyDLL(None, use_errno=True)  # does not release Python's lock
-        self._robust_list = ctypes.c_void_p(), ctypes.c_size_t()
-        self._call(get_robust_list, 0, *map(ctypes.byref, self._robust_list))
-        # The C library keeps the number of its thread, which changes in the fork.
-        tid_address = ctypes.c_void_p()
-        self._libc.prctl(
-            _PR_GET_TID_ADDRESS, ctypes.byref(tid_address), *map(ctypes.c_long, [0] * 3)
-        )
-        address = tid_address.value
-        if not address or ctypes.c_int.from_address(address).value != os.getpid():
-            raise OSError("the kernel lacks PR_GET_TID_ADDRESS (CONFIG_CHECKPOINT_RESTORE)")
-        # The address of the number comes before the thread-local storage or after it.
-        self._last = (0, address) if machine == "aarch64" else (address, 0)
-
-    def _call(self, *arguments: Any) -> int:
-        words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-        result: int = self._libc.syscall(*words)
-        return result
-
-    def fork(self) -> int:
-        """Fork; returns 0 in the child, its process number here.
-
-        Raises:
-            OSError: As ``os.fork``.
-        """
-        python = ctypes.pythonapi
-        python.PyOS_BeforeFork()
-        pid = self._call(self._clone, _CLONE_FLAGS | signal.SIGCHLD, 0, 0, *self._last)
-        if pid == 0:
-            head, length = self._robust_list
-            self._call(self._set_robust_list, head.value or 0, length.value)
-            python.PyOS_AfterFork_Child()
-            return 0
-        number = ctypes.get_errno()
-        python.PyOS_AfterFork_Parent()
-        if pid < 0:
-            raise OSError(number, os.strerror(number))
-        return pid
+    number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    try:
+        parent = os.fork()
+        if parent:
+            os.waitpid(parent, 0)
+            return os.eventfd_read(number)  # raises EAGAIN if there is none
+        try:
+            pid = os.fork()
+            if pid:
+                os.eventfd_write(number, pid)
+        except OSError:
+            os._exit(1)
+        if pid:
+            os._exit(0)
+        return 0
+    finally:
+        os.close(number)
 
 
 _MAX_COMM_BYTES = 15

@@ -16,6 +16,7 @@ A few differences remain:
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import logging
@@ -28,8 +29,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ _MAX_TRIES = 3
 """How many templates in a row may end without a worker started before workers are spawned."""
 
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 _VOLATILE = b"PYTEST_CURRENT_TEST"
 """A variable that changes all the time and means nothing to the libraries of a worker."""
@@ -155,8 +158,9 @@ class Template:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             request = pickle.dumps(list(map(int, blocked)))
-            socket.send_fds(self._socket, [request], [0, 1, 2, *fds])
-            (pid,) = self._received(_FORK_S)
+            with _adopting_orphans():
+                socket.send_fds(self._socket, [request], [0, 1, 2, *fds])
+                (pid,) = self._received(_FORK_S)
         except OSError as error:
             raise TemplateLostError(str(error)) from error
         except BaseException:
@@ -256,6 +260,23 @@ class Template:
             self._socket.close()
             self._process.returncode = 0  # it is no child of this process
         self.__init__(self._modules)  # type: ignore[misc]
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Become the parent of descendants whose parents end meanwhile.
+
+    Raises:
+        UnsafeError: If the system does not allow it.
+    """
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    if prctl(_PR_SET_CHILD_SUBREAPER, 1):
+        raise UnsafeError("the system does not let this process adopt what it forks")
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before)
 
 
 def why_impossible() -> str:

@@ -204,20 +204,20 @@ def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
 
 
 FAILING_FORK = """
-from rlpool.workers.template import ParentForks
+from rlpool.workers import template
 
-def fail(self):
+def fail():
     raise OSError(1, "")
 
-ParentForks.fork = fail
+template.fork_orphan = fail
 """
 
 
 DEADLY_FORK = """
 import os
-from rlpool.workers.template import ParentForks
+from rlpool.workers import template
 
-ParentForks.fork = lambda self: os.kill(os.getpid(), 9)
+template.fork_orphan = lambda: os.kill(os.getpid(), 9)
 """
 
 
@@ -245,17 +245,17 @@ def test_workers_are_spawned_where_the_template_never_forks_one(
 
 DYING_FORK = """
 import os, signal
-from rlpool.workers.template import ParentForks
+from rlpool.workers import template
 
-fork, pids = ParentForks.fork, []
+fork, pids = template.fork_orphan, []
 
-def fork_to_die(self):
-    pids.append(fork(self))
+def fork_to_die():
+    pids.append(fork())
     if pids == [0]:
         os.kill(os.getpid(), signal.SIGKILL)
     return pids[-1]
 
-ParentForks.fork = fork_to_die
+template.fork_orphan = fork_to_die
 """
 
 
