@@ -121,17 +121,16 @@ def checked_count(call: str, n_values: int, result: Any) -> Any:
     raise SpecError(what, fix=fix)
 
 
-def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> NDArray:
+def converted(value: Any, spec: TensorSpec, key: str) -> NDArray:
     """Convert a value to an array of a given shape and dtype.
 
-    Numbers may change their dtype within their kind, see ``fitted``. A dtype of another kind is
-    refused, whatever the values are.
+    Numbers may change their dtype within their kind, see ``fitted``, and become one that holds all
+    numbers of theirs. Any other dtype is refused, whatever the values are.
 
     Args:
         value: The value.
         spec: The expected shape and dtype.
         key: Its name, for errors.
-        widens: Accept every dtype that can be cast safely, even of another kind.
 
     Raises:
         SpecError: Naming the key and both sides.
@@ -153,7 +152,7 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
         is_like = target == "f" and (source == "f" or (source in "iub" and not has_dtype))
     else:
         is_like = not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind")
-    if is_like or (widens and np.can_cast(array.dtype, spec.dtype)):
+    if is_like or np.can_cast(array.dtype, spec.dtype):
         return fitted(repr(key), array, spec.dtype)
     what = f"{key!r} should have dtype {spec.dtype}, got {array.dtype}"
     raise SpecError(
@@ -263,19 +262,17 @@ class Column:
         key: Name, for messages.
         leaf: Shape and dtype of a value.
         n_lanes: Number of rows.
-        widens: See ``converted``.
 
     Attributes:
         leaf: Shape and dtype of a value.
         array: ``[n_lanes, *shape]``.
     """
 
-    def __init__(self, key: str, leaf: Leaf, n_lanes: int, widens: bool = False) -> None:
+    def __init__(self, key: str, leaf: Leaf, n_lanes: int) -> None:
         self.key = key
         self.leaf = leaf
         self.spec = leaf.spec
         self._n_lanes = n_lanes
-        self._widens = widens
         self.watch: Float32Watch | None = None
         # Most float32 values arrive as float64: these are written directly, too.
         wider = np.float64 if leaf.spec.dtype == np.float32 else leaf.spec.dtype
@@ -375,7 +372,7 @@ class Column:
             self.array[lane] = row
 
     def _converted(self, value: Any, spec: TensorSpec) -> NDArray:
-        return converted(value, spec, self.key, widens=self._widens)
+        return converted(value, spec, self.key)
 
 
 class Float32Watch:
@@ -419,7 +416,6 @@ class Columns:
             parts are below it.
         n_lanes: Number of rows.
         others: Columns of other keys, which somebody else writes.
-        widens: See ``converted``.
 
     Attributes:
         structure: Structure of an observation.
@@ -434,13 +430,11 @@ class Columns:
         key: str,
         n_lanes: int,
         others: Sequence[Column] = (),
-        *,
-        widens: bool = False,
     ) -> None:
         self.structure = structure
         self.observed = leaves_of({key[:-1]: structure} if key.endswith("/") else structure, key)
         self.leaves = self.observed | {column.key: column.leaf for column in others}
-        self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.observed.items()]
+        self._columns = [Column(key, leaf, n_lanes) for key, leaf in self.observed.items()]
         for column in self._columns:
             if column.spec.dtype == np.float32:
                 column.watch = Float32Watch(column.key, (n_lanes, *column.spec.shape))

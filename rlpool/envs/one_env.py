@@ -43,7 +43,7 @@ from rlpool.data.storage import NDArray
 from rlpool.envs.columns import Columns, as_array, as_numbers, flag_of
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
-from rlpool.envs.vec_env import LaneError, Options
+from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError
 from rlpool.machine.generators import seed_generators
 from rlpool.seeding import stream_seed
@@ -136,7 +136,7 @@ class OneEnv(GymEnv):
         is_fresh: Whether there was one reset and no step yet.
     """
 
-    _key, _widens = f"{STATE_KEY}/", True
+    _key = f"{STATE_KEY}/"
 
     def __init__(self, env: Any, first_seed: int | None = None) -> None:
         self._env = ActingEnv(env)
@@ -145,7 +145,6 @@ class OneEnv(GymEnv):
         self.is_declared, self.is_fresh = False, False  # the first reset declares
         self._first_seed = first_seed
         self._seed: int | None = None  # of the last reset
-        self._failure: LaneError | None = None  # of the first reset: raised again by the second
         self._taken: Columns | None = None  # the action of the last step
 
     @property
@@ -172,9 +171,6 @@ class OneEnv(GymEnv):
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
         if self.is_fresh:
             return
         is_first = self.columns is None
@@ -197,7 +193,7 @@ class OneEnv(GymEnv):
                 STATE_KEY,
             )
             actions = structure_of_value(action, name=ACTION_KEY)
-            self._taken = Columns(actions, f"{ACTION_KEY}/", 1, widens=True)
+            self._taken = Columns(actions, f"{ACTION_KEY}/", 1)
             self.action_leaves = self._taken.leaves
             self._decode, self._choices = lambda actions: [None], ()
             self._steps = [self._step_and_note]
@@ -222,11 +218,7 @@ class OneEnv(GymEnv):
         return result
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
-        try:
-            super()._fail(self._env.call if call == "reset" else call, error)
-        except LaneError as failure:
-            self._failure = failure if self.columns is None else None
-            raise
+        super()._fail(self._env.call if call == "reset" else call, error)
 
 
 def _parts(n: int, result: Any) -> tuple[Any, ...]:

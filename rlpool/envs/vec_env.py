@@ -120,7 +120,7 @@ class VecEnv(ABC):
     state_keepers: Mapping[str, str] = {}
     description: Mapping[str, Any] | None = None
     step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
-    _key, _widens = DEFAULT_OBSERVATION_KEY, False  # of the observations' columns
+    _key = DEFAULT_OBSERVATION_KEY  # of the observations' columns
     columns: Columns | None = None
     _keep_float64: bool | Collection[str] = True  # of observations that are declared
     _info_specs: Mapping[str, TensorSpec] = {}
@@ -212,7 +212,9 @@ class VecEnv(ABC):
             specs: Action key to spec, as the environments take them.
         """
         if not self._last_actions:
-            self._last_actions = self._action_arrays(specs)
+            self._last_actions = {
+                key: batch_array(spec, self.n_lanes) for key, spec in specs.items()
+            }
             self._action_dtypes = {key: spec.dtype for key, spec in specs.items()}
             self.current |= {f"last_{key}": array for key, array in self._last_actions.items()}
             self._cleared += self._last_actions.values()
@@ -232,7 +234,7 @@ class VecEnv(ABC):
         own = sorted({*self.current, "last_action"})
         self._infos = InfoColumns(self._info_specs, self.n_lanes) if self._info_specs else None
         others = self._infos.columns if self._infos is not None else ()
-        columns = Columns(structure, self._key, self.n_lanes, others, widens=self._widens)
+        columns = Columns(structure, self._key, self.n_lanes, others)
         observed, asked = list(columns.observed), list(self._info_specs)
         refuse_collisions({"rlpool": own, "the observation": observed, "info_keys": asked})
         self.columns = columns
@@ -243,10 +245,6 @@ class VecEnv(ABC):
         for key in self.columns.leaves if self.columns is not None else ():
             del self.current[key]
         self.columns = None
-
-    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, NDArray]:
-        """Arrays for the last actions."""
-        return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
 
     def seed_used(self, lane: int) -> int | None:
         """The seed of a lane's episode, if it differs from the one that was passed to reset."""

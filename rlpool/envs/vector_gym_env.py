@@ -414,18 +414,16 @@ def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
     Raises:
         SpecError: If it cannot be reset with a seed and without options, so that nothing shows.
     """
+    resets_lanes = _autoreset_mode(env) is _DISABLED
     try:
-        if _autoreset_mode(env) is _DISABLED and _lanes_repeat(env):
-            return "episode"
-    except Exception as error:
-        _LOG.debug("single lanes cannot be reset: %s", described(error))
-    try:
-        repeats = _all_repeat(env)
+        repeats = _lanes_repeat(env) if resets_lanes else _all_repeat(env)
     except Exception as error:
         raise SpecError(
-            f"{env} cannot be reset with reset(seed=0): {described(error)}",
+            f"{env} cannot be reset with a seed: {described(error)}",
             fix=f"say how it can be seeded: VectorGymEnv(..., seeding=...), one of {SEEDINGS}",
         ) from error
+    if resets_lanes:
+        return "episode" if repeats else "request"  # which the first reset refuses
     what = _ONE_RESET if repeats else _NOT_SEEDED
     _LOG.warning(what, env.unwrapped, extra={"once": "seeding"})  # not from every worker
     return "request"
@@ -443,8 +441,7 @@ def _lanes_repeat(env: Any) -> bool:
 
 def _all_repeat(env: Any) -> bool:
     """Whether the same seed for all lanes gives the same steps again."""
-    n_steps = 1 if _autoreset_mode(env) is _DISABLED else _N_STEPS
-    return _same(_played(env, n_steps, seed=0), _played(env, n_steps, seed=0), _ALL)
+    return _same(_played(env, _N_STEPS, seed=0), _played(env, _N_STEPS, seed=0), _ALL)
 
 
 def _played(env: Any, n_steps: int, **arguments: Any) -> list[NDArray]:

@@ -282,7 +282,7 @@ class ActionChooser(Agent):
                 structure = structure_of_value(action, name=ACTION_KEY)
             else:
                 structure = structure_of_space(space, name="action_space")
-            self._columns = Columns(structure, f"{ACTION_KEY}/", 1, widens=True)
+            self._columns = Columns(structure, f"{ACTION_KEY}/", 1)
         try:
             self._columns.write((0,), (action,))
         except ValueError as error:

@@ -98,10 +98,13 @@ def test_lanes_that_never_end_by_themselves_are_reset_together() -> None:
     assert len({seed for seed, _ in noted.resets}) == 3
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, None])
-def test_lanes_that_never_restart_are_refused(mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "seeds", "seeding"),
+    [(AutoresetMode.DISABLED, "unmasked", None), (None, "all", "request")],
+)
+def test_lanes_that_never_restart_are_refused(mode: Any, seeds: str, seeding: Any) -> None:
     def create(seed: int) -> Any:
-        return VectorGymEnv(ArrayEnv(3, mode, "all"), seed, seeding="request")
+        return VectorGymEnv(ArrayEnv(3, mode, seeds), seed, seeding=seeding)
 
     with EpisodeBatcher(8, 40, BinaryAgent, {}, create, n_threads=0) as batcher:
         batcher.execute(3)

@@ -242,8 +242,6 @@ def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step(
         (lambda: Noted(counting(3, 3)), "episode"),
         (lambda: ArrayEnv(2), "episode"),
         (lambda: ArrayEnv(1), "episode"),
-        (lambda: ArrayEnv(2, seeds="unmasked"), "request"),
-        (lambda: ArrayEnv(2, seeds="all"), "request"),
         (lambda: ArrayEnv(2, AutoresetMode.NEXT_STEP, "all"), "request"),
         (lambda: ArrayEnv(2, None, "all"), "request"),
         (lambda: gymnasium.make_vec("CartPole-v1", num_envs=2), "request"),
@@ -261,11 +259,8 @@ def test_what_can_be_seeded_is_found_out(
 
 
 @pytest.mark.parametrize("seeds", ["nothing", "starts"])
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
-def test_what_cannot_be_seeded_is_warned_of(
-    seeds: str, mode: AutoresetMode, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert VectorGymEnv(ArrayEnv(2, mode, seeds), 0).seeding == "request"
+def test_what_cannot_be_seeded_is_warned_of(seeds: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert VectorGymEnv(ArrayEnv(2, AutoresetMode.NEXT_STEP, seeds), 0).seeding == "request"
     (record,) = caplog.records
     assert "cannot be seeded" in record.getMessage()
 
