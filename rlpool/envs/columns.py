@@ -34,6 +34,7 @@ Results = tuple[Any, Any, Any]
 """Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""
 
 _ALL = slice(None)
+_COUNTS = {2: "two", 4: "four", 5: "five"}
 _FEW = 1000  # choices
 _HUGE = 10**300  # Python's ints may be larger than any float
 _LOG = logging.getLogger("rlpool")
@@ -109,16 +110,14 @@ def choices_of(structures: Sequence[Structure]) -> list[Choices]:
     return found
 
 
-def checked_count(call: str, n_values: int, result: Any) -> Any:
+def checked_count(call: str, n_values: int, result: Any, fix: str = "") -> Any:
     """What ``reset`` or ``step`` returned; SpecError if it is not a tuple of so many values."""
     if isinstance(result, tuple) and len(result) == n_values:
         return result
     got = len(result) if isinstance(result, tuple) else type(result).__name__
-    fix = "return (observation, info)" if n_values == 2 else ""
-    if got == 4:
+    if n_values == 5 and got == 4:
         fix = 'return five values, or convert it: gym.make("GymV21Environment-v0", env=env)'
-    what = f"{call}() should return {'two' if n_values == 2 else 'five'} values, got {got}"
-    raise SpecError(what, fix=fix)
+    raise SpecError(f"{call}() should return {_COUNTS[n_values]} values, got {got}", fix=fix)
 
 
 def converted(value: Any, spec: TensorSpec, key: str) -> NDArray:

@@ -148,7 +148,7 @@ class GymEnv(VecEnv):
                 own = option and copy.deepcopy(option)  # the environment may change them
                 result = self._envs[lane].reset(seed=seed, options=own)
                 if type(result) is not tuple or len(result) != 2:
-                    checked_count("reset", 2, result)
+                    checked_count("reset", 2, result, "return (observation, info)")
                 results.append(result)
             for lane in self._checked_lanes.intersection(lanes):
                 self._drop_checkers(lane)

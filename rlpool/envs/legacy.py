@@ -203,6 +203,3 @@ class LegacyGenerator(np.random.Generator):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np.random.RandomState(self.bit_generator), name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.bit_generator,)

@@ -40,11 +40,10 @@ from rlpool.data.specs import (
     structure_of_value,
 )
 from rlpool.data.storage import NDArray
-from rlpool.envs.columns import Columns, as_array, as_numbers, flag_of
+from rlpool.envs.columns import Columns, as_array, as_numbers, checked_count, flag_of
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.envs.vec_env import Options
-from rlpool.errors import SpecError
 from rlpool.machine.generators import seed_generators
 from rlpool.seeding import stream_seed
 
@@ -52,6 +51,11 @@ STATE_KEY = "state"
 ACTION_KEY = "action"
 
 _PROCESS, _ACTIONS = range(2)  # streams of an episode's seed
+_PROTOCOLS = (
+    "return (state, action) from reset() and (action, next_state, reward, done) from step(action), "
+    "or as in Gymnasium (observation, info) with a dict as info, and "
+    "(observation, reward, terminated, truncated, info)"
+)
 
 
 class ActingEnv(LegacyEnv):
@@ -87,7 +91,7 @@ class ActingEnv(LegacyEnv):
         self.call, self._ahead = "reset", None
         result = self._called_reset(seed, options)
         if self.chooses_actions or not self._is_gymnasiums(result):
-            state, self.action = _parts(2, result)
+            state, self.action = checked_count("reset", 2, result, _PROTOCOLS)
             self.chooses_actions = True
             return copy.deepcopy(_nested_arrays(state)), {}  # the step may change it in place
         observation, info = result if is_pair(result) else (result, {})
@@ -115,7 +119,9 @@ class ActingEnv(LegacyEnv):
 
     def _acted(self) -> tuple[Any, ...]:
         self.call = "step"
-        return _parts(4, self.inner.step(self.action))
+        result = self.inner.step(self.action)
+        taken: tuple[Any, ...] = checked_count("step", 4, result, _PROTOCOLS)
+        return taken
 
 
 class OneEnv(GymEnv):
@@ -219,19 +225,6 @@ class OneEnv(GymEnv):
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
         super()._fail(self._env.call if call == "reset" else call, error)
-
-
-def _parts(n: int, result: Any) -> tuple[Any, ...]:
-    """Check that ``reset`` or ``step`` of the pool's own protocol returned ``n`` values."""
-    if isinstance(result, tuple) and len(result) == n:
-        return result
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-    raise SpecError(
-        f"{'reset' if n == 2 else 'step'}() returned {got}",
-        fix="return (state, action) from reset() and (action, next_state, reward, done) from "
-        "step(action), or as in Gymnasium (observation, info) with a dict as info, and "
-        "(observation, reward, terminated, truncated, info)",
-    )
 
 
 def _nested_arrays(value: Any) -> Any:

@@ -144,7 +144,6 @@ class VecEnv(ABC):
         self._root = root_from(seed)
         self._seeds = LaneSeeds(self._root, 0)
         self._numbers = [-1] * n_lanes  # of each lane's episode, for its seed
-        self._n_steps = np.zeros(n_lanes, np.int64)  # of each lane's episode
         self._env_options: list[Options] = [None] * n_lanes
 
     def place(self, arrays: Mapping[str, NDArray], reward: NDArray, flags: NDArray) -> None:
@@ -457,13 +456,12 @@ class VecEnv(ABC):
             SpecError: If rows or keys do not fit.
             EnvSpecError: If an environment returns an invalid value, such as a flag that is
                 neither true nor false, or a finite reward that overflows float32. ``where`` has
-                the lane and the step of the episode.
+                the lane.
         """
         if not self._running:
             raise UsageError("step() with no running environment", fix="call reset() first")
         actions = self._actions_of(policy_output)
         ended = self._call(self.step_lanes, self._running, actions)
-        self._n_steps[self._running] += 1
         stepped = self._observation()
         self._running = [lane for lane in self._running if lane not in ended]
         if self.auto_reset:
@@ -480,7 +478,6 @@ class VecEnv(ABC):
         """Let lanes begin their next episodes."""
         seeds = [self._seeds.seed(lane, self._numbers[lane]) for lane in lanes]
         options = [self._env_options[lane] for lane in lanes]
-        self._n_steps[list(lanes)] = 0
         self._call(self.reset_lanes, lanes, seeds, options)
         if self.action_leaves is not None:
             self.declare_actions({key: leaf.spec for key, leaf in self.action_leaves.items()})
@@ -530,6 +527,5 @@ class VecEnv(ABC):
                 raise
             if not isinstance(cause, SpecError):
                 raise cause from None
-            step = int(self._n_steps[error.lane]) if error.call == "step" else 0
-            what, where = f"env.{error.call}: {cause.what}", Where(lane=error.lane, step=step)
+            what, where = f"env.{error.call}: {cause.what}", Where(lane=error.lane)
             raise EnvSpecError(what, where=where, fix=cause.fix) from cause

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
@@ -17,7 +15,6 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from rlpool import DictTensor, EnvSpecError, EpisodeBatcher, GymEnv, GymEnvInf
-from rlpool.envs.legacy import LegacyGenerator
 
 from support.agents import StepCounter
 from support.envs import (
@@ -258,16 +255,6 @@ def test_an_old_reset_without_a_seed_method_draws_by_the_seed_of_the_episode() -
 
     first, again, other = (GymEnv([Env()], seed=s).reset()[0]["frame"] for s in (1, 1, 2))
     assert first.tolist() == again.tolist() != other.tolist()
-
-
-def test_a_legacy_generator_can_be_copied_and_pickled() -> None:
-    rng = LegacyGenerator(np.random.PCG64(3))
-    rng.rand()
-    others = copy.deepcopy(rng), pickle.loads(pickle.dumps(rng))
-    expected = rng.rand(3).tolist()
-    for other in others:
-        assert type(other) is LegacyGenerator
-        assert other.rand(3).tolist() == expected
 
 
 def test_a_reset_that_takes_what_gymnasiums_does_has_to_return_an_info() -> None:

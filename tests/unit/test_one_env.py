@@ -179,14 +179,14 @@ def gymnasium_but_for_its_step() -> CountingEnv:
 
 
 BOTH = "(state, action) from reset()", "(observation, info)"
-FOUR = "(action, next_state, reward, done)", "a tuple of 2"
+FOUR = "(action, next_state, reward, done)", "got 2"
 
 
 @pytest.mark.parametrize(
     ("env", "words"),
     [
         (ScriptedEnv(np.zeros(4), [DONE]), ("env.reset", "ndarray", *BOTH)),
-        (ScriptedEnv((np.zeros(4), 0, {}), [DONE]), ("env.reset", "a tuple of 3", *BOTH)),
+        (ScriptedEnv((np.zeros(4), 0, {}), [DONE]), ("env.reset", "got 3", *BOTH)),
         (AncestorCountingEnv(), ("env.reset", "ndarray", *BOTH)),
         (after_reset((0, 1)), ("env.step", "step 0", *FOUR)),
         (after_reset(GOOD, (0, 1)), ("env.step", "step 1", *FOUR)),
