@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.rows import as_signed, instance, kind, taken
 from rlpool.data.specs import join_key
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, described
+from rlpool.errors import SpecError
 from rlpool.machine.arguments import check_choice
 
 StateSource: TypeAlias = Literal["recompute", "stored"]
@@ -29,9 +29,10 @@ def replay_agent(
     With the parameters that collected the trajectories, the outputs equal the collected ones up to
     rounding, because batch sizes differ. (Rounding can change a sampled action: for
     log-probabilities, use the collected actions.) The agent gets the same inputs as then: the
-    observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was any, and
-    ``history`` if it requires it. A row that has ended stays in the batch with a copy of its last
-    step: the agent never sees padding.
+    observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if their ``info`` has it
+    (of a pool with ``info_keys=["agent_info"]``, else ``None``), and ``history`` if it requires it.
+    A row that has ended stays in the batch with a copy of its last step: the agent never sees
+    padding.
 
     Rows that start an episode, at the first step or inside the window of a ``Batcher``, start as
     in collection: from ``agent.initial_state`` if the agent overrides it, else by a call with
@@ -55,8 +56,7 @@ def replay_agent(
         need them, let the agent return them as outputs under another name.
 
     Raises:
-        SpecError: If there is no step, ``state`` is neither of the two, or the agent needs an
-            ``agent_info`` that the trajectories do not have.
+        SpecError: If there is no step, or ``state`` is neither of the two.
         KeyError: If the trajectories lack the agent's state, or its noise.
 
     Note:
@@ -152,25 +152,11 @@ class _Replay:
         return self._called(self._n_rows, state, observation, self._agent_info, history)
 
     def _called(self, n_rows: int, *inputs: Any) -> tuple[DictTensor, ...]:
-        returned: Any = self._with_infos(self._agent, *inputs)
+        returned: Any = self._agent(*inputs)
         if not isinstance(returned, tuple | list) or len(returned) != 3:
             raise _misfit(type(returned).__name__, n_rows)
         before, output, after = (self._as_collected(part, n_rows) for part in returned)
         return before, output, after
-
-    def _with_infos(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Call a function of the agent, which may read an ``agent_info`` that is not there."""
-        try:
-            return function(*inputs)
-        except (TypeError, AttributeError) as error:
-            if self._agent_info is not None or "NoneType" not in str(error):
-                raise
-            what = f"the agent raised {described(error)}, and the trajectories have no agent_info"
-            fix = (
-                "if it reads agent_info, keep the keys agent_info/... of their info, which "
-                "execute(agent_info=...) gave; a pool keeps them with info_keys=['agent_info']"
-            )
-            raise SpecError(what, fix=fix) from error
 
     def _as_collected(self, part: Any, n_rows: int) -> DictTensor:
         """What the agent returned, half precisions in the wider dtype that was collected."""
@@ -186,8 +172,7 @@ class _Replay:
         """The state of episodes that start at a step, for all rows."""
         state = None
         if self._agent.makes_initial_states():
-            initial_state = self._agent.initial_state
-            state = self._with_infos(initial_state, self._agent_info, self._n_rows)
+            state = self._agent.initial_state(self._agent_info, self._n_rows)
         if state is None:
             return self._call(step, None)[0]
         return self._as_collected(state, self._n_rows)

@@ -29,7 +29,7 @@ class CrashOnly:
     """
 
     is_interrupted = False
-    _thread_inside: int | None = None  # the thread that is in a call
+    _is_inside = False  # whether a thread is in a call
 
     def _abandon(self) -> None:
         """End what runs for a call that was interrupted; a second interrupt may prevent it."""
@@ -41,13 +41,9 @@ class CrashOnly:
         Raises:
             UsageError: In any case.
         """
-        call = f"{type(caller).__name__}.{name}()"
-        if self._thread_inside == threading.get_ident():
-            what = f"{call} was called inside another call of the same object"
-            raise UsageError(what, fix="call it when that one has returned")
         raise UsageError(
-            f"{call} was called in thread {threading.current_thread().name!r} while another thread "
-            "is inside a call",
+            f"{type(caller).__name__}.{name}() was called in thread "
+            f"{threading.current_thread().name!r} while another call of the same object is running",
             fix="hold a threading.Lock around the calls of all threads; only close() and stats() "
             "may be called meanwhile",
         )
@@ -62,22 +58,22 @@ def whole(call: _Call) -> _Call:
 
     @wraps(call)
     def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        owner, thread = self.__dict__.get("_calls", self), threading.get_ident()
-        if owner._thread_inside is not None:
+        owner = self.__dict__.get("_calls", self)
+        if owner._is_inside:
             owner._refuse_call(self, call.__name__)
         try:
-            owner._thread_inside = thread
+            owner._is_inside = True
             result = call(self, *args, **kwargs)
-            owner._thread_inside = None
+            owner._is_inside = False
             return result
         except RlpoolError:
-            owner._thread_inside = None
+            owner._is_inside = False
             raise
         except BaseException as error:
             # Python itself refuses wrong arguments, before the call begins.
             began = error.__traceback__ is None or error.__traceback__.tb_next is not None
             owner.is_interrupted = owner.is_interrupted or began
-            owner._thread_inside = None
+            owner._is_inside = False
             if began:
                 owner._abandon()
             raise

@@ -59,7 +59,7 @@ def inside(user: Any, call: Callable[[], Any], gate: Path) -> Iterator[list[Any]
     other = threading.Thread(target=lambda: result.append(call()), name="collector")
     other.start()
     calls = user._lanes if isinstance(user, ParallelEnvManager) else user
-    wait_until(lambda: calls._thread_inside == other.ident)
+    wait_until(lambda: calls._is_inside)
     yield result
     with open(gate, "w"):  # waits for the reader
         pass
@@ -106,14 +106,14 @@ def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: 
         ]
         with inside(manager, lambda: manager.step_lanes([0, 1], zeros), gate):
             for call in calls:
-                with pytest.raises(UsageError, match="while another thread is inside a call"):
+                with pytest.raises(UsageError, match="while another call"):
                     call()
             assert manager.stats().workers[0].state == "alive"
         manager.reset_lanes([0], [0], [None])
         manager.remotes[0].send(("step", 0))
         with inside(manager, manager.remotes[0].recv, gate):
             for call in calls:
-                with pytest.raises(UsageError, match="while another thread is inside a call"):
+                with pytest.raises(UsageError, match="while another call"):
                     call()
         manager.reset()
 
@@ -135,7 +135,7 @@ def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
 
     thread = threading.Thread(target=get)
     thread.start()
-    wait_until(lambda: batcher._thread_inside == thread.ident)
+    wait_until(lambda: batcher._is_inside)
     batcher.close()
     closed.set()
     thread.join()

@@ -280,27 +280,3 @@ def test_what_cannot_be_replayed_is_refused():
     for agent in (None, 3, RecurrentAgent):
         with pytest.raises(SpecError, match="agent is "):
             replay_agent(agent, collected)
-
-
-class Told(FeedForwardAgent):
-    """Cannot do without an ``agent_info``."""
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        agent_info["kind"]
-        return super().__call__(state, observation, agent_info)
-
-
-class ToldAtStart(FeedForwardAgent):
-    def initial_state(self, agent_info, n):
-        return DictTensor({"kind": of_kind(agent_info)})
-
-
-def of_kind(agent_info):
-    return agent_info["kind"]
-
-
-@pytest.mark.parametrize("state", ["recompute", "stored"])
-@pytest.mark.parametrize("agent", [Told(), ToldAtStart()])
-def test_an_agent_that_reads_an_agent_info_which_is_not_there_is_told_so(agent, state):
-    with pytest.raises(SpecError, match=r"trajectories have no agent_info\n.*agent_info=\.\.\."):
-        replay_agent(agent, collect_episodes(FeedForwardAgent), state=state)
