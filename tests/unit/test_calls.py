@@ -88,4 +88,4 @@ def test_a_signal_leaves_an_object_interrupted_or_comes_before_the_call() -> Non
                 break
             owner.run()
             assert not owner.is_interrupted or owner.n_done
-    assert n_struck >= 3
+    assert n_struck >= 2
