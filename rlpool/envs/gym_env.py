@@ -142,40 +142,39 @@ class GymEnv(VecEnv):
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         results = []
-        try:
-            for lane, seed, option in zip(lanes, seeds, options, strict=True):
-                self.lane_in_use[0] = lane
-                own = option and copy.deepcopy(option)  # the environment may change them
-                result = self._envs[lane].reset(seed=seed, options=own)
-                if type(result) is not tuple or len(result) != 2:
-                    checked_count("reset", 2, result, "return (observation, info)")
-                results.append(result)
-            for lane in self._checked_lanes.intersection(lanes):
-                self._drop_checkers(lane)
-            observations, infos = zip(*results, strict=True)
-            columns = self.columns or self._learned(observations)
-            columns.write(lanes, observations)
-            if self._infos is not None:
-                self._infos.write(lanes, infos)
-        except BaseException as error:
-            self._fail("reset", error)
+        for lane, seed, option in zip(lanes, seeds, options, strict=True):
+            self.lane_in_use[0] = lane
+            own = option and copy.deepcopy(option)  # the environment may change them
+            result = self._envs[lane].reset(seed=seed, options=own)
+            if type(result) is not tuple or len(result) != 2:
+                checked_count("reset", 2, result, "return (observation, info)")
+            results.append(result)
+        for lane in self._checked_lanes.intersection(lanes):
+            self._drop_checkers(lane)
+        observations, infos = zip(*results, strict=True)
+        columns = self.columns or self._learned(observations)
+        columns.write(lanes, observations)
+        if self._infos is not None:
+            self._infos.write(lanes, infos)
         self.results = results
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> Results:
         results: list[tuple[Any, ...]] = []
         steps, lane_in_use = self._steps, self.lane_in_use
+        decoded = self._decode(actions)
+        for lane in lanes:
+            lane_in_use[0] = lane
+            results.append(steps[lane](decoded[lane]))
         try:
-            decoded = self._decode(actions)
-            for lane in lanes:
-                lane_in_use[0] = lane
-                results.append(steps[lane](decoded[lane]))
             observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-            if self.columns is not None:
-                self.columns.write(lanes, observations)
-            if self._infos is not None:
-                self._infos.write(lanes, infos)
-        except BaseException as error:
-            self._fail("step", _wrong_count(results) or error)
+        except (TypeError, ValueError):
+            for result in results:
+                checked_count("step", 5, result)
+            raise
+        if self.columns is not None:
+            self.columns.write(lanes, observations)
+        if self._infos is not None:
+            self._infos.write(lanes, infos)
         self.results = results
         return rewards, terminated, truncated
 
@@ -239,16 +238,6 @@ def _without_checkers(env: Any) -> tuple[Any, bool]:
         return inner, True
     env.env = inner
     return env, True
-
-
-def _wrong_count(results: Sequence[Any]) -> SpecError | None:
-    """The error for a step that did not return five values, ``None`` if all did."""
-    try:
-        for result in results:
-            checked_count("step", 5, result)
-    except SpecError as error:
-        return error
-    return None
 
 
 def action_decoder(structure: Structure) -> Callable[[Mapping[str, NDArray]], list[Any]]:

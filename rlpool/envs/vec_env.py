@@ -284,7 +284,10 @@ class VecEnv(ABC):
         Raises:
             LaneError: If an environment raises or returns an invalid value.
         """
-        self._reset_lanes(lanes, seeds, options)
+        try:
+            self._reset_lanes(lanes, seeds, options)
+        except BaseException as error:
+            self._fail("reset", error)
         self.begin_lanes(lanes)
 
     def begin_lanes(self, lanes: Sequence[int]) -> None:
@@ -339,22 +342,19 @@ class VecEnv(ABC):
                     )
                 if not are_valid:
                     choices.refuse(chosen, lanes)  # other rows may hold anything
-        except SpecError as error:
-            self._fail("step", error)
-        results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
-        # What nearly every environment returns, and float32 holds rewards if it holds their norm;
-        # anything else is converted, or refused, one by one.
-        if not (
-            type(rewards) is tuple
-            and _REWARDS.issuperset(map(type, rewards))
-            and _FLAGS.issuperset(map(type, terminated))
-            and _FLAGS.issuperset(map(type, truncated))
-            and math.hypot(*rewards) < _LARGEST
-        ):
-            try:
+            results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
+            # What nearly every environment returns, and float32 holds rewards if it holds their
+            # norm; anything else is converted, or refused, one by one.
+            if not (
+                type(rewards) is tuple
+                and _REWARDS.issuperset(map(type, rewards))
+                and _FLAGS.issuperset(map(type, terminated))
+                and _FLAGS.issuperset(map(type, truncated))
+                and math.hypot(*rewards) < _LARGEST
+            ):
                 rewards, terminated, truncated = checked_results(lanes, results)
-            except BadValue as error:
-                self._fail("step", error)
+        except BaseException as error:
+            self._fail("step", error)
         all_step = len(lanes) == self.n_lanes
         rows = _ALL if all_step else list(lanes)
         self._reward[rows] = rewards
@@ -404,7 +404,7 @@ class VecEnv(ABC):
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
         """Raise an environment's exception as a ``LaneError``."""
-        if isinstance(error, ctrl_c()):
+        if isinstance(error, (LaneError, *ctrl_c())):
             raise error
         lane = error.lane if isinstance(error, BadValue) else self.lane_in_use[0]
         raise LaneError(lane, call) from error

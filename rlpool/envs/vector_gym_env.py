@@ -158,17 +158,14 @@ class VectorGymEnv(VecEnv):
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         self.lane_in_use[0] = lanes[0]
-        try:
-            if self.seeding == "request":
-                self._begin(lanes, seeds[0], options)
-            else:
-                self._has_ended[list(lanes)] = True  # if their reset fails, they need another
-                for rows in _with_equal_options(options):
-                    some = [lanes[row] for row in rows]
-                    begun = some, [seeds[row] for row in rows], options[rows[0]]
-                    self._write(some, *self._reset_some(*begun))
-        except BaseException as error:
-            self._fail("reset", error)
+        if self.seeding == "request":
+            self._begin(lanes, seeds[0], options)
+        else:
+            self._has_ended[list(lanes)] = True  # if their reset fails, they need another
+            for rows in _with_equal_options(options):
+                some = [lanes[row] for row in rows]
+                begun = some, [seeds[row] for row in rows], options[rows[0]]
+                self._write(some, *self._reset_some(*begun))
         self._in_episode[list(lanes)] = True
 
     def reset_all_next(self) -> None:
@@ -187,7 +184,10 @@ class VectorGymEnv(VecEnv):
         """See ``VecEnv.advance``."""
         if self.seeding == "episode":
             return False
-        self._step_lanes([], {})
+        try:
+            self._step_lanes([], {})
+        except BaseException as error:
+            self._fail("step", error)
         return True
 
     def _begin(self, lanes: Sequence[int], seed: int, options: Sequence[Options]) -> None:
@@ -257,21 +257,18 @@ class VectorGymEnv(VecEnv):
         rows: Any = _ALL if all_step else np.asarray(lanes, np.int64)
         in_episode = np.array(self._in_episode[rows])
         self.lane_in_use[0] = lanes[0] if lanes else 0
-        try:
-            if self.seeding == "episode":
-                if not all_step:
-                    self._reset_idle(rows)
-            elif not np.count_nonzero(self._in_episode | self._has_ended):
-                # All were truncated here, and none of them would restart soon by itself.
-                seed, options = self._begun or (0, None)
-                self._reset_all(stream_seed(seed, 1), [options])
-                nothing = np.zeros(len(lanes), bool)
-                return nothing, nothing, nothing
-            if lanes:
-                self._last_batch = self._batch(rows, actions)
-            rewards, terminated, truncated = self._step_all(lanes)
-        except BaseException as error:
-            self._fail("step", error)
+        if self.seeding == "episode":
+            if not all_step:
+                self._reset_idle(rows)
+        elif not np.count_nonzero(self._in_episode | self._has_ended):
+            # All were truncated here, and none of them would restart soon by itself.
+            seed, options = self._begun or (0, None)
+            self._reset_all(stream_seed(seed, 1), [options])
+            nothing = np.zeros(len(lanes), bool)
+            return nothing, nothing, nothing
+        if lanes:
+            self._last_batch = self._batch(rows, actions)
+        rewards, terminated, truncated = self._step_all(lanes)
         rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
         if np.count_nonzero(in_episode) < len(in_episode):  # they are about to restart
             rewards, terminated, truncated = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import leaves_of
@@ -189,6 +189,9 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._lanes.check_open()
         self._lanes.reset(lanes, seeds, options)
         self._lanes.finish(lanes)
+
+    def _fail(self, call: str, error: BaseException) -> NoReturn:
+        raise error  # which says what failed, and in which lane
 
     reset_lanes = whole(VecEnv.reset_lanes)
 
