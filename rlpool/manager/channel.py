@@ -1,7 +1,8 @@
 """How the caller and the workers of a ``ParallelEnvManager`` talk: by buffers, and by messages.
 
-A step or a reset is not a message: the caller writes what each lane has to do where its worker
-looks for it, and the worker erases that when it is done. Only rare things travel through the pipe.
+What each lane has to do the caller writes where its worker looks for it, and the worker erases that
+when it is done. Only what does not fit there is a message: options, requests of remotes, and their
+replies.
 
 Every key of ``VecEnv.current`` lies in the buffers once, ``[n_lanes, ...]``. A worker sees the rows
 of its own lanes, the caller sees all of them::
@@ -33,11 +34,11 @@ from rlpool.record.tape import Tape
 
 Actions = Mapping[str, NDArray]
 
-IDLE, STEP, TRUNCATE, RESET, RESET_WITH_OPTIONS, SKIP_RESET = range(6)
-"""What a lane has to do. The options of a reset come as a message. Instead of a step that is known
-to fail the episode is truncated, and a reset that is known to fail is skipped."""
+IDLE, STEP, TRUNCATE, RESET, RESET_WITH_OPTIONS, ANSWER = range(6)
+"""What a lane has to do. The options of a reset, and the request that is to be answered, come as a
+``Call``. Instead of a step that is known to fail the episode is truncated."""
 
-CALL_OF = ("", "step", "step", "reset", "reset", "reset")
+CALL_OF = ("", "step", "step", "reset", "reset")
 """What that is called in errors."""
 
 _PER_LANE = {
@@ -176,32 +177,17 @@ class Begin:
 
 @dataclass(frozen=True)
 class Call:
-    """A request to one environment, to be answered with a ``Reply``; or options, which are not.
+    """What a lane has to do, where the buffers have no room for it.
 
     Attributes:
         lane: The lane.
-        command: What a ``Remote`` was asked for, or ``"options"``.
-        data: Seed and options of a reset, the name of an attribute, or options.
+        command: ``"reset"``, ``"step"`` or ``"get_attr"``.
+        data: The options of a reset, with its seed if it is a request, or an attribute's name.
     """
 
     lane: int
     command: str
     data: Any
-
-
-@dataclass
-class Request:
-    """A request to one environment, until the user has received its reply.
-
-    Attributes:
-        call: The request.
-        reply: The reply, pickled, once it is there.
-        error: What failed, if anything did.
-    """
-
-    call: Call
-    reply: bytes | None = None
-    error: WorkerError | None = None
 
 
 # From a worker to the caller ----------------------------------------------------------------
@@ -249,14 +235,14 @@ class LaneFailed:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a ``Call``.
+    """The answer to a request of a remote.
 
     Attributes:
         lane: The lane.
         reply: The tuple that the remote receives, pickled by cloudpickle.
-        error: What was raised, if anything; the lane can go on.
+        error: What was raised, if anything.
     """
 
     lane: int
     reply: bytes
-    error: EnvError | None = None
+    error: WorkerError | None = None

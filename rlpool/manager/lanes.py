@@ -1,9 +1,9 @@
 """The lanes of a ``ParallelEnvManager``: what each has to do, what it has done, and its worker.
 
-A lane runs an episode, which is on its tape, and does one thing at a time: a step or a reset, which
-the caller writes into the buffers, waking the worker if it sleeps; or a request of its remote,
-which is a message with a reply. The buffers show when a step or reset is done. What a worker leaves
-undone is there for its successor, which is sent the tapes and the requests.
+A lane runs an episode, which is on its tape, and does one thing at a time: a step, a reset, or what
+its remote requests. The caller writes it into the buffers, waking the worker if it sleeps, and the
+buffers show when it is done. What a worker leaves undone is there for its successor, which is sent
+the tapes, options and requests.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
 from rlpool.manager.channel import (
+    ANSWER,
     CALL_OF,
     IDLE,
     RESET,
     RESET_WITH_OPTIONS,
-    SKIP_RESET,
     STEP,
     TRUNCATE,
     Begin,
@@ -36,7 +36,6 @@ from rlpool.manager.channel import (
     LaneFailed,
     Reply,
     Report,
-    Request,
     Setup,
     buffer_specs,
     hand_over,
@@ -98,7 +97,8 @@ class Lanes(CrashOnly):
         tapes: The episode of each lane.
         buffers: The shared memory.
         stepping: Lanes that ``step_some`` let step and has yet to return.
-        requests: Requests to single lanes whose replies the user has not received.
+        replies: Lane to the reply to its remote's request, until the user has received it; ``None``
+            until it is there.
         closed_lanes: Lanes that were closed one by one.
         given_up: Lane to its episode, if that ends where it failed; until its next one steps.
         reports_failures: Whether no episode is truncated here, see ``VecEnv.report_failures``.
@@ -148,7 +148,8 @@ class Lanes(CrashOnly):
     def _forget(self) -> None:
         self.tapes = LaneTapes(self.n_lanes)
         self.stepping: set[int] = set()
-        self.requests: dict[int, Request] = {}
+        self.replies: dict[int, Reply | None] = {}
+        self._calls_sent: dict[int, Call] = {}  # the last one of each lane
         self.closed_lanes: set[int] = set()
         self.given_up: dict[int, GivenUp] = {}
         self._errors: dict[int, WorkerError] = {}  # of steps and resets, not raised yet
@@ -214,12 +215,7 @@ class Lanes(CrashOnly):
         if lanes != self._may_step:
             self.refuse_bad_lanes(lanes)
             self.refuse_stepping(lanes)
-            if unknown := [lane for lane in lanes if self.tapes.peek(lane) is None]:
-                what = (
-                    f"lane {unknown[0]} cannot go on: it was not reset, or an environment of its "
-                )
-                what += "worker failed in its last step or reset"
-                raise UsageError(what, fix="reset it")
+            self.refuse_unknown(lanes)
             self._may_step = lanes[:]
         hand_over(actions, lanes, self.buffers.action, last)
         self.tapes.record_step(lanes)
@@ -239,7 +235,7 @@ class Lanes(CrashOnly):
         for lane, seed, option, data in zip(lanes, seeds, options, sent, strict=True):
             self.record_reset(lane, seed, option)
             if option:
-                self._send(lane, "options", data)
+                self._send(lane, "reset", data)
         self._post(rows, [RESET_WITH_OPTIONS if option else RESET for option in options])
 
     def record_reset(self, lane: int, seed: int, options: Options) -> None:
@@ -349,7 +345,7 @@ class Lanes(CrashOnly):
             raise SpecError(f"lanes should be ascending numbers below {n_lanes}, got {given}")
         if closed := self.closed_lanes.intersection(lanes):
             raise UsageError(f"environment {min(closed)} was closed by its remote")
-        if waiting := self.requests.keys() & given:
+        if waiting := self.replies.keys() & given:
             raise UsageError(
                 f"remote {min(waiting)} has a request without an answer",
                 fix=f"call remotes[{min(waiting)}].recv() first",
@@ -363,31 +359,44 @@ class Lanes(CrashOnly):
                 fix="wait until step_some() returns it, or reset it",
             )
 
+    def refuse_unknown(self, lanes: Sequence[int]) -> None:
+        """Refuse a step of lanes that are in no episode."""
+        if unknown := [lane for lane in lanes if self.tapes.peek(lane) is None]:
+            what = f"lane {unknown[0]} cannot go on: it was not reset, or an environment of its "
+            what += "worker failed in its last step or reset"
+            raise UsageError(what, fix="reset it")
+
     # Requests of remotes ------------------------------------------------------------------------
 
     def request(self, lane: int, command: str, data: Any) -> None:
         """Ask an environment for something."""
         self._may_step = None
-        self.requests[lane] = Request(self._send(lane, command, data))
+        self.replies[lane] = None
+        self._send(lane, command, data)
+        self._post([lane], ANSWER)
 
-    def _send(self, lane: int, command: str, data: Any) -> Call:
+    def _send(self, lane: int, command: str, data: Any) -> None:
         worker = self.worker_of[lane]
-        call = Call(lane - self.lanes_of[worker].start, command, data)
+        call = self._calls_sent[lane] = Call(lane - self.lanes_of[worker].start, command, data)
         self.crew.send(worker, call)
-        return call
 
-    def is_unanswered(self, lane: int) -> bool:
-        """Whether a lane's request has no reply yet."""
-        return lane in self.requests and self.requests[lane].reply is None
+    def has_reply(self, lane: int) -> bool:
+        """Whether there is a reply that the user has not received."""
+        return self.replies.get(lane) is not None
+
+    def reply(self, lane: int) -> Any:
+        """Wait for the reply to a lane's request, and take it."""
+        self.wait_until(lambda: self.has_reply(lane))
+        self.settle([lane])  # it may be in the middle of saying that it has replied
+        return self.replies.pop(lane)
 
     def _refuse_request(self, lane: int, error: WorkerError) -> None:
         """Let a failure be the reply: the environment's traceback, or how its worker failed."""
         text = str(error)
         if isinstance(error, EnvError):
             text = f"{error.traceback_text}\n  fix:   {error.fix}"
-        request = self.requests[lane]
-        request.reply, request.error = pickle.dumps(("error", text)), error
-        self.tapes.lose(lane)
+        self.replies[lane] = Reply(lane, pickle.dumps(("error", text)), error)
+        self.tapes.forget(lane)
 
     def close_lane(self, lane: int) -> None:
         """Close an environment; its worker ends with the last one."""
@@ -444,8 +453,7 @@ class Lanes(CrashOnly):
         elif isinstance(message, LaneFailed):
             self._take_failure(worker, self.lanes_of[worker][message.lane], message)
         elif isinstance(message, Reply):
-            request = self.requests[self.lanes_of[worker][message.lane]]
-            request.reply, request.error = message.reply, message.error
+            self.replies[self.lanes_of[worker][message.lane]] = message
 
     def _agree(self, lane: int, report: Report) -> None:
         """Keep the first report, with which those of all others and of successors must agree."""
@@ -466,10 +474,8 @@ class Lanes(CrashOnly):
         self.buffers.writing[worker] = 0
         self.crew.send(worker, Begin(specs, tapes), memory)
         for lane in own:
-            if self._todo[lane] == RESET_WITH_OPTIONS and (tape := self.tapes.peek(lane)):
-                self._send(lane, "options", ByValue("options", tape.options))
-            elif self.is_unanswered(lane):
-                self.crew.send(worker, self.requests[lane].call)
+            if self._todo[lane] in (RESET_WITH_OPTIONS, ANSWER):
+                self.crew.send(worker, self._calls_sent[lane])
 
     def _tape_of(self, lane: int) -> Tape | None:
         """What a successor repeats of a lane's episode, with what it has to show then."""
@@ -482,20 +488,19 @@ class Lanes(CrashOnly):
             return None  # it would fail again
         if call == "step":
             tape = tape.without_last()
-            if self.is_unanswered(lane) or self.buffers.writing[worker]:
+            if self.buffers.writing[worker]:
                 return tape  # what it shows may be written already, or in part
         shown = {key: array[lane].copy() for key, array in self.buffers.observation.items()}
         return replace(tape, observation=shown)
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do."""
-        return {w for n, w in enumerate(self.worker_of) if self._todo[n] or self.is_unanswered(n)}
+        return {w for n, w in enumerate(self.worker_of) if self._todo[n]}
 
     def _call_of(self, lane: int) -> str:
         """What a lane is doing, in errors; empty if nothing."""
-        if self.is_unanswered(lane):
-            return self.requests[lane].call.command
-        return CALL_OF[self._todo[lane]]
+        todo = self._todo[lane]
+        return self._calls_sent[lane].command if todo == ANSWER else CALL_OF[todo]
 
     def running_in(self, worker: int) -> dict[str, Any]:
         """See ``Client``: as far as shared memory shows."""
@@ -526,7 +531,7 @@ class Lanes(CrashOnly):
         error = of_lane(message.error, lane, message.call, where=where, **episode)
         if self._policy.restarts_on_env_errors and not message.is_lost:
             self.crew.expect_end(worker, error)  # its successor does it again
-        elif self.is_unanswered(lane):
+        elif lane in self.replies and not self.has_reply(lane):
             self._refuse_request(lane, error)
         else:
             self._errors[lane] = error
@@ -539,13 +544,14 @@ class Lanes(CrashOnly):
         may_truncate = self._policy.restarts_on_env_errors and not self.reports_failures
         if may_truncate and self._todo[lane] in (STEP, RESET, RESET_WITH_OPTIONS):
             in_reset = self._todo[lane] != STEP
-            self._todo[lane] = SKIP_RESET if in_reset else TRUNCATE
+            self._todo[lane] = IDLE if in_reset else TRUNCATE
             self.given_up[lane] = GivenUp(self.tapes.peek(lane), failure, in_reset)
             return True
         # What is truncated and fails again did so while its tape was repeated.
         failure = of_lane(failure, lane, self._call_of(lane))
-        if self.is_unanswered(lane):
+        if self._todo[lane] == ANSWER:
             self._refuse_request(lane, failure)
+            self._todo[lane] = IDLE
         else:
             self._errors[lane] = failure
             for together in self.lanes_of[worker]:

@@ -14,7 +14,7 @@ from rlpool.data.array_view import as_numpy
 from rlpool.errors import SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.calls import whole
-from rlpool.manager.channel import Call, Request
+from rlpool.manager.channel import Reply
 from rlpool.manager.lanes import Lanes
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
@@ -36,8 +36,8 @@ class Remote:
     ``("close", None)``                    none; its process ends with its last environment
     ====================================== ======================================================
 
-    If the environment fails the reply is ``("error", text)``, with the remote traceback; it can be
-    reset again. ``done`` is terminated or truncated; of an episode that was only truncated,
+    If the environment fails the reply is ``("error", text)``, with the remote traceback; its next
+    step needs a reset. ``done`` is terminated or truncated; of an episode that was only truncated,
     ``info["TimeLimit.truncated"]`` is True. Each reset gets a seed that follows from the
     manager's; ``"seed"`` and ``"options"`` may stand beside ``"task"``.
 
@@ -86,7 +86,7 @@ class Remote:
             lanes.request(lane, command, name)
         elif command == "seed":  # of the resets that follow, which this process gives
             self._seeds = _seeds_from(_checked_seed(_named(data, "seed", command)))
-            lanes.requests[lane] = Request(Call(0, command, data), pickle.dumps(("done", None)))
+            lanes.replies[lane] = Reply(lane, pickle.dumps(("done", None)))
         elif command == "close":
             lanes.close_lane(lane)
         else:
@@ -103,16 +103,14 @@ class Remote:
         """
         lanes, lane = self._lanes, self._lane
         lanes.check_open()
-        if lane not in lanes.requests:
+        if lane not in lanes.replies:
             raise UsageError(
                 "there is nothing to receive", fix=f"call remotes[{lane}].send(...) first"
             )
-        request = lanes.requests[lane]
-        lanes.wait_until(lambda: request.reply is not None)
-        del lanes.requests[lane]
-        reply: tuple[str, Any] = pickle.loads(request.reply or b"")
+        message = lanes.reply(lane)
+        reply: tuple[str, Any] = pickle.loads(message.reply)
         if reply[0] == "error":
-            self.error = request.error
+            self.error = message.error
         return reply
 
     @whole
@@ -122,8 +120,8 @@ class Remote:
         lanes.check_open()
         limit_s = checked_timeout(timeout, "from 0 on, and finite")
         until_s = math.inf if limit_s is None else monotonic() + limit_s
-        lanes.wait_until(lambda: not lanes.is_unanswered(lane), until_s)
-        return lane in lanes.requests and not lanes.is_unanswered(lane)
+        lanes.wait_until(lambda: lanes.has_reply(lane) or lane not in lanes.replies, until_s)
+        return lanes.has_reply(lane)
 
     def _reset(self, data: Any) -> None:
         if data is None:
@@ -155,6 +153,7 @@ class Remote:
         except Exception as error:
             what = f"the action {action!r:.60} does not fit the action space: {described(error)}"
             raise SpecError(what) from error
+        lanes.refuse_unknown([lane])
         for key, array in lanes.buffers.action.items():
             array[lane] = row[key][0]
         lanes.tapes.record_step([lane])

@@ -17,14 +17,14 @@ from rlpool.data.storage import Memory
 from rlpool.envs.description import described
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.single_envs import all_tasks, check_is_env
-from rlpool.envs.vec_env import LaneError, Options
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, SpecError, Where, WorkerStartupError
 from rlpool.errors import described as described_error
 from rlpool.manager.channel import (
+    ANSWER,
     IDLE,
     RESET,
     RESET_WITH_OPTIONS,
-    SKIP_RESET,
     STEP,
     TRUNCATE,
     Begin,
@@ -42,7 +42,7 @@ from rlpool.record.tape import Tape
 from rlpool.seeding import root_from
 from rlpool.workers.sharing import Shared
 from rlpool.workers.wake import Wake
-from rlpool.workers.wire import Message, Pipe, Retiring
+from rlpool.workers.wire import Pipe, Retiring
 from rlpool.workers.worker_process import Place, Server, called, load, run
 
 _ALL = slice(None)
@@ -162,7 +162,7 @@ class EnvServer(Server):
         super().__init__(place, pipe, control)
         self._wake = wake
         self._done = done
-        self._options: dict[int, Options] = {}  # of the next resets
+        self._calls: dict[int, Call] = {}  # by lane, until they are carried out
         self._not_restored: dict[int, EnvError] = {}  # lanes that cannot go on, and why
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
@@ -192,17 +192,17 @@ class EnvServer(Server):
         wake.begin()
         while True:
             asked = todo.tobytes()
-            is_new = asked != idle
-            if is_new and not self._carry_out(buffers, asked):
-                return
-            events = poller.poll(0 if is_new else wake.pause(_LONGEST_SLEEP_S) * 1000)
-            for fd, _ in events:
-                if fd == wake.fd:
-                    wake.wait()
-                elif not self._handle(buffers, *pipe.receive()):
+            if asked != idle:
+                if not self._carry_out(buffers, asked):
                     return
-            if is_new or events:
                 wake.begin()
+            elif sleep_s := wake.pause(_LONGEST_SLEEP_S):
+                for fd, _ in poller.poll(sleep_s * 1000):
+                    if fd == wake.fd:
+                        wake.wait()
+                    elif not self._read():
+                        return
+                    wake.begin()
 
     def _begin(self, message: Begin, memory: Memory) -> Buffers:
         """Take the place of a process before, and write results into the buffers from now on."""
@@ -239,19 +239,19 @@ class EnvServer(Server):
         env, actions, do = self._env, buffers.action, partial(self._do, buffers)
         if asked.count(STEP) == len(asked):
             return do("step", self._all, env.step_lanes, actions)
-        stepping, truncated, skipping, resetting = (
+        stepping, truncated, resetting, answering = (
             [lane for lane, todo in enumerate(asked) if todo in kinds]
-            for kinds in ((STEP,), (TRUNCATE,), (SKIP_RESET,), (RESET, RESET_WITH_OPTIONS))
+            for kinds in ((STEP,), (TRUNCATE,), (RESET, RESET_WITH_OPTIONS), (ANSWER,))
         )
         if resetting and self._retires(len(resetting)):
             return False
         seeds = buffers.seed[resetting].tolist()
-        options = [self._options_of(buffers, n) if asked[n] != RESET else None for n in resetting]
+        options = [self._call_of(n).data if asked[n] != RESET else None for n in resetting]
         return (
             do("step", stepping, env.step_lanes, actions)
             and do("step", truncated, env.truncate_lanes, actions)
-            and do("reset", skipping, env.begin_lanes)
             and do("reset", resetting, env.reset_lanes, seeds, options)
+            and all(self._answer(buffers, self._call_of(lane)) for lane in answering)
         )
 
     def _do(
@@ -261,8 +261,13 @@ class EnvServer(Server):
         lanes: list[int],
         call: Callable[..., Any],
         *arguments: Any,
+        result: Callable[[], Any] | None = None,
     ) -> bool:
-        """Step or reset lanes if there are any; False if a successor has to do it."""
+        """Let lanes do something, if there are any, and reply with a result if that is wanted.
+
+        Returns:
+            False if a successor has to do it.
+        """
         if not lanes:
             return True
         rows = _ALL if lanes is self._all else lanes
@@ -271,6 +276,8 @@ class EnvServer(Server):
             if self._ends_with(failure):
                 return False
             buffers.failed[rows] = 1
+        elif result is not None:
+            self._reply(lanes[0], result)
         buffers.todo[rows] = IDLE
         buffers.writing[self._place.worker] = 0
         self._done.signal()
@@ -309,48 +316,44 @@ class EnvServer(Server):
             self._send(Retiring())
         return is_due
 
-    def _options_of(self, buffers: Buffers, lane: int) -> Options:
-        """The options of a lane's reset, which may arrive after it was asked for."""
-        while lane not in self._options:
-            if not self._handle(buffers, *self.receive()):
+    def _call_of(self, lane: int) -> Call:
+        """What a lane was sent to do, which may arrive after it was asked for."""
+        while lane not in self._calls:
+            if not self._read():
                 raise EOFError  # it is to close
-        return self._options.pop(lane)
+        return self._calls.pop(lane)
+
+    def _read(self) -> bool:
+        """Keep a message for its lane; False if this worker is to end now."""
+        message, _ = self.receive()
+        if isinstance(message, Call):
+            self._calls[message.lane] = message
+        return isinstance(message, Call)
 
     # Requests of remotes ----------------------------------------------------------------------
 
-    def _handle(self, buffers: Buffers, message: Message, memory: Memory | None) -> bool:
-        """Carry out a message; False if this worker is to end now."""
-        if not isinstance(message, Call):
+    def _answer(self, buffers: Buffers, call: Call) -> bool:
+        """Carry out a request; False if a successor has to do it."""
+        env, lane, data = self._env, call.lane, call.data
+        do = partial(self._do, buffers, call.command, [lane])
+        if call.command == "get_attr":  # unless it is lost
+            return do(lambda _: None, result=lambda: ("attr", env.attribute(lane, data)))
+        if call.command == "step":
+            return do(env.step_lanes, buffers.action, result=partial(self._transition, lane))
+        if self._retires(1):
             return False
-        env, lane, failure = self._env, message.lane, None
-        if message.command == "options":
-            self._options[lane] = message.data
-        elif message.command == "get_attr":
-            failure = self._called("get_attr", [lane], lambda lanes: None)  # unless it is lost
-            self._reply(lane, lambda: ("attr", env.attribute(lane, message.data)), failure)
-        elif message.command == "step":
-            failure = self._called("step", [lane], env.step_lanes, buffers.action)
-            self._reply(lane, partial(self._transition, lane), failure)
-        else:
-            if self._retires(1):
-                return False
-            seed, options = message.data
-            failure = self._called("reset", [lane], env.reset_lanes, [seed], [options])
-            self._reply(lane, lambda: ("obs", env.results[0][0]), failure)
-        buffers.writing[self._place.worker] = 0
-        return failure is None or not self._ends_with(failure)
+        seed, options = data
+        return do(env.reset_lanes, [seed], [options], result=lambda: ("obs", env.results[0][0]))
 
-    def _reply(self, lane: int, result: Callable[[], Any], failure: LaneFailed | None) -> None:
-        """Send what a remote receives, or what failed."""
-        message: LaneFailed | Reply | None = failure
-        if message is None:
-            try:
-                message = Reply(lane, cloudpickle.dumps(result()))
-            except BaseException as error:
-                text = text_of(error)
-                failed = EnvError(described_error(error), where=self._here, traceback_text=text)
-                message = Reply(lane, pickle.dumps(("error", text)), failed)
-        self._send(message)
+    def _reply(self, lane: int, result: Callable[[], Any]) -> None:
+        """Send what a remote receives."""
+        try:
+            reply = Reply(lane, cloudpickle.dumps(result()))
+        except BaseException as error:
+            text = text_of(error)
+            failed = EnvError(described_error(error), where=self._here, traceback_text=text)
+            reply = Reply(lane, pickle.dumps(("error", text)), failed)
+        self._send(reply)
 
     def _transition(self, lane: int) -> tuple[str, Any]:
         observation, reward, _, _, info = self._env.results[0]

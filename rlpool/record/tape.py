@@ -228,12 +228,6 @@ class LaneTapes:
         """Forget a lane, which needs a reset before its next step."""
         self._tapes.pop(lane, None)
 
-    def lose(self, lane: int) -> None:
-        """Keep nothing of a lane's episode, which cannot be repeated: it has failed."""
-        tape = self.tape(lane)
-        if tape is not None:
-            self._tapes[lane] = replace(tape, first_step=max(1, tape.n_steps), chunks=[])
-
     def peek(self, lane: int) -> Tape | None:
         """The tape of a lane, which may lack its last steps."""
         return self._tapes.get(lane)

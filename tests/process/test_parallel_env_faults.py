@@ -172,6 +172,8 @@ def test_remotes_answer_with_the_error(faulty: ParallelEnvManager) -> None:
         kind, answer = remote.recv()
         assert kind == "error"
         assert text in answer
+    with pytest.raises(UsageError, match="reset it"):
+        remote.send(("step", 0))
     for action in (1.5, {"other": 1}, [0, 1]):
         with pytest.raises(SpecError, match="action"):
             remote.send(("step", action))

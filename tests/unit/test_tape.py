@@ -214,22 +214,6 @@ def test_a_long_episode_beside_short_ones(is_kept: bool) -> None:
     assert first_of(tapes, 1) == []
 
 
-def test_a_lane_that_is_lost_has_no_steps_until_its_next_reset() -> None:
-    tapes, _ = bound()
-    tapes.record_reset(1, 5, None)
-    tapes.record_step([1])
-    tapes.lose(1)
-    tapes.lose(2)
-    tapes.record_step([0, 1])
-    assert tapes.tape(2) is None
-    tape = tapes.tape(1)
-    assert tape is not None
-    assert (tape.why_lost != "", tape.n_steps) == (True, 2)
-    tapes.record_reset(1, 6, None)
-    tapes.record_step([1])
-    assert first_of(tapes, 1) == [0]
-
-
 # Windows of a Batcher ---------------------------------------------------------------------------
 
 
