@@ -56,7 +56,9 @@ class LaneTable:
         steps_until_full: Lower bound of the steps until a slot is full; 0 if it is not known.
     """
 
-    def __init__(self, env: VecEnv, calls: AgentCalls, record: WorkerRecord, worker: int) -> None:
+    def __init__(
+        self, env: VecEnv, calls: AgentCalls, record: WorkerRecord, worker: int | None
+    ) -> None:
         self._env, self._calls, self._record, self._worker = env, calls, record, worker
         self._n_lanes = env.n_lanes
         self.plans: list[Plan] = []

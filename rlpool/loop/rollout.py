@@ -41,7 +41,7 @@ class Rollout:
     Args:
         agent: The agent.
         env: The environments.
-        worker: Number of the worker, for error messages.
+        worker: Number of the worker, for error messages; ``None`` in the caller's process.
         record: Where the rollout notes what it does, for the caller. By default a new one.
         agent_rows: How many rows the agent is called with, one per lane by default.
     """
@@ -50,7 +50,7 @@ class Rollout:
         self,
         agent: Agent,
         env: VecEnv,
-        worker: int = 0,
+        worker: int | None = None,
         record: WorkerRecord | None = None,
         agent_rows: int | None = None,
     ) -> None:

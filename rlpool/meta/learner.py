@@ -9,13 +9,12 @@ from typing import Any
 from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import AgentError, EnvError, SpecError, UsageError
+from rlpool.errors import SpecError, UsageError
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import whole_number
-from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.worker import tasks_of
 from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
-from rlpool.meta.rollouts import TASK_OPTION, OnePlan, RolloutColumns, RolloutPlan, store_into
+from rlpool.meta.rollouts import TASK_OPTION, RolloutColumns, RolloutPlan, store_into
 from rlpool.seeding import probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
 
@@ -99,20 +98,14 @@ def collect_rollouts_parallel(
             counter = f"_{name}" if hasattr(learner, f"_{name}") else name
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
-    try:
-        root, n_before, options = _draw(learner, n_rollouts, tasks)
-        # Environments are reset once per rollout, unless only another reset shows their keys.
-        first = (options[:1] or [None]) * lanes.n_lanes
-        steps = rollout.probe([probe_seed(root)], first, None, resets=False)
-        n_timesteps = min(int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK), MAX_CHUNK)
-        layout = Layout(steps, lanes.n_lanes, n_timesteps, 1)
-        observed = list(lanes.columns.observed) if lanes.columns is not None else []
-        rollout.run(OnePlan(RolloutPlan(layout, observed, root, n_before, options, deliver)))
-    except (EnvError, AgentError) as error:
-        if isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager):
-            raise  # from another process, and says so
-        where = error.where._replace(worker=None)
-        raise error.reworded(where=where) from error.__cause__
+    root, n_before, options = _draw(learner, n_rollouts, tasks)
+    # Environments are reset once per rollout, unless only another reset shows their keys.
+    first = (options[:1] or [None]) * lanes.n_lanes
+    steps = rollout.probe([probe_seed(root)], first, None, resets=False)
+    n_timesteps = min(int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK), MAX_CHUNK)
+    layout = Layout(steps, lanes.n_lanes, n_timesteps, 1)
+    observed = list(lanes.columns.observed) if lanes.columns is not None else []
+    rollout.run(RolloutPlan(layout, observed, root, n_before, options, deliver))
     return sum(lengths)
 
 

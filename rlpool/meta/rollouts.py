@@ -52,7 +52,7 @@ _METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
 
 @dataclass
 class RolloutPlan(Plan):
-    """Deals rollouts out to lanes: rollout *i* runs on lane ``i % n_lanes``.
+    """Deals rollouts out to lanes: rollout *i* runs on lane ``i % n_lanes``. It runs alone.
 
     Args:
         layout: One slot per lane. Longer rollouts are copied out slot by slot.
@@ -79,12 +79,30 @@ class RolloutPlan(Plan):
         self._next = list(range(step.n_lanes))  # the next rollout of each lane
         self._chunks: dict[int, list[dict[str, NDArray]]] = {}
         self._complete: dict[int, RolloutColumns] = {}
-        self._n_delivered = 0
+        self._n_delivered, self._has_begun = 0, False
         self._acted = [key for key in step.output if is_action(key)]
         # Of environments that show the starts of episodes: how the episodes before them ended.
         shapes = {key: array.shape for key, array in self.arrays.rows.items()}
         is_shown = FINAL_KEY in shapes and shapes[FINAL_KEY] == shapes.get(DEFAULT_OBSERVATION_KEY)
         self._ends = [FINAL_KEY] * is_shown
+
+    # As the queue of this one plan:
+
+    def has_next(self) -> bool:
+        """Whether it has not begun yet."""
+        return not self._has_begun
+
+    def next_plan(self) -> Plan | None:
+        """The plan, once."""
+        has_begun, self._has_begun = self._has_begun, True
+        return None if has_begun else self
+
+    def done(self, plan: Plan) -> None:
+        """Nothing follows."""
+
+    def failed(self, plan: Plan, error: WorkerError) -> None:
+        """Raise the error."""
+        raise error
 
     def next_episode(self, lane: Lane) -> bool:
         """Let a lane take its next rollout, if there is any."""
@@ -133,32 +151,6 @@ class RolloutPlan(Plan):
             terminals,
             _nested(after, self.observed, DEFAULT_OBSERVATION_KEY),
         )
-
-
-class OnePlan:
-    """A queue of one plan, whose failure is raised.
-
-    Args:
-        plan: The plan.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plans = [plan]
-
-    def has_next(self) -> bool:
-        """Whether the plan was not taken yet."""
-        return bool(self._plans)
-
-    def next_plan(self) -> Plan | None:
-        """The plan, once."""
-        return self._plans.pop() if self._plans else None
-
-    def done(self, plan: Plan) -> None:
-        """Nothing follows."""
-
-    def failed(self, plan: Plan, error: WorkerError) -> None:
-        """Raise the error."""
-        raise error
 
 
 def _nested(arrays: Mapping[str, NDArray], keys: Sequence[str], default_key: str) -> Any:

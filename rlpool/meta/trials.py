@@ -11,7 +11,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.utils import RecordConstructorArgs
 
 from rlpool.data.specs import fitted
 from rlpool.envs.columns import flag_of
@@ -27,7 +26,7 @@ from rlpool.seeding import seed_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
 
-class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
+class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A trial of ``episodes_per_task`` episodes on one task, as one episode.
 
     The agent does not know the task and keeps what it has learnt from one episode to the next;
@@ -88,9 +87,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
     ) -> None:
         fix = "pass an object with reset() and step(), such as gymnasium.make(...)"
         check_is_env("VariBadWrapper got", env, fix)
-        arguments = {"oracle": oracle, "show_start": show_start}
-        RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, **arguments)
-        gymnasium.Wrapper.__init__(self, modernised(env, with_tasks=False))
+        super().__init__(modernised(env, with_tasks=False))
         self.episodes_per_task = whole_number("episodes_per_task", episodes_per_task, 1)
         self.oracle = bool(oracle)
         self.max_episode_steps = self._time_limit()

@@ -187,21 +187,12 @@ class Hidden(nn.Module, ConstantAgent):
     pass
 
 
-class OfFrames(nn.Module, Agent):
-    def forward(self, frame: Any) -> Any:
-        return frame
-
-
-CALL = "define __call__(self, state, observation, agent_info=None, history=None)"
-
-
 @pytest.mark.parametrize(
     ("create_agent", "what", "fix"),
     [
         (Noisy, "agent raised KeyError", "set n_noise"),
         (Bare, "Bare does not say how to choose actions", CALL),
         (Hidden, "Hidden does not say how to choose actions", "put nn.Module last"),
-        (OfFrames, "OfFrames.forward takes (frame", CALL),
     ],
 )
 def test_what_an_agent_lacks_is_told(create_agent: Any, what: str, fix: str) -> None:
