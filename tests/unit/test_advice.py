@@ -187,6 +187,9 @@ class Hidden(nn.Module, ConstantAgent):
     pass
 
 
+CALL = "define __call__(self, state, observation, agent_info=None, history=None)"
+
+
 @pytest.mark.parametrize(
     ("create_agent", "what", "fix"),
     [
