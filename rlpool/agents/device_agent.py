@@ -8,8 +8,8 @@ import torch
 
 from rlpool.agents.agent import Agent, AgentStep, refuse_no_agent
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.rows import checked_device
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
 
 
 class DeviceAgent(Agent):
@@ -37,14 +37,7 @@ class DeviceAgent(Agent):
     def __init__(self, agent: Agent, device: torch.device | str) -> None:
         refuse_no_agent(agent)
         self.agent = agent
-        try:
-            self.device = torch.device(device)
-        except (TypeError, RuntimeError) as error:
-            fix = "pass 'cuda', 'cuda:0' or 'cpu'"
-            raise SpecError(f"device is {device!r}: {error}", fix=fix) from None
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            fix = "device = 'cuda' if torch.cuda.is_available() else 'cpu'"
-            raise SpecError(f"device is {device!r}, and torch finds no such GPU", fix=fix)
+        self.device = checked_device(device)
         self.n_noise = agent.n_noise
         self._passes_on = self.device.type == "cpu"
 

@@ -170,10 +170,7 @@ class DictTensorBase:
             >>> batch.to("cpu") is batch
             True
         """
-        try:
-            where = torch.empty(0, device=device).device
-        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            raise SpecError(f"cannot move to {device!r:.40}: {error}", fix="try 'cpu'") from error
+        where = base.checked_device(device)
         if self.device() in (None, where):
             return self
         return self._map(lambda tensor: tensor.to(where, non_blocking=non_blocking))

@@ -136,6 +136,15 @@ def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
                 )
 
 
+def checked_device(device: Any) -> torch.device:
+    """Where tensors are made that are moved to a device; SpecError if there is none."""
+    try:
+        return torch.empty(0, device=device).device
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        fix = "pass 'cpu', or 'cuda' where torch.cuda.is_available()"
+        raise SpecError(f"cannot move to {device!r:.40}: {error}", fix=fix) from error
+
+
 def instance(value: Any, wanted: type[_T], name: str, fix: str = "") -> _T:
     """An argument that has to be of a class."""
     if not isinstance(value, wanted):

@@ -117,10 +117,6 @@ class Tape:
     chunks: list[Actions] = field(default_factory=list)
     observation: Mapping[str, NDArray] = field(default_factory=dict)
     state: Mapping[str, NDArray] = field(default_factory=dict)
-    _n_bytes: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._n_bytes = sum(map(_n_bytes, self.chunks))
 
     @property
     def n_steps(self) -> int:
@@ -152,14 +148,10 @@ class Tape:
         """
         chunks = self.chunks
         chunks.append(chunk)
-        for array in chunk.values():
-            self._n_bytes += array.nbytes
         while len(chunks) >= _JOINED_AT_ONCE and _can_be_joined(chunks[-_JOINED_AT_ONCE:]):
             chunks[-_JOINED_AT_ONCE:] = [joined(chunks[-_JOINED_AT_ONCE:])]
-        while most_bytes is not None and self._n_bytes > most_bytes and len(chunks) > 1:
-            dropped = chunks.pop(0)
-            self._n_bytes -= _n_bytes(dropped)
-            self.first_step += n_rows(dropped)
+        while most_bytes is not None and sum(map(_n_bytes, chunks)) > most_bytes and chunks[1:]:
+            self.first_step += n_rows(chunks.pop(0))
 
     def continued(self) -> Tape:
         """A tape to go on with, while this one stays as it is."""
