@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic_ns
 
 import numpy as np
@@ -11,61 +12,15 @@ import torch
 
 from rlpool.agents.agent import Agent
 from rlpool.agents.noise import NoiseStream
-from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import FLAGS, row_specs
 from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
-from rlpool.loop.agent_driver import AgentDriver, rows_repeating
+from rlpool.loop.agent_driver import AgentDriver
 from rlpool.loop.plan import Lane, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.slots.blocks import NOISE_KEY, Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
-
-
-class InfoRows:
-    """Each lane's row of ``agent_info``.
-
-    Args:
-        n_lanes: Number of lanes.
-
-    Attributes:
-        arrays: Key to array ``[n_lanes, ...]``, empty if the request has no ``agent_info``.
-        tensors: The same as tensors, ``None`` if it is empty.
-        shown: What an agent may change, ``None`` if it is empty.
-        copies: Of each key, the rows and their copies in ``shown``.
-    """
-
-    def __init__(self, n_lanes: int) -> None:
-        self.arrays: dict[str, NDArray] = {}
-        self.tensors: DictTensor | None = None
-        self.shown: DictTensor | None = None
-        self.copies: list[tuple[NDArray, NDArray]] = []
-        self._n_lanes = n_lanes
-
-    def declare(self, agent_info: Mapping[str, NDArray]) -> None:
-        """Have the keys that requests have from now on.
-
-        Args:
-            agent_info: ``[n, ...]`` by episode; may be empty.
-        """
-        specs = row_specs(agent_info)
-        if specs != row_specs(self.arrays):
-            self.arrays, copies = (
-                {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
-                for _ in range(2)
-            )
-            self.tensors, self.shown = (
-                DictTensor({k: torch.from_numpy(a) for k, a in each.items()}) if each else None
-                for each in (self.arrays, copies)
-            )
-            self.copies = [(array, copies[key]) for key, array in self.arrays.items()]
-
-    def show(self, lanes: Iterable[Lane]) -> None:
-        """Give lanes the rows of their episodes, which have the declared keys."""
-        for key, array in self.arrays.items():
-            for lane in lanes:
-                array[lane.number] = lane.plan.agent_info[key][lane.row]
 
 
 class History:
@@ -73,6 +28,9 @@ class History:
 
     Args:
         step: The keys of a step.
+
+    Attributes:
+        lengths: How many steps each lane has.
     """
 
     _FIRST_CAPACITY = 64  # steps
@@ -81,7 +39,7 @@ class History:
         # Without restarts: the history begins with the episode.
         self._layout = Layout(step, n_slots=1, n_timesteps=1, n_workers=1)
         n_lanes = step.n_lanes
-        self._lengths = np.zeros(n_lanes, np.int64)
+        self.lengths = np.zeros(n_lanes, np.int64)
         self._rows = {
             key: np.zeros((n_lanes, self._FIRST_CAPACITY, *spec.shape), spec.dtype)
             for key, spec in self._layout.rows.items()
@@ -90,20 +48,23 @@ class History:
     def restart(self, lane: int) -> None:
         """Clear a lane's steps at the start of an episode."""
         for array in self._rows.values():
-            array[lane, : self._lengths[lane]] = 0
-        self._lengths[lane] = 0
+            array[lane, : self.lengths[lane]] = 0
+        self.lengths[lane] = 0
 
-    def so_far(self, current: Mapping[str, NDArray], lanes: NDArray) -> TemporalDictTensor:
-        """The steps so far, ``[n_lanes, longest, ...]``, copies.
+    def so_far(
+        self, current: Mapping[str, NDArray], shown: NDArray, lanes: Sequence[int]
+    ) -> TemporalDictTensor:
+        """The steps so far, ``[n_rows, longest, ...]``, copies.
 
         Args:
             current: Key to array ``[n_lanes, ...]``, the values after the last step.
-            lanes: The lane that each row shows.
+            shown: The lane that each row shows.
+            lanes: The lanes whose longest history counts.
         """
-        lengths = self._lengths[lanes]
-        longest = int(lengths.max())
-        rows = {key: array[lanes, :longest] for key, array in self._rows.items()}
-        finals = {key: current[key][lanes] for key in self._layout.finals}
+        lengths = self.lengths[shown]
+        longest = int(self.lengths[list(lanes)].max())
+        rows = {key: array[shown, :longest] for key, array in self._rows.items()}
+        finals = {key: current[key][shown] for key in self._layout.finals}
         return trajectories_of(self._layout, Slice(rows, finals, lengths, np.ones_like(lengths)))
 
     def record(self, values: Mapping[str, NDArray], lanes: Sequence[int]) -> None:
@@ -114,12 +75,12 @@ class History:
             lanes: The lanes that take this step.
         """
         rows = np.asarray(lanes)
-        steps = self._lengths[rows]
+        steps = self.lengths[rows]
         for key, array in self._rows.items():
             if steps.max() >= array.shape[1]:
                 array = self._rows[key] = np.concatenate([array, np.zeros_like(array)], 1)
             array[rows, steps] = values[key][rows]
-        self._lengths[rows] += 1
+        self.lengths[rows] += 1
 
 
 class AgentCalls:
@@ -134,7 +95,7 @@ class AgentCalls:
     Attributes:
         record: As given.
         driver: Calls the agent.
-        infos: The batch's ``agent_info``.
+        infos: The batch's ``agent_info``: key to array ``[n_lanes, ...]``.
         noise: The batch's noise, ``None`` if the agent needs none.
         history: What was shown before, ``None`` if the agent does not ask for it.
         current: Key to array ``[n_lanes, ...]``: what the agent is shown, rewritten in place.
@@ -147,7 +108,7 @@ class AgentCalls:
         self.driver = AgentDriver(agent, env.n_lanes, agent_rows)
         self.noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
         self.history: History | None = None
-        self.infos = InfoRows(env.n_lanes)
+        self.infos: dict[str, NDArray] = {}
         self.current: dict[str, NDArray] = {}
         self._sources: list[NDArray] = []  # of what is written, all rewritten in place
 
@@ -166,17 +127,31 @@ class AgentCalls:
         self._shown_flags = np.array(env.flags)
         for key, flags in zip(FLAGS, self._shown_flags, strict=True):
             self._observation[key] = torch.from_numpy(flags)
-        specs = row_specs(self.current)
-        copies = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
-        self._to_copy = [(array, copies[key]) for key, array in self.current.items()]
-        self._copies = {key: torch.from_numpy(array) for key, array in copies.items()}
         # The history takes what was shown after the agent could change it.
         self._copies_all = env.shares_current or self.history is not None
         return True
 
+    def declare_infos(self, agent_info: Mapping[str, NDArray]) -> None:
+        """Have the keys that requests have from now on.
+
+        Args:
+            agent_info: ``[n, ...]`` by episode; may be empty.
+        """
+        specs = row_specs(agent_info)
+        if specs != row_specs(self.infos):
+            self.infos = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
+
+    def show_infos(self, lanes: Iterable[Lane]) -> None:
+        """Give lanes the rows of their episodes, which have the declared keys."""
+        for key, array in self.infos.items():
+            for lane in lanes:
+                array[lane.number] = lane.plan.agent_info[key][lane.row]
+
     def begin(self, numbers: Sequence[int], lanes: Sequence[Lane]) -> None:
-        """Let episodes begin with the next call; the lanes show their infos already."""
-        self.driver.start(numbers, self.infos.tensors, lanes)
+        """Let episodes begin with the next call."""
+        if self.infos:
+            self.show_infos(lanes)
+        self.driver.start(numbers, self.infos, lanes)
         noise, history = self.noise, self.history
         for lane in lanes if noise or history else ():
             if noise is not None and lane.noise is not None:
@@ -188,15 +163,14 @@ class AgentCalls:
         self,
         plans: Sequence[Plan],
         lanes: Sequence[int],
-        live_rows: NDArray | None = None,
+        are_all: bool,
     ) -> dict[str, NDArray]:
         """Call the agent for the lanes that take this step; write its inputs and outputs.
 
         Args:
             plans: The plans that run.
             lanes: The lanes.
-            live_rows: Their rows, and in place of all others the first of them. ``None`` if there
-                are lanes that run and do not take this step.
+            are_all: Whether no other lane runs.
 
         Returns:
             The outputs ``[n_lanes, ...]``.
@@ -204,7 +178,7 @@ class AgentCalls:
         Raises:
             AgentFailure: If the agent fails.
         """
-        driver, record, are_all = self.driver, self.record, live_rows is not None
+        driver, record = self.driver, self.record
         if self.noise is not None:
             self.noise.draw(None if are_all else lanes)
         for plan in plans:
@@ -212,15 +186,15 @@ class AgentCalls:
             for target, source in plan.writer.before:
                 target[rows] = source
         starting = driver.starting
-        observation, history = self._observation, None
-        if self._copies_all or len(lanes) < self._n_lanes:
-            observation, history = self._copied(lanes, live_rows)
-        else:
+        whole = None if self._copies_all else self._observation
+        if whole:
             np.copyto(self._shown_flags, self._env.flags)
-            for array, copy in self.infos.copies:
-                np.copyto(copy, array)
+        history, n_steps = None, None
+        if self.history is not None:
+            n_steps = self.history.lengths.tolist()
+            history = partial(self.history.so_far, {**self.current, **driver.state})
         record.agent_ns[0] -= monotonic_ns()
-        outputs = driver.act(observation, self.infos.shown, history, lanes)
+        outputs = driver.act(lanes, self.current, self.infos, history, n_steps, whole)
         record.agent_ns[0] += monotonic_ns()
         if driver.state and starting:
             for plan in plans:
@@ -240,19 +214,3 @@ class AgentCalls:
             # Lanes that are parked keep their states.
             driver.commit(None if len(lanes) == self._n_lanes else lanes)
         return outputs
-
-    def _copied(
-        self, lanes: Sequence[int], live_rows: NDArray | None
-    ) -> tuple[dict[str, torch.Tensor], TemporalDictTensor | None]:
-        """Observation and history of some lanes, in all other rows those of the first of them.
-
-        ``agent_info`` likewise.
-        """
-        rows = rows_repeating(lanes, self._n_lanes) if live_rows is None else live_rows
-        for source, copy in self._to_copy:
-            source.take(rows, 0, copy, "clip")
-        for source, copy in self.infos.copies:
-            source.take(rows, 0, copy, "clip")
-        if self.history is None:
-            return self._copies, None
-        return self._copies, self.history.so_far({**self.current, **self.driver.state}, rows)

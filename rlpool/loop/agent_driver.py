@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,8 @@ from rlpool.errors import SpecError
 from rlpool.loop.plan import Lane
 from rlpool.machine.interrupts import ctrl_c
 
-Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
-"""Observation, ``agent_info`` and history."""
+HistoryOf = Callable[[NDArray, Sequence[int]], TemporalDictTensor]
+"""The history of some lanes, one per row, as wide as the longest one of some lanes."""
 
 
 class AgentFailure(LaneError):
@@ -45,11 +45,13 @@ class _Call(NamedTuple):
         lanes: The lanes that it is made for.
         rows: Their rows: int64 like ``lanes``.
         shown: The lane that each row shows: int64 ``[n_rows]``.
+        is_whole: Whether each row shows its own lane.
     """
 
     lanes: list[int]
     rows: NDArray
     shown: NDArray
+    is_whole: bool
 
 
 class AgentDriver:
@@ -85,7 +87,7 @@ class AgentDriver:
         self._shares_rows = n_rows is not None
         self._row_of = [lane % self.n_rows for lane in range(n_lanes)]
         self._last: tuple[list[int], list[_Call]] = [], []  # of lanes, while their rows stay
-        self._gathered: dict[str, dict[str, torch.Tensor]] = {}  # rewritten by each call
+        self._gathered: dict[str, Part] = {}  # rewritten by each call
         self._no_state = DictTensor({})
         self.state: dict[str, NDArray] = {}
         self.converted_actions: dict[str, np.dtype[Any]] = {}
@@ -97,14 +99,14 @@ class AgentDriver:
         self.output_specs: dict[str, TensorSpec] | None = None
         self.starting: list[int] = []
         self.state.clear()
-        self._new_state: dict[str, NDArray] = {}
+        self._new_state: Part = {}
         # "output" or "state" -> key -> shape of the batch and dtype that the agent has to return
         self._expected: dict[str, dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = {}
 
     def start(
         self,
         lanes: Sequence[int],
-        agent_info: DictTensor | None,
+        agent_info: Mapping[str, NDArray],
         running: Sequence[Lane] = (),
     ) -> None:
         """Mark lanes that start an episode with the next call.
@@ -123,12 +125,15 @@ class AgentDriver:
                 self._row_of[lane.number], self._last = row, ([], [])
         if self._makes_initial_states:
             try:
-                state = self._initial_states(sorted(lanes), agent_info)
+                for call in self._calls(sorted(lanes), None):
+                    info = self._gather("agent_info", agent_info, call) if agent_info else None
+                    state = self._read("state", self.agent.initial_state(info, self.n_rows))
+                    for key, array in state.items():
+                        self.state[key][call.lanes] = array[call.rows]
             except ctrl_c():
                 raise
             except BaseException as error:
                 raise AgentFailure(lanes, "initial_state") from error
-            self._put_state(state, list(lanes))
         elif self.state or self.output_specs is None:
             self.starting = sorted({*self.starting, *lanes})
 
@@ -143,33 +148,25 @@ class AgentDriver:
         for key, value in state.items():
             self.state[key][lane] = value
 
-    def _initial_states(self, lanes: Sequence[int], agent_info: DictTensor | None) -> Part:
-        if not self._shares_rows:
-            info = None
-            if agent_info is not None:
-                info = self._info_at(agent_info, rows_repeating(lanes, self.n_lanes))
-            return self._read("state", self.agent.initial_state(info, self.n_rows))
-        states: Part = {}
-        for call in self._calls(lanes, None):
-            info = self._info_at(agent_info, call.shown)
-            state = self._read("state", self.agent.initial_state(info, self.n_rows))
-            self._scatter(state, states, call)
-        return states
-
     def act(
         self,
-        observation: Mapping[str, torch.Tensor],
-        agent_info: DictTensor | None,
-        history: TemporalDictTensor | None,
         lanes: Sequence[int],
-    ) -> dict[str, NDArray]:
+        observation: Mapping[str, NDArray],
+        agent_info: Mapping[str, NDArray],
+        history: HistoryOf | None = None,
+        n_steps: Sequence[int] | None = None,
+        whole: dict[str, torch.Tensor] | None = None,
+    ) -> Part:
         """Call the agent; ``commit`` makes the new state current.
 
         Args:
-            observation: ``[n_lanes, ...]``.
-            agent_info: ``[n_lanes, ...]`` or ``None``.
-            history: ``[n_lanes, ...]`` or ``None``.
-            lanes: The lanes that take this step; all other rows are copies of the first of these.
+            lanes: The lanes that take this step; all other rows are copies of some of these.
+            observation: ``[n_lanes, ...]``, of which the agent gets copies.
+            agent_info: Likewise; may be empty.
+            history: Makes the history, if the agent asks for one.
+            n_steps: Steps of each lane's history, unless none has any.
+            whole: What the agent gets in place of copies of the observation if each row shows its
+                own lane.
 
         Returns:
             The outputs, ``[n_lanes, ...]``. ``state`` then holds the states before this step.
@@ -177,27 +174,47 @@ class AgentDriver:
         Raises:
             AgentFailure: If the agent raises or returns a wrong key, shape or dtype.
         """
-        seen = observation, agent_info, history
+        starting, others = self.starting, lanes
+        first: Part = {}
+        outputs: Part = {}
+        self._new_state = {}
         try:
-            if self.starting:
+            if starting:
                 # None of a request that was given up before its first step.
-                self.starting = [lane for lane in self.starting if lane in lanes]
-            if self.starting or self._shares_rows:
-                return self._act_in_parts(seen, lanes)
-            state = self._no_state
-            if self.state or state._tensors:  # or the agent has put something into it
-                # A copy: the agent may change it in place, or return parts of it as its new state.
-                all_step = len(lanes) == self.n_lanes
-                rows = None if all_step else rows_repeating(lanes, self.n_lanes)
-                state = DictTensor({})
-                for key, array in self.state.items():
-                    copied = array.copy() if rows is None else array[rows]
-                    state._tensors[key] = torch.from_numpy(copied)
-            _, outputs, self._new_state = self._call(state, seen, lanes)
+                starting = [lane for lane in starting if lane in lanes]
+                others = [lane for lane in lanes if lane not in starting]
+            if self._no_state._tensors:  # the agent has put something into it
+                self._no_state = DictTensor({})
+            known, calls = self._last
+            if starting or n_steps or lanes != known:
+                calls = self._calls(starting, n_steps) if starting else []
+                calls += self._calls(others, n_steps) if others else []
+                self._last = ([], []) if starting or n_steps else (list(lanes), calls)
+            for call in calls:
+                state: DictTensor | None = self._no_state
+                if call.lanes[0] in starting:
+                    state = None
+                elif self.state:
+                    state = self._gather("state", self.state, call)
+                if whole and call.is_whole:
+                    observed = DictTensor._wrap(dict(whole))
+                else:
+                    observed = self._gather("observation", observation, call)
+                info = self._gather("agent_info", agent_info, call) if agent_info else None
+                before = history and history(call.shown, call.lanes if self._shares_rows else lanes)
+                found = self._call(state, observed, info, before)
+                if len(call.lanes) == len(lanes) and not self._shares_rows:
+                    first, outputs, self._new_state = found
+                    break
+                for part, of_all in zip(found, (first, outputs, self._new_state), strict=True):
+                    self._scatter(part, of_all, call)
         except ctrl_c():
             raise
         except BaseException as error:
             raise AgentFailure(lanes, "agent") from error
+        for key, array in first.items():
+            self.state[key][starting] = array[starting]
+        self.starting = []
         return outputs
 
     def commit(self, lanes: Sequence[int] | None = None) -> None:
@@ -206,79 +223,48 @@ class AgentDriver:
         Args:
             lanes: The lanes that take this step, all by default.
         """
-        self._put_state(self._new_state, slice(None) if lanes is None else lanes)
+        rows: Any = slice(None) if lanes is None else lanes
+        for key, array in self._new_state.items():
+            self.state[key][rows] = array[rows]
 
-    def _act_in_parts(self, seen: Observed, lanes: Sequence[int]) -> Part:
-        """Call the agent for lanes that start, and for all others."""
-        starting, (observation, agent_info, history) = self.starting, seen
-        parts: tuple[Part, Part, Part] = {}, {}, {}
-        for some in (starting, [lane for lane in lanes if lane not in starting]):
-            for call in self._calls(some, history) if some else ():
-                shown = call.shown
-                state = None if some is starting else self._gather("state", self.state, shown)
-                gathered = (
-                    self._gather("observation", observation, shown)._tensors,
-                    self._info_at(agent_info, shown),
-                    self._history_at(history, call),
-                )
-                found = self._call(state, gathered, call.lanes)
-                for part, of_all in zip(found, parts, strict=True):
-                    self._scatter(part, of_all, call)
-        first, outputs, self._new_state = parts
-        self._put_state(first, starting)
-        self.starting = []
-        return outputs
-
-    def _calls(self, lanes: Sequence[int], history: TemporalDictTensor | None) -> list[_Call]:
+    def _calls(self, lanes: Sequence[int], n_steps: Sequence[int] | None) -> list[_Call]:
         """How often the agent is called, and for which lanes."""
-        if not self._shares_rows:
-            return [_Call(list(lanes), np.asarray(lanes), rows_repeating(lanes, self.n_lanes))]
-        if history is None and lanes == self._last[0]:
-            return self._last[1]
-        lengths = None if history is None else history.lengths.tolist()
         groups: dict[tuple[int, int], list[int]] = {}
+        if not self._shares_rows:
+            groups[0, 0] = list(lanes)
         n_calls: dict[tuple[int, int], int] = {}  # that a row has in use, by steps of the history
-        for lane in lanes:
-            n_steps = 0 if lengths is None else lengths[lane]
-            place = n_steps, self._row_of[lane]
+        for lane in lanes if self._shares_rows else ():
+            place = n_steps[lane] if n_steps else 0, self._row_of[lane]
             number = n_calls.get(place, 0)
             n_calls[place] = number + 1
-            groups.setdefault((n_steps, number), []).append(lane)
-        calls = [self._call_for(group) for group in groups.values()]
-        if history is None:
-            self._last = list(lanes), calls
+            groups.setdefault((place[0], number), []).append(lane)
+        calls = []
+        for group in groups.values():
+            rows = np.array(list(map(self._row_of.__getitem__, group)))
+            shown = np.full(self.n_rows, group[0])
+            shown[rows] = group
+            is_whole = not self._shares_rows and len(group) == self.n_lanes
+            calls.append(_Call(group, rows, shown, is_whole))
         return calls
 
-    def _call_for(self, lanes: list[int]) -> _Call:
-        rows = np.array([self._row_of[lane] for lane in lanes])
-        shown = np.full(self.n_rows, lanes[0])
-        shown[rows] = lanes
-        return _Call(lanes, rows, shown)
+    def _gather(self, name: str, values: Mapping[str, NDArray], call: _Call) -> DictTensor:
+        """Copy what a call shows, always to the same place: bits may depend on its alignment.
 
-    def _info_at(self, info: DictTensor | None, shown: NDArray) -> DictTensor | None:
-        return None if info is None else self._gather("agent_info", info._tensors, shown)
-
-    def _history_at(self, history: TemporalDictTensor | None, call: _Call) -> Any:
-        if history is None or (self.n_rows == self.n_lanes and not history.lengths.any()):
-            return history  # without steps; that of a probe gives any key that is asked for
-        shown = history.index(torch.from_numpy(call.shown))
-        if not self._shares_rows:
-            return shown
-        return shown.temporal_slice(0, int(history.lengths[call.lanes[0]]))
-
-    def _gather(
-        self, name: str, values: Mapping[str, torch.Tensor | NDArray], shown: NDArray
-    ) -> DictTensor:
-        """Copy rows of some lanes, where bits matter to the same place: memory may be aligned."""
-        kept = self._gathered.setdefault(name, {}) if self._shares_rows else {}
-        for key, value in values.items():
-            tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+        The agent may change the copies, or return parts of them as its new state.
+        """
+        kept = self._gathered.setdefault(name, {})
+        tensors = {}
+        for key, array in values.items():
             copy = kept.get(key)
-            if copy is None or copy.dtype is not tensor.dtype or copy.shape[1:] != tensor.shape[1:]:
-                shape = self.n_rows, *tensor.shape[1:]
-                copy = kept[key] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
-            tensor.numpy().take(shown, 0, copy.numpy(), "clip")
-        return DictTensor._wrap({key: kept[key] for key in values})
+            if copy is None or copy.dtype != array.dtype or copy.shape[1:] != array.shape[1:]:
+                spec = TensorSpec(array.shape[1:], array.dtype)
+                copy = kept[key] = batch_array(spec, self.n_rows)
+            if call.is_whole:
+                np.copyto(copy, array)
+            else:
+                array.take(call.shown, 0, copy, "clip")
+            tensors[key] = torch.from_numpy(copy)
+        return DictTensor._wrap(tensors)
 
     def _scatter(self, part: Part, of_all: Part, call: _Call) -> None:
         """Copy the rows of a call to the lanes that have them."""
@@ -288,11 +274,14 @@ class AgentDriver:
             of_all[key][call.lanes] = array[call.rows]
 
     def _call(
-        self, state: DictTensor | None, seen: Observed, lanes: Sequence[int]
-    ) -> tuple[dict[str, NDArray], dict[str, NDArray], dict[str, NDArray]]:
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None,
+        history: TemporalDictTensor | None,
+    ) -> tuple[Part, Part, Part]:
         """Call the agent; returns its initial state if ``state`` is None, outputs, new state."""
-        observation, agent_info, history = seen
-        result: Any = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
+        result: Any = self.agent(state, observation, agent_info, history)
         if not isinstance(result, tuple | list) or len(result) != 3:
             n_values = f" of {len(result)}" if isinstance(result, tuple | list) else ""
             raise SpecError(
@@ -309,10 +298,6 @@ class AgentDriver:
         if has_no_state and not after._tensors:
             return before, output, {}
         return before, output, self._read("state", after)
-
-    def _put_state(self, arrays: Mapping[str, NDArray], lanes: Any) -> None:
-        for key, array in arrays.items():
-            self.state[key][lanes] = array[lanes]
 
     def _read(self, name: str, value: Any) -> dict[str, NDArray]:
         """Convert a result of the agent to arrays and check keys and specs.
@@ -404,10 +389,3 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> NDArray:
             fix="return one row for each row of the observation",
         )
     return array
-
-
-def rows_repeating(lanes: Sequence[int], n_lanes: int) -> NDArray:
-    """Row numbers that keep ``lanes`` in place and replace all other rows by the first of them."""
-    rows: NDArray = np.full(n_lanes, lanes[0])
-    rows[list(lanes)] = list(lanes)
-    return rows

@@ -9,11 +9,9 @@ from time import monotonic_ns
 from weakref import WeakKeyDictionary
 
 from rlpool.data.specs import row_specs
-from rlpool.data.storage import NDArray
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import NotRepeatedError, Where
 from rlpool.loop.agent_calls import AgentCalls
-from rlpool.loop.agent_driver import rows_repeating
 from rlpool.loop.plan import Lane, Plan, PlanQueue, State, by_number
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.repeat import take_over
@@ -50,7 +48,6 @@ class LaneTable:
         idle: Those that are idle, ascending.
         parked: Those that are parked, likewise.
         live: Numbers of the lanes that step, ascending.
-        live_rows: These rows, and in place of all others the first; ``None`` if no lane is live.
         gives_up: Whether a step of any episode is known to fail.
         giving_up: Numbers of the lanes whose next step is.
         steps_until_full: Lower bound of the steps until a slot is full; 0 if it is not known.
@@ -76,7 +73,6 @@ class LaneTable:
         self._note_waiting()
         self._at_stock = self.idle, self.parked
         self.live: list[int] = []
-        self.live_rows: NDArray | None = None
         self.steps_until_full = 0
         self._could_begin = True  # whether an idle lane would take an episode of a further plan
 
@@ -110,8 +106,9 @@ class LaneTable:
         if plan is None:
             return None
         infos, is_first = plan.agent_info, not self.plans
-        keys = self._calls.infos
-        if not is_first and (plan.resets_all_lanes or row_specs(infos) != row_specs(keys.arrays)):
+        if not is_first and (
+            plan.resets_all_lanes or row_specs(infos) != row_specs(self._calls.infos)
+        ):
             self._postponed = plan
             return None
         if plan.resets_all_lanes:
@@ -119,7 +116,7 @@ class LaneTable:
         plan.bind(self._writer_of(plan), self._n_lanes, self._record)
         self.plans.append(plan)
         if is_first:
-            keys.declare(infos)
+            self._calls.declare_infos(infos)
             self._continue_with(plan)
         self.gives_up = self.gives_up or plan.gives_up
         if plan.tapes:
@@ -155,7 +152,6 @@ class LaneTable:
                 env.begin_lanes([number])
         take_over(env, able, wheres, self._record.steps)
         lanes = [self.lanes[number] for number in plan.tapes]
-        self._calls.infos.show(lanes)
         self._calls.begin(list(plan.tapes), lanes)
         for number, known in plan.tapes.items():
             if known.n_steps:
@@ -168,7 +164,7 @@ class LaneTable:
             lane.plan = plan
             if lane.gives_up_at is not None:
                 self.gives_up = True  # its reset has failed, behind the last step of a window
-        self._calls.infos.show(self.parked)
+        self._calls.show_infos(self.parked)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane in self.parked if not lane.steps_before]:
             self._calls.begin([lane.number for lane in new], new)
@@ -363,8 +359,6 @@ class LaneTable:
         if able:
             self._env.reset_lanes(*map(list, zip(*map(_RESET_WITH, able), strict=True)))
         record.env_ns[0] += monotonic_ns()
-        if calls.infos.arrays:
-            calls.infos.show(lanes)
         calls.begin(numbers, lanes)
 
     def _take_stock(self) -> None:
@@ -372,7 +366,6 @@ class LaneTable:
         self._at_stock = self.idle, self.parked
         waiting = {*self.idle, *self.parked}
         self.live = [lane.number for lane in self.lanes if lane not in waiting]
-        self.live_rows = rows_repeating(self.live, self._n_lanes) if self.live else None
         self.steps_until_full = min(map(_UNTIL_FULL, self.plans), default=0)
         if self.gives_up:
             self._find_given_up()

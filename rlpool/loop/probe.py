@@ -66,22 +66,20 @@ def probe(
 
 def _call_agent(env: VecEnv, calls: AgentCalls, wants_history: bool) -> None:
     """Let the agent show its outputs and states."""
-    driver, lanes, agent_info = calls.driver, range(env.n_lanes), calls.infos.tensors
-    observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
+    driver, lanes = calls.driver, range(env.n_lanes)
+    observation = dict(env.current)
     if calls.noise is not None:
-        observation[NOISE_KEY] = calls.noise.tensor
-
-    def shown() -> tuple[dict[str, torch.Tensor], DictTensor | None]:
-        """Copies, which the agent may change."""
-        copies = {key: tensor.clone() for key, tensor in observation.items()}
-        return copies, None if agent_info is None else agent_info.clone()
-
+        observation[NOISE_KEY] = calls.noise.tensor.numpy()
     known = dict(env.current)
+
+    def no_history(rows: NDArray, _: Sequence[int]) -> TemporalDictTensor:
+        return _no_history({key: array[rows] for key, array in known.items()})
+
     for _ in range(1 + wants_history):  # the second history includes the agent's keys
         driver.forget()
-        driver.start(lanes, agent_info)
-        history = _no_history(known) if wants_history else None
-        known |= driver.act(*shown(), history, lanes) | driver.state
+        driver.start(lanes, calls.infos)
+        history = no_history if wants_history else None
+        known |= driver.act(lanes, observation, calls.infos, history) | driver.state
     driver.commit()  # idle lanes need a valid state
 
 

@@ -80,14 +80,14 @@ class Rollout:
             EnvError, AgentError: If the user's code fails, or the actions do not fit the action
                 space.
         """
-        env, infos = self._env, self._calls.infos
-        infos.declare(agent_info or {})
-        for key, array in infos.arrays.items():
+        env, calls = self._env, self._calls
+        calls.declare_infos(agent_info or {})
+        for key, array in calls.infos.items():
             array[:] = (agent_info or {})[key]
         steps = None
         try:
             each = [seeds[lane % len(seeds)] for lane in range(env.n_lanes)]
-            steps = probe(env, self._calls, each, options, resets)
+            steps = probe(env, calls, each, options, resets)
         except LaneError as error:
             lane, row = error.lane, error.lane % len(seeds) if first is not None else error.lane
             episode = None if first is None else first + row
@@ -174,10 +174,10 @@ class Rollout:
         lanes, record, plans = self._lanes, self._record, self._lanes.plans
         live = free = stepped = lanes.live
         if self._waits_for_all:
-            outputs = self._calls.act(plans, live, lanes.live_rows)
+            outputs = self._calls.act(plans, live, are_all=True)
         else:
             free = lanes.free
-            outputs = self._calls.act(plans, free) if free else {}
+            outputs = self._calls.act(plans, free, are_all=False) if free else {}
         record.env_ns[0] -= monotonic_ns()
         if self._waits_for_all and not lanes.giving_up:
             ended = self._env.step_lanes(live, outputs)
