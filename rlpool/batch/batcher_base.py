@@ -479,8 +479,6 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def stats(self) -> Stats:
         """What the workers are doing, read from memory that they share: nobody waits for anybody.
 
-        On a cluster, the nodes are asked; one that does not answer within four seconds is left out.
-
         ``python -m rlpool top`` shows the same numbers from outside the program.
 
         Returns:
@@ -489,7 +487,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             it does outside of rlpool counts as waiting.
 
         Raises:
-            UsageError: If the batcher is closed.
+            UsageError: If the batcher is closed, or its workers are those of a cluster.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)

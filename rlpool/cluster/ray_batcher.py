@@ -64,12 +64,12 @@ class RayEpisodeBatcher(EpisodeBatcher):
     Needs the extra ``ray``. Calls ``ray.init()`` unless your program has.
 
     Args:
-        *arguments: Those of ``EpisodeBatcher``, by position. ``n_slots`` counts the slots of all
-            nodes together, ``n_workers`` the worker processes on each node, with a processor of its
-            own for each. Everything is copied to the nodes; modules that are imported for
-            ``create_env`` and ``create_agent`` must be installed there, or be in Ray's
-            ``runtime_env``. Environments have to be seeded one by one. A list of ``seeds`` may have
-            any length.
+        *arguments: Those of ``EpisodeBatcher``, by position. ``n_slots``, which has no default
+            here, counts the slots of all nodes together, ``n_workers`` the worker processes on each
+            node, with a processor of its own for each. Everything is copied to the nodes; modules
+            that are imported for ``create_env`` and ``create_agent`` must be installed there, or be
+            in Ray's ``runtime_env``. Environments have to be seeded one by one. A list of ``seeds``
+            may have any length.
         n_nodes: How many nodes to use; ``None`` for all that there are.
         resources: What each node reserves besides processors, by Ray's names: ``{"GPU": 1}``.
         **named: Those of ``EpisodeBatcher``, by name.
@@ -131,8 +131,8 @@ class Nodes:
         n_lanes: Lanes of each worker.
         n_nodes: How many nodes are used.
         is_closed: Whether ``close`` was called.
+        environment: What the environments are.
         control: Of no use.
-        show: Of no use.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Nodes:
         self.pending: deque[_Gathering] = deque()
         self.fatal: RlpoolError | None = None
         self.n_lanes, self.is_closed, self.control = 0, False, SimpleNamespace()
-        self.show: Any = None
+        self.environment: Mapping[str, Any] = {}
         self._actors: list[_Actor] = []
         self._group: Any = None
         self._policy: _Policy = 0, ()
@@ -154,6 +154,10 @@ class Nodes:
             self.n_nodes = self._reserve(n_nodes, bundle)
             self._n_slots = max(1, arguments["n_slots"] // self.n_nodes)
             self._start({**arguments, "n_slots": self._n_slots, "seeds": 0}, bundle)
+            if self.environment["seeding"] != "episode":  # they would depend on their range
+                what = "the environments of create_env cannot be seeded one by one"
+                fix = "give single environments to GymEnv, or use an EpisodeBatcher on each machine"
+                raise SpecError(what, fix=fix)
             self.n_lanes = self._n_node_lanes // arguments["n_workers"]
         except BaseException:
             self.close(at_once=True)
@@ -235,7 +239,7 @@ class Nodes:
             elif isinstance(answer, RlpoolError):
                 self.fatal = answer
             else:
-                actors[call].is_up, self._n_node_lanes = True, answer
+                actors[call].is_up, (self._n_node_lanes, self.environment) = True, answer
 
     def _note_loss(self, actor: _Actor, sent: _Sent, error: Any) -> None:
         """A call has failed, and what it was to return is lost."""
@@ -269,7 +273,8 @@ class Nodes:
         """Queue a request and send what actors are free for."""
         self.refuse_if_dead()
         version, packed = request.policy
-        if version != self._policy[0]:
+        # If Ray is gone, put() would start another one.
+        if version != self._policy[0] and self._ray.is_initialized():
             published = [self._ray.put(unpacked_copy(packed))] if packed is not None else []
             self._policy = version, published
         self.pending.append(_Gathering(request, self._policy))
@@ -333,11 +338,6 @@ class Nodes:
         """Drop all requests; what is sent is finished."""
         self.pending.clear()
 
-    def _ignore(self, *_: Any) -> None:
-        """Nodes check requests."""
-
-    check = _ignore
-
     def close(self, at_once: bool = False) -> None:
         """End the actors and their workers, and give back the processors. May be repeated.
 
@@ -353,11 +353,10 @@ class Nodes:
             calls = [actor.handle.close.remote() for actor in free if not at_once]
             if calls:
                 self._ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_S)
-        for actor in self._actors:
-            self._ray.kill(actor.handle)
+        while self._actors:
+            self._ray.kill(self._actors.pop().handle)
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
-        self._actors.clear()
         self._group = None
 
 
@@ -419,12 +418,10 @@ class _Gathering:
 
     def arguments(self, rows: range) -> tuple[Any, ...]:
         """The arguments of ``NodeActor.run``."""
-        asked, (agent_info, env_info) = self.asked, part_of(self._infos, rows)
+        asked, first = self.asked, self.asked.first + rows.start
+        request = len(rows), *part_of(self._infos, rows)
         seeds = asked.given_seeds and asked.given_seeds[rows.start : rows.stop]
-        infos = {"agent_info": agent_info, "env_info": env_info}
-        execute = {"n_episodes": len(rows), "episode_seeds": seeds, **infos}
-        place = rows.start, asked.first + rows.start, rows.start
-        return "run", *place, asked.root, self._policy, execute
+        return "run", rows.start, first, rows.start, asked.root, self._policy, request, seeds
 
     def lose(self, rows: range, why: str) -> None:
         """Let rows run again."""
@@ -437,9 +434,6 @@ class _Gathering:
 
     def take(self, rows: range, answer: Rows | RlpoolError) -> None:
         """Keep rows that have arrived: copies, since Ray's store is small."""
-        step = next((part.step for part in self._parts.values()), None)
-        if not isinstance(answer, RlpoolError) and answer.step != (step or answer.step):
-            answer = SpecError("environments or agents of two nodes have different keys")
         if isinstance(answer, RlpoolError):
             self.error = self.error or answer
             self.left.clear()
@@ -449,8 +443,14 @@ class _Gathering:
             self.n_left -= len(rows)
 
     def result(self) -> TemporalDictTensor:
-        """The rows, once all are there: views of one block."""
+        """The rows, once all are there: views of one block.
+
+        Raises:
+            SpecError: If those of two nodes differ in their keys, shapes or dtypes.
+        """
         parts = [part for _, part in sorted(self._parts.items())]
+        if any(part.step != parts[0].step for part in parts):
+            raise SpecError("environments or agents of two nodes have different keys")
         info = {key: np.concatenate([part.info[key] for part in parts]) for key in parts[0].info}
         rows = Unpadded.joined([part.episodes for part in parts])
         layout = Layout(parts[0].step, self.n_rows, int(rows.lengths.max()), 1)
@@ -506,14 +506,13 @@ class NodeActor:
             return _placed(error, row)
 
     def start(self) -> Any:
-        """Start the workers; returns the number of their lanes."""
+        """Start the workers; returns the number of their lanes, and what their environments are."""
         if self._batcher is None:
             self._batcher = EpisodeBatcher(**pickle.loads(self._setup))
-        self._step()
-        return self._batcher.n_lanes
+        return self._batcher.n_lanes, self._batcher.environment
 
     def run(
-        self, first: int, row: int, root: int, policy: _Policy, request: Mapping[str, Any]
+        self, first: int, row: int, root: int, policy: _Policy, request: Sequence[Any], seeds: Any
     ) -> Rows:
         """Run consecutive episodes.
 
@@ -522,7 +521,8 @@ class NodeActor:
             row: Its row in the whole request.
             root: Root of all seeds.
             policy: What they run with.
-            request: The arguments of ``execute``.
+            request: The arguments of ``execute`` by position.
+            seeds: Its ``episode_seeds``.
         """
         version, reference = policy
         if self._version and not reference:
@@ -534,32 +534,20 @@ class NodeActor:
             self._version = version
         self._batcher._root = root
         self._batcher.seek(first)
-        self._batcher.execute(**request)
+        self._batcher.execute(*request, episode_seeds=seeds)
         trajectories = self._batcher.get()
         info = {key: tensor.numpy() for key, tensor in trajectories.info.items()}
         info["episode"] += row
         info["policy_version"][:] = version
         failures = {row + each.where.row: _placed(each, row) for each in self._batcher.failures}
-        return Rows(self._step(), Unpadded.of(trajectories), info, failures)
+        step = self._batcher._not_closed()._blocks.layout.step
+        return Rows(step, Unpadded.of(trajectories), info, failures)
 
     def close(self) -> None:
         """End the workers."""
         batcher, self._batcher, self._version = self._batcher, None, 0
         if batcher is not None:
             batcher.close()
-
-    def _step(self) -> Any:
-        """What a step consists of, ``None`` if that is not known before the first request.
-
-        Raises:
-            SpecError: If episodes depend on the range that they are in.
-        """
-        blocks = self._batcher._not_closed()._blocks
-        step = None if blocks is None else blocks.layout.step
-        if step is not None and step.resets_together:
-            fix = "give single environments to GymEnv, or use an EpisodeBatcher on each machine"
-            raise SpecError("the environments of create_env cannot be seeded one by one", fix=fix)
-        return step
 
 
 def _placed(error: Any, first_row: int) -> Any:

@@ -243,6 +243,8 @@ def test_a_get_that_takes_too_long_loses_nothing() -> None:
             batcher.get()
         with pytest.raises(UsageError, match="no process of this machine"):
             batcher.stats()
+        with make_local() as local:
+            assert batcher.environment == local.environment
 
 
 def first_hundred() -> Any:
