@@ -502,8 +502,6 @@ class Crew:
                 self._bury(link, link.pipe, link.process)
                 return
             self._take(link, message)
-            if link.pipe is not None and not link.pipe.has_received:
-                return  # the next call sees whether there is more
 
     def _take(self, link: Link, message: Message) -> None:
         if isinstance(message, Logged | Dropped):

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from multiprocessing import (
     spawn,
     util,
 )
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -36,7 +34,7 @@ from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.workers.logs import current_levels
 from rlpool.workers.process_end import kill_when_closed
 from rlpool.workers.template_handle import LIMITS, Template, UnsafeError
-from rlpool.workers.wire import CallerPipe, Inherited
+from rlpool.workers.wire import CallerPipe, Inherited, pipe_ends
 from rlpool.workers.worker_process import Place, WorkerMain, run_connected
 
 
@@ -119,9 +117,8 @@ def launch(
     Raises:
         OSError: If the system allows no further process or descriptor.
     """
-    here, end = socket.socketpair()
-    # The worker's end must not stay open here, or its death would not be an end of file.
-    with Connection(end.detach()) as there:
+    here, there = pipe_ends()
+    with there:  # must not stay open here, or the worker's death would not be an end of file
         try:
             worker = _Process(
                 target=run_connected,

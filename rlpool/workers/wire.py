@@ -1,36 +1,37 @@
 """What travels between the caller and any worker process, and both ends of the pipe.
 
-Messages are small records; data never travels, only the descriptors of memory that holds it. A
-message with memory is followed by its descriptor on the same pipe, in the order of ``send``.
+Messages are small records; data never travels, only the descriptors of memory that holds it. The
+pipe is a pair of sockets that keep messages apart, so each is sent and received as a whole, with
+its descriptors. A long message is written to a file in memory, whose descriptor is sent.
 
 The worker's end waits; the caller's never does. A worker may be stopped, or too busy to read, and
-the caller may not be reading what a worker writes. So what the pipe does not take is buffered and
-written by a later call, and a partial message is kept until the rest arrives::
+the caller may not be reading what a worker writes. So what the pipe does not take is kept and
+written by a later call::
 
     CallerPipe.send() -> unsent messages -> flush() -> socket -> Pipe.receive()
-    CallerPipe.receive() <- bytes received so far   <- socket <- Pipe.send()
+    CallerPipe.receive() <--------------------------- socket <- Pipe.send()
 """
 
 from __future__ import annotations
 
+import array
 import errno
 import fcntl
 import os
 import pickle
 import select
 import socket
-import struct
 import sys
 import termios
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any
 
-from rlpool.data.storage import Memory
+from rlpool.data.storage import Memory, anonymous_file
 from rlpool.errors import WorkerError
 
 Message = Any
@@ -119,30 +120,76 @@ def _number_of(descriptor: Any) -> int:
     return number
 
 
-_READ_BYTES = 2**16
+_MAX_BYTES = 2**15
+"""What the buffer of a socket can always hold. A longer message is written to a file."""
+
+_MAX_FDS = 2
+"""A message's memory, and the file of a long one."""
 
 _LOCK_S = 0.1
 """How long a log record waits for its turn: a signal handler may log in the middle of a send."""
 
-_HEAD = struct.Struct("!i")
-"""``Connection``, which is at the worker's end, puts the size before a message."""
+Packet = tuple[bytes, list[int]]
+"""A message as it travels, and the descriptors that go with it, to be closed."""
 
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+
+def pipe_ends() -> tuple[socket.socket, socket.socket]:
+    """The sockets of a new pipe."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _packed(message: Message, memory: Memory | None = None) -> Packet:
+    fds = [] if memory is None else [os.dup(memory.fd)]
+    size = None if memory is None else memory.n_bytes
+    words = pickle.dumps((message, size), pickle.HIGHEST_PROTOCOL)
+    if len(words) > _MAX_BYTES:
+        fds.append(anonymous_file("rlpool-message"))
+        os.pwrite(fds[-1], words, 0)
+        words = pickle.dumps(None)
+    return words, fds
+
+
+def _write(end: socket.socket, packet: Packet) -> None:
+    words, fds = packet
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+    end.sendmsg([words], [rights] if fds else [], socket.MSG_NOSIGNAL)
+    _close(fds)
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _read(end: socket.socket) -> tuple[Message, int | None, list[int]]:
+    """Receive a message, the size of its memory if it has one, and the descriptor of that."""
+    try:
+        words, fds, flags, _ = socket.recv_fds(end, _MAX_BYTES, _MAX_FDS)
+    except ConnectionResetError:  # comes before the last words of the other end
+        words, fds, flags, _ = socket.recv_fds(end, _MAX_BYTES, _MAX_FDS)
+    if flags & socket.MSG_CTRUNC:
+        _close(fds)
+        raise OSError(errno.EMFILE, "no descriptor left for what a message brings")
+    if not words:
+        raise EOFError
+    content = pickle.loads(words)
+    if content is None:
+        with open(fds.pop(), "rb") as file:
+            content = pickle.load(file)
+    return *content, fds
 
 
 class CallerPipe:
     """Sends messages to a worker and receives its messages, without ever waiting for it.
 
     Args:
-        end: One end of a pair of Unix sockets, owned from here on.
+        end: One end of the pipe, owned from here on.
     """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
-        self._unsent: deque[tuple[memoryview, int | None]] = deque()  # with a descriptor of ours
-        self._received = bytearray()
-        self._reading = threading.Lock()  # another thread, or a handler, may close the pipe
+        self._unsent: deque[Packet] = deque()
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -153,11 +200,6 @@ class CallerPipe:
         """What to poll it for."""
         return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
 
-    @property
-    def has_received(self) -> bool:
-        """Whether anything was read that ``receive`` has not returned yet."""
-        return bool(self._received)
-
     def send(self, message: Message, memory: Memory | None = None) -> None:
         """Send a message, and with it the descriptor of its memory, now or by later ``flush``.
 
@@ -165,12 +207,7 @@ class CallerPipe:
             OSError: If the other end is gone, or this process may open no further descriptor;
                 nothing of the message was sent then.
         """
-        size = None if memory is None else memory.n_bytes
-        fd = None if memory is None else os.dup(memory.fd)  # before anything is announced
-        body = pickle.dumps((message, size), pickle.HIGHEST_PROTOCOL)
-        self._unsent.append((memoryview(_HEAD.pack(len(body)) + body), None))
-        if fd is not None:
-            self._unsent.append((memoryview(b"m"), fd))
+        self._unsent.append(_packed(message, memory))
         self.flush()
 
     def flush(self) -> None:
@@ -180,54 +217,27 @@ class CallerPipe:
             OSError: If the other end is gone.
         """
         while self._unsent:
-            words, fd = self._unsent[0]
+            packet = self._unsent.popleft()  # a handler or another thread may close this meanwhile
             try:
-                if fd is None:
-                    n_sent = self._socket.send(words, _NO_SIGNAL)
-                else:
-                    n_sent = socket.send_fds(self._socket, [words], [fd], _NO_SIGNAL)
+                _write(self._socket, packet)
             except BlockingIOError:
+                self._unsent.appendleft(packet)
                 return
-            if not self._unsent:
-                return  # a signal's handler or another thread has closed it meanwhile
-            if n_sent < len(words):
-                self._unsent[0] = words[n_sent:], None
-                continue
-            self._unsent.popleft()
-            if fd is not None:
-                os.close(fd)
+            except BaseException:
+                _close(packet[1])
+                raise
 
     def receive(self) -> Message | None:
-        """The next message, ``None`` if it has not arrived as a whole.
+        """The next message, ``None`` if none has arrived.
 
         Raises:
             EOFError, OSError: If the other end is gone, and there is no further message.
         """
-        with self._reading:
-            return self._receive()
-
-    def _receive(self) -> Message | None:
-        while (body := self._next_body()) is None:
-            try:
-                words = self._socket.recv(_READ_BYTES)
-            except BlockingIOError:
-                return None
-            if not words:
-                raise EOFError
-            self._received += words
-        return pickle.loads(body)
-
-    def _next_body(self) -> bytearray | None:
-        """Take a message off what was received, if there is one."""
-        received = self._received
-        if len(received) < _HEAD.size:
+        try:
+            message, _, _ = _read(self._socket)
+        except BlockingIOError:
             return None
-        end = _HEAD.size + _HEAD.unpack_from(received)[0]
-        if len(received) < end:
-            return None
-        body = received[_HEAD.size : end]
-        del received[:end]
-        return body
+        return message
 
     def finish(self, message: Message) -> None:
         """Send a last message, if the pipe takes it, and let the worker see that none follows."""
@@ -236,24 +246,17 @@ class CallerPipe:
             self._socket.shutdown(socket.SHUT_WR)
 
     def rest(self) -> list[Message]:
-        """The messages that have arrived as a whole; none while another call reads them."""
+        """The messages that have arrived."""
         messages: list[Message] = []
-        if self._reading.acquire(blocking=False):
-            try:
-                while (message := self._receive()) is not None:
-                    messages.append(message)
-            except (EOFError, OSError):
-                pass
-            finally:
-                self._reading.release()
+        with suppress(EOFError, OSError):
+            while (message := self.receive()) is not None:
+                messages.append(message)
         return messages
 
     def close(self) -> None:
         """Close this end; what was not written is dropped. May be repeated."""
         while self._unsent:
-            _, fd = self._unsent.popleft()
-            if fd is not None:
-                os.close(fd)
+            _close(self._unsent.popleft()[1])
         self._socket.close()
 
 
@@ -261,23 +264,21 @@ class Pipe:
     """A worker's end of the pipe to the caller.
 
     Args:
-        connection: A duplex connection over a Unix socket, at the other end of which is a
-            ``CallerPipe``.
+        end: The socket.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
         self._poller = select.poll()
-        self._poller.register(connection.fileno(), select.POLLIN)
+        self._poller.register(end, select.POLLIN)
         self._lock = threading.Lock()
         self._n_dropped = 0
-        with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
-            n_bytes = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        self._max_unread_bytes = n_bytes // 2  # the rest is for messages that wait
+        # The rest is for messages that wait.
+        self._max_unread_bytes = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def fileno(self) -> int:
         """The descriptor to poll."""
-        return self._connection.fileno()
+        return self._socket.fileno()
 
     def send(self, message: Message) -> None:
         """Send a message, waiting until the caller has read enough of what was sent before.
@@ -285,9 +286,9 @@ class Pipe:
         Raises:
             OSError: If the other end is gone.
         """
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        packet = _packed(message)
         with self._lock:
-            self._write(body)
+            self._write(packet)
 
     def offer(self, message: Message) -> None:
         """Send a message if the caller reads fast enough, else drop and count it. Never waits.
@@ -297,27 +298,29 @@ class Pipe:
         Raises:
             OSError: If the other end is gone.
         """
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        words, files = packet = _packed(message)
         has_turn = self._lock.acquire(timeout=_LOCK_S)
         try:
-            if has_turn and self._n_unread_bytes() + len(body) <= self._max_unread_bytes:
-                self._write(body)
+            has_room = self._n_unread_bytes() + len(words) <= self._max_unread_bytes
+            if has_turn and has_room and not files:
+                self._write(packet)
             else:
                 self._n_dropped += 1
+                _close(files)
         finally:
             if has_turn:
                 self._lock.release()
 
     def _n_unread_bytes(self) -> int:
         """What the kernel keeps for the caller, its own bookkeeping included."""
-        words = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        words = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(words, sys.byteorder)
 
-    def _write(self, body: bytes) -> None:
+    def _write(self, packet: Packet) -> None:
         number, self._n_dropped = self._n_dropped, 0
         if number:
-            self._connection.send_bytes(pickle.dumps(Dropped(number), pickle.HIGHEST_PROTOCOL))
-        self._connection.send_bytes(body)
+            _write(self._socket, _packed(Dropped(number)))
+        _write(self._socket, packet)
 
     def receive(self) -> tuple[Message, Memory | None]:
         """Wait for a message, and for its memory.
@@ -328,17 +331,12 @@ class Pipe:
         Raises:
             EOFError, OSError: If the other end is gone.
         """
-        message, size = pickle.loads(self._connection.recv_bytes())
+        message, size, fds = _read(self._socket)
         if size is None:
             return message, None
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
-            _, descriptors, _, _ = socket.recv_fds(duplicate, 1, 1)
-        if not descriptors:
-            raise OSError(errno.EMFILE, "no descriptor left for what a message brings")
         is_private = not getattr(message, "shares_memory", False)
-        return message, Memory.attach(descriptors[0], size, private=is_private)
+        return message, Memory.attach(fds[0], size, private=is_private)
 
     def poll(self) -> bool:
         """Whether a message, or the end, can be read without waiting."""
-        # Connection.poll() makes a new selector for every call, which costs 20 times as much.
-        return not self._connection.closed and bool(self._poller.poll(0))
+        return self._socket.fileno() >= 0 and bool(self._poller.poll(0))

@@ -10,11 +10,11 @@ import io
 import os
 import pickle
 import signal
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,12 +83,12 @@ def run_connected(
     levels: Levels,
     run: WorkerMain,
     place: Place,
-    connection: Connection,
+    end: socket.socket,
     control_fd: int,
 ) -> None:
     """The main function of every worker process: ``run``, with its logs connected."""
     _write_stacks_on_signal()
-    pipe = Pipe(connection)
+    pipe = Pipe(end)
     connect(PipeHandler(place.worker, pipe), levels)
     try:
         run(place, pipe, control_fd)
@@ -97,7 +97,7 @@ def run_connected(
             gc.unfreeze()
         _write_open_files()
         # The user's threads may keep this process alive: the caller does not wait for them.
-        connection.close()
+        end.close()
 
 
 def _write_open_files() -> None:

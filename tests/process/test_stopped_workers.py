@@ -1,11 +1,10 @@
-"""Workers that read nothing, or stop in the middle of what they write: nobody waits for them."""
+"""Workers that read nothing: nobody waits for them."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -50,11 +49,10 @@ def within(limit_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stopped(pid: int | None, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def stopped(pid: int | None) -> Iterator[None]:
     """Let a process be stopped for a while."""
     assert pid is not None
     process = psutil.Process(pid)
-    wait_until(when)
     process.suspend()
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
     try:
@@ -96,6 +94,8 @@ def test_what_a_stopped_worker_is_sent_waits_and_arrives_when_it_goes_on() -> No
             with within(AT_ONCE_S):
                 second.send(LARGE_REQUEST)
                 assert second.recv()[0] == "obs"
+                second.send(GET_LARGE)
+                assert second.recv()[1].tolist() == list(range(REPLY_BYTES // 8))
         assert first.recv()[0] == "obs"
         first.send(("get_attr", {"attr": "given_options"}))
         assert first.recv() == ("attr", LARGE_REQUEST[1]["options"])
@@ -121,36 +121,6 @@ def test_requests_to_a_stopped_worker_keep_their_order_and_their_policy() -> Non
             assert result is not None
             assert result["frame"][:, 0, 0].tolist() == [100 * version + i for i in range(5)]
             assert result["version"].unique().tolist() == [version]
-
-
-# What workers send ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def stopped_in_the_middle_of_a_reply(manager: ParallelEnvManager) -> Iterator[None]:
-    """Let the worker of lane 0 fill its pipe, and stop it."""
-    manager.remotes[0].send(GET_LARGE)
-    pid = manager.workers[0].pid
-    with stopped(pid, lambda: "sock" in Path(f"/proc/{pid}/wchan").read_text()):
-        yield
-
-
-def test_half_a_reply_is_not_waited_for_and_the_rest_is_received() -> None:
-    with open_manager() as manager:
-        with stopped_in_the_middle_of_a_reply(manager), within(AT_ONCE_S):
-            for _ in range(3):
-                assert not manager.remotes[0].poll()
-            manager.remotes[1].send(("reset", None))
-            assert manager.remotes[1].recv()[0] == "obs"
-        assert manager.remotes[0].recv()[1].tolist() == list(range(REPLY_BYTES // 8))
-        with stopped_in_the_middle_of_a_reply(manager), within(CLOSE_S):
-            manager.close()
-
-
-@pytest.mark.promise("I3")
-def test_a_worker_that_stops_in_half_a_reply_is_replaced() -> None:
-    with open_manager(timeout=0.7) as manager, stopped_in_the_middle_of_a_reply(manager):
-        assert len(manager.remotes[0].recv()[1]) == REPLY_BYTES // 8
 
 
 # The end ----------------------------------------------------------------------------------------

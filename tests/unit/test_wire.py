@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import pytest
 
 from rlpool.data.storage import Memory
-from rlpool.workers.wire import CallerPipe, Pipe
+from rlpool.workers.wire import CallerPipe, Pipe, pipe_ends
 
 pytestmark = pytest.mark.promise("I4")
 
-Ends = tuple[CallerPipe, Pipe, Connection]
+Ends = tuple[CallerPipe, Pipe, socket.socket]
 
 LARGE = "x" * 2**20
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    here, there = socket.socketpair()
-    connection = Connection(there.detach())
+    here, there = pipe_ends()
     pipe = CallerPipe(here)
-    yield pipe, Pipe(connection), connection
+    yield pipe, Pipe(there), there
     pipe.close()
-    connection.close()
+    there.close()
 
 
 def memory_of(number: int) -> Memory:
@@ -37,13 +36,14 @@ def memory_of(number: int) -> Memory:
 
 
 def test_what_was_sent_before_the_end_is_received(ends: Ends) -> None:
-    here, there, connection = ends
+    here, there, socket_there = ends
     here.send("first")
     assert there.receive() == ("first", None)
-    there.send("last words")
-    os.write(connection.fileno(), b"\0\0")  # half of a message
-    connection.close()
-    assert here.receive() == "last words"
+    for words in (LARGE, "last words"):
+        there.send(words)
+    here.send("never received")
+    socket_there.close()
+    assert [here.receive(), here.receive()] == [LARGE, "last words"]
     with pytest.raises(EOFError):
         here.receive()
 
@@ -65,6 +65,12 @@ def test_descriptors_that_cannot_be_sent_are_closed_and_announce_nothing(
     assert there.receive() == ("kept", None)
     before = len(os.listdir("/proc/self/fd"))
     here.send(LARGE, memory)
+    message, received = there.receive()
+    assert (message, received.root()[0]) == (LARGE, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    while here.events == select.POLLIN:  # the pipe takes no more
+        here.send("small")
+    here.send("unsent", memory)
     assert len(os.listdir("/proc/self/fd")) == before + 1
     here.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
