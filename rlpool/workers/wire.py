@@ -169,7 +169,7 @@ def _read(end: socket.socket) -> tuple[Message, int | None, list[int]]:
         words, fds, flags, _ = socket.recv_fds(end, _MAX_BYTES, _MAX_FDS)
     if flags & socket.MSG_CTRUNC:
         _close(fds)
-        raise OSError(errno.EMFILE, "no descriptor left for what a message brings")
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not words:
         raise EOFError
     content = pickle.loads(words)
