@@ -23,7 +23,7 @@ from rlpool.data.infos import Info, info_rows
 from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import AgentSpecError
 from rlpool.seeding import worker_seed
-from rlpool.testing.check_env import Checks, EnvChecks, Problems, differing, outside
+from rlpool.testing.check_env import Checks, EnvChecks, Problems, differing
 
 _N_LANES = (1, 2, 5)
 """In how many lanes to run it, unless a ``VecEnv`` says."""
@@ -111,15 +111,6 @@ class AgentChecks(Checks):
             fix = "return the same for any number of rows: squeeze(1), not squeeze()"
             yield from differing("rows of batches of different sizes", one, two, fix)
 
-    def action_fits(self) -> Problems:
-        """Actions are in the action space."""
-        space: Any = getattr(self.envs.lanes(), "action_space", None)
-        if getattr(space, "dtype", None) is None:  # it is not known, or nested
-            return
-        for *_, result in self.trace:
-            for action in result["output/action"].numpy().astype(space.dtype):
-                yield from outside(space, "an action", action)
-
     def rows_are_independent(self) -> Problems:
         """A row's results depend on that row alone."""
         agent = self.make()
@@ -201,7 +192,7 @@ def check_agent(
 
     - an exception, or a result that is not ``(state, output, new_state)`` with one row per lane
       and the same keys, shapes and dtypes in every call;
-    - an action outside the action space (outside the bounds of a ``Box`` is a warning);
+    - an action outside of a discrete action space;
     - results of a row that depend on other rows, bit by bit;
     - different bits from the same arguments, noise included, after other calls or with another
       state of the global random generators;
@@ -232,6 +223,5 @@ def check_agent(
     checks.envs = EnvChecks(env, env_args, seed, options, _N_STEPS)
     checks.envs.made = checks.made  # closed together
     checks.agent_info = info_rows("agent_info", agent_info, None)
-    fits = checks.returns, checks.action_fits
     same = checks.rows_are_independent, checks.deterministic, checks.forgets
-    checks.run(*fits, *same, checks.inputs_unchanged)
+    checks.run(checks.returns, *same, checks.inputs_unchanged)

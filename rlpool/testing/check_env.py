@@ -230,8 +230,11 @@ class EnvChecks(Checks):
     def observations_fit(self) -> Problems:
         """Every observation is in the space."""
         for place, _, returned in self.steps:
-            if self.space is not None and returned is not None:
-                yield from outside(self.space, f"{place}: the observation", returned[0])
+            if self.space is None or returned is None or self.space.contains(returned[0]):
+                continue
+            what = f"{place}: the observation is {returned[0]!r:.99}, not in {self.space}"
+            fix = "return what the space declares, or declare what is returned"
+            yield isinstance(self.space, _CHOICES), what, fix
 
     def values_are_finite(self) -> Problems:
         """No NaN in observations and rewards, no infinite ones."""
@@ -278,13 +281,6 @@ class EnvChecks(Checks):
         """Where two episodes differ."""
         for one, other in zip(first, second, strict=False):
             yield from differing(f"{one.place}, {how}", one.row, other.row, _RNG)
-
-
-def outside(space: Any, what: str, value: Any) -> Problems:
-    """Whether a value is outside a space; a warning where it may only exceed bounds."""
-    if not space.contains(value):
-        fix = "return what the space declares, or declare what is returned"
-        yield isinstance(space, _CHOICES), f"{what} is {value!r:.99}, not in {space}", fix
 
 
 def check_env(

@@ -206,12 +206,6 @@ def test_an_environment_that_cannot_be_made_is_named() -> None:
         check_agent(ConstantAgent, raises)
 
 
-def test_actions_outside_the_bounds_are_a_warning() -> None:
-    agent = acting(lambda o: torch.full((o.n_elems(), 1), 3.0))
-    with pytest.warns(UserWarning, match="action_fits: an action is"):
-        check_agent(agent, "Pendulum-v1")
-
-
 def test_the_caller_and_an_instance_are_left_as_they_were() -> None:
     agent = Net()
 
