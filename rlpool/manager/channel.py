@@ -90,7 +90,7 @@ class Buffers:
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
         todo: uint8 ``[lanes]``: what each lane has to do.
-        failed: uint8 ``[lanes]``: 1 if the last thing that a lane had to do failed.
+        failed: uint8 ``[lanes]``: 1 if what a lane had to do failed, until the caller has read why.
         seed: int64 ``[lanes]``: seeds of resets.
         writing: One int64 per worker, and below, as memoryviews, which are read faster.
         asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
@@ -222,12 +222,14 @@ class LaneFailed:
 
     Attributes:
         lane: The lane.
+        together: All lanes that were to do the same, which need a reset.
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
         is_lost: Whether the lane could not be restored, so that a restart would not help.
     """
 
     lane: int
+    together: Sequence[int]
     call: str
     error: EnvError
     is_lost: bool = False

@@ -269,16 +269,9 @@ class Lanes(CrashOnly):
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        todo, idle = self._todo, self._idle
-        if len(lanes) == self.n_lanes:
-            self._wait_for(lambda: todo.tobytes() == idle)
-        else:
-            self._wait_for(lambda: not any(todo[lane] for lane in lanes))
-        if self._failed.tobytes() != idle:
-            try:
-                self._raise_failure(lanes)
-            finally:
-                self.settle(lanes)
+        self._wait_for_lanes(lanes)
+        if self._errors:
+            self._raise_failure(lanes)
 
     def let_go(self, lanes: Sequence[int]) -> None:
         """Leave lanes that step to ``take_ready``, instead of waiting for them."""
@@ -299,36 +292,36 @@ class Lanes(CrashOnly):
 
         def are_enough() -> bool:
             lanes[:] = [lane for lane in self.stepping if not todo[lane]]
-            return len(lanes) >= wanted or any(failed[lane] for lane in lanes)
+            has_failed = any(failed[lane] or lane in self._errors for lane in lanes)
+            return has_failed or len(lanes) >= wanted
 
         self._wait_for(are_enough)
-        self._raise_failure(sorted(lanes))
+        self._wait_for_lanes(lanes)
+        self._raise_failure(lanes)
         self.stepping.difference_update(lanes)
         return sorted(lanes)
 
+    def _wait_for_lanes(self, lanes: Sequence[int]) -> None:
+        """Wait until lanes have done what they have to do, and it is known what failed."""
+        todo, failed, idle = self._todo, self._failed, self._idle
+        if len(lanes) == self.n_lanes:
+            self._wait_for(lambda: todo.tobytes() == idle)
+        else:
+            self._wait_for(lambda: not any(todo[lane] for lane in lanes))
+        if failed.tobytes() != idle:
+            self.wait_until(lambda: not any(failed[lane] for lane in lanes))
+
     def _raise_failure(self, lanes: Sequence[int]) -> None:
-        """Raise the first failure of some lanes; all that were to do the same need a reset."""
-        failed = [lane for lane in lanes if self._failed[lane]]
-        if not failed:
-            return
-        own = self.lanes_of[self.worker_of[failed[0]]]
-        self.wait_until(lambda: not self._errors.keys().isdisjoint(own))
-        self._may_step = None
-        together = [lane for lane in own if self._failed[lane]]
-        for lane in (*failed, *together):
-            self.tapes.forget(lane)
-        for lane in together:
-            self._failed[lane] = 0
-            self.stepping.discard(lane)
-        raise self._errors.pop(min(self._errors.keys() & own))
+        """Raise the first failure of some lanes, once for all lanes that have failed together."""
+        if failed := self._errors.keys() & lanes:
+            error = self._errors[min(failed)]
+            self.settle([lane for lane, other in self._errors.items() if other is error])
+            raise error
 
     def settle(self, lanes: Sequence[int]) -> None:
         """Wait for steps of lanes that the user has given up, and forget their outcome."""
-        self._wait_for(lambda: not any(self._todo[lane] for lane in lanes))
-        if any(self._failed[lane] for lane in lanes):
-            self._look()  # what failed was reported before
+        self._wait_for_lanes(lanes)
         for lane in lanes:
-            self._failed[lane] = 0
             self._errors.pop(lane, None)
             self.stepping.discard(lane)
 
@@ -390,14 +383,6 @@ class Lanes(CrashOnly):
         self.settle([lane])  # it may be in the middle of saying that it has replied
         return self.replies.pop(lane)
 
-    def _refuse_request(self, lane: int, error: WorkerError) -> None:
-        """Let a failure be the reply: the environment's traceback, or how its worker failed."""
-        text = str(error)
-        if isinstance(error, EnvError):
-            text = f"{error.traceback_text}\n  fix:   {error.fix}"
-        self.replies[lane] = Reply(lane, pickle.dumps(("error", text)), error)
-        self.tapes.forget(lane)
-
     def close_lane(self, lane: int) -> None:
         """Close an environment; its worker ends with the last one."""
         worker = self.worker_of[lane]
@@ -451,7 +436,7 @@ class Lanes(CrashOnly):
             self._agree(self.lanes_of[worker].start, message.report)
             self._brief(worker)
         elif isinstance(message, LaneFailed):
-            self._take_failure(worker, self.lanes_of[worker][message.lane], message)
+            self._take_failure(worker, message)
         elif isinstance(message, Reply):
             self.replies[self.lanes_of[worker][message.lane]] = message
 
@@ -470,6 +455,7 @@ class Lanes(CrashOnly):
         if self._mapped is None:
             return
         own, (specs, memory) = self.lanes_of[worker], self._mapped
+        self.buffers.failed[own] = 0  # of what could not be reported and is done again
         tapes = {lane - own.start: tape for lane in own if (tape := self._tape_of(lane))}
         self.buffers.writing[worker] = 0
         self.crew.send(worker, Begin(specs, tapes), memory)
@@ -525,21 +511,35 @@ class Lanes(CrashOnly):
         step = self.tapes.n_steps(lane) - (call == "step")
         return Where(worker, lane, step=step, seed=tape.seed, env_info=tape.options or None)
 
-    def _take_failure(self, worker: int, lane: int, message: LaneFailed) -> None:
+    def _take_failure(self, worker: int, message: LaneFailed) -> None:
+        own = self.lanes_of[worker]
+        lane = own[message.lane]
         episode = {} if message.is_lost else self._episode_of(lane)
         where = self._where(lane, message.call)
         error = of_lane(message.error, lane, message.call, where=where, **episode)
         if self._policy.restarts_on_env_errors and not message.is_lost:
             self.crew.expect_end(worker, error)  # its successor does it again
-        elif lane in self.replies and not self.has_reply(lane):
-            self._refuse_request(lane, error)
         else:
-            self._errors[lane] = error
+            self._fail([own[number] for number in message.together], error)
+
+    def _fail(self, lanes: Sequence[int], error: WorkerError) -> None:
+        """Let a failure be the outcome of what lanes had to do; they need a reset."""
+        self._may_step = None
+        for lane in lanes:
+            self.tapes.forget(lane)
+            self._failed[lane] = 0
+            if lane not in self.replies:
+                self._errors[lane] = error
+                continue
+            text = str(error)  # how its worker failed, or the environment's traceback
+            if isinstance(error, EnvError):
+                text = f"{error.traceback_text}\n  fix:   {error.fix}"
+            self.replies[lane] = Reply(lane, pickle.dumps(("error", text)), error)
 
     def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
         """See ``Client.lost``: the lane that failed is truncated, or its call has failed."""
         lane = None if failure is None else failure.where.lane
-        if not gives_up or failure is None or lane is None or not self._call_of(lane):
+        if not gives_up or failure is None or lane is None or not self._todo[lane]:
             return False
         may_truncate = self._policy.restarts_on_env_errors and not self.reports_failures
         if may_truncate and self._todo[lane] in (STEP, RESET, RESET_WITH_OPTIONS):
@@ -548,16 +548,12 @@ class Lanes(CrashOnly):
             self.given_up[lane] = GivenUp(self.tapes.peek(lane), failure, in_reset)
             return True
         # What is truncated and fails again did so while its tape was repeated.
-        failure = of_lane(failure, lane, self._call_of(lane))
-        if self._todo[lane] == ANSWER:
-            self._refuse_request(lane, failure)
-            self._todo[lane] = IDLE
-        else:
-            self._errors[lane] = failure
-            for together in self.lanes_of[worker]:
-                if self._todo[together]:
-                    self.tapes.forget(together)
-                    self._failed[together], self._todo[together] = 1, IDLE
+        is_request = self._todo[lane] == ANSWER
+        busy = [n for n in self.lanes_of[worker] if self._todo[n] not in (IDLE, ANSWER)]
+        together = [lane] if is_request else busy
+        self._fail(together, of_lane(failure, lane, self._call_of(lane)))
+        for other in together:
+            self._todo[other] = IDLE
         return True
 
     # Life and end -------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rlpool.data.specs import Declaration, structure_of_space
 from rlpool.data.storage import Memory
 from rlpool.envs.description import described
 from rlpool.envs.gym_env import GymEnv
@@ -101,29 +100,20 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
         for lane, env in enumerate(envs, setup.first_lane):
             fix = "let it return one Gymnasium environment"
             check_is_env(f"env_fns[{lane}] returned", env, fix)
+            for name in ("observation_space", "action_space"):
+                if getattr(env, name, None) is None:
+                    raise SpecError(
+                        f"env_fns[{lane}] returned an environment without {name}",
+                        fix=f"give it an attribute {name}: a ParallelEnvManager has to know what "
+                        "its environments take and return before they run",
+                    )
         batch = GymEnv(envs, root_from(place.seed), **setup.options)
-        _declare(batch, setup)
     except SpecError as error:
         raise WorkerStartupError(
             error.what, where=where, fix=error.fix, traceback_text=text_of(error)
         ) from error
     batch.lane_in_use = control.lane
     return batch
-
-
-def _declare(env: GymEnv, setup: Setup) -> None:
-    """Let observations and infos be what the environments declare, before the first reset."""
-    for name in ("observation_space", "action_space"):
-        if getattr(env, name) is None:
-            raise SpecError(
-                f"env_fns[{setup.first_lane}] returned an environment without {name}",
-                fix=f"give it an attribute {name}: a ParallelEnvManager has to know what its "
-                "environments take and return before they run",
-            )
-    if env.declaration is None:
-        space = env.observation_space
-        structure = structure_of_space(space, name="observation_space")
-        env.declare(Declaration(structure, env._info_specs))
 
 
 def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
@@ -173,7 +163,6 @@ class EnvServer(Server):
         self._closers.append(env.close)
         spaces = env.observation_space, env.action_space
         pickled = called(self._here, "pickling the spaces", cloudpickle.dumps, spaces)
-        # _declare() has seen to it that these are there.
         declaration: Any = env.declaration
         action: Any = env.action_structure
         knows = env.native_actions, pickled, tasks_of(env), env.state_keepers
@@ -270,44 +259,38 @@ class EnvServer(Server):
         """
         if not lanes:
             return True
-        rows = _ALL if lanes is self._all else lanes
-        if failure := self._called(name, lanes, call, *arguments):
-            self._send(failure)
-            if self._ends_with(failure):
-                return False
-            buffers.failed[rows] = 1
-        elif result is not None:
-            self._reply(lanes[0], result)
-        buffers.todo[rows] = IDLE
-        buffers.writing[self._place.worker] = 0
-        self._done.signal()
-        return True
-
-    def _called(
-        self, name: str, lanes: list[int], call: Callable[..., Any], *arguments: Any
-    ) -> LaneFailed | None:
-        """Let lanes do something; returns what failed."""
         record, failure = self._control, None
         if name == "reset":
             self._recycling.n_begun += len(lanes)
             for lane in lanes:
                 self._not_restored.pop(lane, None)
         if self._not_restored and (lost := self._not_restored.keys() & lanes):
-            return LaneFailed(min(lost), name, self._not_restored[min(lost)], is_lost=True)
-        record.env_ns[0] -= monotonic_ns()
-        try:
-            call(lanes, *arguments)
-            record.n_steps[0] += len(lanes) if name == "step" else 0
-        except LaneError as error:
-            failure = LaneFailed(error.lane, error.call, env_error(error, self._here))
-        record.env_ns[0] += monotonic_ns()
-        record.steps[0] += 1
-        record.done[0] += failure is None
-        return failure
-
-    def _ends_with(self, failure: LaneFailed) -> bool:
-        """Whether a successor has to do again what failed."""
-        return self._place.policy.restarts_on_env_errors and not failure.is_lost
+            error = self._not_restored[min(lost)]
+            failure = LaneFailed(min(lost), lanes, name, error, is_lost=True)
+        else:
+            record.env_ns[0] -= monotonic_ns()
+            try:
+                call(lanes, *arguments)
+                record.n_steps[0] += len(lanes) if name == "step" else 0
+                record.done[0] += 1
+            except LaneError as raised:
+                error = env_error(raised, self._here)
+                failure = LaneFailed(raised.lane, lanes, raised.call, error)
+            record.env_ns[0] += monotonic_ns()
+            record.steps[0] += 1
+        rows = _ALL if lanes is self._all else lanes
+        if failure is not None:
+            if self._place.policy.restarts_on_env_errors and not failure.is_lost:
+                self._send(failure)
+                return False
+            buffers.failed[rows] = 1
+            self._send(failure)
+        elif result is not None:
+            self._reply(lanes[0], result)
+        buffers.todo[rows] = IDLE
+        buffers.writing[self._place.worker] = 0
+        self._done.signal()
+        return True
 
     def _retires(self, n_resets: int) -> bool:
         """Whether a successor should begin some episodes; then this worker retires."""
