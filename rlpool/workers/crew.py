@@ -44,7 +44,6 @@ from rlpool.workers.process_end import end_all, reap, signal_name
 from rlpool.workers.process_start import (
     launch,
     prepare,
-    reap_template,
     starting_processes,
 )
 from rlpool.workers.wake import Wake
@@ -394,7 +393,6 @@ class Crew:
         with suppress(TypeError):  # at the end of Python multiprocessing has no registry any more
             self._end.cancel()
         self._epoll = None  # a wait of another thread goes on
-        reap_template()
         self.control.close()
 
     # Talking to workers -----------------------------------------------------------------------

@@ -11,7 +11,6 @@ import atexit
 import io
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import threading
@@ -33,7 +32,7 @@ from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.workers.logs import current_levels
 from rlpool.workers.process_end import kill_when_closed
-from rlpool.workers.template_handle import LIMITS, Template, UnsafeError
+from rlpool.workers.template_handle import Template, UnsafeError
 from rlpool.workers.wire import CallerPipe, Inherited, pipe_ends
 from rlpool.workers.worker_process import Place, WorkerMain, run_connected
 
@@ -91,11 +90,6 @@ def prepare(start_method: str) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if start_method != "spawn":
         _template.ready()
-
-
-def reap_template() -> None:
-    """Reap a template that has died."""
-    _template.is_up()
 
 
 def why_spawned() -> str:
@@ -245,11 +239,7 @@ class _ForkingPopen(_Popen):
         return len(self._fds) - 1
 
     def _start(self, *fds: int) -> int:
-        pid = _template.fork([*fds, *self._fds])
-        with suppress(ProcessLookupError):  # it was killed
-            for limit in LIMITS:
-                resource.prlimit(pid, limit, resource.getrlimit(limit))
-        return pid
+        return _template.fork([*fds, *self._fds])
 
 
 _template = Template()

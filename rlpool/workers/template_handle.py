@@ -49,7 +49,7 @@ _FORK_S = 20.0
 _MAX_TRIES = 3
 """How many templates in a row may end without a worker started before workers are spawned."""
 
-LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
@@ -64,7 +64,7 @@ def identity() -> tuple[Any, ...]:
     """What a process inherits and a running one cannot take over.
 
     The interpreter and its flags, search path, working directory, environment variables, session,
-    privileges, umask, ignored signals, nice value, cores, and hard limits.
+    privileges, umask, ignored signals, nice value, cores, and limits.
     """
     status = Path("/proc/thread-self/status").read_text().splitlines()
     return (
@@ -77,7 +77,7 @@ def identity() -> tuple[Any, ...]:
         tuple(line for line in status if line.startswith(_INHERITED)),
         os.getpriority(os.PRIO_PROCESS, 0),
         frozenset(os.sched_getaffinity(0)),
-        tuple(resource.getrlimit(limit)[1] for limit in LIMITS),
+        tuple(map(resource.getrlimit, _LIMITS)),
     )
 
 
@@ -283,8 +283,5 @@ def why_impossible() -> str:
     """Why this platform allows no template; ``""`` where it does."""
     if getattr(sys, "frozen", False):
         return "this program is frozen, so its interpreter cannot be started separately"
-    try:
-        is_complete = all(map(os.get_inheritable, range(3)))
-    except OSError:
-        is_complete = False
+    is_complete = all(os.path.exists(f"/proc/self/fd/{fd}") for fd in range(3))
     return "" if is_complete else "a standard stream of this process is closed"

@@ -155,8 +155,9 @@ def settle_in(place: Place, control_fd: int) -> WorkerRecord:
     torch.set_num_threads(1)
     seed = place.seed
     seed_generators(seed)
-    if _has_other_devices():
-        torch.manual_seed(seed)  # also theirs, which costs a worker 1 MB and 2 ms
+    with suppress(RuntimeError):  # of torch 2.6, which was built for the CPU alone
+        if torch.accelerator.current_accelerator() is not None:  # asking starts no device
+            torch.manual_seed(seed)  # also theirs, which costs a worker 1 MB and 2 ms
     record = worker_record(control_fd, place.n_workers, place.worker)
     record.steps[0] = 1  # from here on no progress means a hang
     return record
@@ -298,14 +299,6 @@ def run(
     finally:
         server.close()
         vars(server).clear()  # frees environments and agent, whatever refers back to the server
-
-
-def _has_other_devices() -> bool:
-    """Whether this torch was built for anything but the CPU; asking starts no device."""
-    try:
-        return torch.accelerator.current_accelerator() is not None
-    except RuntimeError:  # what torch 2.6 raises for none
-        return False
 
 
 _INT64 = np.dtype(np.int64)

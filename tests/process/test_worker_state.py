@@ -83,14 +83,14 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    limits = {resource.RLIMIT_NOFILE: 300, resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: 2**37}
+    for limit, soft in limits.items():
+        resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
     prepare("auto")
 
     os.dup2(os.open(Path(sys.argv[1], "stdout"), os.O_CREAT | os.O_WRONLY), 1)
     sys.argv.append("argument")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGRTMIN + 2})
-    limits = {resource.RLIMIT_NOFILE: 300, resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: 2**37}
-    for limit, soft in limits.items():
-        resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
     template = identity()
     run_worker("forked")
     run_worker("two", n_threads=2)
