@@ -124,9 +124,7 @@ class InfoColumn(Column):
 
     def __init__(self, key: str, spec: TensorSpec, n_lanes: int) -> None:
         super().__init__(key, Leaf(spec, is_scalar=not spec.shape), n_lanes)
-        self.zero: Any = (
-            np.zeros(spec.shape, spec.dtype) if spec.shape else spec.dtype.type().item()
-        )
+        self.zero = np.zeros(spec.shape, spec.dtype)[()]
         self._is_nested = "/" in key
 
     def values(self, infos: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -363,20 +363,15 @@ class VecEnv(ABC):
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        ended: list[int] = []
+        ends: list[int] = []
         if isinstance(terminated, np.ndarray) and isinstance(truncated, np.ndarray):
             ends = np.flatnonzero(terminated | truncated).tolist()
         elif any(terminated) or any(truncated):
             flags = zip(terminated, truncated, strict=True)
             ends = [row for row, (one, other) in enumerate(flags) if one or other]
-        else:
-            return ended
-        is_terminated, is_truncated, is_done, _ = self.flags
-        for row in ends:
-            lane = lanes[row]
-            is_terminated[lane], is_truncated[lane] = terminated[row], truncated[row]
-            is_done[lane] = True
-            ended.append(lane)
+        ended = [lanes[row] for row in ends]
+        for row, lane in zip(ends, ended, strict=True):
+            self.flags[:3, lane] = terminated[row], truncated[row], True
         if ended and self._infos is not None and self._infos.is_watching:
             self._infos.report_seen(self.seen_keys)
         return ended
