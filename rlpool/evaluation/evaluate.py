@@ -1,13 +1,19 @@
-"""Evaluating an agent: returns, lengths and successes of complete episodes; and doing it again."""
+"""Evaluating an agent: returns, lengths and successes of complete episodes; and doing it again.
+
+A protocol says how it was done: arguments, environment, and digests of the policy and the infos.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import gymnasium
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,9 +23,9 @@ from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.checks import CreateEnv
 from rlpool.data.infos import Info, Infos, as_infos, options_of, part_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.description import plain
 from rlpool.errors import EnvSpecError, SpecError, WorkerError, described
-from rlpool.evaluation.figures import refuse_no_evaluation
-from rlpool.evaluation.protocol import differences, parts_of, protocol_of
+from rlpool.evaluation.figures import differences, refuse_no_evaluation
 from rlpool.evaluation.result import (
     Entry,
     Evaluation,
@@ -29,6 +35,7 @@ from rlpool.evaluation.result import (
 )
 from rlpool.machine.arguments import also_takes, optional_number, whole_number
 from rlpool.machine.imports import import_extra
+from rlpool.machine.torch_settings import default_device, torch_settings
 from rlpool.observe.control import Word
 from rlpool.record.tape import Tape, tape_of
 from rlpool.seeding import checked_seeds, evaluation_root
@@ -44,8 +51,6 @@ AGENT_ROWS = 16
 
 _N_TIMESTEPS = 128
 """Steps per slot; longer episodes are joined from several."""
-
-_SUCCESS = "success", "is_success"
 
 _PER_LANE = 4
 """Episodes of a request per lane of one worker. Only two requests are in memory at a time, whatever
@@ -153,7 +158,7 @@ def evaluate(
     sizes = max_steps, _N_TIMESTEPS, None  # as many slots as its layout says
     with _Evaluator(*sizes, *functions, n_workers, root, **rest) as batcher:
         n_lanes = batcher.n_lanes // max(1, n_workers)
-        protocol = protocol_of(
+        protocol = _protocol_of(
             agent,
             batcher.environment,
             env_args,
@@ -327,9 +332,8 @@ class Verification(NamedTuple):
 
     def __str__(self) -> str:
         n_same = self.n_episodes - len(self.episodes)
-        return "\n".join(
-            [f"{self.n_episodes} episodes were run again: {n_same} agree", *self.differences]
-        )
+        result = f"{self.n_episodes} episodes were run again: {n_same} agree"
+        return "\n".join([result, *self.differences])
 
 
 def verify(
@@ -359,7 +363,7 @@ def verify(
         >>> print(verify(evaluation, create_agent, create_env))
         4 episodes were run again: 4 agree
     """
-    refuse_no_evaluation("evaluation", evaluation)
+    refuse_no_evaluation(evaluation)
     protocol, entries = evaluation.protocol, evaluation.entries
     if not entries or not protocol:
         raise SpecError("the evaluation has no record", fix="make it with evaluate")
@@ -385,7 +389,90 @@ def verify(
     return Verification(len(again.entries), numbers, found)
 
 
-# Arguments ---------------------------------------------------------------------------------------
+# Protocols ---------------------------------------------------------------------------------------
+
+
+def _protocol_of(
+    agent: Agent,
+    environment: Mapping[str, Any],
+    env_args: Mapping[str, Any] | None,
+    rows: Infos,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """What the episodes of an evaluation follow from, as JSON says it.
+
+    Args:
+        agent: The agent.
+        environment: What a batcher says of its environments.
+        env_args: Arguments of ``create_env``.
+        rows: ``agent_info`` and ``env_info``.
+        **arguments: Other arguments of ``evaluate``.
+    """
+    dtypes = [{key: str(array.dtype) for key, array in info.items()} for info in rows]
+    libraries = sys.modules["rlpool"], torch, np, gymnasium
+    return {
+        **arguments,
+        "env_args": plain(env_args or {}),
+        "environment": dict(environment),
+        "agent": type(agent).__qualname__,
+        "parameters": _digest_of(agent),
+        "agent_info": dtypes[0],
+        "env_info": dtypes[1],
+        "infos_digest": _digest_of([dict(info) for info in rows]),
+        "torch": {
+            "default_device": str(default_device()),
+            **{name: str(value) for name, value in torch_settings().items()},
+        },
+        "versions": {each.__name__: str(each.__version__) for each in libraries},
+    }
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object consists of, by path: of agents, modules, dicts, lists and tuples."""
+    seen: set[int] = set()
+    left = [("", value)]
+    while left:
+        path, part = left.pop()
+        held: Mapping[Any, Any] = {}
+        if isinstance(part, Agent | nn.Module):
+            held = vars(part)
+        elif isinstance(part, Mapping):
+            held = part
+        elif isinstance(part, list | tuple):
+            held = dict(enumerate(part))
+        if held and id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        left += [(f"{path}/{key}", held[key]) for key in sorted(held, key=str)]
+
+
+def _digest_of(value: Any) -> str:
+    """SHA-256 of all tensors, arrays, numbers and texts that an object consists of.
+
+    Whether modules are in training mode does not matter; other objects count by their class.
+    """
+    digest = hashlib.sha256()
+    for path, part in _parts_of(value):
+        if path.endswith("/training"):
+            continue
+        data = b""
+        if isinstance(part, torch.Tensor):
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().tobytes()
+            what = f"{part.dtype} {list(part.shape)}"
+        elif isinstance(part, np.ndarray | np.generic) and part.dtype.kind in "biufcSU":
+            data, what = part.tobytes(), f"{part.dtype.str} {list(part.shape)}"
+        elif part is None or isinstance(part, str | bytes | int | float):
+            what = repr(part)
+        else:
+            what = getattr(part, "__qualname__", type(part).__qualname__)
+        digest.update(f"{path} {what}\n".encode())
+        digest.update(data)
+    return f"sha256:{digest.hexdigest()}"
+
+
+# Copies of agents --------------------------------------------------------------------------------
 
 
 def _copied(agent: Any, n_workers: int) -> Any:
@@ -400,16 +487,15 @@ def _copied(agent: Any, n_workers: int) -> Any:
     try:
         return copy.deepcopy(agent)
     except Exception as error:
-        raise SpecError(
-            f"the agent cannot be copied: {described(error):.200}",
-            fix="define its __deepcopy__, or leave out in its __getstate__ what cannot be copied",
-        ) from error
+        what = f"the agent cannot be copied: {described(error):.200}"
+        fix = "define its __deepcopy__, or leave out in its __getstate__ what cannot be copied"
+        raise SpecError(what, fix=fix) from error
 
 
 def _in_evaluation_mode(agent: Any) -> Any:
     """Make the agent of a worker: all its modules are in evaluation mode."""
     agent = agent.load() if isinstance(agent, Parcel) else agent
-    for _, part in list(parts_of(agent)):
+    for _, part in list(_parts_of(agent)):
         if isinstance(part, nn.Module):
             part.eval()
     return agent

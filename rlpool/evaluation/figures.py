@@ -10,14 +10,14 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
-from rlpool.evaluation.protocol import differences
 from rlpool.machine.arguments import real_number
 from rlpool.machine.imports import import_extra
 
@@ -62,7 +62,7 @@ class Summary(NamedTuple):
         median: Median return.
         interquartile_mean: Mean of the middle half of the returns.
         std: Standard deviation over episodes (with n - 1); NaN for a single one.
-        mean_length: Mean number of steps, of episodes that did not fail.
+        mean_length: Mean number of steps.
         success_rate: Rate of successes with Wilson's interval, ``None`` if the environments do not
             say.
 
@@ -125,22 +125,20 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
     """See ``Evaluation.summary``."""
     stats = import_extra("scipy.stats", "evaluation")
     returns, counts = returns_of(evaluation, failures)
-    successes, lengths = evaluation.successes, evaluation.lengths.numpy()
-    if evaluation.failed is not None and evaluation.n_failed < len(lengths):
-        lengths = lengths[~evaluation.failed.numpy()]
     rate = None
-    if successes is not None:
-        test = stats.binomtest(int(successes.numpy()[counts].sum()), len(returns))
+    if evaluation.successes is not None:
+        n_successes = int(evaluation.successes.numpy()[counts].sum())
+        test = stats.binomtest(n_successes, len(returns))
         bounds = test.proportion_ci(_LEVEL, method="wilson")
         rate = Estimate(float(test.statistic), float(bounds.low), float(bounds.high))
     return Summary(
         n_episodes=len(returns),
         n_failed=evaluation.n_failed,
-        mean=_interval(returns, np.mean, "BCa"),
+        mean=_interval(returns, "BCa"),
         median=float(np.median(returns)),
         interquartile_mean=float(stats.trim_mean(returns, 0.25)),
         std=float(returns.std(ddof=1)) if len(returns) > 1 else float("nan"),
-        mean_length=float(lengths.mean()),
+        mean_length=float(evaluation.lengths.numpy()[counts].mean()),
         success_rate=rate,
     )
 
@@ -153,16 +151,15 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
         failures: See ``Evaluation.summary``.
 
     Raises:
-        SpecError: If episodes failed for good and it is not said how they count, none is left, or
-            a return is not finite.
+        SpecError: If it is not one, episodes failed for good and it is not said how they count,
+            none is left, or a return is not finite.
     """
+    refuse_no_evaluation(evaluation)
     returns = evaluation.returns.double().numpy().copy()
     counts = np.ones(len(returns), bool)
     if failures is not None and failures != "exclude":
         fix = 'pass "exclude", or the return that episodes get which failed'
         failures = real_number("failures", failures, "that is finite", fix=fix)
-    if not len(returns):
-        raise SpecError("the evaluation has no episodes", fix="evaluate at least one")
     if evaluation.n_failed and evaluation.failed is not None:
         failed = evaluation.failed.numpy()
         if failures is None:
@@ -178,7 +175,8 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
         else:
             returns[failed] = failures
     if not counts.any():
-        raise SpecError("all episodes failed", fix="pass a number as failures")
+        fix = "evaluate some, or pass a number as failures if all have failed"
+        raise SpecError("the evaluation has no episodes that count", fix=fix)
     for episode in np.flatnonzero(counts & ~np.isfinite(returns)):
         what = f"the return of episode {episode} is {returns[episode]}"
         raise SpecError(what, fix="mend the environment's rewards: figures need finite returns")
@@ -226,30 +224,42 @@ def compare(
     return Comparison(
         n_pairs=len(pairs),
         n_unpaired=n_unpaired,
-        difference=_interval(differences, np.mean, "BCa"),
-        probability_of_improvement=_interval(better, np.mean, "percentile"),
+        difference=_interval(differences, "BCa"),
+        probability_of_improvement=_interval(better, "percentile"),
         success_difference=success,
         mcnemar_p=None if p_value is None else float(p_value),
     )
 
 
-def refuse_no_evaluation(name: str, value: Any) -> None:
-    """Raise for an argument that is no evaluation, such as the path of one."""
+def refuse_no_evaluation(value: Any) -> None:
+    """Raise for anything that is not an evaluation, such as the path of one."""
     if not hasattr(value, "returns"):
         fix = "pass what evaluate returned, or Evaluation.load(path)"
-        raise SpecError(f"{name} should be an Evaluation, got {value!r:.60}", fix=fix)
+        raise SpecError(f"{value!r:.60} is not an Evaluation", fix=fix)
 
 
-def _interval(values: NDArray, statistic: Callable[..., Any], method: str) -> Estimate:
-    """A figure of values, and its bootstrap interval."""
-    value = float(statistic(values, axis=-1))
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Where two things that JSON can say differ, with both sides."""
+    found: list[str] = []
+    for key in sorted(one.keys() | other.keys()):
+        first, second = one.get(key), other.get(key)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            found += differences(first, second, f"{prefix}{key}.")
+        elif json.dumps(first) != json.dumps(second):  # not a number equals itself here
+            found.append(f"{prefix}{key}: {first!r:.80} and {second!r:.80}")
+    return found
+
+
+def _interval(values: NDArray, method: str) -> Estimate:
+    """The mean of values, and its bootstrap interval."""
+    value = float(values.mean())
     if len(values) < 2:
         return Estimate(value, float("nan"), float("nan"))
     if np.ptp(values) == 0:
         return Estimate(value, value, value)
     generator = np.random.default_rng(0)
     found = import_extra("scipy.stats", "evaluation").bootstrap(
-        (values,), statistic, method=method, random_state=generator, **_BOOTSTRAP
+        (values,), np.mean, method=method, random_state=generator, **_BOOTSTRAP
     )
     bounds = found.confidence_interval
     return Estimate(value, float(bounds.low), float(bounds.high))
@@ -259,13 +269,6 @@ def _pairs(
     first: Evaluation, second: Evaluation, failures: str | float | None
 ) -> tuple[NDArray, int]:
     """Return and success of pairs with one seed, ``[n, 2, 2]``; how many episodes have no pair."""
-    refuse_no_evaluation("first", first)
-    refuse_no_evaluation("second", second)
-    names = "environment", "env_args", "max_steps"
-    one, other = ({name: e.protocol.get(name) for name in names} for e in (first, second))
-    if differs := differences(one, other):
-        what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
-        raise SpecError(what, fix="compare policies on the same environment")
     rows: list[dict[int, tuple[float, bool]]] = []
     for each in (first, second):
         returns, counts = returns_of(each, failures)
@@ -274,6 +277,11 @@ def _pairs(
             raise SpecError("seeds occur twice in one evaluation", fix="name every seed once")
         successes = counts if each.successes is None else each.successes.numpy()
         rows.append(dict(zip(seeds, zip(returns, successes[counts], strict=True), strict=True)))
+    names = "environment", "env_args", "max_steps"
+    one, other = ({name: e.protocol.get(name) for name in names} for e in (first, second))
+    if differs := differences(one, other):
+        what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
+        raise SpecError(what, fix="compare policies on the same environment")
     pairs = [(row, rows[1][seed]) for seed, row in rows[0].items() if seed in rows[1]]
     if not pairs:
         fix = "evaluate both with the same seeds, or the same episode_seeds"
@@ -311,8 +319,6 @@ def plot(
     if len(names) != len(evaluations):
         what = f"names has {len(names)} entries for {len(evaluations)} evaluations"
         raise SpecError(what, fix="give one name for each")
-    for name, each in zip(names, evaluations, strict=True):
-        refuse_no_evaluation(f"evaluation {name!r}", each)
     are_paired = len(evaluations) == 2
     drawn = [(name, returns_of(e, failures)[0]) for name, e in zip(names, evaluations, strict=True)]
     figure = import_extra("matplotlib.figure", "evaluation").Figure(layout="constrained")
@@ -331,7 +337,7 @@ def plot(
 def _draw(axes: Any, columns: Sequence[tuple[str, NDArray]]) -> None:
     """Draw values in columns, each with its mean and interval."""
     for number, (_, values) in enumerate(columns):
-        mean = _interval(values, np.mean, "BCa")
+        mean = _interval(values, "BCa")
         spread = number + np.linspace(-0.2, 0.2, len(values))
         axes.scatter(spread, np.sort(values), s=6, alpha=0.5)
         bars = np.nan_to_num([[mean.value - mean.low], [mean.high - mean.value]])

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,8 +41,7 @@ import torch
 from torch import Tensor
 
 from rlpool.errors import SpecError, WorkerError
-from rlpool.evaluation.figures import Summary, summary_of
-from rlpool.evaluation.protocol import differences
+from rlpool.evaluation.figures import Summary, differences, summary_of
 
 _FORMAT, _VERSION = "rlpool evaluation", 2
 
@@ -152,12 +150,9 @@ class Evaluation:
         """
         whole = {**_header(self.protocol), "episodes": list(self.entries)}
         target = checked_target("path", path)
-        unfinished = target.with_name(f".{uuid.uuid4().hex}")
-        try:
-            unfinished.write_text(json.dumps(whole, indent=1) + "\n")
-            os.replace(unfinished, target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        unfinished = target.with_name(f".{target.name}.unfinished")
+        unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+        os.replace(unfinished, target)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:

@@ -77,10 +77,9 @@ def from_sb3(
             "from_sb3() draws no samples with gSDE, nor from a MultiBinary space",
             fix="pass deterministic=True, or train with use_sde=False",
         )
-    normalizer = model.get_vec_normalize_env()
     return Sb3Agent(
         *_parts_of_policy(policy),
-        None if normalizer is None else cloudpickle.dumps(normalizer),
+        cloudpickle.dumps(model.get_vec_normalize_env()),
         deterministic,
         device,
     )
@@ -103,7 +102,7 @@ class Sb3Agent(Agent):
         policy_class: type[Any],
         arguments: Mapping[str, Any],
         parameters: Mapping[str, Tensor],
-        normalizer: bytes | None,
+        normalizer: bytes,
         deterministic: bool,
         device: torch.device | str,
     ) -> None:
@@ -112,9 +111,9 @@ class Sb3Agent(Agent):
         self.policy.load_state_dict(parameters)
         self.policy.to(device)
         self.policy.set_training_mode(False)
-        # Unpickled, a VecNormalize has no environments, and still normalises.
+        # Unpickled, a VecNormalize has no environments, and still normalises. It may be None.
         self._normalizer = normalizer
-        self._vec_normalize: Any = None if normalizer is None else pickle.loads(normalizer)
+        self._vec_normalize: Any = pickle.loads(normalizer)
         self._deterministic, self._device = bool(deterministic), device
         self._is_best = deterministic or isinstance(self.policy, TD3Policy | DQNPolicy)
         self.n_noise = 0 if self._is_best else int(np.prod(self.policy.action_space.shape))

@@ -87,7 +87,7 @@ def test_mcnemar_counts_pairs_that_differ() -> None:
             "skip",
             "(?s)failures should be a number that is finite, got 'skip'.*\"exclude\"",
         ),
-        ([], None, "the evaluation has no episodes"),
+        ([], None, "the evaluation has no episodes that count"),
     ],
 )
 def test_what_cannot_be_summarised_is_refused(returns: Any, failures: Any, message: str) -> None:
@@ -96,7 +96,7 @@ def test_what_cannot_be_summarised_is_refused(returns: Any, failures: Any, messa
 
 
 def test_paths_are_not_compared() -> None:
-    with pytest.raises(SpecError, match=r"(?s)second should be an Evaluation, got 'b.json'.*load"):
+    with pytest.raises(SpecError, match=r"(?s)'b.json' is not an Evaluation.*load"):
         compare(ONE, "b.json")  # type: ignore[arg-type]
 
 
@@ -122,7 +122,7 @@ def test_a_plot_has_all_returns_and_the_paired_differences() -> None:
     ("evaluations", "options", "words"),
     [
         ([], {}, "nothing to plot"),
-        (["a.json"], {}, "evaluation '0'"),
+        (["a.json"], {}, "'a.json' is not an Evaluation"),
         ([ONE], {"names": ["a", "b"]}, "2 entries for 1"),
         ([ONE, evaluation_of([1.0], seeds=[99])], {}, "share no seed"),
     ],
