@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic_ns
@@ -12,14 +13,16 @@ import torch
 
 from rlpool.agents.agent import Agent
 from rlpool.agents.noise import NoiseStream
-from rlpool.data.specs import FLAGS, row_specs
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.specs import FLAGS, TensorSpec, action_fix, is_action, row_specs
 from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import VecEnv
-from rlpool.loop.agent_driver import AgentDriver
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.errors import SpecError
+from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.loop.plan import Lane, Plan
 from rlpool.observe.control import WorkerRecord
-from rlpool.slots.blocks import NOISE_KEY, Layout, StepSpecs
+from rlpool.slots.blocks import NOISE_KEY, Layout, StepSpecs, successor_key
 from rlpool.slots.trajectories import Slice, trajectories_of
 
 
@@ -111,6 +114,88 @@ class AgentCalls:
         self.infos: dict[str, NDArray] = {}
         self.current: dict[str, NDArray] = {}
         self._sources: list[NDArray] = []  # of what is written, all rewritten in place
+
+    def probe(self, seeds: Sequence[int], options: Sequence[Options], resets: bool) -> StepSpecs:
+        """Reset all lanes and call the agent, to learn keys, shapes and dtypes of a step.
+
+        The agent is shown ``infos`` as they are. It has the states after the call.
+
+        Args:
+            seeds: Seed of each lane's reset.
+            options: Options of each lane's reset.
+            resets: Whether to reset all lanes. If not, one is reset, and only if nothing else shows
+                what it observes; the agent is shown what is there.
+
+        Raises:
+            LaneError: If the user's code fails, or the actions do not fit the action space.
+            SpecError: If keys collide.
+        """
+        env, driver = self._env, self.driver
+        if resets:
+            env.reset_all_next()
+            env.reset_lanes(range(env.n_lanes), seeds, options)
+        else:
+            if env.columns is None:
+                env.reset_lanes([0], seeds[:1], options[:1])
+            env.begin_lanes(range(env.n_lanes))
+        leaves = env.action_leaves  # some are only known after a reset
+        if leaves is not None:
+            env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
+        wants_history = bool(driver.agent.require_history())
+        self._call_first(wants_history)
+        outputs = driver.output_specs or {}
+        self._match_actions(outputs)
+        steps = StepSpecs(
+            n_lanes=env.n_lanes,
+            auto_reset=env.auto_reset,
+            observation=row_specs(env.current),
+            output=outputs,
+            state=row_specs(driver.state),
+            n_noise=0 if self.noise is None else self.noise.tensor.shape[1],
+            wants_history=wants_history,
+            seeding=env.seeding,
+        )
+        self.history = History(steps) if wants_history else None
+        return steps
+
+    def _call_first(self, wants_history: bool) -> None:
+        """Let the agent show its outputs and states."""
+        driver, lanes = self.driver, range(self._n_lanes)
+        observation, known = dict(self._env.current), dict(self._env.current)
+        if self.noise is not None:
+            observation[NOISE_KEY] = self.noise.tensor.numpy()
+
+        def no_history(rows: NDArray, _: Sequence[int]) -> TemporalDictTensor:
+            return _no_history({key: array[rows] for key, array in known.items()})
+
+        for _ in range(1 + wants_history):  # the second history includes the agent's keys
+            driver.forget()
+            driver.start(lanes, self.infos)
+            history = no_history if wants_history else None
+            known |= driver.act(lanes, observation, self.infos, history) | driver.state
+        driver.commit()  # idle lanes need a valid state
+
+    def _match_actions(self, outputs: Mapping[str, TensorSpec]) -> None:
+        """Let environments and agent have the same actions, whose dtypes may be converted."""
+        env = self._env
+        actions = {key: spec for key, spec in outputs.items() if is_action(key)}
+        if env.action_leaves is None:
+            env.declare_actions(actions)
+            return
+        wanted = {key: leaf.spec for key, leaf in env.action_leaves.items()}
+        for key in sorted(wanted.keys() | actions.keys()):
+            mine, theirs = actions.get(key), wanted.get(key)
+            kinds = {spec and (spec.shape, spec.dtype.kind == "f") for spec in (mine, theirs)}
+            if len(kinds) > 1:
+                problem = SpecError(
+                    f"action {key!r}: the agent gives {mine or 'nothing'} per row, "
+                    f"the action space wants {theirs or 'no such key'}",
+                    fix=action_fix(mine, theirs),
+                )
+                raise AgentFailure([0], "agent") from problem
+        self.driver.converted_actions = {
+            key: spec.dtype for key, spec in wanted.items() if spec.dtype != actions[key].dtype
+        }
 
     def bind(self) -> bool:
         """Prepare the views of the batch, which all plans share; False if they are the same."""
@@ -214,3 +299,14 @@ class AgentCalls:
             # Lanes that are parked keep their states.
             driver.commit(None if len(lanes) == self._n_lanes else lanes)
         return outputs
+
+
+def _no_history(current: Mapping[str, NDArray]) -> TemporalDictTensor:
+    """A history without steps."""
+    known = {key: torch.from_numpy(array)[:, None][:, :0] for key, array in current.items()}
+    known |= {successor_key(key): tensor for key, tensor in known.items()}
+    n_lanes = len(current["reward"])
+    lengths = torch.zeros(n_lanes, dtype=torch.int64, device="cpu")
+    # The agent's own keys are not known yet.
+    tensors = defaultdict(lambda: torch.zeros(n_lanes, 0, device="cpu"), known)
+    return TemporalDictTensor._wrap(tensors, lengths, DictTensor())

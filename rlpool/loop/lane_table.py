@@ -12,12 +12,11 @@ from rlpool.data.specs import row_specs
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import NotRepeatedError, Where
 from rlpool.loop.agent_calls import AgentCalls
-from rlpool.loop.plan import Lane, Plan, PlanQueue, State, by_number
+from rlpool.loop.plan import Lane, Plan, PlanQueue, SlotWriter, State, by_number
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.repeat import take_over
 from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_steps
 from rlpool.slots.blocks import Arrays
-from rlpool.slots.writer import SlotWriter
 
 _UNTIL_FULL = attrgetter("steps_until_full")
 _RESET_WITH = attrgetter("number", "seed", "options")

@@ -28,7 +28,6 @@ from rlpool.loop.agent_calls import AgentCalls
 from rlpool.loop.agent_driver import AgentFailure
 from rlpool.loop.lane_table import LaneTable, SelfRestartingLanes
 from rlpool.loop.plan import Lane, Plan, PlanQueue
-from rlpool.loop.probe import probe
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import THE_AGENT, agent_error, env_error
 from rlpool.record.tape import actions_of, slot_actions
@@ -72,7 +71,7 @@ class Rollout:
         resets: bool = True,
         first: int | None = None,
     ) -> StepSpecs:
-        """Determine the keys of a step, see ``rlpool.loop.probe``.
+        """Determine the keys of a step, see ``AgentCalls.probe``.
 
         A failed probe leaves no trace; another one, with other infos, may follow.
 
@@ -87,7 +86,7 @@ class Rollout:
         steps = None
         try:
             each = [seeds[lane % len(seeds)] for lane in range(env.n_lanes)]
-            steps = probe(env, calls, each, options, resets)
+            steps = calls.probe(each, options, resets)
         except LaneError as error:
             lane, row = error.lane, error.lane % len(seeds) if first is not None else error.lane
             episode = None if first is None else first + row
