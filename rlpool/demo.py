@@ -129,14 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlpool demo", description=text)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long (default: 10)")
     options = parser.parse_args(arguments)
-    n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers need the other cores
     try:
         run(options.seconds)
     except KeyboardInterrupt:
         return 130
-    finally:
-        torch.set_num_threads(n_threads)
     sys.stdout.write(
         f"These are average returns of {N_ENVS} CartPole-v1 environments in worker processes.\n"
         f"This process learned from them by PPO: {__file__}\n"

@@ -68,7 +68,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-per
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAM_SALT = np.uint64(0xD1B54A32D192ED03)  # keeps noise apart from the seeds themselves
 _START_SALT = np.uint64(0x8CB92BA72F3D8DD7)
-_WORD_MASK = 2**64 - 1
 _NOISE_BITS = 24  # all that float32 can hold of a number in [0, 1)
 _NOISE_SHIFT = np.uint64(64 - _NOISE_BITS)
 _NOISE_UNIT = np.float32(2.0**-_NOISE_BITS)
@@ -245,10 +244,10 @@ class LaneSeeds:
         derived_from = self._noise_key, self._noise_salt, block
         kept = _lane_noise.get((lane, n_noise))
         if kept is None or kept[0] != derived_from:
-            first = mix64(mix64(self._noise_key ^ lane) ^ self._noise_salt) + block * n_at_once
-            keys = mix64_inplace_(
-                np.uint64(first & _WORD_MASK) + np.arange(n_at_once, dtype=np.uint64)
-            )
+            word = mix64_inplace_(np.array([self._noise_key ^ lane], np.uint64))
+            first = mix64_inplace_(word ^ np.uint64(self._noise_salt))
+            numbers = np.arange(n_at_once, dtype=np.uint64) + np.uint64(block * n_at_once)
+            keys = mix64_inplace_(first + numbers)
             kept = derived_from, keys, noise_chunks(keys, 0, n_noise)
             if n_at_once > 1:  # otherwise it is used once
                 if len(_lane_noise) == _MAX_LANES:
@@ -345,15 +344,8 @@ def _hashes(root: int, purpose: int, number: int, n: int, start: int = 0) -> Wor
     )
 
 
-def mix64(word: int) -> int:
-    """The finaliser of SplitMix64."""
-    for shift, factor in zip((30, 27), _MIX_FACTORS, strict=True):
-        word = ((word ^ (word >> shift)) * factor) & _WORD_MASK
-    return word ^ (word >> 31)
-
-
 def mix64_inplace_(words: Words) -> Words:
-    """The same of uint64 of any shape, in place; returns them."""
+    """The finaliser of SplitMix64 of uint64 of any shape, in place; returns them."""
     shifted = words >> np.uint64(30)
     for factor, shift in zip(_MIX_FACTORS, (27, 31), strict=True):
         words ^= shifted
