@@ -14,8 +14,7 @@ from rlpool.batch.messages import Run, Setup
 from rlpool.batch.worker import Collector
 from rlpool.data.storage import Memory
 from rlpool.errors import RlpoolError, WorkerError
-from rlpool.machine.generators import OwnState
-from rlpool.machine.torch_settings import torch_settings
+from rlpool.machine.own_state import OwnState, torch_settings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.crew import Client
 from rlpool.workers.failure_policy import FailurePolicy

@@ -39,7 +39,7 @@ from rlpool.errors import (
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
-from rlpool.machine.generators import seed_generators
+from rlpool.machine.own_state import seed_generators
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import advise_to_debug, agent_error
 from rlpool.record.repeat import take_over

@@ -36,8 +36,8 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, WorkerStartupError
 from rlpool.machine.arguments import also_takes, keywords, real_number, whole_number
 from rlpool.machine.imports import import_extra
+from rlpool.machine.own_state import Settings, torch_settings, use_settings
 from rlpool.machine.pickling import why_not
-from rlpool.machine.torch_settings import Settings, torch_settings, use_settings
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Unpadded, trajectories_of

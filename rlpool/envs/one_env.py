@@ -44,7 +44,7 @@ from rlpool.envs.columns import Columns, as_array, as_numbers, checked_count, fl
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.envs.vec_env import Options
-from rlpool.machine.generators import seed_generators
+from rlpool.machine.own_state import seed_generators
 from rlpool.seeding import stream_seed
 
 STATE_KEY = "state"

@@ -35,7 +35,7 @@ from rlpool.evaluation.result import (
 )
 from rlpool.machine.arguments import also_takes, optional_number, whole_number
 from rlpool.machine.imports import import_extra
-from rlpool.machine.torch_settings import default_device, torch_settings
+from rlpool.machine.own_state import default_device, torch_settings
 from rlpool.observe.control import Word
 from rlpool.record.tape import Tape, tape_of
 from rlpool.seeding import checked_seeds, evaluation_root

@@ -200,8 +200,7 @@ def check_agent(
     - state, observations, ``agent_info`` or history that were changed in place.
 
     It runs in this process, as in a worker: under ``torch.inference_mode``. An instance that is
-    given is copied. The process's global random generators are left as they were. What is only
-    doubtful is a ``UserWarning``.
+    given is copied. The process's global random generators are left as they were.
 
     Args:
         agent: What ``create_agent`` of a batcher is, or an agent.

@@ -35,7 +35,7 @@ from rlpool.errors import (
     described,
 )
 from rlpool.machine.arguments import takes_keyword, whole_number
-from rlpool.machine.generators import OwnState
+from rlpool.machine.own_state import OwnState
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import repeat_together
 from rlpool.record.tape import Tape, action_row, joined

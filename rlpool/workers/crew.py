@@ -36,7 +36,7 @@ from rlpool.errors import (
 from rlpool.machine.imports import missing_guard_error
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import n_oom_kills, process_activity
-from rlpool.machine.torch_settings import torch_settings
+from rlpool.machine.own_state import torch_settings
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.logs import Logs

@@ -25,9 +25,8 @@ from gymnasium.spaces import Discrete, MultiDiscrete
 
 from rlpool.data.storage import Memory, anonymous_file
 from rlpool.errors import Where, WorkerError, WorkerStartupError, described
-from rlpool.machine.generators import seed_generators
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
-from rlpool.machine.torch_settings import Settings, use_settings
+from rlpool.machine.own_state import Settings, seed_generators, use_settings
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix
 from rlpool.seeding import worker_seed

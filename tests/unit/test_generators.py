@@ -19,7 +19,7 @@ from rlpool import (
     UsageError,
     WorkerStartupError,
 )
-from rlpool.machine.generators import OwnState
+from rlpool.machine.own_state import OwnState
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
 

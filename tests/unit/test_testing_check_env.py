@@ -16,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from rlpool import EnvSpecError, GymEnv, GymEnvInf, SpecError, VectorGymEnv
-from rlpool.machine.generators import current_generators
+from rlpool.machine.own_state import current_generators
 from rlpool.testing import CountingEnv, check_env
 
 from support.envs import AncestorCountingEnv, EchoEnv, SpacedLegacyEnv, SpaceEnv

@@ -1,21 +1,20 @@
-"""Global generators of the process: ``random``, NumPy's legacy one, torch's for the CPU.
+"""What a whole process has and results depend on: global generators and settings of torch.
 
-They are what users' code may draw from. Where it runs in the caller's process, it gets states of
-its own: what the caller draws must not depend on what rlpool runs, nor the other way round.
+The generators are ``random``, NumPy's legacy one and torch's for the CPU: what users' code may draw
+from. Where that runs in the caller's process, it gets states of its own: what the caller draws must
+not depend on what rlpool runs, nor the other way round.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-
-from rlpool.machine.torch_settings import default_device, torch_settings, use_settings
 
 _NUMPY: Any = np.random  # its stubs lack some of what it has
 
@@ -54,6 +53,37 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (users' code may draw from it)
     torch.default_generator.manual_seed(seed)  # the caller's devices are left alone
+
+
+Settings = Mapping[str, Any]
+"""Values of torch's settings by their names: the caller's hold in workers, too.
+
+The default device is not among them: for what runs in workers it is the CPU.
+"""
+
+_NAMES = (
+    "default_dtype",
+    "deterministic_debug_mode",  # of use_deterministic_algorithms, which takes a second to import
+    "float32_matmul_precision",
+)
+"""Torch has ``get_`` and ``set_`` functions of these names."""
+
+
+def torch_settings() -> Settings:
+    """Those of this process."""
+    return {name: getattr(torch, f"get_{name}")() for name in _NAMES}
+
+
+def use_settings(settings: Settings) -> None:
+    """Let settings hold in this process."""
+    for name, value in settings.items():
+        if getattr(torch, f"get_{name}")() != value:
+            getattr(torch, f"set_{name}")(value)
+
+
+def default_device() -> torch.device:
+    """Where torch creates tensors in this process."""
+    return torch.empty(0).device
 
 
 class OwnState:
