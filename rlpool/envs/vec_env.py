@@ -363,9 +363,10 @@ class VecEnv(ABC):
         elif any(terminated) or any(truncated):
             flags = zip(terminated, truncated, strict=True)
             ends = [row for row, (one, other) in enumerate(flags) if one or other]
-        ended = [lanes[row] for row in ends]
-        for row, lane in zip(ends, ended, strict=True):
-            self.flags[:3, lane] = terminated[row], truncated[row], True
+        ended = []
+        for row in ends:
+            ended.append(lanes[row])
+            self.flags[:3, lanes[row]] = terminated[row], truncated[row], True
         if ended and self._infos is not None and self._infos.is_watching:
             self._infos.report_seen(self.seen_keys)
         return ended
