@@ -232,8 +232,6 @@ class EnvServer(Server):
             [lane for lane, todo in enumerate(asked) if todo in kinds]
             for kinds in ((STEP,), (TRUNCATE,), (RESET, RESET_WITH_OPTIONS), (ANSWER,))
         )
-        if resetting and self._retires(len(resetting)):
-            return False
         seeds = buffers.seed[resetting].tolist()
         options = [self._call_of(n).data if asked[n] != RESET else None for n in resetting]
         return (
@@ -261,6 +259,9 @@ class EnvServer(Server):
             return True
         record, failure = self._control, None
         if name == "reset":
+            if self._recycling.is_due(len(lanes)):
+                self._send(Retiring())
+                return False
             self._recycling.n_begun += len(lanes)
             for lane in lanes:
                 self._not_restored.pop(lane, None)
@@ -292,13 +293,6 @@ class EnvServer(Server):
         self._done.signal()
         return True
 
-    def _retires(self, n_resets: int) -> bool:
-        """Whether a successor should begin some episodes; then this worker retires."""
-        is_due = self._recycling.is_due(n_resets)
-        if is_due:
-            self._send(Retiring())
-        return is_due
-
     def _call_of(self, lane: int) -> Call:
         """What a lane was sent to do, which may arrive after it was asked for."""
         while lane not in self._calls:
@@ -323,8 +317,6 @@ class EnvServer(Server):
             return do(lambda _: None, result=lambda: ("attr", env.attribute(lane, data)))
         if call.command == "step":
             return do(env.step_lanes, buffers.action, result=partial(self._transition, lane))
-        if self._retires(1):
-            return False
         seed, options = data
         return do(env.reset_lanes, [seed], [options], result=lambda: ("obs", env.results[0][0]))
 
