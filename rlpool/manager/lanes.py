@@ -516,11 +516,12 @@ class Lanes(CrashOnly):
         lane = own[message.lane]
         episode = {} if message.is_lost else self._episode_of(lane)
         where = self._where(lane, message.call)
-        error = of_lane(message.error, lane, message.call, where=where, **episode)
+        error = message.error.reworded(where=where, **episode)
         if self._policy.restarts_on_env_errors and not message.is_lost:
             self.crew.expect_end(worker, error)  # its successor does it again
         else:
-            self._fail([own[number] for number in message.together], error)
+            together = [own[number] for number in message.together]
+            self._fail(together, of_lane(error, lane, message.call))
 
     def _fail(self, lanes: Sequence[int], error: WorkerError) -> None:
         """Let a failure be the outcome of what lanes had to do; they need a reset."""
