@@ -270,7 +270,6 @@ class AgentCalls:
             rows = plan.rows if are_all else plan.rows_of(lanes)
             for target, source in plan.writer.before:
                 target[rows] = source
-        starting = driver.starting
         whole = None if self._copies_all else self._observation
         if whole:
             np.copyto(self._shown_flags, self._env.flags)
@@ -281,14 +280,12 @@ class AgentCalls:
         record.agent_ns[0] -= monotonic_ns()
         outputs = driver.act(lanes, self.current, self.infos, history, n_steps, whole)
         record.agent_ns[0] += monotonic_ns()
-        if driver.state and starting:
-            for plan in plans:
-                for lane in starting:
-                    plan.writer.write_state(int(plan.rows[lane]), lane)
         if self.history is not None:
             self.history.record({**self.current, **driver.state, **outputs}, lanes)
         for plan in plans:
             rows = plan.rows if are_all else plan.rows_of(lanes)
+            for target, source in plan.writer.states:
+                target[rows] = source
             for key, target, buffer, flat_buffer in plan.writer.outputs:
                 if buffer is None:
                     target[rows] = outputs[key]

@@ -187,8 +187,8 @@ class LaneTable:
 
     def must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""
-        together = [plan for plan in self.plans if plan.resets_all_lanes]
-        return any(plan.lacks_slots for plan in together) or bool(self.parked)
+        lack = any(plan.lacks_slots and plan.resets_all_lanes for plan in self.plans)
+        return lack or bool(self.parked)
 
     def drop(self, cancelled: Plan) -> None:
         """Drop a cancelled plan; its lanes get other work."""

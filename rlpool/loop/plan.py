@@ -108,6 +108,7 @@ class SlotWriter:
 
     Attributes:
         before: What the step starts from: ``target[rows] = source`` writes one row per lane.
+        states: The agent's states before the step, some of which its call makes.
         outputs: What the agent returns.
         after: What the step led to, if the layout stores that.
         finals: What the block stores about the end of a slot: ``target[slot] = source[lane]``.
@@ -127,9 +128,9 @@ class SlotWriter:
         sources = {**current, **state}
         targets = {key: flat(array, 2) for key, array in arrays.rows.items()}
         self.rows = list(arrays.rows.values())
-        self._states: list[Pair] = [(targets[key], flat(array, 1)) for key, array in state.items()]
+        self.states: list[Pair] = [(targets[key], flat(array, 1)) for key, array in state.items()]
         self.before: list[Pair] = [
-            (targets[key], flat(array, 1)) for key, array in sources.items() if key in targets
+            (targets[key], flat(array, 1)) for key, array in current.items() if key in targets
         ]
         self.after: list[Pair] = [
             (targets[successor_key(key)], flat(array, 1))
@@ -148,11 +149,6 @@ class SlotWriter:
         self._n_timesteps = layout.n_timesteps
         spare = layout.n_slots * layout.n_timesteps
         self.spare_rows: NDArray = spare + np.arange(n_lanes) % layout.n_timesteps
-
-    def write_state(self, row: int, lane: int) -> None:
-        """Write one lane's agent state, which became known only in the agent's call."""
-        for target, source in self._states:
-            target[row] = source[lane]
 
     def abandon(self, slot: int, length: int) -> None:
         """Record how far a slot that will not be finished was written."""

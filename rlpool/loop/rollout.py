@@ -4,8 +4,8 @@ One ``Rollout`` runs one agent on one ``VecEnv``. A ``Plan`` decides which episo
 next, which slot of its block the lane writes to, and what happens to a complete chunk. Lanes that a
 plan leaves idle begin with the next one, so that several may be under way. Each step does::
 
-    noise, observations, agent states  ->  row t of every lane's slot
-    agent(state, observation)          ->  outputs into row t, new state
+    noise, observations                ->  row t of every lane's slot
+    agent(state, observation)          ->  state and outputs into row t, new state
     env.step                           ->  observations of t + 1
     ended lanes: final values into their slots, then the next episode
     full slots:  final values into them, then the next slot of the same episode

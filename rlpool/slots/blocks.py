@@ -104,13 +104,6 @@ class StepSpecs:
         """The keys of an action, among the agent's outputs."""
         return [key for key in self.output if is_action(key)]
 
-    @property
-    def noise(self) -> dict[str, TensorSpec]:
-        """The noise's key, if there is any."""
-        if not self.n_noise:
-            return {}
-        return {NOISE_KEY: TensorSpec((self.n_noise,), np.dtype(np.float32))}
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -134,7 +127,9 @@ class Layout:
     def rows(self) -> dict[str, TensorSpec]:
         """What a row of a slot consists of."""
         step = self.step
-        rows = {**step.succeeded, **step.output, **step.noise}
+        rows = {**step.succeeded, **step.output}
+        if step.n_noise:
+            rows[NOISE_KEY] = TensorSpec((step.n_noise,), np.dtype(np.float32))
         if self.restarts:
             after = {successor_key(key): spec for key, spec in step.succeeded.items()}
             return {**rows, **after}
