@@ -301,13 +301,15 @@ class EpisodeRequest(Request):
         """All episodes: views of the block; copies if any chunk was copied out of it."""
         block = self.running_block
         if self._glue is None:
-            part = slots_of(block.arrays, slice(self.n_rows))
+            rows, lengths = slice(self.n_rows), block.arrays.control["length"][: self.n_rows]
+            part = partial(slots_of, block.arrays, rows)
         else:
             at_home = np.flatnonzero(~self._arrived & self._in_place)
             self._glue.drop(at_home)  # chunks of a run that did not end
-            part = self._glue.join(block.arrays, at_home)
+            joined_rows = self._glue.join(block.arrays, at_home)
+            lengths, part = joined_rows.lengths, lambda: joined_rows
         info = self._info(range(self.n_rows), partial(self.asked.seeds, block.layout))
-        return trajectories_of(block.layout, part, info)
+        return trajectories_of(block.layout, lengths, part, info)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -444,7 +446,7 @@ class WindowRequest(Request):
         numbers = np.array(lanes)
         told = np.full(self.n_rows, shared.root >> 65), numbers, *self._move_on(numbers, rows)
         info |= {k: partial(torch.from_numpy, v) for k, v in zip(WINDOW_KEYS, told, strict=True)}
-        return trajectories_of(block.layout, rows, info)
+        return trajectories_of(block.layout, rows.lengths, lambda: rows, info)
 
     def _move_on(self, lanes: NDArray, rows: Slice) -> NDArray:
         """Move its lanes to the end of the window; returns their positions before."""

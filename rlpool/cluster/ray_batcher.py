@@ -455,7 +455,7 @@ class _Gathering:
         rows = Unpadded.joined([part.episodes for part in parts])
         layout = Layout(parts[0].step, self.n_rows, int(rows.lengths.max()), 1)
         tensors = {key: partial(torch.from_numpy, array) for key, array in info.items()}
-        return trajectories_of(layout, rows, tensors)
+        return trajectories_of(layout, rows.lengths, lambda: rows, tensors)
 
 
 class Rows(NamedTuple):

@@ -68,7 +68,8 @@ class History:
         longest = int(self.lengths[list(lanes)].max())
         rows = {key: array[shown, :longest] for key, array in self._rows.items()}
         finals = {key: current[key][shown] for key in self._layout.finals}
-        return trajectories_of(self._layout, Slice(rows, finals, lengths, np.ones_like(lengths)))
+        part = Slice(rows, finals, lengths, np.ones_like(lengths))
+        return trajectories_of(self._layout, lengths, lambda: part)
 
     def record(self, values: Mapping[str, NDArray], lanes: Sequence[int]) -> None:
         """Add one step.

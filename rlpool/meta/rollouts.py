@@ -19,7 +19,7 @@ from rlpool.machine.arguments import takes_keyword
 from rlpool.meta.agents import AGENT_ARCHS, FINAL_KEY
 from rlpool.record.tape import joined
 from rlpool.seeding import episode_seeds, noise_keys
-from rlpool.slots.blocks import Layout
+from rlpool.slots.blocks import Arrays, Layout
 
 
 class RolloutColumns(NamedTuple):
@@ -71,7 +71,7 @@ class RolloutPlan(Plan):
     deliver: Deliver
 
     def __post_init__(self) -> None:
-        self.arrays = self.layout.arrays(Memory.local(self.layout.n_bytes).root())
+        self.arrays = Arrays(self.layout, Memory.local(self.layout.n_bytes).root())
         step, n_rollouts = self.layout.step, len(self.options)
         self._seeds = episode_seeds(self.root, self.n_before, n_rollouts)
         keys = noise_keys(self.root, self.n_before, n_rollouts)

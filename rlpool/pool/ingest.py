@@ -36,7 +36,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.pool.schema import REWARDS, Schema
 from rlpool.slots.blocks import successor_key
-from rlpool.slots.trajectories import DerivedTensors, Successor
+from rlpool.slots.trajectories import StepTensors
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
@@ -193,10 +193,9 @@ def from_trajectories(tensors: Tensors, lengths: NDArray, schema: Schema) -> New
     finals = {}
     for key in schema.paired:
         name, spec = successor_key(key), schema.columns[key]
-        derivation = _derivation(tensors, name)
-        if isinstance(derivation, Successor) and np.array_equal(derivation.lengths, lengths):
-            array = converted(name, derivation.finals(), spec.dtype)
-            finals[key] = LazyRows(array, rows)
+        after = _finals(tensors, name)
+        if after is not None and np.array_equal(tensors.maps[-1].part.lengths, lengths):
+            finals[key] = LazyRows(converted(name, after, spec.dtype), rows)
         else:
             finals[key] = rows_of(name, spec)
             _mark_jumps(is_last, columns[key], finals[key])
@@ -253,9 +252,9 @@ def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
         )
 
 
-def _derivation(tensors: Tensors, key: str) -> Any:
+def _finals(tensors: Tensors, key: str) -> NDArray | None:
     steps = tensors.maps[-1]
-    return steps.derivation(key) if isinstance(steps, DerivedTensors) else None
+    return steps.finals_of(key) if isinstance(steps, StepTensors) else None
 
 
 def _flags(key: str, values: NDArray) -> NDArray:
@@ -324,7 +323,7 @@ def specs_of(tensors: Tensors, keys: Sequence[str] | None) -> dict[str, TensorSp
     specs = {}
     for key in chosen(tensors, keys, "the trajectories"):
         # A derived value after a step is like the value before it.
-        is_derived = isinstance(_derivation(tensors, key), Successor)
+        is_derived = _finals(tensors, key) is not None
         tensor = tensors[key.removeprefix("_") if is_derived else key]
         dtype = numpy_dtype(tensor.dtype)
         if dtype.kind == "O":

@@ -136,6 +136,15 @@ class Layout:
         return {key: spec for key, spec in rows.items() if key not in FLAGS}
 
     @cached_property
+    def shown(self) -> list[str]:
+        """Keys of trajectories: what is stored, and what follows from it."""
+        if self.restarts:
+            return list(self.rows)
+        after = [successor_key(key) for key in self.step.succeeded]
+        others = *FLAGS, "initial_state", successor_key("initial_state")
+        return list(dict.fromkeys([*self.rows, *after, *others]))
+
+    @cached_property
     def finals(self) -> dict[str, TensorSpec]:
         """What is stored about the end of a slot."""
         if self.restarts:
@@ -203,14 +212,8 @@ class Layout:
         check_size(sizes, advice, what)
         return self
 
-    def arrays(self, root: NDArray, control: dict[str, NDArray] | None = None) -> Arrays:
-        """The arrays of a block that starts at ``root[0]``, no copy; bookkeeping may be known."""
-        bookkeeping, rows, finals = self._places
-        control = _views(root, bookkeeping) if control is None else control
-        return Arrays(_views(root, rows), _views(root, finals), control)
-
     @cached_property
-    def _places(self) -> list[list[_Place]]:
+    def places(self) -> list[list[_Place]]:
         """Key, shape, dtype and first byte of every array, by area."""
         areas, start = [], 0
         for specs, n in self._areas:
@@ -233,23 +236,39 @@ class Layout:
         return (self.control, 1), (rows, self.n_slots + 1), (self.finals, self.n_slots)
 
 
-def _views(root: NDArray, places: list[_Place]) -> dict[str, NDArray]:
-    return {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in places}
-
-
-@dataclass(frozen=True, eq=False)
 class Arrays:
-    """A block's memory by name.
+    """A block's memory by name, no copy.
+
+    Args:
+        layout: How the block is divided.
+        root: The block: uint8 ``[n_bytes]``.
 
     Attributes:
-        rows: Key to ``[n_slots + 1, T, *shape]``.
-        finals: Key to ``[n_slots, *shape]``.
-        control: Name to int64 array, see ``Layout.control``.
+        root: As given.
     """
 
-    rows: dict[str, NDArray]
-    finals: dict[str, NDArray]
-    control: dict[str, NDArray]
+    def __init__(self, layout: Layout, root: NDArray) -> None:
+        self._layout = layout
+        self.root = root
+
+    @cached_property
+    def control(self) -> dict[str, NDArray]:
+        """Name to int64 array, see ``Layout.control``."""
+        return self._area(0)
+
+    @cached_property
+    def rows(self) -> dict[str, NDArray]:
+        """Key to ``[n_slots + 1, T, *shape]``."""
+        return self._area(1)
+
+    @cached_property
+    def finals(self) -> dict[str, NDArray]:
+        """Key to ``[n_slots, *shape]``."""
+        return self._area(2)
+
+    def _area(self, number: int) -> dict[str, NDArray]:
+        places = self._layout.places[number]
+        return {key: np.ndarray(shape, dtype, self.root, at) for key, shape, dtype, at in places}
 
 
 def flat(array: NDArray, n_leading: int) -> NDArray:
@@ -296,10 +315,11 @@ class Block:
         """The arrays. The block is not free while they, or anything made from them, are alive."""
         if self._arrays is None:
             if self._control is None:
-                self._control = self.layout.arrays(self.memory.root()).control
+                self._control = Arrays(self.layout, self.memory.root()).control
             root = self.memory.root()
             self._root = ref(root)
-            self._arrays = self.layout.arrays(root, self._control)
+            self._arrays = Arrays(self.layout, root)
+            self._arrays.control = self._control
         return self._arrays
 
     def take(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.specs import FLAGS
 from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
@@ -20,61 +20,30 @@ from rlpool.slots.blocks import Arrays, Layout, successor_key
 Derivation = Callable[[], Tensor]
 
 
-class Column:
-    """An array whose tensor is made when it is first looked at.
-
-    Args:
-        array: The array.
-
-    Attributes:
-        array: As given.
-        tensor: The tensor, a view of it; ``None`` if nobody has looked yet.
-    """
-
-    __slots__ = ("array", "tensor")
-
-    def __init__(self, array: NDArray) -> None:
-        self.array = array
-        self.tensor: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        """The tensor."""
-        if self.tensor is None:
-            self.tensor = torch.from_numpy(self.array)
-        return self.tensor
-
-
 class DerivedTensors(dict[str, Tensor]):
-    """Tensors by name, some of which are computed on first access.
+    """Tensors by name, which are made when they are first looked at.
 
     Args:
-        known: Tensors that exist already, or the arrays or columns that they will be views of.
-        derived: Functions without arguments that compute the others.
+        derived: Functions without arguments that make them.
     """
 
-    def __init__(
-        self, known: Mapping[str, Tensor | NDArray | Column], derived: Mapping[str, Derivation]
-    ) -> None:
-        super().__init__(known)  # type: ignore[arg-type]
-        for key, derive in derived.items():
-            super().__setitem__(key, derive)  # type: ignore[assignment]
+    def __init__(self, derived: Mapping[str, Derivation]) -> None:
+        super().__init__(derived)  # type: ignore[arg-type]
+
+    def _made(self, key: str) -> Tensor:
+        derive: Any = super().__getitem__(key)
+        tensor: Tensor = derive()
+        return tensor
 
     def __getitem__(self, key: str) -> Tensor:
-        value: Any = super().__getitem__(key)
-        if not isinstance(value, Tensor):
+        tensor = super().__getitem__(key)
+        if not isinstance(tensor, Tensor):
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # it is kept, and may be used in autograd
                     return self[key]
-            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value()
-            super().__setitem__(key, value)
-        tensor: Tensor = value
+            tensor = self._made(key)
+            super().__setitem__(key, tensor)
         return tensor
-
-    def derivation(self, key: str) -> Derivation | None:
-        """What computes a tensor on its first access; ``None`` if its values exist already."""
-        value: Any = super().get(key)
-        exists = value is None or isinstance(value, Tensor | np.ndarray | Column)
-        return None if exists else value
 
     # Copies such as dict(...) and {**...} take the fast path around __getitem__ unless __iter__
     # is overridden.
@@ -217,41 +186,82 @@ class Glue:
         )
 
 
+class StepTensors(DerivedTensors):
+    """What trajectories consist of, ``[B, T, ...]``: views of rows, and what follows from them.
+
+    Args:
+        keys: Their names: of rows, of flags, and ``_x``, the values after each step, of finals.
+        part: Returns rows and finals.
+    """
+
+    def __init__(self, keys: Sequence[str], part: Callable[[], Slice]) -> None:
+        super().__init__(dict.fromkeys(keys))  # type: ignore[arg-type]
+        self._part = part
+        self._views: dict[str, Tensor] = {}  # of rows
+
+    @cached_property
+    def part(self) -> Slice:
+        """Rows and finals."""
+        return self._part()
+
+    def _made(self, key: str) -> Tensor:
+        part, before = self.part, key.removeprefix("_")
+        if key in part.rows:
+            view = self._views[key] = torch.from_numpy(part.rows[key])
+            return view
+        if (finals := self.finals_of(key)) is not None:
+            return _after(part.rows[before], finals, part.lengths)
+        steps, values = np.zeros_like(part.lengths), np.zeros_like(part.lengths)
+        if key == "initial_state":
+            values = part.starts
+        elif key != before and before in part.finals:
+            steps, values = part.lengths - 1, part.finals[before]
+        return _flags(part.lengths, steps, values)
+
+    def finals_of(self, key: str) -> NDArray | None:
+        """The values after each row's last step, if ``key`` is that of values after each step.
+
+        ``None`` for other keys, for flags, and for what was looked at before: then it may have been
+        changed.
+
+        Raises:
+            UsageError: If the values before the steps were modified in place, so that those after
+                the last step no longer follow them.
+        """
+        before, part = key.removeprefix("_"), self.part
+        is_made = isinstance(self.get(key), Tensor)
+        if is_made or key == before or key in part.rows or before not in part.rows:
+            return None
+        view = self._views.get(before)
+        if view is not None and view._version:  # torch counts changes in place
+            raise UsageError(
+                f"{before!r} was modified in place before {key!r}, which is derived from it, "
+                "was accessed",
+                fix=f"access {key!r} first, or modify a clone",
+            )
+        return part.finals.get(before)
+
+
 def trajectories_of(
-    layout: Layout, part: Slice, info: Mapping[str, Derivation] | None = None
+    layout: Layout,
+    lengths: NDArray,
+    part: Callable[[], Slice],
+    info: Mapping[str, Derivation] | None = None,
 ) -> TemporalDictTensor:
     """Make the user's trajectories, without copying.
 
-    Values after a step (``_frame`` and so on), flags and ``info`` are computed on first access.
-
     Args:
         layout: Layout of the block the values come from.
-        part: Rows and finals.
+        lengths: int64 ``[B]``, which are copied: the user may change them.
+        part: Returns rows and finals, when one of them is looked at.
         info: Functions that compute the per-row information, each ``[B, ...]``.
     """
-    rows: dict[str, Any] = dict(part.rows)
-    derived: dict[str, Derivation] = {}
-    if not layout.restarts:
-        # A copy: the user may change the lengths of the result.
-        lengths = part.lengths.copy()
-        never, first = np.zeros_like(lengths), np.zeros_like(lengths)
-        for key in FLAGS:
-            derived[key] = _flags(lengths, first, never)
-        derived["initial_state"] = _flags(lengths, first, part.starts)
-        derived[successor_key("initial_state")] = derived["done"]
-        for key, final in part.finals.items():
-            if key in rows:
-                rows[key] = column = Column(rows[key])
-                if torch.is_inference_mode_enabled():
-                    column()  # what an agent is shown, whose changes are not counted
-                derived[successor_key(key)] = Successor(key, column, final, lengths)
-            else:
-                derived[successor_key(key)] = _flags(lengths, lengths - 1, final)
-        first_keys = [key for key in layout.step.succeeded if key in derived]
-        derived = {key: derived[key] for key in [*first_keys, *derived]}
-    tensors = DerivedTensors(rows, derived)
-    infos = DictTensor._wrap(DerivedTensors({}, info or {}))
-    return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), infos)
+    tensors = StepTensors(layout.shown, part)
+    if torch.is_inference_mode_enabled():  # what an agent is shown, whose changes are not counted
+        rows = tensors.part.rows
+        tensors.update((key, torch.from_numpy(rows[key])) for key in layout.finals if key in rows)
+    infos = DictTensor._wrap(DerivedTensors(info or {}))
+    return TemporalDictTensor._wrap(tensors, torch.from_numpy(np.array(lengths)), infos)
 
 
 @dataclass(frozen=True)
@@ -274,15 +284,13 @@ class Unpadded:
         tensors: Any = trajectories._tensors
         lengths = trajectories.lengths.numpy()
         is_step, last = _steps_in(lengths), (np.arange(len(lengths)), lengths - 1)
-        rows, finals = {}, {}
-        for key in tensors:
-            derivation, before = tensors.derivation(key), key[1:]
-            if derivation is None:
-                rows[key] = tensors[key].numpy()[is_step]
-            elif isinstance(derivation, Successor):
-                finals[before] = np.ascontiguousarray(derivation.finals())
-            elif key == successor_key(before) and before in FLAGS and before != "initial_state":
-                finals[before] = tensors[key].numpy()[last]
+        rows = {key: tensors[key].numpy()[is_step] for key in tensors.part.rows}
+        finals = {}
+        for key in tensors.part.finals:
+            after = tensors.finals_of(successor_key(key))
+            if after is None:
+                after = tensors[successor_key(key)].numpy()[last]
+            finals[key] = np.ascontiguousarray(after)
         return cls(rows, finals, lengths)
 
     def copy(self) -> Unpadded:
@@ -317,62 +325,20 @@ def _steps_in(lengths: NDArray) -> NDArray:
     return is_step
 
 
-def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Derivation:
+def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Tensor:
     """Flags that may be True at one step of each row only: at ``steps``, if ``values`` are."""
-
-    def derive() -> Tensor:
-        flags = np.zeros((len(lengths), lengths.max(initial=0)), bool)
-        rows = np.flatnonzero((lengths > 0) & (values > 0))
-        flags[rows, steps[rows]] = True
-        return torch.from_numpy(flags)
-
-    return derive
+    flags = np.zeros((len(lengths), lengths.max(initial=0)), bool)
+    rows = np.flatnonzero((lengths > 0) & (values > 0))
+    flags[rows, steps[rows]] = True
+    return torch.from_numpy(flags)
 
 
-class Successor:
-    """Computes ``_x``, the values after each step, from ``x`` and the values after the last step.
-
-    Args:
-        key: The name of ``x``.
-        values: ``x``: ``[B, T, ...]``, zero from each row's length on.
-        finals: ``[B, ...]``: the value after each row's last step.
-        lengths: int64 ``[B]``.
-
-    Attributes:
-        lengths: As given.
-    """
-
-    def __init__(self, key: str, values: Column, finals: NDArray, lengths: NDArray) -> None:
-        self._key = key
-        self._values = values
-        self._finals = finals
-        self.lengths = lengths
-
-    def finals(self) -> NDArray:
-        """The values after each row's last step; not copied.
-
-        Raises:
-            UsageError: If ``x`` was modified in place, so that they no longer follow it.
-        """
-        tensor = self._values.tensor
-        # Torch counts changes in place; it has no count for inference tensors.
-        if tensor is not None and not tensor.is_inference() and tensor._version:
-            after = successor_key(self._key)
-            raise UsageError(
-                f"{self._key!r} was modified in place before {after!r}, which is derived from it, "
-                "was accessed",
-                fix=f"access {after!r} first, or modify a clone",
-            )
-        return self._finals
-
-    def __call__(self) -> Tensor:
-        """The values after each step, zero from each row's length on; a copy."""
-        finals = self.finals()
-        source = self._values.array
-        shifted = np.empty_like(source, order="C")
-        if shifted.shape[1]:
-            shifted[:, :-1] = source[:, 1:]
-            shifted[:, -1] = 0
-            filled = np.flatnonzero(self.lengths)
-            shifted[filled, self.lengths[filled] - 1] = finals[filled]
-        return torch.from_numpy(shifted)
+def _after(source: NDArray, finals: NDArray, lengths: NDArray) -> Tensor:
+    """The values after each step, zero from each row's length on; a copy."""
+    shifted = np.empty_like(source, order="C")
+    if shifted.shape[1]:
+        shifted[:, :-1] = source[:, 1:]
+        shifted[:, -1] = 0
+        filled = np.flatnonzero(lengths)
+        shifted[filled, lengths[filled] - 1] = finals[filled]
+    return torch.from_numpy(shifted)

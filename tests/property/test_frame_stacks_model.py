@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlpool import Pool, TemporalDictTensor
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.slots.trajectories import Column, DerivedTensors, Successor
+from rlpool.slots.trajectories import Slice, StepTensors
 
 N_LANES, N_FRAMES = 3, 3
 KEYS = ("frame", "action", "_frame", "_reward", "_done")
@@ -74,12 +74,12 @@ def trajectories(rows: list[list[dict[str, Any]]], *, is_lazy: bool) -> Temporal
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
     if not is_lazy:
         return TemporalDictTensor(tensors, torch.from_numpy(lengths))
-    known, derived = dict(tensors), {}
+    finals = {}
     for key in ("frame", "hidden"):
-        after, known[key] = known.pop(f"_{key}"), Column(arrays[key])
-        finals = np.stack([a[max(0, n - 1)].numpy() for a, n in zip(after, lengths, strict=True)])
-        derived[f"_{key}"] = Successor(key, known[key], finals, lengths)
-    steps = DerivedTensors(known, derived)
+        after = arrays.pop(f"_{key}")
+        finals[key] = np.stack([a[max(0, n - 1)] for a, n in zip(after, lengths, strict=True)])
+    part = Slice(arrays, finals, lengths, lengths)
+    steps = StepTensors(list(tensors), lambda: part)
     return TemporalDictTensor._wrap(steps, torch.from_numpy(lengths), DictTensor())
 
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from rlpool import NotEnoughDataError, Pool, SpecError, TemporalDictTensor, UsageError
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.slots.trajectories import Column, DerivedTensors, Successor
+from rlpool.slots.trajectories import Slice, StepTensors
 
 SINGLE_KEYS = ("frame", "action", "_frame", "_reward", "_done", "_terminated")
 FRAMES = {  # dtype and shape; the first and the last are stored once, the second one twice
@@ -259,9 +259,9 @@ class PoolMachine(RuleBasedStateMachine):
             if episode:
                 finals[row] = episode[-1].values["_frame"]
         del tensors["_frame"]
-        column = Column(tensors["frame"].numpy())
-        successor = Successor("frame", column, finals, lengths)
-        derived = DerivedTensors({**tensors, "frame": column}, {"_frame": successor})
+        rows = {key: tensor.numpy() for key, tensor in tensors.items()}
+        part = Slice(rows, {"frame": finals}, lengths, lengths)
+        derived = StepTensors([*rows, "_frame"], lambda: part)
         return TemporalDictTensor._wrap(derived, torch.from_numpy(lengths), DictTensor())
 
     @property

@@ -21,7 +21,7 @@ from rlpool import (
     TemporalDictTensor,
     UsageError,
 )
-from rlpool.slots.trajectories import Column, DerivedTensors, Successor
+from rlpool.slots.trajectories import Slice, StepTensors
 
 from support.agents import StepCounter
 from support.envs import CountingEnv, assert_same_tensors, create_counting
@@ -186,11 +186,10 @@ def test_a_change_in_place_before_the_successor_is_looked_at_is_refused_and_noth
 
 def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them() -> None:
     frame = torch.arange(24.0).view(2, 4, 3)
-    lengths, column = np.array([4, 4]), Column(frame.numpy())
-    derived = {"_frame": Successor("frame", column, np.full((2, 3), -1, np.float32), lengths)}
-    trajectories = TemporalDictTensor._wrap(
-        DerivedTensors({"frame": column}, derived), torch.tensor([4, 2]), DictTensor()
-    )
+    lengths, finals = np.array([4, 4]), np.full((2, 3), -1, np.float32)
+    part = Slice({"frame": frame.numpy()}, {"frame": finals}, lengths, lengths)
+    steps = StepTensors(["frame", "_frame"], lambda: part)
+    trajectories = TemporalDictTensor._wrap(steps, torch.tensor([4, 2]), DictTensor())
     pool = Pool(pool_size=10)
     pool.extend(trajectories)
     after = pool.transitions()["_frame"]

@@ -231,7 +231,7 @@ def make_layout(n_lanes: int, restarts: bool, wants_history: bool = False) -> La
 
 
 def arrays_of(layout: Layout) -> Arrays:
-    return layout.arrays(Memory.local(layout.n_bytes).root())
+    return Arrays(layout, Memory.local(layout.n_bytes).root())
 
 
 def test_a_window_in_which_two_episodes_end_leaves_the_steps_of_the_third() -> None:

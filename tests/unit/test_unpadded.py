@@ -27,7 +27,9 @@ def test_parts_of_a_request_give_all_of_its_tensors(sizes: tuple[int, ...]) -> N
         blocks = whole._not_closed()._blocks
     assert blocks is not None
     assert all(len(rows) == part.lengths.sum() for part in parts for rows in part.rows.values())
-    found = trajectories_of(Layout(blocks.layout.step, 9, 1, 1), Unpadded.joined(parts))
+    rows = Unpadded.joined(parts)
+    layout = Layout(blocks.layout.step, 9, 1, 1)
+    found = trajectories_of(layout, rows.lengths, lambda: rows)
     assert list(found) == list(expected)
     assert torch.equal(found.lengths, expected.lengths)
     for key in expected:
