@@ -28,7 +28,7 @@ from rlpool.batch.messages import (
     Report,
     Update,
 )
-from rlpool.batch.plans import check_together
+from rlpool.batch.plans import PartOver, check_together
 from rlpool.batch.requests import EpisodeRequest, Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.infos import Infos
@@ -411,13 +411,16 @@ class Dispatcher:
                 self._note_failure(message.command, message.error)
 
     def _note_done(self, worker: int, number: int) -> None:
-        request = self.running.get(number)
-        if request is None:
-            return
-        request.remaining.discard(worker)
-        if not request.remaining:
-            del self.running[number]
-            self._control.request_ends(number)
+        if (request := self.running.get(number)) is not None:
+            request.remaining.discard(worker)
+            self._conclude(request)
+
+    def _conclude(self, request: Request) -> None:
+        """End a request if every worker's part of it is over."""
+        if not request.working():
+            request.remaining.clear()
+            del self.running[request.number]
+            self._control.request_ends(request.number)
             request.packed = None  # no worker will read it again
             if request.error is not None or request not in self.pending:
                 request.release()
@@ -459,6 +462,7 @@ class Dispatcher:
             if request.running_block.layout.step.resets_together:
                 self._control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
+                request.running_block.arrays.control["over"][worker] = PartOver.TOLD
                 self._note_done(worker, request.number)
         return is_given_up
 
@@ -483,7 +487,9 @@ class Dispatcher:
 
         Requests that were dropped count as well: a worker that hangs in one keeps its slots.
         """
-        return {worker for request in self.running.values() for worker in request.remaining}
+        for request in list(self.running.values()):
+            self._conclude(request)  # the last worker may have died before it told
+        return {worker for request in self.running.values() for worker in request.working()}
 
     def running_in(self, worker: int) -> dict[str, Any]:
         """See ``Client``: of the lane that a worker ran last."""
@@ -496,7 +502,7 @@ class Dispatcher:
         return request.running_in(worker, lane, is_stepping=is_stepping)
 
     def _owed_by(self, worker: int) -> list[Request]:
-        return [request for request in self.running.values() if worker in request.remaining]
+        return [request for request in self.running.values() if worker in request.working()]
 
 
 def packed(value: Any, is_private: bool) -> Packed:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from rlpool.agents.noise import NoiseStarts
 from rlpool.batch.messages import ChunksDone, Episodes, Run, Window
@@ -37,6 +38,18 @@ MAX_CLAIM = 8
 claimed one by one, so that no worker holds episodes that another could run."""
 
 _COUNT_BITS, _COUNT_MASK = 4, 15
+
+
+class PartOver(IntEnum):
+    """What a worker that is done with its part of a request leaves in the request's block.
+
+    The caller is told of a request's end by the last worker alone, so that it wakes up once. One
+    that has sent anything else about it says itself that it is done: its messages come first.
+    """
+
+    NO = 0
+    QUIET = 1
+    TOLD = 2
 
 
 class Claims:
@@ -126,7 +139,7 @@ class Site:
     notice: Callable[[], None] | None
 
 
-class _RequestPlan(Plan):
+class RequestPlan(Plan):
     """What both plans share.
 
     Attributes:
@@ -142,6 +155,18 @@ class _RequestPlan(Plan):
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
         self.cancelled = self.arrays.control["cancelled"].data
+        self.has_told = False  # whether anything about it was sent
+
+    def ends(self) -> bool:
+        """Note that this worker's part is over; returns whether the caller has to be told."""
+        over, lock_fd = self.arrays.control["over"], self._site.lock_fd
+        if lock_fd is not None:
+            fcntl.lockf(lock_fd, fcntl.LOCK_EX)
+        over[self.worker] = PartOver.TOLD if self.has_told else PartOver.QUIET
+        is_last = bool(over.all())
+        if lock_fd is not None:
+            fcntl.lockf(lock_fd, fcntl.LOCK_UN)
+        return is_last or self.has_told
 
     @property
     def resets_all_lanes(self) -> bool:
@@ -149,7 +174,7 @@ class _RequestPlan(Plan):
         return self._starts and self.layout.step.resets_together
 
 
-class EpisodePlan(_RequestPlan):
+class EpisodePlan(RequestPlan):
     """A worker's share of the episodes of an ``execute``.
 
     Episode *i* of the batcher's life always runs in row ``i % n_lanes`` of the batch: the bits of a
@@ -269,6 +294,7 @@ class EpisodePlan(_RequestPlan):
         """Report the slots that have to be emptied."""
         if self._chunks:
             self._site.send(ChunksDone(self.number, self._chunks))
+            self.has_told = True
             self._chunks = []
             self._site.read(False)  # slots that came back
         if self._site.notice is not None:
@@ -291,7 +317,7 @@ class EpisodePlan(_RequestPlan):
         self._free.extend(slots)
 
 
-class WindowPlan(_RequestPlan):
+class WindowPlan(RequestPlan):
     """The next window of a worker's lanes, for a ``Batcher``.
 
     Args:

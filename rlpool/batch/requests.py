@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlpool.batch.messages import EpisodeKey, Episodes, Run, Window
-from rlpool.batch.plans import Claims
+from rlpool.batch.plans import Claims, PartOver
 from rlpool.data.infos import WINDOW_KEYS, Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
@@ -66,7 +66,7 @@ class Request(ABC):
         packed: Its infos as sent to all workers.
         block: Where it is written, once it runs.
         n_slots: Slots in use; 0 while it is queued and after its block was released.
-        remaining: Workers that are not done with it.
+        remaining: Workers that have not said that they are done with it.
         error: Why it cannot be completed.
         failures: Row to the failure of an episode that was given up.
         tells_failures: Whether its result says which rows failed.
@@ -104,6 +104,11 @@ class Request(ABC):
         if self.block is None:
             raise LookupError("the request has not begun")
         return self.block
+
+    def working(self) -> set[int]:
+        """Workers whose part of it, which was sent, is not over."""
+        over = self.running_block.arrays.control["over"]
+        return {worker for worker in self.remaining if over[worker] != PartOver.QUIET}
 
     def release(self) -> None:
         """Give its slots back, when no worker writes into them any more."""
@@ -397,7 +402,7 @@ class WindowRequest(Request):
         """Rows of workers that are done with the window."""
         if self.block is None:
             return 0
-        done = set(range(self.block.layout.n_workers)) - self.remaining
+        done = set(range(self.block.layout.n_workers)) - self.working()
         return sum(len(self.asked.rows_of(worker)) for worker in done)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:

@@ -23,7 +23,7 @@ from rlpool.batch.messages import (
     Setup,
     Update,
 )
-from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
+from rlpool.batch.plans import EpisodePlan, RequestPlan, Site, WindowPlan
 from rlpool.data.infos import options_of
 from rlpool.data.storage import Memory, NDArray
 from rlpool.envs.description import described
@@ -111,7 +111,7 @@ class Collector(Server):
         self._rollout: Rollout
         self._failed_update: WorkerError | None = None
         self._next: tuple[Run, Memory | None] | None = None  # to be run
-        self._plans: dict[int, Plan] = {}  # that run, by the number of their request
+        self._plans: dict[int, RequestPlan] = {}  # that run, by the number of their request
         self._site = Site(place, lock_fd, self._recycling, link.send, self._read, notice)
 
     # What the caller has sent --------------------------------------------------------------------
@@ -277,8 +277,7 @@ class Collector(Server):
         """Run a request's share, and of those that follow; False if this worker has to end."""
         if self._failed_update is not None:
             # The policy that the request needs could not be loaded.
-            self.report_failure(self._failed_update, message.number)
-            self._send(Done(message.number))
+            self.failed(self._plan_of(message, memory), self._failed_update)
             return True
         self._next = message, memory
         try:
@@ -316,9 +315,12 @@ class Collector(Server):
         if self._next is None:
             return None
         (message, memory), self._next = self._next, None
+        return self._plan_of(message, memory)
+
+    def _plan_of(self, message: Run, memory: Memory | None) -> Plan:
         agent_info, env_info, tapes = _infos(message.payload, memory)
         infos, block, asked = (agent_info, env_info), self._blocks[message.block], message.asked
-        plan: Plan
+        plan: RequestPlan
         if isinstance(asked, Episodes):
             plan = EpisodePlan(message, asked, block, infos, self._site)
         else:
@@ -341,13 +343,14 @@ class Collector(Server):
             _WorkerEnds: If a successor is to repeat it.
         """
         self.report_failure(error, plan.number)
+        self._plans[plan.number].has_told = True
         if error.can_be_repeated and self._place.policy.restarts_on_env_errors:
             raise _WorkerEnds
         self._conclude(plan.number)
 
     def _conclude(self, number: int) -> None:
-        del self._plans[number]
-        self._send(Done(number))
+        if self._plans.pop(number).ends():
+            self._send(Done(number))
 
 
 class _WorkerEnds(Exception):

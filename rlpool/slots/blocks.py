@@ -165,6 +165,7 @@ class Layout:
             "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
             "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
             "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
+            "over": (self.n_workers,),  # whether a worker's part is over, see PartOver
             "cancelled": (1,),
         }
         return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
@@ -326,7 +327,7 @@ class Block:
         """Begin a request's use."""
         self.is_taken = True
         control = self.arrays.control
-        for name in ("length", "whole", "claim", "cancelled"):
+        for name in ("length", "whole", "claim", "over", "cancelled"):
             control[name][:] = 0
         control["running"][:] = -1
 
