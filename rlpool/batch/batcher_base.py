@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -340,18 +339,17 @@ class BatcherBase(CrashOnly, ProcessOwner):
         """Wait until the oldest request is settled."""
         until_s = math.inf if timeout is None else time.monotonic() + timeout
         is_settled, crew = dispatcher.is_settled, dispatcher.crew
-        pause_s = _SHOW_EVERY_S if progress else math.inf
-        with shown(progress, dispatcher.finished) if progress else nullcontext() as show:
-            dispatcher.show = show
-            if not blocking or timeout == 0.0:
-                crew.look()
-            goes_on = blocking
-            while goes_on:
-                crew.wait_until(is_settled, min(until_s, time.monotonic() + pause_s))
-                if show is not None:
+        if not blocking or timeout == 0.0:
+            crew.look()
+        if blocking and not progress:
+            crew.wait_until(is_settled, until_s)
+        elif progress:
+            with shown(progress, dispatcher.finished) as show:
+                dispatcher.show = show
+                while blocking and not is_settled() and time.monotonic() < until_s:
+                    crew.wait_until(is_settled, min(until_s, time.monotonic() + _SHOW_EVERY_S))
                     show()
-                goes_on = not is_settled() and time.monotonic() < until_s
-        dispatcher.show = None
+            dispatcher.show = None
 
     def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
         """The result of the oldest request, which is settled."""

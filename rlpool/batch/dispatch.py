@@ -28,7 +28,7 @@ from rlpool.batch.messages import (
     Report,
     Update,
 )
-from rlpool.batch.plans import PartOver, check_together
+from rlpool.batch.plans import TOLD, check_together
 from rlpool.batch.requests import EpisodeRequest, Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.infos import Infos
@@ -327,9 +327,10 @@ class Dispatcher:
         if not wanted or request.number - oldest >= MAX_REQUESTS:
             return False
         request.begin(blocks.layout)
-        replaced = [sent.replaces for sent in self._sent.values() if sent.replaces is not None]
-        if replaced and not request.can_be_repeated():
-            raise replaced[0]
+        if not request.can_be_repeated():
+            for sent in self._sent.values():
+                if sent.replaces is not None:
+                    raise sent.replaces
         if self._probe is not None:  # before, it was not known what workers can run
             self.check(request.infos, request.n_rows, request.given_seeds)
         request.block = blocks.take()
@@ -390,7 +391,7 @@ class Dispatcher:
         if isinstance(message, Ready):
             self._brief(worker, message.report)
         elif isinstance(message, Done):
-            self._note_done(worker, message.command)
+            self._note_done(worker, message)
         elif isinstance(message, ChunksDone):
             request = self.running.get(message.number)
             if isinstance(request, EpisodeRequest):
@@ -462,7 +463,7 @@ class Dispatcher:
             if request.running_block.layout.step.resets_together:
                 self._control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
-                request.running_block.arrays.control["over"][worker] = PartOver.TOLD
+                request.running_block.arrays.control["over"][worker] = TOLD
                 self._note_done(worker, request.number)
         return is_given_up
 

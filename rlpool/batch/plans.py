@@ -19,7 +19,6 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from rlpool.agents.noise import NoiseStarts
 from rlpool.batch.messages import ChunksDone, Episodes, Run, Window
@@ -40,16 +39,12 @@ claimed one by one, so that no worker holds episodes that another could run."""
 _COUNT_BITS, _COUNT_MASK = 4, 15
 
 
-class PartOver(IntEnum):
-    """What a worker that is done with its part of a request leaves in the request's block.
+QUIET, TOLD = 1, 2
+"""What a worker that is done with its part of a request leaves in ``over`` of the request's block.
 
-    The caller is told of a request's end by the last worker alone, so that it wakes up once. One
-    that has sent anything else about it says itself that it is done: its messages come first.
-    """
-
-    NO = 0
-    QUIET = 1
-    TOLD = 2
+The caller is told of a request's end by the last worker alone, so that it wakes up once. One that
+has sent anything else about it says itself that it is done: its messages come first.
+"""
 
 
 class Claims:
@@ -162,7 +157,7 @@ class RequestPlan(Plan):
         over, lock_fd = self.arrays.control["over"], self._site.lock_fd
         if lock_fd is not None:
             fcntl.lockf(lock_fd, fcntl.LOCK_EX)
-        over[self.worker] = PartOver.TOLD if self.has_told else PartOver.QUIET
+        over[self.worker] = TOLD if self.has_told else QUIET
         is_last = bool(over.all())
         if lock_fd is not None:
             fcntl.lockf(lock_fd, fcntl.LOCK_UN)

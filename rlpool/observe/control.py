@@ -185,6 +185,7 @@ class Control:
         rows, lanes = HEADER_WORDS + n_workers * ROW_WORDS, _LANE_WORDS * MAX_SHOWN_LANES
         self.header: NDArray = words[:HEADER_WORDS]
         self._name = self.header[Head.NAME : Head.NAME + _NAME_BYTES // 8].view(f"S{_NAME_BYTES}")
+        self._header = self.header.data  # single numbers are read and written faster that way
         self.rows: NDArray = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
         shape = n_workers, _LANE_WORDS, MAX_SHOWN_LANES
         self.lanes: NDArray = words[rows : rows + n_workers * lanes].reshape(shape)
@@ -242,11 +243,12 @@ class Control:
         """Record that a request is sent to the workers."""
         entry = number % MAX_REQUESTS
         self.rows[:, Word.N_FINISHED + entry] = 0
-        self.header[[Head.REQUESTS + entry, Head.N_ROWS + entry]] = number, n_rows
+        self._header[Head.REQUESTS + entry] = number
+        self._header[Head.N_ROWS + entry] = n_rows
 
     def request_ends(self, number: int) -> None:
         """Record that a request is over or was given up; workers may still be busy with it."""
-        self.header[Head.N_ROWS + number % MAX_REQUESTS] = 0
+        self._header[Head.N_ROWS + number % MAX_REQUESTS] = 0
 
     def n_finished(self, number: int) -> int:
         """Episodes that are finished of a request that was sent, 0 for one that was not.

@@ -165,7 +165,7 @@ class Layout:
             "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
             "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
             "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
-            "over": (self.n_workers,),  # whether a worker's part is over, see PartOver
+            "over": (self.n_workers,),  # whether the part of each worker is over
             "cancelled": (1,),
         }
         return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
@@ -307,6 +307,7 @@ class Block:
         self.is_taken = False
         self.is_forked = False
         self._arrays: Arrays | None = None
+        self._bytes: memoryview | None = None
         self._control: dict[str, NDArray] | None = None  # no result holds it: made once
         self._root: ref[NDArray] | None = None
         _all_blocks.add(self)
@@ -315,9 +316,10 @@ class Block:
     def arrays(self) -> Arrays:
         """The arrays. The block is not free while they, or anything made from them, are alive."""
         if self._arrays is None:
-            if self._control is None:
+            if self._bytes is None:
+                self._bytes = self.memory.root().data
                 self._control = Arrays(self.layout, self.memory.root()).control
-            root = self.memory.root()
+            root: NDArray = np.frombuffer(self._bytes, np.uint8)
             self._root = ref(root)
             self._arrays = Arrays(self.layout, root)
             self._arrays.control = self._control

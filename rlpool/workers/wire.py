@@ -67,11 +67,8 @@ class Failed:
     command: int | None = None
 
 
-@dataclass(frozen=True)
-class Done:
-    """From a worker: its part of a command is over, done or failed."""
-
-    command: int
+Done = int
+"""From a worker: its part of the command with this number is over, done or failed."""
 
 
 @dataclass(frozen=True)
