@@ -306,8 +306,8 @@ class EpisodeRequest(Request):
         """All episodes: views of the block; copies if any chunk was copied out of it."""
         block = self.running_block
         if self._glue is None:
-            rows, lengths = slice(self.n_rows), block.arrays.control["length"][: self.n_rows]
-            part = partial(slots_of, block.arrays, rows)
+            lengths = block.arrays.control["length"][: self.n_rows]
+            part: Callable[[], Slice] = partial(slots_of, block.arrays, slice(self.n_rows))
         else:
             at_home = np.flatnonzero(~self._arrived & self._in_place)
             self._glue.drop(at_home)  # chunks of a run that did not end

@@ -191,10 +191,11 @@ def from_trajectories(tensors: Tensors, lengths: NDArray, schema: Schema) -> New
 
     columns = {key: rows_of(key, spec) for key, spec in schema.columns.items()}
     finals = {}
+    steps: Any = tensors.maps[-1]
     for key in schema.paired:
         name, spec = successor_key(key), schema.columns[key]
         after = _finals(tensors, name)
-        if after is not None and np.array_equal(tensors.maps[-1].part.lengths, lengths):
+        if after is not None and np.array_equal(steps.part.lengths, lengths):
             finals[key] = LazyRows(converted(name, after, spec.dtype), rows)
         else:
             finals[key] = rows_of(name, spec)
@@ -253,7 +254,7 @@ def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
 
 
 def _finals(tensors: Tensors, key: str) -> NDArray | None:
-    steps = tensors.maps[-1]
+    steps: Any = tensors.maps[-1]
     return steps.finals_of(key) if isinstance(steps, StepTensors) else None
 
 

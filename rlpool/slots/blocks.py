@@ -308,7 +308,7 @@ class Block:
         self.is_forked = False
         self._arrays: Arrays | None = None
         self._bytes: memoryview | None = None
-        self._control: dict[str, NDArray] | None = None  # no result holds it: made once
+        self._control: dict[str, NDArray] = {}  # no result holds it: made once
         self._root: ref[NDArray] | None = None
         _all_blocks.add(self)
 

@@ -36,13 +36,14 @@ class DerivedTensors(dict[str, Tensor]):
         return tensor
 
     def __getitem__(self, key: str) -> Tensor:
-        tensor = super().__getitem__(key)
-        if not isinstance(tensor, Tensor):
+        found: Any = super().__getitem__(key)
+        if not isinstance(found, Tensor):
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # it is kept, and may be used in autograd
                     return self[key]
-            tensor = self._made(key)
-            super().__setitem__(key, tensor)
+            found = self._made(key)
+            super().__setitem__(key, found)
+        tensor: Tensor = found
         return tensor
 
     # Copies such as dict(...) and {**...} take the fast path around __getitem__ unless __iter__
