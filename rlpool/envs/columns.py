@@ -35,6 +35,7 @@ Results = tuple[Any, Any, Any]
 
 _ALL = slice(None)
 _COUNTS = {2: "two", 4: "four", 5: "five"}
+_FEW = 1000  # choices
 _HUGE = 10**300  # Python's ints may be larger than any float
 _LOG = logging.getLogger("rlpool")
 _N_WATCHED = 64  # calls in which float64 values are looked at: the first steps and resets
@@ -66,11 +67,14 @@ class Choices(NamedTuple):
         key: The action's key.
         first: int64 ``[n_lanes, *shape]``, or one row for all lanes.
         size: uint64 of the same shape.
+        allowed: All of them, if they are few, single numbers, and the same for all lanes; a lookup
+            takes a quarter of the time of comparing arrays.
     """
 
     key: str
     first: NDArray
     size: NDArray
+    allowed: frozenset[int]
 
     def refuse(self, actions: NDArray, lanes: Sequence[int]) -> None:
         """Raise ``BadValue`` if the action of one of some lanes is none of them."""
@@ -99,7 +103,10 @@ def choices_of(structures: Sequence[Structure]) -> list[Choices]:
             like = np.zeros(leaf.spec.shape, np.int64)
             rows = [np.broadcast_arrays(*(leaves[key].choices or ()), like) for leaves in lanes]
             first, size, _ = np.stack(rows, 1)
-            found.append(Choices(key, first, size.view(np.uint64)))
+            bounds = {*zip(first.flat, (first + size).flat, strict=True)}
+            is_simple = not leaf.spec.shape and len(bounds) == 1 and size[0] <= _FEW
+            allowed = frozenset(range(*bounds.pop()) if is_simple else ())
+            found.append(Choices(key, first, size.view(np.uint64), allowed))
     return found
 
 

@@ -334,7 +334,13 @@ class VecEnv(ABC):
                     fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
             for choices in self._choices:
                 chosen = actions[choices.key]
-                if not ((chosen - choices.first).view(np.uint64) < choices.size).all():
+                if choices.allowed:
+                    are_valid = choices.allowed.issuperset(chosen.tolist())
+                else:
+                    are_valid = bool(
+                        ((chosen - choices.first).view(np.uint64) < choices.size).all()
+                    )
+                if not are_valid:
                     choices.refuse(chosen, lanes)  # other rows may hold anything
             results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
             # What nearly every environment returns, and float32 holds rewards if it holds their
