@@ -45,7 +45,7 @@ from rlpool import DictTensor, EpisodeBatcher, TemporalDictTensor
 
 PACKAGE = str(Path(rlpool.__file__).parent)
 
-BUDGETS = {"W1": 30.0, "infos": 42.0, "W2": 19.0, "V1": 75.0, "windows": 26.0, "request": 135.0}
+BUDGETS = {"W1": 30.0, "infos": 42.0, "W2": 19.0, "V1": 75.0, "windows": 26.0, "request": 110.0}
 """Workload to the most calls per batch step, or per request."""
 
 N_WARM, N_COUNTED = 1, 2
