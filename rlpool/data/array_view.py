@@ -74,10 +74,29 @@ class View:
         Raises:
             IndexError: If the key is not an index, or leaves the memory.
         """
+        if not self.axes and (element := self._at_ints(key if type(key) is tuple else (key,))):
+            return element
         parts = read_key(key, self.shape)
         if self.axes or any(isinstance(part, np.ndarray) for part in parts):
             return self._gathered(parts)
         return View(self.sizes, self._selected(self.origins, parts))
+
+    def _at_ints(self, key: tuple[Any, ...]) -> View | None:
+        """Indexed with ints that exist, as at every time step; ``None`` for anything else."""
+        dims = [*self.dims]
+        number = -1
+        for entry in key:
+            number += 1
+            while number < len(dims) and type(dims[number]) is int:
+                number += 1
+            if number == len(dims) or type(entry) is not int:
+                return None
+            dim = dims[number]
+            place = dim.start + dim.step * (entry if entry >= 0 or not number else entry + len(dim))
+            if not 0 <= place < self.sizes[number] or (number and place not in dim):
+                return None
+            dims[number] = place
+        return View(self.sizes, tuple(dims))
 
     def _selected(self, origins: list[int], parts: list[Part]) -> tuple[Any, ...]:
         """All places after ints and slices selected some of these dimensions."""
