@@ -24,6 +24,7 @@ from process.watching import Struck, assert_equal, is_running, shared_files, wai
 
 import rlpool
 from rlpool import DictTensor, EpisodeBatcher, TemporalDictTensor
+from rlpool.batch.plans import RequestPlan
 
 from support.faults import (
     DEATHS,
@@ -391,6 +392,32 @@ def test_more_chunks_than_fit_into_the_pipes_do_not_block_both_sides() -> None:
     with EpisodeBatcher(1, 2500, create_agent, {}, create_env, {}, n_threads=1) as batcher:
         batcher.execute(1, env_info=DictTensor({"length": torch.tensor([2000])}))
         assert result_of(batcher)["frame"][0, :, 1].tolist() == list(range(2000))
+
+
+def create_lanes_of_a_worker_that_dies_in_silence(seed: int) -> Any:
+    """Let the last worker of a request die before it tells that all of it is over."""
+    ends = RequestPlan.ends
+
+    def noted(plan: RequestPlan) -> bool:
+        if ends(plan):
+            os._exit(1)
+        return False
+
+    RequestPlan.ends = noted  # type: ignore[method-assign]
+    return create_env(seed, n_lanes=2)
+
+
+@pytest.mark.promise("I4")
+def test_a_last_worker_that_dies_before_it_tells_of_the_end_holds_nothing_up() -> None:
+    results: list[TemporalDictTensor] = []
+    for n_threads, make in ((2, create_lanes_of_a_worker_that_dies_in_silence), (0, create_env)):
+        env_args = {} if n_threads else {"n_lanes": 2}
+        with EpisodeBatcher(4, 8, create_agent, {}, make, env_args, n_threads, 7) as batcher:
+            for _ in range(2):
+                batcher.execute(5)
+                results.append(result_of(batcher))
+    for died, expected in zip(results[:2], results[2:], strict=True):
+        assert_equal(died, expected)
 
 
 @pytest.mark.promise("I4")
