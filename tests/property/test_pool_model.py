@@ -109,7 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = self.new_pool(seed)
         share, rest = divmod(options.pool_size, options.processes)
         self.sub_pools = [SubPool(share + (i < rest)) for i in range(options.processes)]
-        self.max_priority = 1.0
+        self.max_priority = 0.0  # that was given
         self.n_frames = 0
         self.has_schema = False
 
@@ -137,7 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def append(self, number: int, transition: Transition) -> None:
         sub_pool, options = self.sub_pools[number], self.options
-        transition.priority = self.max_priority
+        transition.priority = self.max_priority or 1.0
         sub_pool.kept.append(transition)
         sub_pool.n_appended += 1
         sub_pool.open = None
