@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +167,7 @@ def refuse_no_agent(agent: Any, called: str = "agent is") -> None:
     if isinstance(agent, type):
         fix = f"an instance is needed: {agent.__name__}(...)"
         raise SpecError(f"{called} the class {agent.__name__}, not an Agent", fix=fix)
-    kind, fix = type(agent), _DEFINE_CALL
+    kind, method, fix = type(agent), "__call__", _DEFINE_CALL
     if not isinstance(agent, Agent):
         fix = "make it an instance of a subclass of rlpool.Agent: class MyAgent(Agent, nn.Module)"
         raise SpecError(f"{called} {kind.__name__}, not an Agent", fix=fix)
@@ -174,12 +175,21 @@ def refuse_no_agent(agent: Any, called: str = "agent is") -> None:
         what = f"{kind.__name__}.__init__ does not call that of nn.Module"
         raise SpecError(what, fix="call super().__init__() first in it")
     if kind.__call__ in (Agent.__call__, nn.Module.__call__):
+        method = "forward"
         forward = agent.forward if isinstance(agent, nn.Module) else nn.Module.forward
         if getattr(forward, "__func__", forward) is nn.Module.forward:
             agents = (k for k in kind.__mro__ if issubclass(k, Agent) and k is not Agent)
             if any("__call__" in vars(k) for k in agents):
                 fix += ", or put nn.Module last in its bases: its __call__ hides the agent's"
             raise SpecError(f"{kind.__name__} does not say how to choose actions", fix=fix)
+    function = getattr(agent, method)
+    try:
+        inspect.signature(function).bind(None, None, None, None)
+    except ValueError:
+        pass  # it has no signature that is known
+    except TypeError:
+        what = f"{kind.__name__}.{method} takes {inspect.signature(function)}"
+        raise SpecError(f"{what}, not the four arguments of agents", fix=fix) from None
     n_noise = agent.n_noise
     if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
         what = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"

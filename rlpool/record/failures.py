@@ -26,6 +26,17 @@ _debug_advice = "it ran in this process: debug it here (the __cause__ of the err
 THE_AGENT = "the agent"
 """What errors call an agent: they begin with it, or with the method that was called."""
 
+_SIGNATURES = {
+    "create_env": "let it take seed, by this name, and the keys of env_args: def create_env(seed)",
+    "create_agent": "let it take the keys of agent_args, and pass all that it needs in agent_args",
+    "env_fns": "it is called without arguments: functools.partial(function, ...) binds them",
+    "agent.update": "define update(self, info)",
+    "agent.initial_state": "define initial_state(self, agent_info, n)",
+    "agent.seed": "define seed(self, seed)",
+}
+"""What to do about functions of the user that cannot be called as they are."""
+
+
 _SAME_DTYPE = 'use one dtype: network.float(), or network(observation["frame"].to(dtype))'
 _ONE_TENSOR = 'compute with its tensors, such as observation["frame"]'
 _ADVICE = {
@@ -141,9 +152,17 @@ def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened in one line, and what to do about it."""
     if isinstance(error, SpecError | UsageError):
         return f"{who}: {error.what}", error.fix
-    fix, raised = _debug_advice, described(error)
+    fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""
+    raised = described(error)
     if "agent" in who:
         fix = next((advice for words, advice in _ADVICE.items() if words in raised), fix)
     if any(kind.__name__ == "UnregisteredEnv" for kind in type(error).__mro__):
         fix = "call gym.register where the module is imported, or gym.make('module:Id')"
-    return f"{who} raised {raised}", fix
+    return f"{who} raised {raised}", fix or _debug_advice
+
+
+def _could_not_be_called(error: BaseException) -> bool:
+    """Whether a function of the user does not take what it was called with: none of it ran."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    are_own = (frame.f_globals.get("__name__", "").startswith("rlpool.") for frame in frames)
+    return isinstance(error, TypeError) and all(are_own)

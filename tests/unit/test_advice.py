@@ -136,10 +136,54 @@ def test_the_same_class_or_function_is_to_be_run_here(run: Any, name: str) -> No
 # Functions that cannot be called ----------------------------------------------------------------
 
 
+class Odd(ConstantAgent):
+    """Does not take what its methods get."""
+
+    def update(self) -> None:  # type: ignore[override]
+        pass
+
+
+class OddStart(ConstantAgent):
+    def initial_state(self) -> Any:  # type: ignore[override]
+        pass
+
+
+class OddSeed(ConstantAgent):
+    def seed(self) -> None:  # type: ignore[override]
+        pass
+
+
+def update_error_of(create_agent: Any) -> RlpoolError:
+    with EpisodeBatcher(3, 4, create_agent, {}, create_env, {}, 0, seeds=1) as batcher:
+        batcher.update({})
+        batcher.execute(1)
+        with pytest.raises(RlpoolError) as caught:
+            batcher.get()
+    return caught.value
+
+
 def manager_error_of(env_fn: Any) -> RlpoolError:
     with pytest.raises(RlpoolError) as caught, ParallelEnvManager([CountingEnv, env_fn]):
         pass
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("run", "fix"),
+    [
+        (lambda: error_of(env=lambda s: create_env(s)), "def create_env(seed)"),
+        (lambda: error_of(env=lambda seed, n: create_env(seed)), "the keys of env_args"),
+        (lambda: error_of(lambda hidden: ConstantAgent()), "pass all that it needs in agent_args"),
+        (lambda: error_of(OddSeed), "define seed(self, seed)"),
+        (lambda: error_of(OddStart), "define initial_state(self, agent_info, n)"),
+        (lambda: update_error_of(Odd), "define update(self, info)"),
+        (lambda: manager_error_of(lambda seed: CountingEnv()), "called without arguments"),
+    ],
+)
+def test_a_function_that_cannot_be_called_so_is_told_how_it_is(run: Any, fix: str) -> None:
+    error = run()
+    assert "raised TypeError" in str(error)
+    assert fix in fix_of(error)
 
 
 def test_an_environment_that_only_the_program_has_registered_is_told_where_to() -> None:
@@ -149,6 +193,15 @@ def test_an_environment_that_only_the_program_has_registered_is_told_where_to() 
         manager_error_of(make),
     ):
         assert "gym.make('module:Id')" in fix_of(error)
+
+
+def test_a_function_that_fails_in_itself_is_not_told_how_it_is_called() -> None:
+    def create(seed: int) -> Any:
+        return GymEnv()  # type: ignore[call-arg]
+
+    error = error_of(env=create)
+    assert "raised TypeError: GymEnv.__init__() missing" in str(error)
+    assert "this process" in fix_of(error)  # not how it is called
 
 
 # What an agent lacks --------------------------------------------------------------------------
@@ -187,6 +240,11 @@ class Hidden(nn.Module, ConstantAgent):
     pass
 
 
+class OfFrames(nn.Module, Agent):
+    def forward(self, frame: Any) -> Any:
+        return frame
+
+
 CALL = "define __call__(self, state, observation, agent_info=None, history=None)"
 
 
@@ -196,6 +254,7 @@ CALL = "define __call__(self, state, observation, agent_info=None, history=None)
         (Noisy, "agent raised KeyError", "set n_noise"),
         (Bare, "Bare does not say how to choose actions", CALL),
         (Hidden, "Hidden does not say how to choose actions", "put nn.Module last"),
+        (OfFrames, "OfFrames.forward takes (frame", CALL),
     ],
 )
 def test_what_an_agent_lacks_is_told(create_agent: Any, what: str, fix: str) -> None:
