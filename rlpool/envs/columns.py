@@ -302,23 +302,33 @@ class Column:
             self.watch = self.watch.look(lanes, values)
         if self._joined is None:
             array = as_numbers(values)
-            # Beside a float, integers have become floats: large ones may not be what they were.
+            # NumPy makes floats of integers next to a float, which may change large ones.
             is_exact = array.dtype.kind != "f" or np.vdot(array, array) < self._most_exact
             if not (is_exact and self._wrote(lanes, array)):
                 self._write_each(lanes, values)
             return
-        shape, dtypes = self.spec.shape, self._dtypes
+        shape, (dtype, wider) = self.spec.shape, self._dtypes
+        all_write, is_wider = len(values) == self._n_lanes, False
         try:
             for value in values:
-                if value.dtype not in dtypes or value.shape != shape:
+                if value.dtype is not dtype:
+                    if value.dtype is not wider:
+                        break
+                    is_wider = True
+                if value.shape != shape:
                     break
             else:
-                with np.errstate(over="raise"):
-                    if len(values) == self._n_lanes:
-                        np.concatenate(values, out=self._joined)
-                    else:
-                        for lane, value in zip(lanes, values, strict=True):
-                            self._rows[lane][...] = value
+                if is_wider:
+                    with np.errstate(over="raise"):
+                        if all_write:
+                            np.concatenate(values, out=self._joined)
+                        else:
+                            self.array[list(lanes)] = np.stack(values)
+                elif all_write:
+                    np.concatenate(values, out=self._joined)
+                else:
+                    for lane, value in zip(lanes, values, strict=True):
+                        self._rows[lane][...] = value
                 return
         except (AttributeError, FloatingPointError):
             pass  # not an array, or beyond float32: converted, or refused, below
@@ -365,7 +375,7 @@ class Column:
         return True
 
     def _write_each(self, lanes: Sequence[int], values: Sequence[Any]) -> None:
-        """Convert the values one by one, so that an error tells the lane."""
+        """Convert the values one by one, so that an error names the lane."""
         rows = _each(lanes, values, lambda value: self._converted(value, self.spec))
         for lane, row in zip(lanes, rows, strict=True):
             self.array[lane] = row
