@@ -56,7 +56,7 @@ def replay_agent(
         need them, let the agent return them as outputs under another name.
 
     Raises:
-        SpecError: If there is no step, or ``state`` is neither of the two.
+        SpecError: If there is no step, or ``state`` is another word.
         KeyError: If the trajectories lack the agent's state, or its noise.
 
     Note:

@@ -28,7 +28,7 @@ from rlpool.batch.messages import (
     Report,
     Update,
 )
-from rlpool.batch.plans import TOLD, check_together
+from rlpool.batch.plans import REPORTED, check_together
 from rlpool.batch.requests import EpisodeRequest, Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.infos import Infos
@@ -463,7 +463,7 @@ class Dispatcher:
             if request.running_block.layout.step.resets_together:
                 self._control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
-                request.running_block.arrays.control["over"][worker] = TOLD
+                request.running_block.arrays.control["over"][worker] = REPORTED
                 self._note_done(worker, request.number)
         return is_given_up
 
@@ -489,7 +489,7 @@ class Dispatcher:
         Requests that were dropped count as well: a worker that hangs in one keeps its slots.
         """
         for request in list(self.running.values()):
-            self._conclude(request)  # the last worker may have died before it told
+            self._conclude(request)  # the last worker may have died before its report
         return {worker for request in self.running.values() for worker in request.working()}
 
     def running_in(self, worker: int) -> dict[str, Any]:

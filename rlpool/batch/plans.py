@@ -39,11 +39,11 @@ claimed one by one, so that no worker holds episodes that another could run."""
 _COUNT_BITS, _COUNT_MASK = 4, 15
 
 
-QUIET, TOLD = 1, 2
+SILENT, REPORTED = 1, 2
 """What a worker that is done with its part of a request leaves in ``over`` of the request's block.
 
-The caller is told of a request's end by the last worker alone, so that it wakes up once. One that
-has sent anything else about it says itself that it is done: its messages come first.
+Only the last worker reports the end of a request, so that the caller wakes up once. A worker that
+has sent anything else about the request also reports its own end: its messages come first.
 """
 
 
@@ -150,18 +150,18 @@ class RequestPlan(Plan):
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
         self.cancelled = self.arrays.control["cancelled"].data
-        self.has_told = False  # whether anything about it was sent
+        self.has_reported = False  # whether anything about it was sent
 
     def ends(self) -> bool:
-        """Note that this worker's part is over; returns whether the caller has to be told."""
+        """Note that this worker's part is over; returns whether to report that."""
         over, lock_fd = self.arrays.control["over"], self._site.lock_fd
         if lock_fd is not None:
             fcntl.lockf(lock_fd, fcntl.LOCK_EX)
-        over[self.worker] = TOLD if self.has_told else QUIET
+        over[self.worker] = REPORTED if self.has_reported else SILENT
         is_last = bool(over.all())
         if lock_fd is not None:
             fcntl.lockf(lock_fd, fcntl.LOCK_UN)
-        return is_last or self.has_told
+        return is_last or self.has_reported
 
     @property
     def resets_all_lanes(self) -> bool:
@@ -289,7 +289,7 @@ class EpisodePlan(RequestPlan):
         """Report the slots that have to be emptied."""
         if self._chunks:
             self._site.send(ChunksDone(self.number, self._chunks))
-            self.has_told = True
+            self.has_reported = True
             self._chunks = []
             self._site.read(False)  # slots that came back
         if self._site.notice is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlpool.batch.messages import EpisodeKey, Episodes, Run, Window
-from rlpool.batch.plans import QUIET, Claims
+from rlpool.batch.plans import SILENT, Claims
 from rlpool.data.infos import WINDOW_KEYS, Infos, options_of
 from rlpool.data.specs import join_key
 from rlpool.data.storage import NDArray
@@ -108,7 +108,7 @@ class Request(ABC):
     def working(self) -> set[int]:
         """Workers whose part of it, which was sent, is not over."""
         over = self.running_block.arrays.control["over"].data
-        return {worker for worker in self.remaining if over[worker] != QUIET}
+        return {worker for worker in self.remaining if over[worker] != SILENT}
 
     def release(self) -> None:
         """Give its slots back, when no worker writes into them any more."""

@@ -55,7 +55,7 @@ _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
 
 _WAITS_PER_LOOK = 100
-"""After how many short waits a caller looks for the deaths of all workers."""
+"""After how many short waits a caller looks for logs and deaths of all workers."""
 
 
 @dataclass
@@ -319,7 +319,7 @@ class Lanes(CrashOnly):
             raise error
 
     def settle(self, lanes: Sequence[int]) -> None:
-        """Wait for steps of lanes that the user has given up, and forget their outcome."""
+        """Wait until lanes have nothing to do, and forget what failed."""
         self._wait_for_lanes(lanes)
         for lane in lanes:
             self._errors.pop(lane, None)
@@ -347,10 +347,8 @@ class Lanes(CrashOnly):
     def refuse_stepping(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that ``step_some`` let step and has yet to return."""
         if stepping := self.stepping.intersection(lanes):
-            raise UsageError(
-                f"lane {min(stepping)} is stepping already",
-                fix="wait until step_some() returns it, or reset it",
-            )
+            fix = "wait until step_some() returns it, or reset it"
+            raise UsageError(f"lane {min(stepping)} is stepping already", fix=fix)
 
     def refuse_unknown(self, lanes: Sequence[int]) -> None:
         """Refuse a step of lanes that are in no episode."""
@@ -563,8 +561,7 @@ class Lanes(CrashOnly):
         """Refuse to go on after ``close``, a death, an interruption, or in a forked copy.
 
         Raises:
-            UsageError: If closed, a call was interrupted, or the workers are those of another
-                process.
+            UsageError: If closed or interrupted, or if the workers belong to another process.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
         if self.closed or os.getpid() != self.owner_pid:
@@ -579,8 +576,9 @@ class Lanes(CrashOnly):
     def refuse_closed(self) -> None:
         """Refuse to go on after ``close`` or in a forked copy, in whatever thread."""
         if self.closed:
-            fix = "make new ones, or close these later"
-            raise UsageError("the environments are closed", fix=fix)
+            raise UsageError(
+                "the environments are closed", fix="make new ones, or close them later"
+            )
         refuse_forked_copy(self.owner_pid)
 
     def _abandon(self) -> None:

@@ -394,8 +394,8 @@ def test_more_chunks_than_fit_into_the_pipes_do_not_block_both_sides() -> None:
         assert result_of(batcher)["frame"][0, :, 1].tolist() == list(range(2000))
 
 
-def create_lanes_of_a_worker_that_dies_in_silence(seed: int) -> Any:
-    """Let the last worker of a request die before it tells that all of it is over."""
+def create_lanes_of_a_worker_that_dies_before_its_report(seed: int) -> Any:
+    """Let the last worker of a request die before it reports the end."""
     ends = RequestPlan.ends
 
     def noted(plan: RequestPlan) -> bool:
@@ -408,9 +408,12 @@ def create_lanes_of_a_worker_that_dies_in_silence(seed: int) -> Any:
 
 
 @pytest.mark.promise("I4")
-def test_a_last_worker_that_dies_before_it_tells_of_the_end_holds_nothing_up() -> None:
+def test_a_last_worker_that_dies_before_it_reports_the_end_blocks_no_request() -> None:
     results: list[TemporalDictTensor] = []
-    for n_threads, make in ((2, create_lanes_of_a_worker_that_dies_in_silence), (0, create_env)):
+    for n_threads, make in (
+        (2, create_lanes_of_a_worker_that_dies_before_its_report),
+        (0, create_env),
+    ):
         env_args = {} if n_threads else {"n_lanes": 2}
         with EpisodeBatcher(4, 8, create_agent, {}, make, env_args, n_threads, 7) as batcher:
             for _ in range(2):
