@@ -1,4 +1,4 @@
-"""Workers that read nothing: nobody waits for them."""
+"""Workers that read nothing block no call."""
 
 from __future__ import annotations
 
