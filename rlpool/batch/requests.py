@@ -302,6 +302,10 @@ class EpisodeRequest(Request):
         emptied: list[int] = slots.tolist()
         return emptied
 
+    def info(self, layout: Layout) -> dict[str, Derivation]:
+        """The result's ``info``, computed when it is looked at."""
+        return self._info(range(self.n_rows), partial(self.asked.seeds, layout))
+
     def result(self) -> TemporalDictTensor:
         """All episodes: views of the block; copies if any chunk was copied out of it."""
         block = self.running_block
@@ -313,8 +317,7 @@ class EpisodeRequest(Request):
             self._glue.drop(at_home)  # chunks of a run that did not end
             joined_rows = self._glue.join(block.arrays, at_home)
             lengths, part = joined_rows.lengths, lambda: joined_rows
-        info = self._info(range(self.n_rows), partial(self.asked.seeds, block.layout))
-        return trajectories_of(block.layout, lengths, part, info)
+        return trajectories_of(block.layout, lengths, part, self.info(block.layout))
 
 
 @dataclass(eq=False, kw_only=True)

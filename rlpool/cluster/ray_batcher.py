@@ -21,17 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
-import numpy as np
-import torch
 
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.checks import checked_batcher_seeds, checked_progress
 from rlpool.batch.requests import EpisodeRequest
 from rlpool.data.infos import part_of
-from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, WorkerStartupError
 from rlpool.machine.arguments import also_takes, keywords, real_number, whole_number
@@ -46,7 +43,7 @@ from rlpool.workers.payload import unpacked_copy
 
 _LOG = logging.getLogger("rlpool")
 
-_MOST_RANGES = 2  # that an actor has at once: one that it runs, and the next
+_MOST_RANGES = 2  # that an actor has at once: one that it completes, and one whose lanes follow
 _MOST_LOSSES = 20  # of ranges of one request with their nodes
 _MOST_FAILED = 5  # starts of an actor in a row if none is there
 _RETRY_S = 0.2  # how often to ask whether an actor is back
@@ -142,10 +139,11 @@ class Nodes:
         self.pending: deque[_Gathering] = deque()
         self.fatal: RlpoolError | None = None
         self.n_lanes, self.is_closed, self.control = 0, False, SimpleNamespace()
+        self._tells_failures = arguments.get("on_env_error", "raise") != "raise"
         self.environment: Mapping[str, Any] = {}
         self._actors: list[_Actor] = []
         self._group: Any = None
-        self._policy: _Policy = 0, ()
+        self._policy: _Policy = 0, None
         self._last_loss, self._n_failed = "", 0
         self._asked_s, self._seen_s = 0.0, time.monotonic()
         if not self._ray.is_initialized():
@@ -153,7 +151,7 @@ class Nodes:
         try:
             self.n_nodes = self._reserve(n_nodes, bundle)
             self._n_slots = max(1, arguments["n_slots"] // self.n_nodes)
-            self._start({**arguments, "n_slots": self._n_slots, "seeds": 0}, bundle)
+            self._start({**arguments, "n_slots": self._n_slots, "seeds": 0}, dict(bundle))
             if self.environment["seeding"] != "episode":  # they would depend on their range
                 what = "the environments of create_env cannot be seeded one by one"
                 fix = "give single environments to GymEnv, or use an EpisodeBatcher on each machine"
@@ -171,8 +169,7 @@ class Nodes:
         large = [all(size.get(k, 0) >= bundle[k] for k in bundle) for size in sizes]
         n = n_nodes or sum(large)
         if 0 < n <= sum(large):
-            module = import_extra("ray.util.placement_group", "ray")
-            self._group = module.placement_group([bundle] * n, strategy="STRICT_SPREAD")
+            self._group = self._ray.util.placement_group([bundle] * n, strategy="STRICT_SPREAD")
             if self._group.wait(_PATIENCE_S):
                 return n
         raise SpecError(
@@ -180,36 +177,26 @@ class Nodes:
             fix="lower n_nodes, n_workers or resources, end what uses them, or start more nodes",
         )
 
-    def _start(self, arguments: dict[str, Any], bundle: Mapping[str, float]) -> None:
+    def _start(self, arguments: dict[str, Any], bundle: dict[str, float]) -> None:
         """Start an actor in every bundle, and wait until they are ready."""
         try:
             setup = cloudpickle.dumps(arguments)
         except Exception as error:
             fix = "create it inside create_env or create_agent, which run on the node"
             raise WorkerStartupError(why_not(arguments, error), fix=fix) from error
-        others = dict(bundle)
-        options: dict[str, Any] = {"num_cpus": others.pop("CPU"), "num_gpus": others.pop("GPU", 0)}
-        options |= {"memory": others.pop("memory", None), "resources": others}
+        options: dict[str, Any] = {"num_cpus": bundle.pop("CPU"), "num_gpus": bundle.pop("GPU", 0)}
+        options |= {"memory": bundle.pop("memory", None), "resources": bundle}
         # Ray would repeat a lost call in the same actor; another one may be free.
         options |= {"max_restarts": -1, "max_task_retries": 0}
-        module = import_extra("ray.util.scheduling_strategies", "ray")
+        in_bundle = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for number in range(self.n_nodes):
-            place = module.PlacementGroupSchedulingStrategy(self._group, number)
-            kind = self._ray.remote(NodeActor).options(**options, scheduling_strategy=place)
+            options["scheduling_strategy"] = in_bundle(self._group, number)
+            kind = self._ray.remote(NodeActor).options(**options)
             self._actors.append(_Actor(kind.remote(setup, sys.path, torch_settings())))
         self._ask_who_is_back()
         while any(actor.calls for actor in self._actors):
-            self._advance(_RETRY_S)
+            self.look(_RETRY_S)
             self.refuse_if_dead()
-
-    def _advance(self, timeout_s: float) -> None:
-        """Send ranges, take the answers that arrive, and look for actors that are back."""
-        if not self._ray.is_initialized():
-            self.fatal = WorkerDiedError("Ray was shut down, and all nodes with it", exitcode=None)
-        if self.fatal is None:
-            self._send()
-            self._wait(timeout_s)
-            self._ask_who_is_back()
 
     def _send(self) -> None:
         """Keep every actor busy."""
@@ -218,9 +205,14 @@ class Nodes:
         for depth in range(_MOST_RANGES):
             for actor in up:
                 request = next((each for each in self.pending if each.left), None)
-                if request is not None and len(actor.calls) <= depth:
-                    rows = request.next_rows(len(up), least, self._n_slots)
-                    actor.calls[actor.handle.call.remote(*request.arguments(rows))] = request, rows
+                n_ranges = len(actor.unsent) + sum(map(len, actor.calls.values()))
+                if request is not None and n_ranges <= depth:
+                    rows = request.next_rows(len(up), least, self._n_slots // _MOST_RANGES)
+                    actor.unsent.append((request, rows))
+        for actor in (each for each in up if each.unsent):
+            messages = [request.message(rows) for request, rows in actor.unsent]
+            actor.calls[actor.handle.call.remote("run", messages)] = actor.unsent
+            actor.unsent = []
 
     def _wait(self, timeout_s: float) -> None:
         actors = {call: actor for actor in self._actors for call in actor.calls}
@@ -228,29 +220,31 @@ class Nodes:
             time.sleep(timeout_s)
             return
         for call in self._ray.wait(list(actors), timeout=timeout_s)[0]:
-            sent = actors[call].calls.pop(call)
+            actor, ranges = actors[call], actors[call].calls.pop(call)
             try:
                 answer = self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                self._note_loss(actors[call], sent, error)
+                self._note_loss(actor, ranges, error)
                 continue
-            if sent is not None:
-                sent[0].take(sent[1], answer)
+            if ranges:
+                (request, rows), *actor.unsent = ranges
+                request.take(rows, answer)
             elif isinstance(answer, RlpoolError):
                 self.fatal = answer
             else:
-                actors[call].is_up, (self._n_node_lanes, self.environment) = True, answer
+                actor.is_up, (self._n_node_lanes, self.environment) = True, answer
 
-    def _note_loss(self, actor: _Actor, sent: _Sent, error: Any) -> None:
+    def _note_loss(self, actor: _Actor, ranges: list[_Range], error: Any) -> None:
         """A call has failed, and what it was to return is lost."""
         self._last_loss = str(error)
         if actor.is_up:
             _LOG.warning("a node was lost: %s", self._last_loss.partition("\n")[0])
         actor.is_up = False
-        self._n_failed += sent is None
-        if sent is not None:
-            sent[0].lose(sent[1], self._last_loss)
-        elif isinstance(error, self._ray.exceptions.RayTaskError):
+        self._n_failed += not ranges
+        lost, actor.unsent = ranges + actor.unsent, []
+        for request, rows in lost:
+            request.lose(rows, self._last_loss)
+        if not ranges and isinstance(error, self._ray.exceptions.RayTaskError):
             what, fix = "a node cannot make a batcher", "install what it imports on every machine"
             self.fatal = WorkerStartupError(what, fix=fix, traceback_text=self._last_loss)
 
@@ -265,7 +259,7 @@ class Nodes:
         if now_s > self._asked_s + _RETRY_S:
             self._asked_s = now_s
             for actor in (each for each in self._actors if not (each.calls or each.is_up)):
-                actor.calls[actor.handle.call.remote("start", 0)] = None
+                actor.calls[actor.handle.call.remote("start", [])] = []
 
     # As of a Dispatcher -------------------------------------------------------------------------
 
@@ -275,53 +269,61 @@ class Nodes:
         version, packed = request.policy
         # If Ray is gone, put() would start another one.
         if version != self._policy[0] and self._ray.is_initialized():
-            published = [self._ray.put(unpacked_copy(packed))] if packed is not None else []
-            self._policy = version, published
+            self._policy = version, packed and [self._ray.put(unpacked_copy(packed))]
         self.pending.append(_Gathering(request, self._policy))
-        self._advance(0.0)
+        self.pending[-1].tells_failures = self._tells_failures
+        self.look()
 
     @property
     def crew(self) -> Any:
         """Itself: the nodes are the workers."""
         return self
 
-    def look(self) -> None:
-        """Take the answers that have arrived."""
-        self._advance(0.0)
+    def look(self, longest_s: float = 0.0) -> None:
+        """Take the answers that arrive, look for actors that are back, and send ranges.
+
+        Args:
+            longest_s: Longest wait for an answer.
+        """
+        if self.fatal is None and not self._ray.is_initialized():
+            self.fatal = WorkerDiedError("Ray was shut down, and all nodes with it", exitcode=None)
+        if self.fatal is None:
+            self._wait(longest_s)
+            self._ask_who_is_back()
+            self._send()
 
     def wait_until(self, is_over: Callable[[], bool], until_s: float) -> None:
         """Take answers until a condition holds, or until then by ``time.monotonic``."""
         while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
-            self._advance(min(left_s, _RETRY_S))
+            self.look(min(left_s, _RETRY_S))
 
     @property
     def failure(self) -> RlpoolError | None:
         """Why the oldest request cannot be completed, if it cannot."""
         if not self.pending:  # closed meanwhile
             return self.fatal
-        request = self.pending[0]
-        return request.error or self.fatal if request.n_left else None
+        oldest = self.pending[0]
+        return oldest.error or self.fatal if oldest.n_left else None
 
     def is_settled(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
         return not self.pending or not self.pending[0].n_left or self.failure is not None
 
-    def hand_out(self) -> tuple[TemporalDictTensor, dict[int, RlpoolError]]:
+    def hand_out(self) -> tuple[TemporalDictTensor, dict[int, Any]]:
         """Take the oldest request off: its result, and by row the failures of its episodes.
 
         Raises:
             RlpoolError: If it failed.
         """
-        failure = self.failure
-        request = self.pending.popleft() if self.pending else None
-        if request is None or failure is not None:
+        failure, oldest = self.failure, self.pending.popleft() if self.pending else None
+        if oldest is None or failure is not None:
             raise failure or UsageError("it was cancelled")
-        return request.result(), request.failures
+        return oldest.result(), oldest.failures
 
     def finished(self) -> tuple[int, int]:
         """Rows that have arrived and were requested, of the oldest request."""
-        first = next(iter(self.pending), None)
-        return (0, 0) if first is None else (first.n_rows - first.n_left, first.n_rows)
+        n_rows, n_left = next(((each.n_rows, each.n_left) for each in self.pending), (0, 0))
+        return n_rows - n_left, n_rows
 
     def refuse_if_dead(self) -> None:
         """Raise ``fatal``."""
@@ -348,11 +350,10 @@ class Nodes:
         self.pending.clear()
         if not self._ray.is_initialized():
             return
-        with suppress(self._ray.exceptions.RayError):  # an actor has died
+        with suppress(self._ray.exceptions.RayError):  # an actor has died, or is slow
             free = [actor for actor in self._actors if actor.is_up and not actor.calls]
             calls = [actor.handle.close.remote() for actor in free if not at_once]
-            if calls:
-                self._ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_S)
+            self._ray.get(calls, timeout=_CLOSE_S)
         while self._actors:
             self._ray.kill(self._actors.pop().handle)
         if self._group is not None:
@@ -366,39 +367,35 @@ class _Actor:
 
     Attributes:
         handle: Ray's.
-        calls: By Ray's reference: the request and rows that were sent, ``None`` for ``start``.
+        calls: By Ray's reference: the ranges that were sent, none for ``start``. The answer is the
+            first one's; the second is begun, and sent again.
+        unsent: Ranges of its next call.
         is_up: Whether its workers are ready, as far as is known.
     """
 
     handle: Any
-    calls: dict[Any, _Sent] = field(default_factory=dict)
+    calls: dict[Any, list[_Range]] = field(default_factory=dict)
+    unsent: list[_Range] = field(default_factory=list)
     is_up: bool = False
 
 
-class _Gathering:
+class _Gathering(EpisodeRequest):
     """A request that is run in ranges.
 
     Args:
         request: The request.
-        policy: What it runs with.
+        published: The policy that it runs with.
 
     Attributes:
-        n_rows: How many episodes.
-        asked: Which ones.
         left: Ranges of rows that no actor has.
         n_left: How many rows have not arrived yet.
-        error: Why it failed.
-        failures: Row to the failure of an episode that was truncated.
     """
 
-    def __init__(self, request: EpisodeRequest, policy: _Policy) -> None:
-        self.n_rows = self.n_left = request.n_rows
-        self.asked, self._n_losses = request.asked, 0
-        self.left = [range(self.n_rows)]
-        self.error: RlpoolError | None = None
-        self.failures: dict[int, RlpoolError] = {}
-        self._infos, self._policy = request.infos, policy
-        self._parts: dict[int, Rows] = {}
+    def __init__(self, request: EpisodeRequest, published: _Policy) -> None:
+        super().__init__(request.asked, request.infos, request.policy)
+        self.left, self.n_left = [range(self.n_rows)], self.n_rows
+        self._published, self._born_ns, self._n_losses = published, time.monotonic_ns(), 0
+        self._parts: dict[int, tuple[StepSpecs, Unpadded]] = {}
 
     def next_rows(self, n_actors: int, n_lanes: int, n_slots: int) -> range:
         """Take rows, fewer towards the end, so that no actor is waited for alone.
@@ -406,22 +403,22 @@ class _Gathering:
         Args:
             n_actors: Actors that run requests.
             n_lanes: Rows that keep one busy: fewer cost more than they gain, unless others idle.
-            n_slots: Slots of each: more rows would have to be copied twice.
+            n_slots: Slots for a range: more rows would have to be copied twice.
         """
         n_unsent, rows = sum(map(len, self.left)), self.left.pop(0)
         shares = [-(-n // (_MOST_RANGES * n_actors)) for n in (self.n_rows, n_unsent)]
         least = min(n_lanes, -(-self.n_rows // n_actors))
-        size = max(least, min(max(min(4 * n_lanes, shares[0]), shares[1]), n_slots))
+        size = max(least, min(max(min(4 * n_lanes, shares[0]), shares[1]), max(1, n_slots)))
         if len(rows) > size:
             self.left.insert(0, rows[size:])
         return rows[:size]
 
-    def arguments(self, rows: range) -> tuple[Any, ...]:
-        """The arguments of ``NodeActor.run``."""
+    def message(self, rows: range) -> tuple[Any, ...]:
+        """The arguments of ``NodeActor._begin``."""
         asked, first = self.asked, self.asked.first + rows.start
-        request = len(rows), *part_of(self._infos, rows)
+        request = len(rows), *part_of(self.infos, rows)
         seeds = asked.given_seeds and asked.given_seeds[rows.start : rows.stop]
-        return "run", rows.start, first, rows.start, asked.root, self._policy, request, seeds
+        return (self._born_ns, rows), first, asked.root, self._published, request, seeds
 
     def lose(self, rows: range, why: str) -> None:
         """Let rows run again."""
@@ -429,17 +426,18 @@ class _Gathering:
         if self.error is None:
             self.left.insert(0, rows)
         if self._n_losses > _MOST_LOSSES:
-            what = f"nodes that ran this request were lost {self._n_losses} times"
+            what = f"{self._n_losses} ranges of this request were lost with their nodes"
             self.take(rows, WorkerDiedError(what, exitcode=None, traceback_text=why))
 
-    def take(self, rows: range, answer: Rows | RlpoolError) -> None:
+    def take(self, rows: range, answer: _Rows | RlpoolError) -> None:
         """Keep rows that have arrived: copies, since Ray's store is small."""
         if isinstance(answer, RlpoolError):
             self.error = self.error or answer
             self.left.clear()
         elif self.error is None:
-            self._parts[rows.start] = answer._replace(episodes=answer.episodes.copy())
-            self.failures.update(answer.failures)
+            step, episodes, failures = answer
+            self._parts[rows.start] = step, episodes.copy()
+            self.failures.update(failures)
             self.n_left -= len(rows)
 
     def result(self) -> TemporalDictTensor:
@@ -448,30 +446,12 @@ class _Gathering:
         Raises:
             SpecError: If those of two nodes differ in their keys, shapes or dtypes.
         """
-        parts = [part for _, part in sorted(self._parts.items())]
-        if any(part.step != parts[0].step for part in parts):
+        steps, parts = zip(*(part for _, part in sorted(self._parts.items())), strict=True)
+        if any(step != steps[0] for step in steps):
             raise SpecError("environments or agents of two nodes have different keys")
-        info = {key: np.concatenate([part.info[key] for part in parts]) for key in parts[0].info}
-        rows = Unpadded.joined([part.episodes for part in parts])
-        layout = Layout(parts[0].step, self.n_rows, int(rows.lengths.max()), 1)
-        tensors = {key: partial(torch.from_numpy, array) for key, array in info.items()}
-        return trajectories_of(layout, rows.lengths, lambda: rows, tensors)
-
-
-class Rows(NamedTuple):
-    """What an actor has collected.
-
-    Attributes:
-        step: What a step consists of.
-        episodes: The episodes.
-        info: Key to ``[B, ...]``.
-        failures: Row of the whole request to why its episode was truncated.
-    """
-
-    step: StepSpecs
-    episodes: Unpadded
-    info: dict[str, NDArray]
-    failures: dict[int, Any]
+        rows = Unpadded.joined(parts)
+        layout = Layout(steps[0], self.n_rows, int(rows.lengths.max()), 1)
+        return trajectories_of(layout, rows.lengths, lambda: rows, self.info(layout))
 
 
 class NodeActor:
@@ -489,21 +469,21 @@ class NodeActor:
         self._setup = setup
         self._batcher: Any = None
         self._version = 0  # of the policy that the agents have; -1 if that is not known
+        self._begun: list[Any] = []  # keys of ranges
 
-    def call(self, name: str, row: int, *arguments: Any) -> Any:
+    def call(self, name: str, ranges: list[Any]) -> Any:
         """What a method returns or raises: what Ray raises from a call is about the node.
 
         Args:
             name: ``"start"`` or ``"run"``.
-            row: Row of the first episode in the whole request.
-            *arguments: Those of the method.
+            ranges: Arguments of the method.
         """
         try:
-            return getattr(self, name)(*arguments)
+            return getattr(self, name)(*ranges)
         except RlpoolError as error:
             if self._batcher is not None and self._batcher._not_closed().crew.fatal is not None:
                 self.close()  # the workers are of no further use
-            return _placed(error, row)
+            return _placed(error, ranges[0][0][1].start if ranges else 0)
 
     def start(self) -> Any:
         """Start the workers; returns the number of their lanes, and what their environments are."""
@@ -511,58 +491,75 @@ class NodeActor:
             self._batcher = EpisodeBatcher(**pickle.loads(self._setup))
         return self._batcher.n_lanes, self._batcher.environment
 
-    def run(
-        self, first: int, row: int, root: int, policy: _Policy, request: Sequence[Any], seeds: Any
-    ) -> Rows:
-        """Run consecutive episodes.
+    def run(self, *ranges: Any) -> _Rows:
+        """Run a range of consecutive episodes, and begin the next, so that no lane waits.
 
         Args:
+            *ranges: Arguments of ``_begin``. The second one's turn comes with the next call.
+        """
+        if self._begun != [ranges[0][0]]:
+            if self._begun:  # what is not wanted any more
+                self.close()
+            self._begin(*ranges[0])
+        for following in ranges[1:]:
+            if following[3][1] or not self._version:  # it needs no new agents
+                with suppress(RlpoolError):  # which it raises again in its turn
+                    self._begin(*following)
+        del self._begun[0]
+        trajectories, first_row = self._batcher.get(), ranges[0][0][1].start
+        step = self._batcher._not_closed()._blocks.layout.step
+        failures = {
+            first_row + each.where.row: _placed(each, first_row) for each in self._batcher.failures
+        }
+        return step, Unpadded.of(trajectories._tensors.part), failures
+
+    def _begin(
+        self, key: Any, first: int, root: int, policy: _Policy, request: Sequence[Any], seeds: Any
+    ) -> None:
+        """Let the workers run consecutive episodes.
+
+        Args:
+            key: Number of the request, and the rows of it.
             first: Number of the first episode in the batcher's life.
-            row: Its row in the whole request.
             root: Root of all seeds.
             policy: What they run with.
             request: The arguments of ``execute`` by position.
             seeds: Its ``episode_seeds``.
         """
         version, reference = policy
-        if self._version and not reference:
-            self.close()  # only new agents have the parameters that they began with
+        if self._version and not reference:  # only new agents have what they began with
+            self.close()
         self.start()
         if reference and version != self._version:
             self._version = -1
             self._batcher.update(import_extra("ray", "ray").get(reference[0]))
             self._version = version
-        self._batcher._root = root
-        self._batcher.seek(first)
+        self._batcher._root, self._batcher._next_episode = root, first
         self._batcher.execute(*request, episode_seeds=seeds)
-        trajectories = self._batcher.get()
-        info = {key: tensor.numpy() for key, tensor in trajectories.info.items()}
-        info["episode"] += row
-        info["policy_version"][:] = version
-        failures = {row + each.where.row: _placed(each, row) for each in self._batcher.failures}
-        step = self._batcher._not_closed()._blocks.layout.step
-        return Rows(step, Unpadded.of(trajectories), info, failures)
+        self._begun.append(key)
 
     def close(self) -> None:
         """End the workers."""
-        batcher, self._batcher, self._version = self._batcher, None, 0
+        batcher, self._batcher, self._version, self._begun = self._batcher, None, 0, []
         if batcher is not None:
             batcher.close()
 
 
 def _placed(error: Any, first_row: int) -> Any:
     """The same error; its place names the node and the row of the whole request."""
-    where = getattr(error, "where", None)
-    if where is None:
+    if (where := getattr(error, "where", None)) is None:
         return error
     node = import_extra("ray.util", "ray").get_node_ip_address()
     row = None if where.row is None else first_row + where.row
     return error.reworded(where=where._replace(node=node, row=row))
 
 
-# A request and some of its rows; None for a call that starts workers.
-_Sent = tuple[_Gathering, range] | None
+# What a step consists of, episodes, and row of the whole request to why one was truncated.
+_Rows = tuple[StepSpecs, Unpadded, dict[int, Any]]
+
+# A request and some of its rows.
+_Range = tuple[_Gathering, range]
 
 # Version, and Ray's reference to what the agents are updated with; none before the first update.
-# Ray would fetch the object for every range if it were an argument of the call by itself.
-_Policy = tuple[int, Sequence[Any]]
+# In a list, because Ray would fetch an argument of a call for every range.
+_Policy = tuple[int, list[Any] | None]

@@ -15,7 +15,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.storage import NDArray, batch_array
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError
-from rlpool.slots.blocks import Arrays, Layout, successor_key
+from rlpool.slots.blocks import Arrays, Layout
 
 Derivation = Callable[[], Tensor]
 
@@ -280,19 +280,11 @@ class Unpadded:
     lengths: NDArray
 
     @classmethod
-    def of(cls, trajectories: TemporalDictTensor) -> Unpadded:
-        """Copies of what ``trajectories_of`` made, if it is unchanged."""
-        tensors: Any = trajectories._tensors
-        lengths = trajectories.lengths.numpy()
-        is_step, last = _steps_in(lengths), (np.arange(len(lengths)), lengths - 1)
-        rows = {key: tensors[key].numpy()[is_step] for key in tensors.part.rows}
-        finals = {}
-        for key in tensors.part.finals:
-            after = tensors.finals_of(successor_key(key))
-            if after is None:
-                after = tensors[successor_key(key)].numpy()[last]
-            finals[key] = np.ascontiguousarray(after)
-        return cls(rows, finals, lengths)
+    def of(cls, part: Slice) -> Unpadded:
+        """Copies of some episodes."""
+        is_step = _steps_in(part.lengths)
+        rows = {key: array[is_step] for key, array in part.rows.items()}
+        return cls(rows, {key: np.array(array) for key, array in part.finals.items()}, part.lengths)
 
     def copy(self) -> Unpadded:
         """The same in memory of its own."""
