@@ -23,7 +23,7 @@ def test_parts_of_a_request_give_all_of_its_tensors(sizes: tuple[int, ...]) -> N
         parts = []
         for n_episodes in sizes:
             divided.execute(n_episodes)
-            parts.append(Unpadded.of(divided.get()).copy())
+            parts.append(Unpadded.of(divided.get()._tensors.part).copy())
         blocks = whole._not_closed()._blocks
     assert blocks is not None
     assert all(len(rows) == part.lengths.sum() for part in parts for rows in part.rows.values())
