@@ -102,10 +102,12 @@ class Shown:
     def named(self, space: Any, observation: Any) -> Values:
         """The parts of an observation."""
         values = {}
-        for key, _ in leaves(space, "" if isinstance(space, spaces.Dict) else "frame"):
+        is_dict = isinstance(space, spaces.Dict)
+        for key, leaf in leaves(space, "" if is_dict else "frame"):
             part = observation
-            for name in key.split("/") if isinstance(space, spaces.Dict) else ():
+            for name in key.split("/")[not is_dict :]:
                 part = part[int(name) if isinstance(part, tuple) else name]
+            part = np.int64(part) if isinstance(leaf, spaces.Discrete) else part
             values[key] = stored(part, self.keeps_float64)
         return values
 

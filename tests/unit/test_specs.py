@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -20,11 +19,9 @@ from rlpool.data.specs import (
     leaves_of,
     narrowed,
     nester,
-    refuse_collisions,
     structure_of_space,
     structure_of_value,
 )
-from rlpool.errors import SpecError
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (4, 4, 3), np.uint8),
@@ -52,25 +49,6 @@ def of_value(value: Any) -> Any:
     return narrowed(structure_of_value(value, name="value"), keep_float64=False)
 
 
-class Mystery(gymnasium.Space[Any]):
-    pass
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Graph(spaces.Box(-1, 1), spaces.Discrete(3)),
-        spaces.Sequence(spaces.Discrete(3)),
-        spaces.OneOf([spaces.Discrete(3), spaces.Box(-1, 1)]),
-        Mystery(),
-    ],
-)
-def test_spaces_without_a_fixed_shape_are_refused_with_kind_and_place(space: Any) -> None:
-    outer, kind = spaces.Dict(a=spaces.Tuple([spaces.Discrete(2), space])), type(space).__name__
-    with pytest.raises(SpecError, match=rf"space\['a'\]\[1\] is a {kind} space(.|\n)*fix:"):
-        of_space(outer)
-
-
 def test_spaces_of_the_old_gym_are_known_by_the_names_of_their_classes() -> None:
     Box = type("Box", (), {"shape": (3,), "dtype": np.dtype(np.float64)})  # noqa: N806
     Discrete = type("Discrete", (), {"n": 4})  # noqa: N806
@@ -87,28 +65,6 @@ def test_values_are_taken_apart_and_put_together_in_the_order_of_the_leaves() ->
     again = nester(structure)(parts)
     assert NESTED.contains(again)
     assert again["pose"][0] is value["pose"][0]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ({"a": 1}, r"observation should have the keys \['a', 'b'\], got \['a'\]"),
-        (5, r"observation should have the keys \['a', 'b'\], got int"),
-        ({"a": 1, "b": (1,)}, r"observation\['b'\] should be a tuple of 2 parts, got 1"),
-    ],
-)
-def test_values_that_do_not_fit_their_structure_are_refused(value: Any, text: str) -> None:
-    flatten = flattener(of_value({"a": 1, "b": (1, 2)}), "observation")
-    with pytest.raises(SpecError, match=text):
-        flatten(value)
-
-
-def test_colliding_keys_are_refused_naming_key_and_both_sides() -> None:
-    with pytest.raises(SpecError, match="a/b"):
-        leaves_of(of_value({"a/b": 1, "a": {"b": 2}}), "")
-    refuse_collisions({"one": ["a", "b"], "two": ["c"], "three": []})
-    with pytest.raises(SpecError, match="key 'b' is given by one and by two"):
-        refuse_collisions({"one": ["a", "b"], "two": ["c", "b"]})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "bool"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RescaleAction
 from process.watching import assert_equal, worker_pids
 from torch.utils._pytree import tree_map
@@ -21,7 +21,6 @@ from rlpool import (
     EnvSpecError,
     EpisodeBatcher,
     GymEnv,
-    SpecError,
     VectorGymEnv,
     WorkerStartupError,
 )
@@ -273,26 +272,6 @@ def test_finding_it_out_leaves_no_trace() -> None:
             return batcher.get()
 
     assert_equal(episodes(), episodes(seeding="episode"))
-
-
-TEXT = partial(SpaceEnv, spaces.Text(3), spaces.Discrete(2))
-REFUSED: list[tuple[Any, str, str]] = [
-    (lambda: VectorGymEnv([CountingEnv()]), "not a gymnasium.vector.VectorEnv", "GymEnv"),
-    (lambda: VectorGymEnv(CountingEnv()), "not a gymnasium.vector.VectorEnv", "make_vec"),
-    (lambda: VectorGymEnv(SyncVectorEnv([CountingEnv])), "SyncVectorEnv", "environments to GymEnv"),
-    (lambda: VectorGymEnv(Noted(SyncVectorEnv([CountingEnv]))), "SyncVectorEnv", "GymEnv"),
-    (lambda: VectorGymEnv(ArrayEnv(2), seeding="lane"), "seeding", ""),
-    (lambda: VectorGymEnv(ArrayEnv(2), max_episode_steps=0), "max_episode_steps", ""),
-    (lambda: GymEnv(ArrayEnv(2)), "not a list of environments", "VectorGymEnv"),
-    (lambda: VectorGymEnv(OwnVectorEnv([TEXT])), "Text", ""),
-]
-
-
-@pytest.mark.parametrize(("make", "words", "fix"), REFUSED)
-def test_what_does_not_fit_is_refused(make: Any, words: str, fix: str) -> None:
-    with pytest.raises(SpecError, match=words) as caught:
-        make()
-    assert fix in caught.value.fix
 
 
 def test_environments_in_processes_of_gymnasium_are_refused_and_closed() -> None:
