@@ -1,4 +1,4 @@
-"""EpisodeBatcher in this process: the order of calls, arguments, who owns results."""
+"""Both batchers in this process: the order of calls, who owns results, starts, ends, errors."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ import numpy as np
 import pytest
 import torch
 
-import rlpool.machine.limits
 from rlpool import (
+    AgentError,
     Batcher,
     DictTensor,
+    EnvError,
     EpisodeBatcher,
     GymEnv,
+    GymEnvInf,
     MonoThreadEpisodeBatcher,
-    RlpoolError,
-    SpecError,
     UsageError,
+    Where,
     WorkerStartupError,
 )
-from rlpool.machine.limits import Bound
+from rlpool.testing import CountingEnv as OneNumberEnv
 
-from support.agents import ConstantAgent, NoisyAgent, Recorder, StepCounter
+from support.agents import ConstantAgent, FunctionAgent, NoisyAgent, Recorder, StepCounter, zeros
 from support.envs import (
+    FIRST_STATE,
     CountingEnv,
+    FailingEnv,
     assert_same_tensors,
     counting_trajectories,
     create_counting,
 )
-from support.needy import create_needy
+from support.variants import variants
+from support.vector_envs import create_lanes
 
 
 def make(**changes: Any) -> EpisodeBatcher:
@@ -40,10 +44,21 @@ def make(**changes: Any) -> EpisodeBatcher:
         "n_slots": 8,
         "create_agent": StepCounter,
         "create_env": create_counting,
-        "n_threads": 0,
+        "n_workers": 0,
         "seeds": 0,
     }
     return EpisodeBatcher(**{**arguments, **changes})
+
+
+def windows(**changes: Any) -> Batcher:
+    factories: dict[str, Any] = {"create_agent": StepCounter, "create_env": create_counting}
+    given = {"n_timesteps": 3, "n_workers": 0, "seeds": 0}
+    return Batcher(**{**given, **factories, **changes})
+
+
+def window(batcher: Batcher, env_info: Any = None) -> Any:
+    batcher.execute(env_info=env_info)
+    return batcher.get()
 
 
 def info_of(lengths: list[int], first: int = 0) -> DictTensor:
@@ -59,38 +74,7 @@ def raising(*_: Any, **__: Any) -> Any:
     raise OSError("no display")
 
 
-# The order of calls ---------------------------------------------------------------------------
-
-
-def test_calls_out_of_order_are_usage_errors() -> None:
-    with make() as batcher:
-        for call in (batcher.get, lambda: batcher.get(blocking=False), batcher.reexecute):
-            with pytest.raises(UsageError, match="execute"):
-                call()
-        batcher.execute(2)
-        batcher.get()
-        with pytest.raises(UsageError, match="execute"):
-            batcher.get()
-        batcher.execute(1)
-        assert batcher.get().lengths.tolist() == [3]
-
-
-def test_a_closed_batcher_says_that_it_is_closed() -> None:
-    batcher = make()
-    batcher.execute(2)
-    assert not batcher.closed
-    batcher.close()
-    assert batcher.closed
-    for call in (
-        lambda: batcher.execute(1),
-        batcher.reexecute,
-        batcher.get,
-        lambda: batcher.get(blocking=False),
-        lambda: batcher.update({}),
-        lambda: batcher.progress,
-    ):
-        with pytest.raises(UsageError, match="closed"):
-            call()
+# Ends and what they leave ---------------------------------------------------------------------
 
 
 def close_twice(batcher: EpisodeBatcher) -> None:
@@ -104,60 +88,39 @@ def leave(batcher: EpisodeBatcher) -> None:
 
 
 @pytest.mark.promise("I5")
-@pytest.mark.parametrize("end", [close_twice, leave, lambda batcher: None])
-@pytest.mark.parametrize("close", [CountingEnv.close, raising], ids=["closes", "raises"])
+@pytest.mark.parametrize(
+    ("end", "close"),
+    [(close_twice, raising), (leave, CountingEnv.close), (lambda batcher: None, raising)],
+)
 def test_however_a_batcher_ends_environments_and_agent_are_closed_once(
     end: Any, close: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_closed = 0
-
-    def counted_close(env: Any) -> None:
-        nonlocal n_closed
-        n_closed += 1
-        close(env)
-
-    monkeypatch.setattr(CountingEnv, "close", counted_close)
+    closed: list[Any] = []
+    monkeypatch.setattr(CountingEnv, "close", lambda env: (closed.append(env), close(env)))
     agent = Recorder(ConstantAgent())
     batcher = make(create_agent=lambda: agent, env_args={"n_envs": 1})
     batcher.execute(2)
     end(batcher)
     del batcher
     gc.collect()
-    assert n_closed == 1
-    assert agent.n_closed == 1
+    assert (len(closed), agent.n_closed, len(agent.seeds)) == (1, 1, 1)
 
 
-def test_progress_counts_finished_and_requested_episodes() -> None:
-    with make() as batcher:
-        assert batcher.progress == (0, 0)
-        batcher.execute(5)
-        for _ in range(100):
-            finished, wanted = batcher.progress
-            assert wanted == 5
-            assert 0 <= finished <= 5
-        assert finished == 5
-        batcher.get()
-        assert batcher.progress == (0, 0)
-
-
-def test_seek_is_refused_while_something_is_pending_and_for_what_is_no_number() -> None:
-    batcher = make()
-    for number in (-1, 1.5, "3", 2**62 + 1):
-        with pytest.raises(SpecError, match="number"):
-            batcher.seek(number)
-    batcher.execute(2)
-    with pytest.raises(UsageError, match="pending"):
-        batcher.seek(0)
-    batcher.get()
-    batcher.seek(2**62)
-    batcher.execute(2)
-    assert len(batcher.get()) == 2
+@pytest.mark.parametrize("kind", [make, windows])
+def test_a_closed_batcher_says_that_it_is_closed(kind: Any) -> None:
+    batcher = kind()
+    assert not batcher.closed
     batcher.close()
-    with pytest.raises(UsageError):
-        batcher.seek(0)
-
-
-# Who owns results -----------------------------------------------------------------------------
+    assert batcher.closed
+    calls = [batcher.execute, batcher.get, lambda: batcher.update({}), lambda: batcher.n_lanes]
+    if kind is make:
+        calls[0] = lambda: batcher.execute(1)
+        calls += [batcher.reexecute, lambda: batcher.seek(0), lambda: batcher.progress]
+    else:
+        calls += [batcher.reset, lambda: batcher.all_stopped]
+    for call in calls:
+        with pytest.raises(UsageError, match="closed"):
+            call()
 
 
 @pytest.mark.promise("I7")
@@ -167,92 +130,80 @@ def test_one_tensor_that_is_kept_never_changes() -> None:
         frame = batcher.get()["frame"][1:]
         for number in range(12):
             batcher.execute(3, env_info=info_of([7, number + 1, 7], 3 * number))
-            batcher.get().info["seed"].fill_(number)  # its infos belong to the caller, too
-        batcher.execute(1)
-        assert batcher.get().info["seed"].item() != number
+            batcher.get()
     del batcher
     gc.collect()
     assert torch.equal(frame, expected([3, 1, 2])["frame"][1:])
 
 
-# Arguments ------------------------------------------------------------------------------------
+def test_get_is_none_once_all_lanes_have_stopped() -> None:
+    with windows() as batcher:
+        for call in (batcher.execute, batcher.get):
+            with pytest.raises(UsageError):
+                call()
+        for lengths in ([2, 2], [3, 3]):
+            batcher.reset(env_info=info_of(lengths))
+            batcher.execute()
+            batcher.execute()  # requested before it is known that there is none
+            assert not batcher.all_stopped
+            while (window := batcher.get(blocking=False)) is None:
+                assert not batcher.all_stopped  # it is just not there yet
+            assert window.lengths.tolist() == lengths
+            assert batcher.get() is None
+            for blocking in (True, False):
+                batcher.execute()
+                assert batcher.all_stopped
+                with pytest.raises(UsageError, match="GymEnvInf"):
+                    batcher.get(blocking=blocking)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"n_timesteps": value} for value in (0, -1, 1.5, True, None)),
-        *({"n_slots": value} for value in (0, -2, "8")),
-        *({"n_workers": value} for value in (-1, 0.5, None)),
-        *({"timeout": value} for value in (0, -1.0)),
-        *({"seeds": value} for value in (-1, [1, -2], "abc", [1.5], 3.5)),
-        {"seeds": [1, 2], "n_workers": 3},
-        {"seeds": [], "n_workers": 1},
-        *({"create_env": value} for value in (None, 5)),
-        *({"create_agent": value} for value in (None, 7)),
-        *({"env_args": value} for value in (3, "ab", [1], {1: 2})),
-        {"agent_args": [StepCounter]},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
-def test_wrong_arguments_are_refused_by_name(kind: Any, changes: dict[str, Any]) -> None:
-    arguments = {"n_timesteps": 4, "n_slots": 8, "n_workers": 0, "seeds": 0}
-    arguments |= {"create_agent": StepCounter, "create_env": create_counting}
-    with pytest.raises(SpecError, match=next(iter(changes))):
-        kind(**{**arguments, **changes})
-    gc.collect()  # there is nothing to close
+def test_progress_counts_finished_and_requested_episodes() -> None:
+    with make() as batcher:
+        assert batcher.progress == (0, 0)
+        batcher.execute(5)
+        seen = [batcher.progress for _ in range(100)]
+        assert {wanted for _, wanted in seen} == {5}
+        assert [finished for finished, _ in seen] == sorted(finished for finished, _ in seen)
+        assert seen[-1] == (5, 5)
+        batcher.get()
+        assert batcher.progress == (0, 0)
 
 
-def seed_of(**arguments: Any) -> int:
-    with make(**arguments) as batcher:
-        batcher.execute(1)
-        return int(batcher.get().info["seed"])
+def test_seeds_of_episodes_may_be_named_by_any_sequence_and_are_repeated() -> None:
+    with make() as batcher:
+        for named in (range(9), (8, 0, 8, 2**31 - 1), np.arange(9), torch.arange(3)):
+            batcher.execute(len(named), episode_seeds=named)
+            batcher.reexecute()
+            for _ in range(2):
+                assert batcher.get().info["seed"].tolist() == [int(seed) for seed in named]
+
+
+@pytest.mark.parametrize("over", variants(["gym"], ["own"]))
+def test_a_replaced_worker_repeats_with_the_env_info_that_episodes_began_with(over: str) -> None:
+    env_args = {"over": over, "n_lanes": 2, "kind": OneNumberEnv, "length": 4, "restarts": True}
+    changes = {"create_agent": ConstantAgent, "create_env": create_lanes, "env_args": env_args}
+    rewards = []
+    for options in ({}, {"max_episodes_per_worker": 2}):
+        with windows(n_timesteps=6, n_workers=1, **changes, **options) as batcher:
+            batcher.reset(env_info={"length": [4, 4]})
+            infos = [{"length": [length, length]} for length in (4, 9, 2, 7)]
+            rewards += [window(batcher, info)["_reward"] for info in infos]
+    assert torch.equal(torch.stack(rewards[:4]), torch.stack(rewards[4:]))
+
+
+# Starts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("I2")
-def test_seeds_may_be_an_int_a_list_or_none(caplog: pytest.LogCaptureFixture) -> None:
-    assert seed_of(seeds=np.int64(5)) == seed_of(seeds=5) != seed_of(seeds=2**64)
-    assert seed_of(seeds=np.arange(1, 2)) == seed_of(seeds=[1]) == seed_of(seeds=(1,))
-    assert seed_of(seeds=[1, 2, 3]) != seed_of(seeds=[1])
+def test_a_seed_that_is_drawn_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def seed_of() -> int:
+        with make(seeds=None) as batcher:
+            batcher.execute(1)
+            return int(batcher.get().info["seed"])
+
     with caplog.at_level(logging.INFO, logger="rlpool"):
-        assert seed_of(seeds=None) != seed_of(seeds=None)
+        assert seed_of() != seed_of()
     assert "seed" in caplog.text  # what was drawn, to use it again
-
-
-@pytest.mark.parametrize("n_episodes", [0, -1, 1.5, True, None, "3", 10**12])
-def test_execute_wants_a_number_of_episodes(n_episodes: Any) -> None:
-    with make() as batcher, pytest.raises(SpecError, match=r"n_episodes|there are 2\*\*31 seeds"):
-        batcher.execute(n_episodes)
-
-
-STATE = {"root": 5, "next_episode": 3, "policy_version": 1}
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        None,
-        {},
-        {**STATE, "last": None},
-        {key: STATE[key] for key in ("root", "next_episode")},
-        *({**STATE, key: wrong} for key in STATE for wrong in ("3", -1, 1.5)),
-        {**STATE, "next_episode": 2**63},
-        {**STATE, "root": 2**200},
-    ],
-    ids=str,
-)
-def test_what_is_not_a_state_is_refused(state: Any) -> None:
-    with make() as batcher:
-        before = batcher.state_dict()
-        with pytest.raises(SpecError):
-            batcher.load_state_dict(state)
-        assert batcher.state_dict() == before
-        with pytest.raises(SpecError, match="blocking should be True or False"):
-            batcher.get(blocking="no")  # type: ignore[call-overload]
-
-
-# Starting -------------------------------------------------------------------------------------
 
 
 class Unseedable(StepCounter):
@@ -263,45 +214,17 @@ class Unseedable(StepCounter):
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"create_env": raising}, "create_env raised OSError: no display"),
-        ({"create_agent": raising}, "create_agent raised OSError: no display"),
-        ({"create_agent": Unseedable}, "no display"),
-        ({"create_agent": lambda: None}, "create_agent returned NoneType, not an Agent"),
-        ({"create_agent": lambda: StepCounter}, "create_agent returned the class StepCounter"),
-    ],
+    ("name", "factory"),
+    [("create_env", raising), ("create_agent", raising), ("create_agent", Unseedable)],
 )
-def test_a_factory_that_fails_is_a_startup_error(changes: dict[str, Any], text: str) -> None:
+def test_a_factory_that_fails_is_a_startup_error(name: str, factory: Any) -> None:
     envs = [CountingEnv()]
-    with pytest.raises(RlpoolError, match=text) as caught:
-        make(**{"create_env": lambda seed: GymEnv(envs, seed), **changes})
-    assert envs[0].is_closed or "create_env" in changes
-    if "raised" in text:
-        assert isinstance(caught.value, WorkerStartupError)
-        assert caught.value.where.worker == 0
-        assert 'raise OSError("no display")' in caught.value.traceback_text
-        assert isinstance(caught.value.__cause__, OSError)
-
-
-@pytest.mark.promise("I8")
-def test_blocks_larger_than_the_machine_are_refused_with_advice(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(SpecError, match=r"frame .*iB(.|\n)*lower n_slots or n_timesteps"):
-        make(n_timesteps=10**9, n_slots=10**6)
-    with make(n_timesteps=10**9, n_slots=10**6, create_env=create_needy) as needy:
-        for _ in range(2):
-            needy.execute(2, env_info=info_of([1, 1]))
-            with pytest.raises(SpecError, match="lower n_slots or n_timesteps"):
-                needy.get()
-    # Those that are larger than what is free now are not refused:
-    bounds = [Bound("this machine has", 2**40, 2**17)]
-    monkeypatch.setattr(rlpool.machine.limits, "memory_bounds", lambda *_: bounds)
-    with caplog.at_level(logging.WARNING, logger="rlpool"):
-        make(n_slots=20_000).close()
-    (text,) = caplog.messages
-    assert text.startswith("a block of 20000 slots of 4 steps may take up to ")
+    with pytest.raises(WorkerStartupError, match="no display") as caught:
+        make(**{"create_env": lambda seed: GymEnv(envs, seed), name: factory})
+    assert envs[0].is_closed or name == "create_env"
+    assert caught.value.where.worker == 0
+    assert 'raise OSError("no display")' in caught.value.traceback_text
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 @pytest.mark.promise("I6")
@@ -328,24 +251,19 @@ def test_nothing_is_printed_and_only_the_agent_runs_in_one_thread(
     assert capfd.readouterr() == ("", "")
 
 
-# MonoThreadEpisodeBatcher ---------------------------------------------------------------------
-
-
-def create_unseeded(n_envs: int = 2) -> GymEnv:
-    return GymEnv([CountingEnv() for _ in range(n_envs)], 3)
-
-
 @pytest.mark.promise("I2")
 def test_the_mono_thread_batcher_gives_what_the_others_give() -> None:
-    lengths = [1 + n % 4 for n in range(200)] + [300]
+    def create_unseeded() -> GymEnv:
+        return GymEnv([CountingEnv(), CountingEnv()], 3)
+
+    lengths = [1 + n % 4 for n in range(50)] + [300]
     results: list[Any] = []
     for batcher in (
         MonoThreadEpisodeBatcher(NoisyAgent, None, create_unseeded, None, 5),
         make(create_agent=NoisyAgent, seeds=5, n_slots=300),
     ):
         with batcher:
-            assert isinstance(batcher, EpisodeBatcher)
-            batcher.execute(201, env_info=info_of(lengths))
+            batcher.execute(51, env_info=info_of(lengths))
             results.append(batcher.get())
             batcher.reexecute()
             assert batcher.get().lengths.tolist() == lengths
@@ -356,7 +274,93 @@ def test_the_mono_thread_batcher_runs_an_episode_per_environment_by_default() ->
     with MonoThreadEpisodeBatcher(StepCounter, None, create_counting, {"n_envs": 3}) as batcher:
         batcher.execute()
         assert batcher.get().lengths.tolist() == [3, 3, 3]
-        batcher.execute(env_info=info_of([2, 1, 3], first=5))
-        assert_same_tensors(batcher.get(), expected([2, 1, 3], first=5))
         batcher.execute(2)
         assert batcher.get().n_elems() == 2
+
+
+# Errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_an_environments_error_says_where_and_the_next_request_runs(call: str) -> None:
+    infos = info_of([6, 2, 3, 9, 5, 5])
+    envs = [FailingEnv(KeyError("goal"), call, fails_at=3, step=4) for _ in range(2)]
+    with make(create_env=lambda seed: GymEnv(envs, seed)) as batcher:
+        batcher.execute(6, env_info=infos)
+        with pytest.raises(EnvError) as caught:
+            batcher.get()
+        for env in envs:
+            env.fails_at = 99
+        batcher.execute(6, env_info=infos)
+        assert_same_tensors(batcher.get(), expected([6, 2, 3, 9, 5, 5]))
+        batcher.seek(0)
+        batcher.execute(6, env_info=infos)
+        seed = batcher.get().info["seed"][3].item()
+    step = 4 if call == "step" else 0
+    assert caught.value.where == Where(0, 1, 3, 3, step, seed, {"length": 9, "id": 3})
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "raise self.error" in caught.value.traceback_text
+
+
+def raising_agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
+    if (observation["frame"][:, 0] == 4).any():
+        raise KeyError("goal")
+    return DictTensor(), DictTensor({"action": zeros(observation)}), DictTensor()
+
+
+@pytest.mark.promise("I3")
+@pytest.mark.parametrize(("error", "lane"), [(EnvError, 1), (AgentError, 0)])
+def test_windows_go_on_from_a_reset_after_an_error(error: Any, lane: int) -> None:
+    changes: dict[str, Any] = {"create_agent": lambda: FunctionAgent(raising_agent)}
+    if error is EnvError:
+        envs = [FailingEnv(KeyError("goal"), "step", fails_at=2, step=4) for _ in range(2)]
+        changes = {"create_env": lambda seed: GymEnvInf(envs, seed)}
+    with windows(**changes) as batcher:
+        batcher.reset(env_info=info_of([9, 9], first=1))
+        window(batcher)
+        with pytest.raises(error, match="KeyError: 'goal'") as caught:
+            window(batcher)
+        where = caught.value.where
+        assert (where.worker, where.lane, where.step) == (0, lane, 4)
+        assert where.env_info == {"length": 9, "id": lane + 1}
+        with pytest.raises(UsageError, match="reset"):
+            window(batcher)
+        batcher.reset(env_info=info_of([3, 4]))
+        assert window(batcher)["frame"][:, 0].tolist() == [[0, 0], [0, 1]]
+
+
+class Fussy(StepCounter):
+    """Fails for an info of 1, in the third step or as it makes its initial states."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+
+    def makes_initial_states(self) -> bool:
+        return self.call == "initial_state"
+
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
+        if agent_info is not None and (agent_info["bad"] == 1).any():
+            raise RuntimeError("bad info")
+        return DictTensor({"steps": torch.full((n,), FIRST_STATE)})
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        is_third = observation["frame"][:, 0] == 2
+        fails = self.call == "agent" and agent_info is not None
+        if fails and (agent_info["bad"] * is_third == 1).any():
+            raise RuntimeError("bad info")
+        return super().__call__(state, observation, agent_info, history)
+
+
+@pytest.mark.parametrize(("call", "n_workers"), [("agent", 1), ("initial_state", 0)])
+def test_a_failing_agent_ends_the_oldest_request_and_names_all_its_rows(
+    call: str, n_workers: int
+) -> None:
+    create = {"create_agent": Fussy, "agent_args": {"call": call}, "env_args": {"n_envs": 8}}
+    with make(n_timesteps=16, n_slots=64, n_workers=n_workers, **create) as batcher:
+        for bad in ([0, 1, 0], [0, 0]):
+            batcher.execute(len(bad), {"bad": bad}, {"length": [5] * len(bad)})
+        with pytest.raises(AgentError, match="rows 0, 1, 2") as caught:
+            batcher.get()
+        assert caught.value.where.step == (2 if call == "agent" else 0)
+        assert "bad info" in str(caught.value)
+        assert batcher.get().lengths.tolist() == [5, 5]
