@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from rlpool import (
     AGENT_ARCHS,
@@ -20,87 +20,114 @@ from rlpool import (
     make_parallel_env,
 )
 
+from support.envs import CountingEnv
 from support.meta import MarkovActor, Storage
-from support.old_seeding import (
-    OldSeedingEnv,
-    OldTaskEnv,
-    OwnActionsEnv,
-    ResetSeededEnv,
-)
 
 pytestmark = pytest.mark.promise("I2")
 
 
-def check_range(seeds: Iterable[int]) -> None:
-    assert all(0 <= seed < 2**31 for seed in seeds)
-
-
 def check_all_differ(seeds: list[int], n: int) -> None:
-    check_range(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
     assert len(set(seeds)) == len(seeds) == n
+
+
+class SeenSeedEnv(CountingEnv):
+    """Its observation is the seed of its episode of two steps, that of the former one without."""
+
+    observation_space = spaces.Box(0, 2**31 - 1, (1,), np.int64)
+    action_space = spaces.Discrete(2)
+    episode_seed = 0
+
+    def __init__(self) -> None:
+        super().__init__(length=2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.episode_seed = self.episode_seed if seed is None else seed
+        return super().reset(seed=seed)
+
+    def observation(self) -> Any:
+        return np.array([self.episode_seed])
+
+
+class SeenSeedTrialEnv(SeenSeedEnv):
+    """May be part of a trial."""
+
+    observation_space = spaces.Box(0, 2**31 - 1, (1,), np.float64)
+    max_episode_steps = 2
+
+
+class OldSeenSeedEnv:
+    """Likewise in the pool's protocol: it chooses its actions itself."""
+
+    def seed(self, seed: int) -> None:
+        self.given = seed
+
+    def reset(self) -> tuple[Any, int]:
+        self.t = 0
+        return np.array([self.given]), 0
+
+    def step(self, action: int) -> tuple[int, Any, float, bool]:
+        self.t += 1
+        return 0, np.array([self.given]), 1.0, self.t == 2
+
+
+def seeds_of_lanes(env: Any) -> list[int]:
+    """Of three lanes that restart, over three resets."""
+    seeds: list[int] = []
+    action = DictTensor({"action": torch.zeros(3, dtype=torch.int64)})
+    for n_steps in (5, 0, 9):
+        observation, _ = env.reset()
+        seeds += observation["frame"].flatten().tolist()
+        for _ in range(n_steps):
+            _, (observation, _) = env.step(action)
+            if observation["initial_state"].any():
+                seeds += observation["frame"].flatten().tolist()
+    return seeds
+
+
+def seeds_of_remote(remote: Any, n: int) -> list[int]:
+    seeds = []
+    for _ in range(n):
+        remote.send(("reset", None))
+        seeds.append(int(remote.recv()[1][0]))
+    return seeds
 
 
 def test_environments_that_are_reset_by_hand_share_no_seed() -> None:
     """By lanes that restart, by resets and by remotes of one manager, also without its ``seed``."""
-
-    def seeds_of(env: Any) -> list[int]:
-        seeds: list[int] = []
-        action = DictTensor({"action": torch.zeros(3, dtype=torch.int64)})
-        for n_steps in (5, 0, 9):
-            observation, _ = env.reset()
-            seeds += observation["frame"].flatten().tolist()
-            for _ in range(n_steps):
-                _, (observation, _) = env.step(action)
-                if observation["initial_state"].any():
-                    seeds += observation["frame"].flatten().tolist()
-        return seeds
-
-    check_all_differ(seeds_of(GymEnvInf([OldSeedingEnv() for _ in range(3)], seed=0)), 27)
-    with ParallelEnvManager([OldSeedingEnv] * 3, auto_reset=True) as manager:
-        seeds = seeds_of(manager)
+    lanes = GymEnvInf([SeenSeedEnv() for _ in range(3)], seed=0)
+    check_all_differ(seeds_of_lanes(lanes), 27)
+    with ParallelEnvManager([SeenSeedEnv] * 3, auto_reset=True) as manager:
+        seeds = seeds_of_lanes(manager)
         for remote in manager.remotes:
-            for _ in range(20):
-                remote.send(("reset", None))
-                seeds.append(int(remote.recv()[1][0]))
-    check_all_differ(seeds, 27 + 60)
-
-
-def test_remotes_go_on_from_a_seed_that_they_are_given() -> None:
-    with ParallelEnvManager([OldSeedingEnv] * 2, seed=0) as manager:
+            seeds += seeds_of_remote(remote, 20)
+        check_all_differ(seeds, 27 + 60)
         runs = []
-        for remote in manager.remotes:
+        for remote in manager.remotes[:2]:  # each goes on from a seed that it is given
             for given in (5, 2**62):
                 remote.send(("seed", {"seed": given}))
                 assert remote.recv() == ("done", None)
-                seeds = []
-                for _ in range(10):
-                    remote.send(("reset", None))
-                    seeds.append(int(remote.recv()[1][0]))
-                check_all_differ(seeds, 10)
-                runs.append(seeds)
+                runs.append(seeds_of_remote(remote, 10))
+                check_all_differ(runs[-1], 10)
         assert runs[:2] == runs[2:]
         assert runs[0][0] == 5
 
 
 def test_episodes_of_a_pool_have_short_seeds_in_both_protocols() -> None:
-    with Pool([OldSeedingEnv(), OwnActionsEnv(), ResetSeededEnv()], 3, 100, seed=3) as pool:
+    with Pool([SeenSeedEnv(), OldSeenSeedEnv()], 2, 100, seed=3) as pool:
         for _ in range(4):
             pool.store()
         states, _, next_states, _, _ = pool.get_pool()
     assert next_states.tolist() == states.tolist()
-    check_all_differ(sorted(set(states.flatten().tolist())), 12)
+    check_all_differ(sorted(set(states.flatten().tolist())), 8)
 
 
-def test_trials_and_learners_have_short_seeds() -> None:
-    for seed in (0, 2**31 - 1, 2**31, 2**62 + 1):
-        check_range([make_env(OldTaskEnv, 2, seed).unwrapped.episode_seed])
-    make = partial(make_env, OldTaskEnv, 2, seed=9)
-    with make_parallel_env(OldTaskEnv, 2, 2, seed=2**40) as manager:
-        for train_env, parallel in ((make(), None), (None, manager)):
-            storage = Storage()
-            learner = Learner(
-                MarkovActor(2), storage, train_env, range(3), AGENT_ARCHS.Memory_Markov, seed=1
-            )
-            learner.collect_rollouts_parallel(5, True, parallel_env=parallel)
-            learner.collect_rollouts_parallel(6, True, parallel_env=parallel)
-            check_all_differ([int(seen[0][0]) for seen, *_ in storage.episodes], 11)
+def test_learners_have_short_seeds() -> None:
+    for parallel in (False, True):
+        storage, make = Storage(), make_parallel_env if parallel else make_env
+        arguments = (2, 2) if parallel else (2,)
+        with make(SeenSeedTrialEnv, *arguments, seed=2**40) as env:
+            learner = Learner(MarkovActor(2), storage, env, None, AGENT_ARCHS.Memory_Markov, seed=1)
+            for n in (5, 6):
+                learner.collect_rollouts_parallel(n, True, parallel_env=env if parallel else None)
+        check_all_differ([int(seen[0][0]) for seen, *_ in storage.episodes], 11)
