@@ -34,33 +34,15 @@ def seeds_of(batcher: Any) -> list[int]:
         return seeds
 
 
-def batcher(**arguments: Any) -> EpisodeBatcher:
-    return EpisodeBatcher(3, 4, **FACTORIES, **arguments)
-
-
 def test_the_ancestors_names_of_arguments_mean_the_same() -> None:
-    expected = seeds_of(batcher(n_workers=0, seeds=5))
-    assert seeds_of(batcher(n_threads=0, seed=5)) == expected
+    expected = seeds_of(EpisodeBatcher(3, 4, **FACTORIES, n_workers=0, seeds=5))
+    assert seeds_of(EpisodeBatcher(3, 4, **FACTORIES, n_threads=0, seed=5)) == expected
     assert seeds_of(MonoThreadEpisodeBatcher(**FACTORIES, seed=5)) == expected
     assert Pool(processes=2, pool_size=8).pool_size == Pool(None, 2, 8).pool_size
     with make_parallel_env("CartPole-v1", 2, num_workers=1) as env:
         assert env.n_lanes == 1
-
-
-@pytest.mark.parametrize(
-    ("call", "names"),
-    [
-        (lambda: batcher(n_threads=0, n_workers=0), ("n_threads", "n_workers")),
-        (lambda: batcher(n_workers=0, seed=1, seeds=1), ("seed", "seeds")),
-        (lambda: Pool(n_workers=2, pool_size=8, processes=2), ("processes", "n_workers")),
-    ],
-)
-def test_an_argument_given_by_both_names_is_refused_with_both(
-    call: Callable[[], Any], names: tuple[str, str]
-) -> None:
-    with pytest.raises(SpecError) as caught:
-        call()
-    assert all(name in str(caught.value) for name in names)
+    with pytest.raises(SpecError, match="processes"):
+        Pool(n_workers=2, pool_size=8, processes=2)
 
 
 def takes(seed: Any = None, n: int = 1) -> Any:
@@ -72,54 +54,35 @@ def takes_none(n: int = 1) -> Any:
 
 
 def handing_on(function: Any) -> Any:
-    @functools.wraps(function)
-    def outer(*arguments: Any, **named: Any) -> Any:
-        return function(*arguments, **named)
-
-    return outer
+    return functools.wraps(function)(lambda *given, **named: function(*given, **named))
 
 
 class Maker:
-    @handing_on
-    def __init__(self, n: int = 1) -> None:
-        self.n = n
-
-    def __iter__(self) -> Any:
-        return iter(("none", self.n))
-
-    __call__ = staticmethod(handing_on(takes_none))
-
     def method(self, seed: Any) -> Any:
         return seed, 1
 
-
-@pytest.mark.parametrize(
-    ("create", "is_seeded"),
-    [
-        (takes, True),
-        (takes_none, False),
-        (lambda n=1, **others: (others["seed"], n), True),
-        (lambda *, seed: (seed, 1), True),
-        (functools.partial(takes, seed=8), True),
-        (functools.partial(takes, 8), False),
-        (functools.partial(handing_on(takes_none), n=1), False),
-        (Maker, False),
-        (Maker(), False),
-        (Maker().method, True),
-        (handing_on(takes), True),
-    ],
-)
-def test_a_factory_gets_a_seed_if_it_takes_one(create: Any, is_seeded: bool) -> None:
-    assert takes_keyword(create, "seed") == is_seeded
-    if is_seeded:  # one among the arguments comes first
-        assert called_with_seed(create, 5, {"seed": 9})[0] == 9
-    first, n = called_with_seed(create, 5, {})
-    assert n == 1
-    assert (first == 5) == is_seeded
+    __call__ = staticmethod(handing_on(takes_none))
 
 
-def test_what_has_no_signature_may_take_anything() -> None:
-    assert takes_keyword(dict, "seed")
+FACTORIES_AND_SEEDED: list[tuple[Any, bool]] = [
+    (takes, True),
+    (takes_none, False),
+    (lambda n=1, **others: (others["seed"], n), True),
+    (functools.partial(takes, seed=8), True),
+    (functools.partial(takes, 8), False),
+    (Maker(), False),
+    (Maker().method, True),
+    (handing_on(takes), True),
+]
+
+
+def test_a_factory_gets_a_seed_if_it_takes_one() -> None:
+    for create, is_seeded in FACTORIES_AND_SEEDED:
+        assert takes_keyword(create, "seed") == is_seeded
+        first, n = called_with_seed(create, 5, {})
+        assert (first == 5, n) == (is_seeded, 1)
+    assert called_with_seed(takes, 5, {"seed": 9}) == (9, 1)  # one among the arguments comes first
+    assert takes_keyword(dict, "seed")  # what has no signature may take anything
     assert not takes_keyword(dict, "seed", otherwise=False)
 
 
@@ -127,7 +90,7 @@ def test_numbers_may_be_scalars_of_every_library() -> None:
     for value in (3, np.int32(3), np.array(3), torch.tensor(3)):
         number = whole_number("n", value, 1)
         assert (number, type(number)) == (3, int)
-    for scalar in (1, 1.0, np.float32(1), np.int64(1), torch.tensor(1.0)):
+    for scalar in (1, np.float32(1), torch.tensor(1.0)):
         real = real_number("x", scalar, "from 0 to 1")
         assert (real, type(real)) == (1.0, float)
     assert checked_timeout(None) is None
@@ -135,20 +98,27 @@ def test_numbers_may_be_scalars_of_every_library() -> None:
     check_choice("flag", np.True_, (True, False))
 
 
-NO_INTS = (0, True, 3.0, "3", None, np.array([3]), torch.tensor([3]), torch.tensor(3.5))
-NO_NUMBERS = (True, np.True_, "1", None, np.ones(2), torch.ones(1), 1j, np.nan, -0.1, 1.1)
-NO_CHOICES = ("c", 1, None, True, np.array(["a"]), ["a"], torch.ones(2))
-REFUSED: list[tuple[Callable[[Any], Any], Any]] = [
-    *((lambda value: whole_number("x", value, 1), value) for value in NO_INTS),
-    *((lambda value: real_number("x", value, "from 0 to 1"), value) for value in NO_NUMBERS),
-    *((lambda value: real_number("x", value, "above 0"), value) for value in (0, -1, 10**400)),
-    *((lambda value: real_number("x", value, "from 0 on, and finite"), v) for v in (-0.1, np.inf)),
-    *((lambda value: check_choice("x", value, ("a", "b")), value) for value in NO_CHOICES),
-    (lambda value: check_choice("x", value, (True, False)), 1),
+REFUSED: list[tuple[Callable[[Any], Any], tuple[Any, ...]]] = [
+    (
+        lambda value: whole_number("x", value, 1),
+        (0, True, 3.0, "3", None, np.array([3]), torch.tensor([3]), torch.tensor(3.5)),
+    ),
+    (
+        lambda value: real_number("x", value, "from 0 to 1"),
+        (True, np.True_, "1", None, np.ones(2), torch.ones(1), 1j, np.nan, -0.1, 1.1),
+    ),
+    (lambda value: real_number("x", value, "above 0"), (0, -1, 10**400)),
+    (lambda value: real_number("x", value, "from 0 on, and finite"), (-0.1, np.inf)),
+    (
+        lambda value: check_choice("x", value, ("a", "b")),
+        ("c", 1, None, True, np.array(["a"]), ["a"], torch.ones(2)),
+    ),
+    (lambda value: check_choice("x", value, (True, False)), (1,)),
 ]
 
 
 def test_anything_else_is_refused_by_name() -> None:
-    for check, value in REFUSED:
-        with pytest.raises(SpecError, match="x should be"):
-            check(value)
+    for check, values in REFUSED:
+        for value in values:
+            with pytest.raises(SpecError, match=r"^x should be"):
+                check(value)

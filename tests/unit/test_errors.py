@@ -1,24 +1,37 @@
-"""The exceptions: their classes, their messages, and that they survive pickling."""
+"""The exceptions: their classes, whole messages, advice that fits the case, and pickling."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import traceback
+from collections.abc import Callable
+from functools import partial
+from operator import delitem, setitem
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
+from gymnasium.wrappers import TransformObservation
+from torch import nn
 
-from rlpool import errors
+from rlpool import (
+    Agent,
+    Batcher,
+    DeviceAgent,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    ParallelEnvManager,
+    Pool,
+    errors,
+    evaluate,
+)
 from rlpool.errors import (
     AgentError,
-    AgentSpecError,
-    BatcherClosedError,
     EnvError,
-    EnvSpecError,
-    NotEnoughDataError,
-    NotRepeatedError,
-    ResultTimeoutError,
     RlpoolError,
     SpecError,
     UsageError,
@@ -26,8 +39,309 @@ from rlpool.errors import (
     WorkerDiedError,
     WorkerError,
     WorkerStartupError,
-    WorkerTimeoutError,
 )
+from rlpool.testing import CountingEnv
+
+from support.agents import ConstantAgent
+
+BASES: dict[type[RlpoolError], set[type[Exception]]] = {
+    UsageError: {RuntimeError},
+    errors.BatcherClosedError: {UsageError, ValueError},
+    errors.ResultTimeoutError: {TimeoutError},
+    SpecError: {ValueError},
+    errors.NotEnoughDataError: {ValueError},
+    WorkerError: {RuntimeError},
+    WorkerStartupError: {WorkerError},
+    EnvError: {WorkerError},
+    errors.EnvSpecError: {EnvError, SpecError},
+    errors.NotRepeatedError: {EnvError},
+    AgentError: {WorkerError},
+    errors.AgentSpecError: {AgentError, SpecError},
+    WorkerDiedError: {WorkerError},
+    errors.WorkerTimeoutError: {WorkerError, TimeoutError},
+}
+
+
+def test_every_exception_can_be_caught_by_what_it_is_and_by_nothing_else() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    found = {kind for kind in kinds if issubclass(kind, RlpoolError)} - {RlpoolError}
+    assert {kind: set(kind.__bases__) - {RlpoolError} for kind in found} == BASES
+
+
+# What is wrong ---------------------------------------------------------------------------------
+
+
+def create_env(seed: int) -> GymEnv:
+    return GymEnv([CountingEnv(length=2) for _ in range(3)], seed)
+
+
+def batcher(
+    create_agent: Any = ConstantAgent, env: Any = create_env, n_workers: int = 0, **options: Any
+) -> EpisodeBatcher:
+    return EpisodeBatcher(3, 4, create_agent, {}, env, n_workers=n_workers, seeds=1, **options)
+
+
+def episodes(*given: Any, update: Any = None, **infos: Any) -> Any:
+    with batcher(*given) as made:
+        if update is not None:
+            made.update(update)
+        made.execute(3, **infos)
+        return made.get()
+
+
+def of_env(make: Any) -> Any:
+    """Episodes of environments that ``make`` makes."""
+    return episodes(ConstantAgent, lambda seed: GymEnv([make()], seed))
+
+
+def window(create_agent: Any = ConstantAgent, n_workers: int = 0, n_steps: Any = None) -> Any:
+    with Batcher(3, None, create_agent, {}, create_env, {}, n_workers, 1) as made:
+        made.reset()
+        made.execute(*(() if n_steps is None else (n_steps,)))
+        return made.get()
+
+
+def managed(env_fn: Any) -> None:
+    with ParallelEnvManager([CountingEnv, env_fn]):
+        pass
+
+
+class FailingEnv(CountingEnv):
+    def step(self, action: Any) -> Any:
+        raise KeyError("goal")
+
+
+class FailingAgent(ConstantAgent):
+    def __call__(self, *arguments: Any) -> Any:
+        raise KeyError("weights")
+
+
+class Doing(ConstantAgent):
+    """Does something with its observation before it acts."""
+
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.do = do
+
+    def __call__(self, state: Any, observation: Any, *others: Any) -> Any:
+        self.do(observation)
+        return super().__call__(state, observation, *others)
+
+
+def of_agent(do: Any) -> Any:
+    """Episodes of an agent that does something with its observation."""
+    return episodes(lambda: Doing(do))
+
+
+def without_arguments(method: str) -> Any:
+    """An agent with a method that takes no arguments."""
+    return type("Odd", (ConstantAgent,), {method: lambda self: None})
+
+
+class AgentFirst(Agent, nn.Module):
+    def forward(
+        self, state: Any, observation: Any, agent_info: Any = None, history: Any = None
+    ) -> Any:
+        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+    def update(self, info: Any) -> None:
+        self.load_state_dict(info)
+
+
+class ModuleFirst(nn.Module, Agent):
+    forward = AgentFirst.forward
+
+
+class Bare(Agent):
+    pass
+
+
+class Hidden(nn.Module, ConstantAgent):
+    pass
+
+
+class OfFrames(nn.Module, Agent):
+    def forward(self, frame: Any) -> Any:
+        return frame
+
+
+class Uninitialised(AgentFirst):
+    def __init__(self) -> None:
+        self.network = nn.Linear(1, 2)
+
+
+class UninitialisedEnv(GymEnv):
+    def __init__(self, seed: int) -> None:
+        self.size = 3
+
+
+CALLS = [
+    lambda: of_env(FailingEnv),
+    lambda: episodes(FailingAgent, create_env, 1),
+    lambda: episodes(ConstantAgent, lambda seed, n: create_env(seed)),
+    lambda: episodes(update={}),
+    lambda: episodes(Bare),
+    lambda: episodes(lambda: nn.Linear(1, 1)),
+    lambda: episodes(ConstantAgent, lambda seed: CountingEnv()),
+    lambda: of_env(lambda: TransformObservation(CountingEnv(), lambda _: np.zeros(2), None)),
+    lambda: episodes(nn.Linear(1, 1)),
+    lambda: batcher(n_threads=0),
+    lambda: episodes(agent_info={"x": torch.ones(2)}),
+    lambda: batcher().execute(),
+    lambda: batcher().get(),
+    lambda: DictTensor({"frame": torch.zeros(3, 4)})[:, 0],
+    lambda: Pool(pool_size=3).sample(1),
+]
+MESSAGES = """
+EnvError: env.step raised KeyError: 'goal'
+  where: worker 0, lane 0, row 0, episode 0, step 0, seed 29866163
+  fix:   it ran in this process: debug it here (the __cause__ of the error has the frames)
+
+AgentError: the agent raised KeyError: 'weights'
+  where: worker 0, lane 0, row 0, episode 0, step 0, seed 29866163
+  fix:   run it in this process to debug: EpisodeBatcher(..., n_workers=0)
+
+WorkerStartupError: create_env raised TypeError: <lambda>.<locals>.<lambda>() missing 1 required positional argument: 'n'
+  where: worker 0
+  fix:   let it take seed, by this name, and the keys of env_args: def create_env(seed)
+
+AgentError: agent.update: ConstantAgent does not implement update(info)
+  where: worker 0
+  fix:   define update(self, info), for instance self.model.load_state_dict(info)
+
+WorkerStartupError: Bare does not say how to choose actions
+  where: worker 0
+  fix:   define __call__(self, state, observation, agent_info=None, history=None) in its class
+
+WorkerStartupError: create_agent returned Linear, not an Agent
+  where: worker 0
+  fix:   make it an instance of a subclass of rlpool.Agent: class MyAgent(Agent, nn.Module)
+
+WorkerStartupError: create_env returned CountingEnv, not a VecEnv
+  where: worker 0
+  fix:   end create_env with return GymEnv([...environments...], seed)
+
+EnvSpecError: env.reset: 'frame' should have shape [1], got [2]
+  where: worker 0, lane 0, row 0, episode 0, step 0, seed 29866163
+  fix:   if it varies: docs/episodes.md, "Values of different lengths", has a wrapper that pads texts, sequences and arrays, with a key for their length
+
+SpecError: create_agent is an object, Linear
+  fix:   pass the function or class that makes it, which every worker calls: create_agent=MyAgent, agent_args={...}
+
+SpecError: both n_workers and n_threads are given, two names of the same argument
+  fix:   pass n_workers alone
+
+SpecError: 'x' in agent_info has 2 rows, 3 were expected
+  fix:   give one row for each, or one number for all; or leave agent_info out
+
+SpecError: n_episodes should be an int of at least 1, got None
+  fix:   say how many: execute(32)
+
+UsageError: nothing is pending
+  fix:   call execute() before get()
+
+SpecError: cannot select from 3 rows with tuple (slice(None, None, None), 0)
+  fix:   index one of the tensors: observation["frame"][:, 2]
+
+NotEnoughDataError: 1 transitions were asked for, but there are 0
+  fix:   add more before sampling, or ask for a smaller batch
+"""  # noqa: E501
+
+HERE = "this process"
+CALL = "define __call__(self, state, observation, agent_info=None, history=None)"
+ADVICE: list[tuple[Callable[[], Any], type[RlpoolError], str]] = [
+    # where it ran
+    (lambda: episodes(FailingAgent), AgentError, HERE),
+    (lambda: window(FailingAgent, 1), AgentError, "Batcher(..., n_workers=0)"),
+    (
+        lambda: evaluate(FailingAgent(), create_env, n_episodes=1, n_workers=1),
+        AgentError,
+        "evaluate(..., n_workers=0)",
+    ),
+    (
+        lambda: episodes(ConstantAgent, lambda seed: ParallelEnvManager([FailingEnv], seed=seed)),
+        EnvError,
+        "GymEnv([env_fn()])",
+    ),
+    # functions that cannot be called as they are
+    (lambda: episodes(lambda hidden: Bare()), WorkerStartupError, "agent_args"),
+    (lambda: episodes(without_arguments("seed")), WorkerStartupError, "define seed(self, seed)"),
+    (
+        lambda: episodes(without_arguments("initial_state")),
+        AgentError,
+        "define initial_state(self, agent_info, n)",
+    ),
+    (
+        lambda: episodes(without_arguments("update"), update={}),
+        AgentError,
+        "define update(self, info)",
+    ),
+    (lambda: managed(lambda seed: CountingEnv()), WorkerStartupError, "without arguments"),
+    # one that fails in itself
+    (lambda: episodes(ConstantAgent, lambda seed: GymEnv()), WorkerStartupError, HERE),
+    # registered by the program alone
+    (lambda: managed(partial(gymnasium.make, "Here-v0")), WorkerStartupError, "'module:Id'"),
+    # what an agent lacks
+    (lambda: of_agent(lambda o: o["noise"]), AgentError, "set n_noise"),
+    (lambda: episodes(Hidden), WorkerStartupError, "put nn.Module last"),
+    (lambda: episodes(OfFrames), WorkerStartupError, CALL),
+    (lambda: episodes(Uninitialised), WorkerStartupError, "super().__init__("),
+    (lambda: episodes(ConstantAgent, UninitialisedEnv), WorkerStartupError, "super().__init__("),
+    (lambda: ConstantAgent().to("cuda"), UsageError, "(Agent, nn.Module)"),
+    (lambda: episodes(AgentFirst, update=AgentFirst()), RlpoolError, "policy.state_dict()"),
+    # what it does with its observation
+    (lambda: of_agent(lambda o: nn.Linear(1, 2).double()(o["frame"])), AgentError, ".float()"),
+    (lambda: of_agent(lambda o: nn.GRU(1, 2).double()(o["frame"])), AgentError, ".float()"),
+    (lambda: of_agent(lambda o: o[..., :1]), AgentError, 'observation["frame"][:, 2]'),
+    (lambda: of_agent(lambda o: nn.Linear(1, 2)(o)), AgentError, 'observation["frame"]'),
+    (lambda: of_agent(lambda o: o / 255), AgentError, 'observation["frame"]'),
+    (lambda: of_agent(lambda o: setitem(o, "frame", 1)), AgentError, 'set("frame"'),
+    (
+        lambda: of_agent(lambda o: nn.Linear(1, 2)(o["frame"]).sum().backward()),
+        AgentError,
+        "replay_agent(",
+    ),
+    # what was passed
+    (lambda: episodes(ConstantAgent, lambda seed: None), WorkerStartupError, "return GymEnv("),
+    (lambda: episodes(ConstantAgent, create_env(0)), SpecError, "create_env=lambda seed: GymEnv("),
+    (lambda: delitem(DictTensor({"x": torch.ones(1)}), "x"), UsageError, "get(keys)"),
+    (lambda: episodes(agent_info={"x": torch.ones(3).bfloat16()}), SpecError, "x.float()"),
+    (lambda: window(n_steps=8), SpecError, "call execute()"),
+]
+
+
+def error_of(call: Callable[[], Any]) -> RlpoolError:
+    with pytest.raises(RlpoolError) as caught:
+        call()
+    return caught.value
+
+
+def test_messages_say_what_happened_where_and_what_to_do() -> None:
+    said = [f"{type(error).__name__}: {error}" for error in map(error_of, CALLS)]
+    assert said == MESSAGES.strip().split("\n\n")
+
+
+def test_advice_fits_the_case() -> None:
+    for call, kind, part in ADVICE:
+        error = error_of(call)
+        assert isinstance(error, kind), error
+        assert part in error.fix, error
+
+
+def test_an_error_in_this_process_has_the_original_with_its_frames_as_cause() -> None:
+    cause = error_of(lambda: episodes(FailingAgent)).__cause__
+    assert isinstance(cause, KeyError)
+    assert cause.__traceback__ is not None
+
+
+@pytest.mark.parametrize("create_agent", [AgentFirst, ModuleFirst])
+def test_a_module_with_forward_is_an_agent_on_either_side(create_agent: Any) -> None:
+    for make in (create_agent, lambda: DeviceAgent(create_agent(), "cpu")):
+        assert episodes(make).lengths.tolist() == [2] * 3
+
+
+# Their state -----------------------------------------------------------------------------------
 
 WHERE = Where(worker=3, lane=14, row=7, episode=27, step=112, seed=17, env_info={"task": 5})
 REPORT: dict[str, Any] = {
@@ -38,39 +352,14 @@ REPORT: dict[str, Any] = {
 }
 DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"),)}
 
-BASES: dict[type[RlpoolError], set[type[Exception]]] = {
-    UsageError: {RuntimeError},
-    BatcherClosedError: {UsageError, ValueError},
-    ResultTimeoutError: {TimeoutError},
-    SpecError: {ValueError},
-    NotEnoughDataError: {ValueError},
-    WorkerError: {RuntimeError},
-    WorkerStartupError: {WorkerError},
-    EnvError: {WorkerError},
-    EnvSpecError: {EnvError, SpecError},
-    NotRepeatedError: {EnvError},
-    AgentError: {WorkerError},
-    AgentSpecError: {AgentError, SpecError},
-    WorkerDiedError: {WorkerError},
-    WorkerTimeoutError: {WorkerError, TimeoutError},
-}
 
-
-def test_every_exception_can_be_caught_by_what_it_is_and_by_nothing_else() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    found = {kind for kind in kinds if issubclass(kind, RlpoolError)} - {RlpoolError}
-    assert {kind: set(kind.__bases__) - {RlpoolError} for kind in found} == BASES
-
-
-def test_messages_say_what_where_and_fix_as_far_as_they_are_known() -> None:
+def test_all_that_is_known_of_a_place_is_said() -> None:
     assert str(WorkerError("it broke", **REPORT)).splitlines() == [
         "it broke",
         "  where: worker 3, lane 14, row 7, episode 27, step 112, seed 17, env_info {'task': 5}",
         "  fix:   look there",
     ]
-    assert str(WorkerError("it broke", where=Where(step=0))) == "it broke\n  where: step 0"
     assert (str(EnvError("it broke")), EnvError("it broke").where) == ("it broke", Where())
-    assert str(SpecError("what", fix="do")) == "what\n  fix:   do"
 
 
 @pytest.mark.parametrize("kind", BASES)

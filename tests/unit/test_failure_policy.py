@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from typing import Any
-
-import numpy as np
 import pytest
 
 from rlpool.errors import (
@@ -51,23 +47,21 @@ def test_a_worker_that_does_no_work_is_given_up(has_started: bool, most: int) ->
     for _ in range(most - 1):
         restarts.judge(0, START_ERROR)
         restarts.note_success(1)
-    with pytest.raises(WorkerDiedError, match=f"failed {most} times without having done any"):
+    with pytest.raises(WorkerDiedError, match=f"failed {most} times"):
         restarts.judge(0, START_ERROR)
 
 
 def test_the_budget_counts_the_restarts_of_all_workers() -> None:
     restarts = started(2, 2)
     restarts.judge(0, death(0))
-    assert restarts.judge(1, death(1))[1] == "restart 2 of 2"
+    restarts.judge(1, death(1))
     restarts.note_success(0)
-    with pytest.raises(WorkerDiedError, match=r"worker 0 died \(SIGKILL\) after 2 .*max_rest") as e:
+    with pytest.raises(WorkerDiedError, match="max_restarts") as caught:
         restarts.judge(0, death())
-    error = pickle.loads(pickle.dumps(e.value))
+    error = caught.value
     assert (error.exitcode, error.signal_name) == (-9, "SIGKILL")
-    assert error.fix == "step it; if that many failures are expected, pass a larger max_restarts"
     assert error.where == Where(worker=0, lane=3, seed=17)
     assert [failure.where.worker for failure in error.history] == [0, 1, 0]
-    assert error.reworded(what="other", fix="").history[2].signal_name == "SIGKILL"
     with pytest.raises(WorkerDiedError, match="max_restarts=0"):
         Restarts(2, FailurePolicy(max_restarts=0)).judge(0, death())
 
@@ -78,11 +72,8 @@ def test_failures_of_an_episode_that_is_given_up_do_not_count() -> None:
         assert not restarts.gives_up(death())
         restarts.judge(0, death())
         assert restarts.gives_up(death())
-        told = restarts.judge(0, death(), is_given_up=True)[1]
-        assert told.startswith("the same episode failed 2 times")
+        restarts.judge(0, death(), is_given_up=True)
         assert restarts.n_restarts == 0
-    restarts.gives_up(death())
-    assert restarts.judge(0, death(), is_given_up=True) == (0.0, "the episode is given up")
 
 
 def test_an_episode_is_given_up_where_it_fails_at_the_same_step_in_a_row() -> None:
@@ -93,53 +84,39 @@ def test_an_episode_is_given_up_where_it_fails_at_the_same_step_in_a_row() -> No
     assert [restarts.gives_up(failure) for failure in failures] == [False] * 5 + [True]
 
 
-def test_failures_that_are_no_deaths_keep_what_they_say() -> None:
-    with pytest.raises(WorkerDiedError, match=r"^worker 0 made no progress for 5 s") as caught:
-        Restarts(2, FailurePolicy(max_restarts=0)).judge(0, HANG)
-    assert (caught.value.exitcode, caught.value.signal_name) == (None, None)
-    assert isinstance(caught.value.history[0], WorkerTimeoutError)
+def test_a_failure_that_is_no_death_keeps_its_traceback() -> None:
+    failure = EnvError("env.step raised X", traceback_text="Traceback: X")
     with pytest.raises(WorkerDiedError) as caught:
-        Restarts(2, FailurePolicy(max_restarts=0)).judge(
-            1, EnvError("env.step raised X", traceback_text="Traceback: X")
-        )
+        Restarts(2, FailurePolicy(max_restarts=0)).judge(1, failure)
+    assert (caught.value.exitcode, caught.value.signal_name) == (None, None)
     assert "Traceback: X" in str(caught.value.__cause__)
 
 
 def test_the_history_is_bounded() -> None:
     restarts = started(1, 1100)
-    for _ in range(1100):
-        restarts.judge(0, death())
-        restarts.note_success(0)
-    with pytest.raises(WorkerDiedError) as caught:
-        restarts.judge(0, death())
+    with pytest.raises(WorkerDiedError) as caught:  # noqa: PT012
+        for _ in range(1101):
+            restarts.judge(0, death())
+            restarts.note_success(0)
     assert len(caught.value.history) == 1000
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("on_worker_failure", "retry"),
-        ("on_worker_failure", ["restart"]),
-        ("on_env_error", True),
-        ("max_restarts", -1),
-        ("max_restarts", True),
-        ("max_restarts", "16"),
-        ("max_episodes_per_worker", 0),
-        ("max_episodes_per_worker", 2.0),
-        ("start_method", "fork"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(SpecError, match=f"^{name} should be "):
-        FailurePolicy(**{name: value})
+def test_arguments_that_make_no_sense_are_refused_by_name() -> None:
+    for name, value in {
+        "on_worker_failure": "retry",
+        "on_env_error": True,
+        "max_restarts": -1,
+        "max_episode_restarts": 0,
+        "max_episodes_per_worker": 2.0,
+        "start_method": "fork",
+    }.items():
+        with pytest.raises(SpecError, match=name):
+            FailurePolicy(**{name: value})  # type: ignore[arg-type]
 
 
-def test_arguments_that_make_sense_are_taken() -> None:
+def test_failures_of_workers_and_of_environments_are_restarted_each_by_its_own_argument() -> None:
+    in_env = EnvError("env.step raised X")
     policy = FailurePolicy()
-    assert policy.restarts_on(death())
-    assert not policy.restarts_on_env_errors
-    assert policy.max_episodes_per_worker is None
-    policy = FailurePolicy("raise", 0, "restart", 1, 2)
-    assert not policy.restarts_on(death())
-    assert policy.restarts_on_env_errors
-    assert FailurePolicy(max_episodes_per_worker=np.int64(9)).max_episodes_per_worker == 9
+    assert (policy.restarts_on(death()), policy.restarts_on(in_env)) == (True, False)
+    policy = FailurePolicy(on_worker_failure="raise", on_env_error="restart")
+    assert (policy.restarts_on(death()), policy.restarts_on(in_env)) == (False, True)
