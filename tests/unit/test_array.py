@@ -19,9 +19,6 @@ from rlpool import Array, SpecError, UsageError
 
 from support.machines import limit_disk
 
-STORAGES = ("local", "shared", "memmap")
-each_storage = pytest.mark.parametrize("storage", STORAGES)
-
 
 def counted(n_rows: int = 5, **options: Any) -> Array:
     """Every reachable row holds its own index: ``array[-1]`` is -1, ``array[7]`` is 7."""
@@ -42,7 +39,7 @@ def values(array: Array) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("storage", "padding", "full_size"), [("local", 0, None), ("shared", 1, 5), ("memmap", 5, 15)]
+    ("storage", "padding", "full_size"), [("local", 0, None), ("memmap", 5, 15)]
 )
 def test_a_new_array_is_zero_and_has_the_given_attributes(
     storage: str, padding: int, full_size: int | None
@@ -59,22 +56,16 @@ def test_a_new_array_is_zero_and_has_the_given_attributes(
     assert not everything.to_ndarray().any()
 
 
-REFUSED: dict[str, list[Any]] = {
-    "batch_shape": [(), (0,), (-1,), (2.0,), (True,), "5"],
-    "feature_shape": [(-1,), (None,)],
-    "padding": [-1, 5, 1.0, None],
-    "full_size": [3, 0, 10, "8"],
-    "storage": ["disk", None],
-    "dtype": [object, str, "no such type", None, "datetime64[s]", [("a", int)], torch.bfloat16],
-    "directory": ["/tmp"],
-}
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        *(({name: value}, name) for name, values in REFUSED.items() for value in values),
-        ({"batch_shape": (1 << 60,)}, "in all"),
+        *(({"batch_shape": value}, "batch_shape") for value in ((), (0,), (2.0,))),
+        *(({"feature_shape": value}, "feature_shape") for value in ((-1,), (None,))),
+        *(({"padding": value}, "padding") for value in (-1, 5, 1.0)),
+        *(({"full_size": value}, "full_size") for value in (3, 10)),
+        *(({"dtype": value}, "dtype") for value in (object, "no such type", torch.bfloat16)),
+        ({"storage": "disk"}, "storage"),
+        ({"directory": "/tmp"}, "directory"),
         ({"storage": "memmap", "directory": "/no/such/place"}, "/no/such/place"),
         ({"storage": "memmap", "batch_shape": (1 << 58,)}, "EFBIG|ENOSPC"),
     ],
@@ -91,48 +82,26 @@ def test_a_memmap_reserves_its_space(monkeypatch: pytest.MonkeyPatch) -> None:
         Array((1000,), "float64", storage="memmap")
 
 
-@pytest.mark.parametrize(
-    "dtype", [bool, "uint8", np.int32, "c8", torch.bool, torch.float16], ids=str
-)
-def test_every_number_type_and_bool_is_stored_and_read_back(dtype: Any) -> None:
-    array = Array((2, 3), dtype)
-    given = np.array([[1, 0, 1], [0, 1, 1]]).astype(array.dtype)
-    array[...] = given
-    array[0] = torch.from_numpy(given[1])
-    assert array.to_ndarray().dtype == given.dtype
-    assert array.to_tensor()[0].equal(torch.from_numpy(given[1]))
-    if isinstance(dtype, torch.dtype):
-        assert array.to_tensor().dtype == dtype
+def test_numbers_and_bools_are_stored_and_read_back() -> None:
+    for dtype in (bool, "uint8", "c8", torch.float16):
+        array = Array((2, 3), dtype)
+        given = np.array([[1, 0, 1], [0, 1, 1]]).astype(array.dtype)
+        array[...] = given
+        array[0] = torch.from_numpy(given[1])
+        assert array.to_ndarray().dtype == given.dtype
+        assert array.to_tensor()[0].equal(torch.from_numpy(given[1]))
 
 
-# Indices of the time ----------------------------------------------------------------------------
+# Indices ----------------------------------------------------------------------------------------
 
 
-def test_rows_that_do_not_exist_are_refused_with_those_that_do() -> None:
-    array = counted(6, padding=1)
-    rows = np.array([4, 2, 1])
-    view = array[rows]  # knows no row before it
-    rows[:] = 0
-    assert values(view[-5:2]) == [4, 2]
-    for shown, text, indices in [
-        (array, "rows -1 to 6 exist", [-2, 7, 100, [0, -2], [7, 0], np.array([[-3]]), np.int64(7)]),
-        (array[3::-2], "rows -1 to 2 exist", [-2, 3]),
-        (view, "rows 0 to 2 exist", [-1, 3, [0, -1]]),
-    ]:
-        for index in indices:
-            with pytest.raises(IndexError, match=text):
-                shown[index]
-            with pytest.raises(IndexError, match=text):
-                shown[index] = 1
-
-
-def test_everything_means_what_is_visible_and_never_the_padding() -> None:
+def test_an_array_is_a_sequence_of_what_is_visible_and_never_of_the_padding() -> None:
     array = counted(4, padding=2, full_size=8)
-    for everything in (slice(None), ..., (), (slice(None), ...)):
-        assert values(array[everything]) == [0, 1, 2, 3]
-        assert values(array[1:3][everything]) == [1, 2]
     assert [int(row.to_ndarray()) for row in reversed(array)] == [3, 2, 1, 0]
     assert (3 in array, -1 in array, len(array)) == (True, False, 4)
+    assert values(array[1:3][()]) == [1, 2]
+    with pytest.raises(IndexError, match="rows -2 to 9 exist"):
+        array[10]
 
 
 def test_single_elements_are_arrays() -> None:
@@ -142,11 +111,8 @@ def test_single_elements_are_arrays() -> None:
         element[...] = 7
         element.to_tensor().add_(1)
         assert values(array) == [0, 1, 8, 3]
-        element[:] = 9
-        assert values(array) == [0, 1, 9, 3]
-        for index in (0, slice(1, None), [0]):
-            with pytest.raises(IndexError, match="too many"):
-                element[index] = 1
+        with pytest.raises(IndexError):
+            element[0] = 1
         for ask in (len, iter, lambda a: a.last):
             with pytest.raises(TypeError, match="element"):
                 ask(element)
@@ -155,55 +121,34 @@ def test_single_elements_are_arrays() -> None:
         bool(array)
 
 
-# Other kinds of indices -------------------------------------------------------------------------
-
-
-def test_only_the_first_dimension_of_a_view_of_a_table_of_steps_is_time() -> None:
-    array, table = Array((4, 3), np.int64), np.array([[0, 1, 2], [1, 2, 3]])
-    array[...] = PLAIN
-    view, expected = array[table], PLAIN[table]
-    for key in ((slice(None), -1), (slice(None), slice(-2, None)), (0, -1), ([0], slice(-1, None))):
-        np.testing.assert_array_equal(view[key], expected[key])
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
+def test_tables_tensors_and_ranges_select_as_arrays_do_and_give_what_writes_here() -> None:
+    for key in (
         *(np.array([[0, 1], [2, 2]]), torch.tensor([3, 0]), range(2), [], np.uint8(3)),
-        *(torch.tensor(2), np.array(1), [False, True, False, False], PLAIN % 2 == 0),
-        torch.tensor([True, False, False, False]),
-    ],
-    ids=repr,
-)
-def test_every_kind_of_index_gives_an_array_that_writes_here(key: Any) -> None:
-    array, expected = Array((4, 3), np.int64), PLAIN.copy()
-    array[...] = PLAIN
-    numpy_key = np.asarray(key) if isinstance(key, torch.Tensor | range) else key
-    view = array[key]
-    assert isinstance(view, Array)
-    assert view.to_ndarray().tolist() == PLAIN[numpy_key].tolist()
-    view[...] = expected[numpy_key] = -1
-    assert (array == expected).all()
-    array[key] = expected[numpy_key] = -2
-    assert (array == expected).all()
+        *(torch.tensor(2), PLAIN % 2 == 0, torch.tensor([True, False, False, False])),
+    ):
+        array, expected = Array((4, 3), np.int64), PLAIN.copy()
+        array[...] = PLAIN
+        numpy_key = np.asarray(key) if isinstance(key, torch.Tensor | range) else key
+        view = array[key]
+        assert view.to_ndarray().tolist() == PLAIN[numpy_key].tolist()
+        if view.ndim == 3:  # only its first dimension is time
+            assert values(view[:, -1]) == PLAIN[key][:, -1].tolist()
+        view[...] = expected[numpy_key] = -1
+        assert (array == expected).all()
+        array[key] = expected[numpy_key] = -2
+        assert (array == expected).all()
 
 
 @pytest.mark.parametrize(
-    ("index", "text"),
+    "index",
     [
-        *((entry, "not an index") for entry in (None, 1.0, "a", True, [0.5], [[1], [1, 2]])),
-        (torch.tensor([1.0], dtype=torch.bfloat16), "not an index"),
-        (slice(0.5, 2), "not an index"),
-        ((0, 0, 0), "too many indices"),
-        ((..., 0, ...), "only one ellipsis"),
-        ([True, False], "mask of shape"),
-        (np.ones((4, 3, 1), bool), "too many indices"),
-        (([0, 1], [0, 1, 2]), "shape mismatch"),
+        *(None, 1.0, "a", True, [0.5], [[1], [1, 2]], slice(0.5, 2), torch.zeros(1).bfloat16()),
+        *((0, 0, 0), (..., 0, ...), [True, False], np.ones((4, 3, 1), bool), ([0, 1], [0, 1, 2])),
     ],
     ids=str,
 )
-def test_other_objects_are_refused_as_an_index(index: Any, text: str) -> None:
-    with pytest.raises(IndexError, match=text):
+def test_other_objects_are_refused_as_an_index(index: Any) -> None:
+    with pytest.raises(IndexError):
         Array((4, 3), np.int64)[index] = 1
 
 
@@ -211,15 +156,10 @@ def test_shapes_tell_the_batch_from_the_features() -> None:
     array = Array((5, 4), "float32", feature_shape=(2, 3))
     array[...] = np.arange(120).reshape(5, 4, 2, 3)
     for key, batch_shape, feature_shape in [
-        (0, (4,), (2, 3)),
-        ((0, 0), (), (2, 3)),
         ((0, 0, 0), (), (3,)),
         ((..., 0), (5, 4), (2,)),
-        ((slice(None), slice(None), 1), (5, 4), (3,)),
-        ([0, 1, 1], (3, 4), (2, 3)),
         (([0, 1], [2, 3]), (2,), (2, 3)),
         (np.ones((5, 4), bool), (20,), (2, 3)),
-        ((slice(2), slice(1, None), [1, 0, 1]), (2, 3), (3, 3)),
         (([1, 2], slice(None), [0, 1]), (2, 4), (3,)),
         ((slice(None), [0, 1], slice(None), [0, 1]), (2, 5), (2,)),
     ]:
@@ -227,7 +167,6 @@ def test_shapes_tell_the_batch_from_the_features() -> None:
         assert (view == array.to_ndarray()[key]).all()
         assert view.batch_shape == batch_shape
         assert view.feature_shape == feature_shape
-        assert view.n_batch_dims == len(batch_shape)
 
 
 # Writing ----------------------------------------------------------------------------------------
@@ -235,23 +174,17 @@ def test_shapes_tell_the_batch_from_the_features() -> None:
 
 # NumPy 2 says it of the tensors of earlier versions of torch.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-@pytest.mark.parametrize("destination", [slice(None), [0, 1, 2], slice(None, None, -1)], ids=str)
-def test_values_of_every_kind_can_be_written(destination: Any) -> None:
+def test_values_of_every_kind_can_be_written() -> None:
     source = Array((3, 2), np.int16, storage="shared")
     source[...] = [[1, 2], [3, 4], [5, 6]]
-    expected = Array((3, 2), np.float32)
-    expected[destination] = source.to_ndarray()
     for value in (
         *(source, source.to_ndarray(), source.to_tensor(), values(source)),
         *(source.to_tensor().to(torch.bfloat16), source.to_tensor().float().requires_grad_()),
         list(source.to_tensor()),
     ):
         array = Array((3, 2), np.float32)
-        array[destination] = value
-        assert (array == expected).all()
-    for value, row in [(3, [3, 3]), (torch.tensor([1.0, 2.0]), [1, 2]), (np.ones((1, 1, 2)), 1)]:
-        array[destination] = value
-        assert (array == row).all()
+        array[[2, 1, 0]] = value
+        assert (array[::-1] == source).all()
 
 
 def test_overlapping_values_are_written_as_if_copied_first() -> None:
@@ -271,26 +204,25 @@ def test_overlapping_values_are_written_as_if_copied_first() -> None:
     ("key", "value"),
     [
         *((slice(None), [1, 2, 3]), ([0, 1], np.zeros((3, 2))), (0, torch.zeros(5))),
-        *((0, "text"), (0, {"a": 1}), (0, None), (0, 10**30), ([0, 1], 10**30), ([0, 1], None)),
-        *(((slice(None), [0, 1]), np.zeros(3)), (0, [[1], [1, 2]])),
+        *((0, "text"), ([0, 1], 10**30), ([0, 1], None), (0, [[1], [1, 2]])),
     ],
     ids=str,
 )
 def test_values_that_do_not_fit_are_refused_and_nothing_is_written(key: Any, value: Any) -> None:
     array = Array((4, 2), np.int32)
     array[...] = 7
-    with pytest.raises(SpecError, match=r"cannot write(.|\n)*int32"):
+    with pytest.raises(SpecError, match="int32"):
         array[key] = value
     assert (array == 7).all()
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.float32])
-@pytest.mark.parametrize("value", [1.9, -1.5, [[2.5], [-0.5]], np.float64(3.7), torch.ones(2) / 3])
-def test_writing_converts_as_numpys_assignment_does(dtype: Any, value: Any) -> None:
-    array, plain = Array((4, 2), dtype), np.zeros((4, 2), dtype)
-    for key in (slice(1, 3), [3, 0]):
-        array[key], plain[key] = value, np.asarray(value)
-    assert (array == plain).all()
+def test_writing_converts_as_numpys_assignment_does() -> None:
+    for dtype in (np.int32, np.bool_, np.float32):
+        for value in (1.9, -1.5, [[2.5], [-0.5]], np.float64(3.7), torch.ones(2) / 3):
+            array, plain = Array((4, 2), dtype), np.zeros((4, 2), dtype)
+            for key in (slice(1, 3), [3, 0]):
+                array[key], plain[key] = value, np.asarray(value)
+            assert (array == plain).all()
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -353,42 +285,27 @@ def test_only_a_whole_array_moves_its_window(method: str) -> None:
             getattr(view, method)()
 
 
-def test_the_window_moves_in_every_pickle_of_the_array_and_in_no_copy() -> None:
-    array = counted(2, padding=1, full_size=4, storage="shared")
-    view, rows, copied = array[...], iter(array), copy.deepcopy(array)
-    again, sent_view = pickle.loads(pickle.dumps((array, view)))
-    again.rotate()
-    assert values(array) == values(again) == [2, 3]
-    assert values(view) == values(sent_view) == values(copied) == [*map(values, rows)] == [0, 1]
-    copied.rotate()
-    copied[0] = 7
-    assert values(copy.deepcopy(copied)) == [7, 3]  # with its window
-    assert values(array) == [2, 3]
-
-
 # The end ----------------------------------------------------------------------------------------
 
-ACCESSES: list[Any] = [
-    *(lambda array: array[0], lambda array: array[:], lambda array: array.__setitem__(9, 1)),
-    *(Array.to_ndarray, Array.to_tensor, np.asarray, lambda array: array == 1, list),
-    *(lambda array: 1 in array, lambda array: array.full, lambda array: array.next),
-    *(Array.rotate, Array.reset, pickle.dumps, copy.deepcopy),
-]
 
-
-@pytest.mark.parametrize("access", ACCESSES)
-def test_access_after_close_raises(access: Any) -> None:
+def test_access_after_close_raises() -> None:
     array = counted(3, padding=1, storage="shared")
     view = array[1:2]
     array.close()
     array.close()
-    for closed in (array, view):
-        with pytest.raises(UsageError, match=r"closed|is a view"):
-            access(closed)
+    for access in (
+        *(lambda array: array[0], lambda array: array.__setitem__(9, 1), Array.to_ndarray),
+        *(Array.to_tensor, np.asarray, lambda array: array == 1, list, lambda array: 1 in array),
+        *(lambda array: array.full, lambda array: array.next, Array.rotate, Array.reset),
+        *(pickle.dumps, copy.deepcopy),
+    ):
+        for closed in (array, view):
+            with pytest.raises(UsageError):
+                access(closed)
     assert (array.shape, view.last) == ((3,), 0)
 
 
-@each_storage
+@pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
 def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
     array = counted(4, padding=1, storage=storage)
     memory = weakref.ref(array._allocation.memory)
@@ -412,29 +329,19 @@ def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
 
 def test_a_local_array_cannot_be_pickled_and_says_what_can() -> None:
     for array in (counted(3), counted(3)[1:]):
-        with pytest.raises(UsageError, match=r'storage="shared"(.|\n)*to_ndarray'):
+        with pytest.raises(UsageError, match='storage="shared"'):
             pickle.dumps(array)
 
 
 @pytest.mark.promise("I7")
-@pytest.mark.parametrize(
-    "view",
-    [
-        *(lambda array: array, lambda array: array[1, 2, 0], lambda array: array[::-2, ::-1]),
-        *(lambda array: array[[1, 3], [0, 2]], lambda array: array[np.arange(1000) % 5]),
-        lambda array: array[:, np.arange(1000) % 3],
-        *(lambda array: array.next, lambda array: array[1:4][0][1:][::-1]),
-    ],
-)
-def test_a_pickle_of_any_view_is_smaller_than_a_kilobyte(view: Any) -> None:
+def test_a_pickle_of_any_view_is_smaller_than_a_kilobyte() -> None:
     array = Array((5, 3), np.int64, (2,), padding=1, full_size=10, storage="shared")
     array.full[...] = np.arange(60).reshape(10, 3, 2)
-    part = view(array)
-    sent = pickle.dumps(part)
-    assert len(sent) < 1000
-    received = pickle.loads(sent)
-    assert (received.shape, received.batch_shape) == (part.shape, part.batch_shape)
-    assert (received == part).all()
-    received[...] = 42
-    assert (part == 42).all()
+    for part in (array[np.arange(1000) % 5], array[:, np.arange(1000) % 3], array[1:4][0][1:]):
+        sent = pickle.dumps(part)
+        assert len(sent) < 1000
+        received = pickle.loads(sent)
+        assert received.batch_shape == part.batch_shape
+        received[...] = 42
+        assert (part == 42).all()
     array.close()

@@ -1,16 +1,14 @@
-"""What a pool holds after whatever was added, and what it refuses."""
+"""What a pool holds after whatever was added, what it refuses, and which states it takes."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rlpool import (
     DictTensor,
@@ -26,14 +24,12 @@ from rlpool.slots.trajectories import Slice, StepTensors
 from support.agents import StepCounter
 from support.envs import CountingEnv, assert_same_tensors, create_counting
 
-SPARSE = torch.ones(1).to_sparse()
 
-
-def filled(n: int = 6, pool_size: int = 10, **options: Any) -> Pool:
+def filled(n: int = 6, **options: Any) -> Pool:
     """A pool with an episode of n steps: the state counts from 0, the reward is the state."""
-    pool = Pool(pool_size=pool_size, seed=0, **options)
+    pool = Pool(**{"pool_size": 10, "seed": 0, **options})
     for step in range(n):
-        pool([float(step)] * 3, step, [step + 1.0] * 3, float(step), step == n - 1)
+        pool([step] * 3, np.int8(step), [step + 1] * 3, float(step), step == n - 1)
     return pool
 
 
@@ -51,118 +47,49 @@ def test_values_of_single_transitions_keep_what_they_are() -> None:
     assert rewards.tolist() == [np.float32(2**60), np.float32(0.1)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (([[0.0], [1.0, 2.0]], 0, [1.0], 0.0, False), "'frame'"),
-        ((SPARSE, 0, SPARSE, 0.0, False), "object"),
-        (([0.0], 0, [1.0, 2.0], 0.0, False), "next_s has"),
-        (([0.0, 0.0], 0, [1.0, 0.0], 0.0, False), "'frame'"),
-        (({"x": [0.0]}, 0, {"x": [0.0]}, 0.0, False), "frame"),
-        (({"_done": [0.0]}, 0, {"_done": [0.0]}, 0.0, False), "taken: .'_done'"),
-        (([0.0], 0.5, [1.0], 0.0, False), "'action'"),
-        (([0.0], 300, [1.0], 0.0, False), "'action' should fit int8, got 300"),
-        (([0.0], 0, [1.0], None, False), "'_reward'"),
-        (([0.0], 0, [1.0], [1.0, 2.0], False), "r should"),
-        (([0.0], 0, [1.0], 1e39, False), "'_reward' should fit float32, got 1e"),
-        (([0.0], 0, [1.0], 10**39, False), "'_reward'"),
-        (([0.0], 0, [1.0], 0.0, "yes"), "done should"),
-        (([0.0], 0, [1.0], 0.0, float("nan")), "done should be True or False"),
-        (([0.0], 0, [1.0], 0.0, False, None, True), "terminated is true, but done"),
-        (([0.0], 0, [1.0], 0.0, False, 1), "index should be"),
-        (([0.0], 0, [1.0], 0.0, False, True), "index should be"),
-    ],
-)
-def test_a_single_transition_that_does_not_fit_is_refused_and_nothing_is_lost(
-    arguments: Any, name: str
-) -> None:
-    pool = Pool(pool_size=5, seed=0)
-    pool([0.0], np.int8(3), [1.0], 1.0, False)
-    before = pool.transitions()
-    *given, terminated = arguments if len(arguments) == 7 else (*arguments, None)
-    with pytest.raises(SpecError, match=name):
-        pool(*given, terminated=terminated)
-    pool([1.0], np.int64(4), [2.0], 2.0, True)
-    assert pool.transitions().index(slice(0, 1))["_frame"].equal(before["_frame"])
-    assert pool.transitions()["frame"].tolist() == [[0.0], [1.0]]
-    assert pool.get_pool()[1].dtype == np.int8
-    assert max(pool.sample_sequences(2, 2).lengths.max() for _ in range(20)) == 2
-
-
 def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> None:
-    pool = Pool(pool_size=5, seed=0)
+    pool, loaded = Pool(pool_size=5, seed=0), Pool(pool_size=5)
     for step in range(3):
-        s, after = ({"eye": [step + k] * 9, "body": {"speed": step + k}} for k in (0, 1))
+        s, after = (
+            {"eye": [step + k] * 9, "body": {"speed": step + k}, "nothing": []} for k in (0, 1)
+        )
         pool(s, {"turn": step, "push": 0.5}, after, 1.0, step == 2)
-    every = pool.transitions()
+    loaded.load_state_dict(pool.state_dict())
+    every = loaded.transitions()
     assert set(every.keys()) == {
-        *("eye", "_eye", "body/speed", "_body/speed", "action/turn", "action/push"),
-        *("_reward", "_done", "_terminated"),
+        *("eye", "_eye", "body/speed", "_body/speed", "nothing", "_nothing"),
+        *("action/turn", "action/push", "_reward", "_done", "_terminated"),
     }
     assert every["_eye"][:, 0].tolist() == every["_body/speed"].tolist() == [1, 2, 3]
-    with pytest.raises(UsageError, match=r"transitions\(\)"):
+    assert every["nothing"].shape == (3, 0)
+    with pytest.raises(UsageError):
         pool.get_pool()
-
-
-# Windows ----------------------------------------------------------------------------------------
-
-
-def kept(n_added: int, pool_size: int, at_once: int = 1, **options: int) -> list[int]:
-    """Numbers of the transitions that a pool holds after so many were added."""
-    pool = Pool(pool_size=pool_size, seed=0, **options)
-    for start in range(0, n_added, at_once):
-        numbers = torch.arange(start, min(n_added, start + at_once))
-        pool.extend(TemporalDictTensor({"number": numbers[None]}))
-    got: list[int] = pool.transitions()["number"].tolist()
-    return got
-
-
-@pytest.mark.parametrize("at_once", [1, 4, 12])
-def test_examples_of_the_document(at_once: int) -> None:
-    assert kept(12, 10, at_once) == list(range(2, 12))
-    assert kept(12, 10, at_once, window_size=3) == [8, 9, 10, 11]
-    assert kept(12, 10, at_once, clearing_freq=5, window_size_=2) == list(range(4, 12))
 
 
 # Trajectories -----------------------------------------------------------------------------------
 
 
-def stored(tensors: dict[str, Tensor], lengths: list[int] | None = None) -> Any:
-    """What a pool of its own holds after trajectories were added to it."""
-    trajectories = TemporalDictTensor(tensors, None if lengths is None else torch.tensor(lengths))
-    pool = Pool(pool_size=100, seed=0)
-    pool.extend(trajectories)
-    assert_same_tensors(pool.transitions(), trajectories.flatten())
-    return pool
+def test_dtypes_are_kept_but_for_rewards() -> None:
+    for dtype in (torch.bool, torch.int16, torch.float16, torch.float64):
+        pool, rewards = Pool(pool_size=5, seed=0), torch.tensor([[0.0, 1.0]]).to(dtype)
+        frame = torch.randint(2, (1, 2, 12)).to(dtype)
+        pool.extend(TemporalDictTensor({"frame": frame, "reward": rewards, "_reward": rewards}))
+        every = pool.transitions()
+        assert every["frame"].dtype == pool.sample(2)["frame"].dtype == dtype
+        assert every["frame"].equal(frame[0])
+        assert every["_reward"].equal(torch.tensor([0.0, 1.0]))
+        assert every["_reward"].dtype == every["reward"].dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float16, torch.float64])
-def test_dtypes_are_kept_but_for_rewards(dtype: torch.dtype) -> None:
-    rewards = torch.tensor([[0.0, 1.0]]).to(dtype)
-    pool = stored({"frame": torch.randint(2, (2, 3, 12)).to(dtype), "_done": torch.zeros(2, 3) > 0})
-    assert pool.sample(3)["frame"].dtype == pool.sample_sequences(3, 2)["frame"].dtype == dtype
-    pool = Pool(pool_size=5)
-    pool.extend(TemporalDictTensor({"reward": rewards, "_reward": rewards}))
-    assert pool.transitions()["_reward"].dtype == pool.transitions()["reward"].dtype
-    assert pool.transitions()["_reward"].equal(torch.tensor([0.0, 1.0]))
-
-
-def test_empty_rows_add_nothing_and_keys_that_are_not_held_are_left_out() -> None:
-    pool = stored({"number": torch.arange(12).view(3, 4)}, [0, 2, 0])
-    pool.extend(TemporalDictTensor({"number": torch.arange(12).view(3, 4)}, torch.zeros(3).long()))
-    pool.extend(TemporalDictTensor({"number": torch.zeros(0, 4).long()}))
-    pool.extend(TemporalDictTensor({}))
-    assert len(pool) == 2
-    pool.extend(TemporalDictTensor({"number": torch.ones(1, 2).long(), "more": torch.ones(1, 2)}))
-    assert list(pool.sample(4).keys()) == ["number"]
-
-
-def test_tensors_that_need_gradients_or_are_inferred_are_stored() -> None:
+def test_tensors_that_need_gradients_or_are_inferred_are_stored_and_other_keys_left_out() -> None:
     with torch.inference_mode():
         inferred = torch.rand(2, 3, 4)
-    pool = Pool(pool_size=10)
-    pool.extend(TemporalDictTensor({"frame": torch.rand(2, 3, 4).requires_grad_(), "x": inferred}))
+    pool = Pool(pool_size=10, keys=["frame", "x"])
+    steps = {"frame": torch.rand(2, 3, 4).requires_grad_(), "x": inferred, "index": inferred}
+    pool.extend(TemporalDictTensor({}))
+    pool.extend(TemporalDictTensor(steps))
     batch = pool.sample(4)
+    assert list(batch) == ["frame", "x"]
     assert not batch["frame"].requires_grad
     assert not batch["x"].is_inference()
 
@@ -209,107 +136,165 @@ def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() ->
 
 # What is refused --------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"pool_size": None}, "pool_size"),
-        ({"pool_size": True}, "pool_size"),
-        ({"processes": 0}, "n_workers"),
-        ({"processes": 11}, "pool_size should be an int of at least 11"),
-        ({"window_size": 0}, "window_size"),
-        ({"clearing_freq": 1, "window_size_": 0}, "window_size_"),
-        ({"clearing_freq": 1}, "window_size_ is None"),
-        ({"window_size_": 1}, "clearing_freq is None"),
-        ({"storage": "shared"}, "storage should be .*, got 'shared'"),
-        ({"frame_stack": 1}, "frame_stack"),
-        ({"directory": "/tmp"}, "directory"),
-        ({"storage": "memmap", "directory": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ({"priority_exponent": float("nan")}, "priority_exponent"),
-        ({"seed": -1}, "seed"),
-        ({"keys": "frame"}, "keys"),
-        ({"keys": []}, "keys"),
-        ({"env": []}, "env should be a list"),
-        ({"env": "CartPole"}, "env should be a list"),
-        ({"env": [1]}, "environment 0"),
-        ({"env": [CountingEnv()], "processes": 2}, "list of 2 environments"),
-        ({"env": [CountingEnv]}, "environment 0"),
-        ({"env": [GymEnv([CountingEnv()])]}, "environment 0"),
-        ({"env": [CountingEnv()], "policy": 3}, "policy is 3"),
-        ({"env": [CountingEnv()], "timeout": -1.0}, "timeout"),
-        ({"start_method": "fork"}, "start_method"),
-    ],
-)
-def test_an_argument_that_makes_no_sense_is_named(changes: dict[str, Any], name: str) -> None:
-    with pytest.raises(SpecError, match=name):
-        Pool(**{"pool_size": 10, **changes})
+NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (lambda steps: steps.pop("_reward"), "_reward"),
-        (lambda steps: steps.update(frame=torch.zeros(1, 2, 4)), "frame"),
-        (lambda steps: steps.update(frame=torch.zeros(1, 2, 3, dtype=torch.bfloat16)), "frame"),
-        (lambda steps: steps.update(action=torch.full((1, 2), 0.5)), "action"),
-        (lambda steps: steps.update(_done=torch.full((1, 2), 0.5)), "_done"),
-        (
-            lambda steps: steps.update(_reward=torch.full((1, 2), 1e39, dtype=torch.float64)),
-            "_reward",
-        ),
-    ],
-)
-def test_trajectories_that_do_not_fit_are_refused_and_nothing_is_lost(
-    change: Callable[[dict[str, Any]], None], name: str
+def single(pool: Pool, terminated: Any = None, index: Any = None, **changes: Any) -> None:
+    values = {"s": [0] * 3, "a": 0, "next_s": [1] * 3, "r": 1.0, "done": False}
+    pool(
+        *(changes.get(name, value) for name, value in values.items()), index, terminated=terminated
+    )
+
+
+def extend(pool: Pool, **changes: Any) -> None:
+    """Add two steps of those that there are, with other tensors."""
+    steps = {key: tensor[None, :2] for key, tensor in pool.transitions().items()}
+    steps = {key: value for key, value in {**steps, **changes}.items() if value is not None}
+    pool.extend(TemporalDictTensor(steps))
+
+
+ZEROS, HALVES = torch.zeros(1, 2), torch.full((1, 2), 0.5)
+REFUSED: list[tuple[Any, Any, str]] = [
+    (lambda pool: single(pool, s=[[0.0], [1.0, 2.0], [3.0]]), SpecError, "'frame'"),
+    (lambda pool: single(pool, next_s=[1] * 2), SpecError, "next_s"),
+    (lambda pool: single(pool, s=[0] * 2, next_s=[1] * 2), SpecError, "'frame'"),
+    (lambda pool: single(pool, s={"x": 0}, next_s={"x": 0}), SpecError, "frame"),
+    (lambda pool: single(pool, s={"_done": 0}, next_s={"_done": 0}), SpecError, "'_done'"),
+    (lambda pool: single(pool, a=0.5), SpecError, "'action'"),
+    (lambda pool: single(pool, a=300), SpecError, "'action'"),
+    (lambda pool: single(pool, r=[1.0, 2.0]), SpecError, "r "),
+    (lambda pool: single(pool, r=10**39), SpecError, "'_reward'"),
+    (lambda pool: single(pool, done=NAN), SpecError, "done"),
+    (lambda pool: single(pool, terminated=True), SpecError, "terminated"),
+    (lambda pool: single(pool, index=1), SpecError, "index"),
+    (lambda pool: single(pool, index=True), SpecError, "index"),
+    (lambda pool: extend(pool, _reward=None), SpecError, "_reward"),
+    (lambda pool: extend(pool, frame=torch.zeros(1, 2, 4)), SpecError, "frame"),
+    (lambda pool: extend(pool, frame=torch.zeros(1, 2, 3).bfloat16()), SpecError, "frame"),
+    (lambda pool: extend(pool, action=HALVES), SpecError, "action"),
+    (lambda pool: extend(pool, _reward=HALVES.double() * 1e39), SpecError, "_reward"),
+    (lambda pool: extend(pool, _done=ZEROS * NAN), SpecError, "'_done'"),
+    (lambda pool: extend(pool, _terminated=HALVES), SpecError, "'_terminated'"),
+    (lambda pool: extend(pool, _truncated=ZEROS * NAN), SpecError, "'_truncated'"),
+    (lambda pool: extend(pool, initial_state=ZEROS * NAN), SpecError, "'initial_state'"),
+    (lambda pool: pool.extend(TemporalDictTensor({}), 1), SpecError, "index"),
+    (lambda pool: pool.extend(DictTensor({})), SpecError, "TemporalDictTensor"),
+    (lambda pool: pool.transitions(["frame", "nothing"]), SpecError, "nothing"),
+    (lambda pool: pool.transitions("frame"), SpecError, "keys"),
+    (lambda pool: pool.store(), UsageError, "env"),
+    (lambda pool: pool.sample(0), SpecError, "batch_size"),
+    (lambda pool: pool.sample_sequences(1.0, 2), SpecError, "batch_size"),
+    (lambda pool: pool.sample_sequences(2, 0), SpecError, "length"),
+    (lambda pool: pool.sample(2, n_step=0), SpecError, "n_step"),
+    (lambda pool: pool.update_priorities([0, 1], [1.0]), SpecError, "priorities"),
+    (lambda pool: pool.update_priorities([0], [-1.0]), SpecError, "priorities"),
+    (lambda pool: pool.update_priorities([0], [NAN]), SpecError, "priorities"),
+    (lambda pool: pool.update_priorities([0], [1e200]), SpecError, "priorities"),
+    (lambda pool: pool.update_priorities([0.0], [1.0]), SpecError, "index"),
+    (lambda pool: filled().update_priorities([0], [1.0]), UsageError, "priority_exponent"),
+    (lambda pool: pool.load_state_dict({"format": 5}), SpecError, "state"),
+    (copy.copy, UsageError, "state_dict"),
+    (copy.deepcopy, UsageError, "state_dict"),
+    (pickle.dumps, UsageError, "state_dict"),
+]
+
+
+@pytest.mark.parametrize(("use", "error", "named"), REFUSED, ids=range(len(REFUSED)))
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_lost(
+    use: Any, error: type[Exception], named: str
 ) -> None:
-    pool = filled()
-    before = pool.transitions()
-    steps = {key: tensor[None, :2] for key, tensor in before.clone().items()}
-    change(steps)
-    with pytest.raises(SpecError, match=name):
-        pool.extend(TemporalDictTensor(steps))
-    assert_same_tensors(pool.transitions(), before)
+    pool, twin = (filled(priority_exponent=2.0) for _ in range(2))
+    with pytest.raises(error, match=named):
+        use(pool)
+    for each in (pool, twin):
+        single(each, a=np.int64(7), done=True)
+    assert_same_tensors(pool.transitions(), twin.transitions())
+    assert_same_tensors(pool.sample(7), twin.sample(7))
+    assert_same_tensors(pool.sample_sequences(7, 7), twin.sample_sequences(7, 7))
 
 
-def test_keys_and_sub_pools_that_are_not_there_are_named() -> None:
-    pool = filled()
-    for keys, name in (["frame", "nothing_like_it"], "nothing_like_it"), ("frame", "keys is str"):
-        with pytest.raises(SpecError, match=name):
-            pool.transitions(keys)
-    for index in (1, -1, 0.0, True, [0]):
-        with pytest.raises(SpecError, match="index should be"):
-            pool.extend(TemporalDictTensor({"frame": torch.zeros(1, 2, 3)}), index)
-    with pytest.raises(SpecError, match="TemporalDictTensor"):
-        pool.extend(DictTensor({}))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="env="):
-        pool.store()
-    number = np.uint8(7)  # NumPy's integers are as good as Python's
+def rows_of(pool: Pool, **changes: Any) -> None:
+    steps = {"frame": torch.zeros(1, 2, 1), "_reward": ZEROS, "_done": ZEROS, **changes}
+    pool.extend(TemporalDictTensor({key: each for key, each in steps.items() if each is not None}))
+    pool.sample(2, n_step=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "use", "named"),
+    [
+        ({"pool_size": None}, None, "pool_size"),
+        ({"processes": 0}, None, "n_workers"),
+        ({"processes": 11}, None, "pool_size"),
+        ({"window_size": 0}, None, "window_size"),
+        ({"clearing_freq": 1, "window_size_": 0}, None, "window_size_"),
+        ({"clearing_freq": 1}, None, "window_size_"),
+        ({"window_size_": 1}, None, "clearing_freq"),
+        ({"storage": "shared"}, None, "storage"),
+        ({"frame_stack": 1}, None, "frame_stack"),
+        ({"directory": "/tmp"}, None, "directory"),
+        ({"storage": "memmap", "directory": "/nowhere/at/all"}, None, "/nowhere/at/all"),
+        ({"priority_exponent": NAN}, None, "priority_exponent"),
+        ({"seed": -1}, None, "seed"),
+        ({"keys": "frame"}, None, "keys"),
+        ({"keys": []}, None, "keys"),
+        ({"info_keys": "agent_info"}, None, "info_keys"),
+        ({"info_keys": [3]}, None, "info_keys"),
+        ({"env": "CartPole"}, None, "env"),
+        ({"env": [1]}, None, "environment 0"),
+        ({"env": [CountingEnv()], "processes": 2}, None, "2 environments"),
+        ({"env": [CountingEnv]}, None, "environment 0"),
+        ({"env": [GymEnv([CountingEnv()])]}, None, "environment 0"),
+        ({"env": [CountingEnv()], "policy": 3}, None, "policy"),
+        ({"env": [CountingEnv()], "timeout": -1.0}, None, "timeout"),
+        ({"start_method": "fork"}, None, "start_method"),
+        ({}, lambda pool: rows_of(pool, index=ZEROS), "index"),
+        ({}, lambda pool: rows_of(pool, n_step_return=ZEROS), "n_step_return"),
+        ({}, lambda pool: rows_of(pool, _done=None), "_done"),
+        ({}, lambda pool: rows_of(pool, _reward=torch.zeros(1, 2, 2)), "'_reward'"),
+        ({}, lambda pool: filled().sample(2, n_step=2, discount=1.1), "discount"),
+        ({}, lambda pool: filled().sample(2, n_step=2, discount=NAN), "discount"),
+        ({}, lambda pool: filled(priority_exponent=1).sample(2, beta=-0.1), "beta"),
+        ({"info_keys": ["agent_info"]}, rows_of, "'agent_info'"),
+        # The state of another pool:
+        ({"pool_size": 11}, lambda pool: pool.load_state_dict(filled().state_dict()), "pool_size"),
+        ({"random": False}, lambda pool: pool.load_state_dict(filled().state_dict()), "random"),
+        ({"keys": ["frame"]}, lambda pool: pool.load_state_dict(filled().state_dict()), "keys"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_makes_no_sense_is_named(
+    options: dict[str, Any], use: Any, named: str
+) -> None:
+    with pytest.raises(SpecError, match=named):
+        use(Pool(**{"pool_size": 10, **options}))
+
+
+def test_numbers_of_numpy_are_taken_and_padding_is_not_looked_at() -> None:
+    number = np.uint8(7)
     assert Pool(processes=number, pool_size=number, seed=number).lengths == [0] * 7
+    pool, done = Pool(pool_size=5), torch.tensor([[0.0, NAN]])
+    pool.extend(TemporalDictTensor({"_done": done}, torch.tensor([1])))
+    assert pool.transitions()["_done"].tolist() == [False]
 
 
-@pytest.mark.parametrize("key", ["index", "n_step_return"])
-def test_a_key_that_samples_use_is_refused_and_can_be_left_out(key: str) -> None:
-    trajectories = TemporalDictTensor({"frame": torch.zeros(1, 2), key: torch.zeros(1, 2)})
-    with pytest.raises(SpecError, match=key):
-        Pool(pool_size=5).extend(trajectories)
-    pool = Pool(pool_size=5, keys=["frame"])
-    pool.extend(trajectories)
-    assert list(pool.sample(2)) == ["frame"]
+def damaged() -> list[Any]:
+    """Parts of a state, and states with a part that is missing or damaged."""
+    whole = filled().state_dict()
+    arrays = dict(whole["store"]["arrays"])
+    missing = {k: arrays[k] for k in arrays if k != "columns/frame/0.0"}
+    cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
+    return [
+        *(None, {}, {**whole, "format": 4}, {**whole, "generator": {}}),
+        *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
+    ]
 
 
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_pool_is_not_copied_by_accident(make_copy: Any) -> None:
-    with pytest.raises(UsageError, match="state_dict"):
-        make_copy(filled())
-
-
-@pytest.mark.parametrize("key", ["_done", "_terminated", "_truncated", "initial_state"])
-def test_trajectories_with_flags_that_are_neither_true_nor_false_are_refused(key: str) -> None:
-    steps = {"frame": torch.zeros(1, 2, 3), key: torch.tensor([[0.0, float("nan")]])}
-    pool = Pool(pool_size=5)
-    with pytest.raises(SpecError, match=f"'{key}' has values"):
-        pool.extend(TemporalDictTensor(steps))
-    pool.extend(TemporalDictTensor({**steps, key: steps[key].nan_to_num(1.0)}))
-    assert len(pool) == 2
-    pool.extend(TemporalDictTensor(steps, torch.tensor([1])))  # padding is not looked at
-    assert len(pool) == 3
+def test_a_state_that_is_damaged_decides_nothing() -> None:
+    for state in damaged():
+        empty, full = Pool(pool_size=10), filled(4)
+        for pool in (empty, full):
+            with pytest.raises(SpecError):
+                pool.load_state_dict(state)
+        assert_same_tensors(full.transitions(), filled(4).transitions())
+        empty.extend(TemporalDictTensor({"other": torch.ones(1, 2)}))
+        assert list(empty.specs) == ["other"]
