@@ -38,7 +38,6 @@ from support.meta import (
     TaskEnv,
     ragged_trials,
 )
-from support.variants import variants
 
 MEMORY, MARKOV, BOTH = AGENT_ARCHS.Memory, AGENT_ARCHS.Markov, AGENT_ARCHS.Memory_Markov
 BOX = spaces.Box(-1.0, 1.0, (2,))
@@ -70,16 +69,13 @@ def tasks_of(learner: Learner, n_rollouts: int) -> list[int]:
 # What is collected ---------------------------------------------------------------------------
 
 
-def test_an_episode_is_stored_as_arrays_that_share_no_memory() -> None:
-    columns = episodes(learner_of(CountingActor()))[0]
-    assert [column.dtype for column in columns] == [np.float32] * 3 + [bool, np.float32]
-    assert [column.shape[1:] for column in columns] == [(3,), (2,), (1,), (1,), (3,)]
-    for one, other in itertools.combinations(columns, 2):
+def test_stored_arrays_share_no_memory() -> None:
+    for one, other in itertools.combinations(episodes(learner_of(CountingActor()))[0], 2):
         assert not np.shares_memory(one, other)
 
 
-@pytest.mark.parametrize("limit", [3, 64])  # the second episode ends where a slot does
-@pytest.mark.parametrize("n_lanes", [1, 3])
+# The second episode of 64 steps ends where a slot does.
+@pytest.mark.parametrize(("limit", "n_lanes"), [(3, 1), (64, 3)])
 def test_transitions_end_with_their_own_episode_where_the_next_start_is_shown(
     limit: int, n_lanes: int
 ) -> None:
@@ -97,22 +93,17 @@ def test_transitions_end_with_their_own_episode_where_the_next_start_is_shown(
             assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("ends", "is_terminal"), [("terminated", True), ("truncated", False), ("both", True)]
-)
+@pytest.mark.parametrize(("ends", "is_terminal"), [("truncated", False), ("both", True)])
 def test_samples_are_transitions_whose_terminal_is_a_termination(
     ends: str, is_terminal: bool
 ) -> None:
     learner = learner_of(StepCounter(), MARKOV, CountingEnv(3, ends=ends))
     assert learner.collect_rollouts_parallel(2) == 6
-    observations, actions, rewards, terminals, following = zip(
-        *learner.policy_storage.samples, strict=True
-    )
-    assert [row.tolist() for row in observations] == [[0, 0], [1, 0], [2, 0]] * 2
-    assert [row.tolist() for row in following] == [[1, 0], [2, 0], [3, 0]] * 2
-    assert [action.tolist() for action in actions] == [[1], [2], [3]] * 2
-    assert [float(reward) for reward in rewards] == [1, 2, 3] * 2
-    assert [bool(terminal) for terminal in terminals] == [False, False, is_terminal] * 2
+    samples = learner.policy_storage.samples
+    assert [bool(sample[3]) for sample in samples] == [False, False, is_terminal] * 2
+    observation, action, reward, _, following = samples[2]
+    assert (observation.tolist(), following.tolist()) == ([2, 0], [3, 0])
+    assert (action.tolist(), float(reward)) == ([3], 3.0)
 
 
 def test_dict_observations_and_actions_are_dicts_of_arrays_with_numbers_as_columns() -> None:
@@ -144,19 +135,6 @@ def test_a_storage_with_other_names_gets_the_columns_in_order() -> None:
 
 
 # How many, where -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n_rollouts", "n_lanes"), [(0, 3), (2, 3), (7, 3), (5, 1)])
-def test_each_environment_gets_its_share(n_rollouts: int, n_lanes: int) -> None:
-    envs = [TaskEnv(limit=2) for _ in range(n_lanes)]
-    parallel = GymEnv([VariBadWrapper(env, 1) for env in envs])
-    learner = learner_of(MarkovActor(2), BOTH)
-    assert len(episodes(learner, n_rollouts, parallel_env=parallel)) == n_rollouts
-    assert (learner.n_rollouts_total, learner.n_env_steps_total) == (n_rollouts, 2 * n_rollouts)
-    shares = [sum(call[0] == "reset_task" for call in env.calls) for env in envs]
-    assert shares == [len(range(lane, n_rollouts, n_lanes)) for lane in range(n_lanes)]
-    # Those without a rollout were left alone.
-    assert [bool(env.calls) for env in envs] == [share > 0 for share in shares]
 
 
 def test_one_call_of_the_agent_per_step_serves_all_environments() -> None:
@@ -201,15 +179,10 @@ class SomeTasks(TaskEnv):
         return [3, 5]
 
 
-@pytest.mark.parametrize("kind", ["one", "lanes", "parallel"])
-def test_without_train_tasks_the_environments_tasks_are_drawn_evenly(kind: str) -> None:
-    envs = [VariBadWrapper(SomeTasks(limit=1), 1) for _ in range(2)]
-    env = envs[0] if kind == "one" else GymEnv(envs)
-    train_env, parallel_env = (None, env) if kind == "parallel" else (env, None)
-    learner = Learner(MarkovActor(2), Storage(), train_env, None, BOTH, seed=5)
-    tasks = [int(e[0][0, 1]) for e in episodes(learner, 40, parallel_env=parallel_env)]
-    assert set(tasks) == {3, 5}
-    assert 10 <= tasks.count(3) <= 30
+@pytest.mark.parametrize("kind", [lambda envs: envs[0], GymEnv])
+def test_without_train_tasks_the_environments_tasks_are_drawn(kind: Any) -> None:
+    env = kind([VariBadWrapper(SomeTasks(limit=1), 1) for _ in range(2)])
+    assert set(tasks_of(learner_of(MarkovActor(2), BOTH, env), 40)) == {3, 5}
 
 
 def test_a_task_may_be_any_object_and_reaches_an_environment_that_is_no_trial() -> None:
@@ -257,21 +230,11 @@ def test_an_environment_that_needs_a_task_gets_one_at_once_or_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("create", "arch"),
-    variants(
-        [
-            (MarkovActor, BOTH),
-            (functools.partial(MemoryActor, "lstm"), MEMORY),
-            (lambda: None, MEMORY),  # random actions
-        ],
-        [
-            (MarkovActor, MARKOV),
-            *(
-                (functools.partial(MemoryActor, kind), MEMORY)
-                for kind in MemoryActor.STATES
-                if kind != "lstm"
-            ),
-        ],
-    ),
+    [
+        (MarkovActor, BOTH),
+        (functools.partial(MemoryActor, "lstm"), MEMORY),
+        (lambda: None, MEMORY),  # random actions
+    ],
 )
 def test_side_by_side_gives_the_bits_of_one_after_another(
     create: Callable[[], Any], arch: AGENT_ARCHS
@@ -361,9 +324,13 @@ def by_name_only(function: Any) -> Any:
     return outer
 
 
-@pytest.mark.parametrize("decorated", [by_name_only, torch.no_grad()])
 @pytest.mark.parametrize(
-    ("kind", "arch"), [(MarkovActor, MARKOV), (MarkovActor, BOTH), (MemoryActor, MEMORY)]
+    ("decorated", "kind", "arch"),
+    [
+        (by_name_only, MarkovActor, BOTH),
+        (by_name_only, MemoryActor, MEMORY),
+        (torch.no_grad(), MarkovActor, MARKOV),
+    ],
 )
 def test_an_act_that_takes_everything_is_called_as_the_architecture_says(
     decorated: Any, kind: Any, arch: Any
@@ -398,12 +365,11 @@ class FailsLater(CountingEnv):
 def test_a_failing_environment_says_where_and_what_was_complete_before_it_is_kept() -> None:
     learner = learner_of(StepCounter(), MEMORY)
     envs = [CountingEnv(1), FailsLater(3)]
-    with pytest.raises(EnvError, match=r"KeyError: 'goal'") as caught:
+    with pytest.raises(EnvError, match="goal") as caught:
         learner.collect_rollouts_parallel(9, parallel_env=GymEnv(envs))
     where = caught.value.where
     assert len(caught.value.actions) == 2
     assert (where.worker, where.lane, where.row, where.step) == (None, 1, 3, 1)
-    assert "debug it here" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
     # By then the other one had ended four times, twice after the rollout that failed.
     assert [len(columns[0]) for columns in learner.policy_storage.episodes] == [1, 3, 1]
@@ -445,9 +411,7 @@ class BrokenActor(MemoryActor):
     "agent",
     [
         BrokenActor(KeyError("weights")),
-        BrokenActor(torch.zeros(16, 2)),
         BrokenActor((torch.zeros(16, 2), ())),
-        BrokenActor(state=torch.zeros(4, 5)),
         BrokenActor(state=(torch.zeros(1, 1, 5), 3)),
     ],
 )
@@ -466,7 +430,6 @@ TWO_PARTS = SpaceEnv(BOX, spaces.Dict({"move": BOX, "jump": spaces.Discrete(2)})
 
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("num_rollouts", -1, SpecError, "num_rollouts"),
-    ("num_rollouts", None, SpecError, "num_rollouts"),
     ("parallel_env", CountingEnv(), SpecError, "parallel_env"),
     ("agent", NoInitialInfo(), UsageError, "get_initial_info"),
     ("agent", object(), SpecError, "agent"),
@@ -476,13 +439,12 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("train_env", None, UsageError, "environment"),
     ("train_env", TWO_PARTS, SpecError, "action space"),
     ("train_tasks", [], SpecError, "train_tasks"),
-    ("train_tasks", 3, SpecError, "train_tasks"),
     ("batch_rows", 0, SpecError, "batch_rows"),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "error", "named"), REFUSED)
-def test_what_does_not_fit_is_refused(
+def test_what_does_not_fit_is_refused_by_name(
     name: str, value: Any, error: type[Exception], named: str
 ) -> None:
     learner, arguments = learner_of(MemoryActor()), {"num_rollouts": 1}
