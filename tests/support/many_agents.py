@@ -22,18 +22,17 @@ class Lives:
     Args:
         lives: Agent to its life.
         masks: Where action masks are: ``"observation"``, ``"info"`` or nowhere.
-        shift: Added to all rewards.
+        reward: Of every agent in every step, by default one that follows from its action.
     """
 
     metadata: Mapping[str, Any] = {"name": "lives"}
     render_mode = None
 
-    def __init__(self, lives: Mapping[str, Life], masks: str = "", shift: float = 0.0) -> None:
-        self.lives, self.masks, self.shift = dict(lives), masks, shift
+    def __init__(self, lives: Mapping[str, Life], masks: str = "", reward: Any = None) -> None:
+        self.lives, self.masks, self.reward = dict(lives), masks, reward
         self.possible_agents = list(lives)
         self.state_space = spaces.Box(-1e9, 1e9, (len(lives),))
         self.agents: list[str] = []
-        self.n_closed = 0
 
     @property
     def unwrapped(self) -> Lives:
@@ -76,14 +75,16 @@ class Lives:
         return np.array([self.t + agent.startswith("big") for agent in self.lives], np.float32)
 
     def close(self) -> None:
-        self.n_closed += 1
+        """Nothing is open."""
 
     def _is_alive(self, agent: str) -> bool:
         birth, n_steps, _ = self.lives[agent]
         return birth <= self.t < birth + n_steps
 
-    def _reward(self, agent: str, action: Any) -> float:
-        return float(np.sum(action)) + 0.25 * self.possible_agents.index(agent) + self.shift
+    def _reward(self, agent: str, action: Any) -> Any:
+        if self.reward is not None:
+            return self.reward
+        return float(np.sum(action)) + 0.25 * self.possible_agents.index(agent)
 
     def _mask(self) -> Any:
         mask = np.zeros(4, np.int8)
