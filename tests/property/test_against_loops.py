@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from rlpool.seeding import episode_seeds, noise_keys, root_from, task_draws
 from support.by_hand import Episode, Shown, played, same_bits
 from support.expected import Expected, WindowsByHand, expectations
 from support.meta import DRAWING, LaggingLanes, Storage
-from support.random_batchers import any_setting
+from support.random_batchers import CAN_FAIL, any_setting
 from support.scripted import NEVER, ScriptedAgent
 
 N_CASES = int(os.environ.get("RLPOOL_CASES", 300))
@@ -71,18 +72,21 @@ class Script:
         self.batcher, self.by_hand, self.rng, self.log = batcher, by_hand, rng, log
         self.pending: list[Expected] = []
         self.kept: list[tuple[Any, Expected]] = []
-        can_fail = by_hand.setting.over in ("gym", "lagging", "sync", "manager")
-        self.may_fail = can_fail and rng.random() < 0.4
+        setting = by_hand.setting
+        chance = 0.8 if setting.truncates else 0.4
+        self.may_fail = setting.over in CAN_FAIL and rng.random() < chance
+        # Successors of workers cannot repeat these.
+        self.may_kill = setting.n_threads and setting.over != "together" and not setting.history
 
     def episodes(self) -> None:
         """Let an ``EpisodeBatcher`` run requests."""
         last = None
         for _ in range(self.rng.randint(2, 5)):
             calls = ["execute", "execute", "reexecute", "get", "update", "resume", "seek"]
-            call = self.rng.choice(calls)
-            if call in ("update", "resume", "seek"):
+            call = self.rng.choice([*calls, "stream", "kill"])
+            if call in ("update", "resume", "seek", "stream", "kill"):
                 getattr(self, call)()
-                last = None if call == "resume" else last
+                last = None if call in ("resume", "stream") else last
             elif call == "get" or len(self.pending) == 4:
                 self.take()
             elif call == "reexecute" and last is not None:
@@ -90,7 +94,7 @@ class Script:
                 self.batcher.reexecute()
                 self.pending.append(self.by_hand.execute(*last))
             else:
-                n = self.rng.randint(1, 6)
+                n = self.rng.randint(1, 30 if self.rng.random() < 0.1 else 6)
                 last = n, *self.infos(n), self.seeds(n)
                 self.log.append(("execute", *last))
                 infos = (info or None for info in last[1:3])
@@ -116,9 +120,9 @@ class Script:
             self.pending.clear()
             has_stopped = has_failed = False
             for _ in range(self.rng.randint(1, 5)):
-                call = self.rng.choice(["execute", "execute", "get", "update"])
-                if call == "update":
-                    self.update()
+                call = self.rng.choice(["execute", "execute", "get", "update", "kill"])
+                if call in ("update", "kill"):
+                    getattr(self, call)()
                 elif call == "get" or len(self.pending) == 3:
                     self.take()
                 elif not has_failed:
@@ -163,6 +167,37 @@ class Script:
         self.batcher.seek(number)
         self.by_hand.n_before = number
 
+    def stream(self) -> None:
+        """Take some results of a stream, and leave it."""
+        if self.pending:
+            return
+        n, n_pending, n_results = (self.rng.randint(1, 4) for _ in range(3))
+        self.may_fail, may_fail = self.may_fail and self.by_hand.setting.truncates, self.may_fail
+        infos = [self.infos(n) for _ in range(n_pending + n_results)]
+        self.may_fail = may_fail
+        self.log.append(("stream", n, n_pending, n_results, infos))
+        given = (lambda number, k=k: infos[number][k] or None for k in range(2))
+        stream, coming = self.batcher.stream(n, n_pending, *given), iter(infos)
+        for _ in range(n_results):
+            while len(self.pending) < n_pending:
+                self.pending.append(self.by_hand.execute(n, *next(coming)))
+            expected = self.pending.pop(0)
+            expected.info["policy_age"] = self.by_hand.version - expected.info["policy_version"]
+            expected.check(lambda: next(stream))
+            if self.rng.random() < 0.5:
+                self.update()
+        stream.close()
+        self.pending.clear()
+
+    def kill(self) -> None:
+        """End a worker, whatever it is doing."""
+        if self.may_kill and self.rng.random() < 0.3:
+            workers = self.batcher.stats().workers
+            worker = self.rng.choice([number for number, _ in enumerate(workers)])
+            self.log.append(("kill", worker))
+            if workers[worker].state == "alive":
+                os.kill(workers[worker].pid, signal.SIGKILL)
+
     def update(self, bias: float | None = None) -> None:
         info = {"bias": self.rng.randint(-8, 8) / 4 if bias is None else bias}
         self.log.append(("update", info))
@@ -185,6 +220,7 @@ class Script:
         got = expected.check(self.get)
         if got is None:
             return
+        assert [failure.where.row for failure in self.batcher.failures] == list(expected.given_up)
         then = self.rng.choice(["keep", "spoil", "drop"])
         if then == "keep":
             self.kept.append((got, expected))
@@ -228,7 +264,11 @@ class Script:
             steps = np.full(n, NEVER)
             steps[rng.randrange(n)] = rng.randint(-1, 4)
             is_window = isinstance(self.by_hand, WindowsByHand)
-            if self.pending or is_window or rng.random() < 0.4:
+            if self.by_hand.setting.truncates:
+                # Nobody knows what an episode shows whose reset fails.
+                each = [rng.choice([NEVER, rng.randint(0, 6)]) for _ in range(n)]
+                env_info["fails_at"] = np.array(each)
+            elif self.pending or is_window or rng.random() < 0.4:
                 env_info["fails_at"] = steps
             else:
                 agent_info["breaks"] = steps.clip(min=-1)

@@ -7,6 +7,7 @@ is all that an episode may depend on beside its seed, its noise and its rows of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,10 @@ class Shown:
         infos: Key to dtype and shape, of those that are kept.
         keeps_float64: Whether float64 stays.
         limit: ``max_episode_steps``.
+        truncates: Whether a step that fails ends its episode.
+
+    Attributes:
+        n_truncated: Episodes that ended so.
     """
 
     def __init__(
@@ -53,9 +58,11 @@ class Shown:
         infos: Mapping[str, tuple[Any, Any]] | None = None,
         keeps_float64: bool = False,
         limit: int | None = None,
+        truncates: bool = False,
     ) -> None:
         self.env, self.infos = env, infos or {}
         self.keeps_float64, self.limit = keeps_float64, limit
+        self.truncates, self.n_truncated = truncates, 0
 
     def reset(self, seed: int, options: Any) -> Values:
         self.t = 0
@@ -67,6 +74,7 @@ class Shown:
             key: stored(np.zeros(space.shape, space.dtype), self.keeps_float64)
             for key, space in leaves(self.env.action_space, "last_action")
         }
+        self.before = deepcopy((observation, info))
         return self.values(observation, info, 0.0, (False, False), last)
 
     def step(self, action: Values) -> Values:
@@ -79,8 +87,12 @@ class Shown:
         try:
             observation, reward, *flags, info = self.env.step(native(self.env.action_space, action))
         except RuntimeError:
-            raise Failed(self.t) from None
+            if not self.truncates:
+                raise Failed(self.t) from None
+            self.n_truncated += 1
+            (observation, info), reward, flags = self.before, 0.0, [False, True]
         self.t += 1
+        self.before = deepcopy((observation, info))  # which the environment may write over
         flags[1] = flags[1] or self.t == self.limit
         return self.values(observation, info, reward, flags, last)
 

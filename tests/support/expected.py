@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ class Expected:
         info: The info of each row.
         failures: Number of an episode to the step in which it fails.
         breaks: Whether the agent fails.
+        given_up: Rows, or lanes, in which an episode was truncated because it failed.
         told: Returns what else the infos say, once the result is handed out.
     """
 
@@ -45,6 +46,7 @@ class Expected:
     info: Values
     failures: dict[int, int]
     breaks: bool = False
+    given_up: Sequence[int] = ()
     told: Callable[[list[list[Values]]], Values] | None = None
 
     def check(self, get: Any) -> Any:
@@ -74,10 +76,13 @@ class ByHand:
         self.agent.update(info)
         self.version += 1
 
-    def info(self, episodes: list[int], seeds: list[int], *infos: Any) -> Values:
+    def info(
+        self, episodes: list[int], seeds: list[int], *infos: Any, given_up: Sequence[int] = ()
+    ) -> Values:
         """The infos of a result's rows."""
         named = {"agent_info": infos[0], "env_info": infos[1]}
-        return {
+        failed = {"failed": np.isin(episodes, given_up)} if self.setting.truncates else {}
+        return failed | {
             "episode": np.array(episodes),
             "seed": np.array(seeds),
             "policy_version": np.full(len(episodes), self.version),
@@ -102,7 +107,7 @@ class EpisodesByHand(ByHand):
         noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * n
         self.n_before += n
         rows, failures = [], {}
-        breaks = False
+        breaks, given_up = False, []
         for i, seed in enumerate(seeds):
             env = setting.shown()
             try:
@@ -113,8 +118,10 @@ class EpisodesByHand(ByHand):
                 failures[i] = failed.step
             except RuntimeError:  # of the agent
                 breaks = True
-        info = self.info(list(range(n)), seeds, agent_info, env_info)
-        return Expected(rows, info, failures, breaks)
+            if env.n_truncated:
+                given_up.append(i)
+        info = self.info(list(range(n)), seeds, agent_info, env_info, given_up=given_up)
+        return Expected(rows, info, failures, breaks, given_up)
 
     def resume(self, n_pending: int) -> None:
         """Go back to the first episode of those that were not returned."""
@@ -183,17 +190,20 @@ class WindowsByHand(ByHand):
             for k, lane in self.lanes.items():
                 lane.options = options_of(env_info, k)
         running = [k for k, lane in self.lanes.items() if not lane.is_over]
-        rows, failures = [], {}
+        rows, failures, given_up = [], {}, []
         for k in running:
-            info = row_of(self.agent_info, k)
+            info, env = row_of(self.agent_info, k), self.lanes[k].env
+            env.n_truncated = 0
             try:
                 rows.append(self.lanes[k].window(self.setting.n_timesteps, info))
             except Failed as failed:
                 failures[k] = failed.step
+            if env.n_truncated:
+                given_up.append(k)
         seeds = [self.seeds.seed(k, 0) for k in running]
-        info = self.info(running, seeds, self.agent_info, self.env_info)
+        info = self.info(running, seeds, self.agent_info, self.env_info, given_up=given_up)
         told = partial(self.moved, running)
-        return Expected(rows, info, failures, told=told) if running else None
+        return Expected(rows, info, failures, False, given_up, told) if running else None
 
 
 class EpisodesTogether(EpisodesByHand):

@@ -26,6 +26,8 @@ from support.scripted import ACTED, INFOS, OBSERVED, ScriptedAgent, ScriptedEnv
 from support.vector_envs import ArrayEnv
 
 MODES = ("NextStep", "SameStep", "Disabled")
+CAN_FAIL = ("gym", "lagging", "manager")
+"""Lanes whose environments raise in the steps that ``env_info`` names."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Setting:
             vector environments ``"array"`` and ``"together"`` (whose lanes are reset together)
             with an autoreset ``mode``.
         restarts: Whether lanes of windows restart on their own.
+        truncates: Whether episodes whose environment raises are truncated.
     """
 
     observes: str
@@ -60,6 +63,7 @@ class Setting:
     n_threads: int
     seeds: int
     agent_rows: int | None
+    truncates: bool
 
     def agent(self) -> ScriptedAgent:
         state = self.keeps, self.history, self.spoils, self.agent_reuses
@@ -81,7 +85,7 @@ class Setting:
         if self.infos == "declared":
             specs = {"score": (real, ()), "hits": (np.int16, ()), "deep/on": (np.bool_, ())}
             specs["pair"] = np.float64, (2,)
-        return Shown(self.env_fn()(), specs, self.keep_float64, self.limit)
+        return Shown(self.env_fn()(), specs, self.keep_float64, self.limit, self.truncates)
 
     def lanes(self, seed: int = 0) -> Any:
         """The lanes of one worker."""
@@ -121,7 +125,12 @@ class Setting:
         kind = Batcher if windows else EpisodeBatcher
         make = self.agent, {}, self.lanes, {}
         numbers = self.n_threads, self.seeds
-        return kind(self.n_timesteps, self.n_slots, *make, *numbers, agent_rows=self.agent_rows)
+        options: Any = {"agent_rows": self.agent_rows}
+        if self.truncates:
+            options["on_env_error"] = "truncate"
+        # Any number of workers may be killed.
+        options |= {"max_restarts": None, "max_episode_restarts": None}
+        return kind(self.n_timesteps, self.n_slots, *make, *numbers, **options)
 
     @property
     def n_rows(self) -> int:
@@ -169,6 +178,12 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
     mode = rng.choice(MODES[: 2 + (not together)])
     n_lanes = rng.randint(1, 5)
     history = over != "lagging" and rng.random() < 0.25
+    n_slots = rng.choice([rng.randint(1, 9), rng.randint(1, 9), 40])
+    if together:  # all lanes need one
+        n_slots = max(n_slots, n_lanes * max(1, n_threads))
+    spoils = rng.random() < 0.4
+    # A step that fails shows what was shown before, which such an agent has overwritten.
+    can_truncate = over in CAN_FAIL and not history and not spoils
     return Setting(
         observes=rng.choice(list(OBSERVED)),
         acts=rng.choice(list(ACTED)),
@@ -179,7 +194,7 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         n_noise=rng.choice([0, 1, 3]),
         keeps=rng.choice(["nothing", "state", "initial"]),
         history=history,
-        spoils=rng.random() < 0.4,
+        spoils=spoils,
         agent_reuses=rng.random() < 0.3,
         over=over,
         mode=mode,
@@ -187,8 +202,9 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         min_ready=rng.randint(1, 3) if over in ("lagging", "manager") else None,
         n_lanes=n_lanes,
         n_timesteps=rng.randint(1, 8),
-        n_slots=rng.randint(n_lanes * max(1, n_threads), 15) if together else rng.randint(1, 9),
+        n_slots=n_slots,
         n_threads=n_threads,
         seeds=rng.randrange(2**40),
         agent_rows=rng.choice([None, None, rng.randint(1, 7)]),
+        truncates=can_truncate and rng.random() < 0.4,
     )
