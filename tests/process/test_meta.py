@@ -16,7 +16,6 @@ from rlpool import (
     ParallelEnvManager,
     UsageError,
     WorkerDiedError,
-    WorkerStartupError,
     make_env,
     make_parallel_env,
 )
@@ -72,23 +71,6 @@ def test_the_manager_knows_trials_and_hands_tasks_on(two: ParallelEnvManager) ->
     assert "done_mdp" in info
 
 
-def collected(
-    parallel_env: Any, is_random: bool = False, **shown: bool
-) -> tuple[list[int], list[list[bytes]]]:
-    storage = Storage()
-    train_env = make_env(RAGGED, 2, **ARGUMENTS, **shown)
-    learner = Learner(MemoryActor("lstm"), storage, train_env, None, AGENT_ARCHS.Memory, seed=3)
-    steps = [learner.collect_rollouts_parallel(n, is_random, parallel_env) for n in (9, 2)]
-    return steps, storage.as_bytes()
-
-
-def test_processes_that_do_not_wait_for_each_other_give_the_same_bits() -> None:
-    options = {**ARGUMENTS, "show_start": True}
-    with make_parallel_env(RAGGED, 2, 2, envs_per_worker=2, min_ready=1, **options) as env:
-        assert env.num_envs == 4
-        assert collected(env) == collected(None, show_start=True) != collected(None)
-
-
 class KillsWorkers(Storage):
     """Kills a worker at every fifth rollout."""
 
@@ -110,7 +92,7 @@ def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_
     make: Any, tasks: Any
 ) -> None:
     def collect(parallel_env: Any, storage: Any) -> list[list[bytes]]:
-        env = make_env(make, 2)
+        env = make_env(make, 2, show_start=True)
         learner = Learner(MemoryActor(), storage, env, tasks, AGENT_ARCHS.Memory, seed=3)
         for n_rollouts in (6, 7):
             learner.collect_rollouts_parallel(n_rollouts, parallel_env=parallel_env)
@@ -118,22 +100,14 @@ def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_
         return rows
 
     expected = collect(None, Storage())
-    with make_parallel_env(make, 2, 2, envs_per_worker=2, seed=1) as env:
+    options: Any = {"show_start": True, "envs_per_worker": 2, "min_ready": 1}
+    with make_parallel_env(make, 2, 2, seed=1, **options) as env:
         assert collect(env, Storage()) == expected
         pids = [worker.pid for worker in env.workers]
         storage = KillsWorkers()
         storage.pids = lambda: [worker.pid for worker in env.workers]
         assert collect(env, storage) == expected
         assert pids != [worker.pid for worker in env.workers]
-
-
-@pytest.mark.parametrize("made", [None, 3])
-def test_a_function_of_workers_that_returns_no_environment_is_told_so(made: Any) -> None:
-    message = (
-        rf"env_fns\[0\]: env_id returned {made}, not a single environment\n.*\n  fix:   let it"
-    )
-    with pytest.raises(WorkerStartupError, match=message):
-        make_parallel_env(lambda: made, 2, 1)
 
 
 def test_failures_and_deaths_say_where_and_leave_what_is_complete() -> None:
