@@ -10,7 +10,6 @@ import torch
 from rlpool import (
     Batcher,
     EpisodeStatistics,
-    MonoThreadEpisodeBatcher,
     SpecError,
     TemporalDictTensor,
     episode_lengths,
@@ -42,9 +41,10 @@ def random_windows(
     return windows
 
 
-@pytest.mark.parametrize("key", ["_reward", "_success"])
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize(("n_lanes", "n_timesteps"), [(1, 1), (40, 5)])
+@pytest.mark.parametrize(
+    ("n_lanes", "n_timesteps", "stops", "key"),
+    [(1, 1, False, "_reward"), (40, 5, False, "_success"), (40, 5, True, "_reward")],
+)
 def test_windows_add_up_to_episodes(n_lanes: int, n_timesteps: int, stops: bool, key: str) -> None:
     statistics, sums, counts = EpisodeStatistics(key), [0.0] * n_lanes, [0] * n_lanes
     for window in random_windows(6, n_lanes, n_timesteps, stops):
@@ -122,33 +122,27 @@ def test_returns_are_float32_unless_rewards_are_float64(
 
 
 def test_complete_episodes() -> None:
-    env_args = {"n_envs": 2, "length": 2}
-    with MonoThreadEpisodeBatcher(StepCounter, {}, create_counting, env_args, 0) as batcher:
-        batcher.execute(3, env_info={"length": [2, 5, 3]})
-        trajectories = batcher.get()
-    assert trajectories is not None
-    trajectories["_reward"][0, 2:] = 7.0  # padding does not count
-    assert episode_returns(trajectories).tolist() == [3.0, 15.0, 6.0]
-    assert episode_returns(trajectories, key="_done").tolist() == [1.0, 1.0, 1.0]
-    assert episode_lengths(trajectories).tolist() == [2, 5, 3]
+    reward = torch.tensor([[1.0, 2.0, 7.0], [1.0, 2.0, 3.0]])  # padding does not count
+    done = torch.tensor([[False, True, False], [False, False, True]])
+    trajectories = TemporalDictTensor({"_reward": reward, "_done": done}, torch.tensor([2, 3]))
+    assert episode_returns(trajectories).tolist() == [3.0, 6.0]
+    assert episode_returns(trajectories, key="_done").tolist() == [1.0, 1.0]
+    assert episode_lengths(trajectories).tolist() == [2, 3]
+    assert reward[0].tolist() == [1.0, 2.0, 7.0]  # it is left as it is
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_returns_leave_the_rewards_as_they_are(dtype: torch.dtype) -> None:
-    rewards = torch.tensor([[1.0, 2.0, 7.0]], dtype=dtype)
-    trajectories = TemporalDictTensor({"_reward": rewards}, torch.tensor([2]))
-    assert episode_returns(trajectories).tolist() == [3.0]
-    assert rewards.tolist() == [[1.0, 2.0, 7.0]]
+STEPS = TemporalDictTensor({"_reward": torch.ones(2, 3), "_frame": torch.ones(2, 3, 4)})
 
 
-def test_what_cannot_be_summed_up_is_named() -> None:
-    steps = {"_reward": torch.ones(2, 3), "_frame": torch.ones(2, 3, 4)}
-    trajectories = TemporalDictTensor(steps)
-    with pytest.raises(SpecError, match=r"keys \['_cost'\], got \['_reward', '_frame"):
-        episode_returns(trajectories, "_cost")
-    with pytest.raises(SpecError, match=r"'_frame' has shape \[2, 3, 4\]"):
-        episode_returns(trajectories, "_frame")
-    with pytest.raises(SpecError, match=r"keys .'_done'"):
-        EpisodeStatistics().update(trajectories)
-    with pytest.raises(SpecError, match=r"(?s)NoneType.*fix: +pass what .*unless that is None"):
-        EpisodeStatistics().update(None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: episode_returns(STEPS, "_cost"), "'_cost'"),
+        (lambda: episode_returns(STEPS, "_frame"), "'_frame'"),
+        (lambda: EpisodeStatistics().update(STEPS), "'_done'"),
+        (lambda: EpisodeStatistics().update(None), "NoneType"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_summed_up_is_named(call: Any, named: str) -> None:
+    with pytest.raises(SpecError, match=named):
+        call()

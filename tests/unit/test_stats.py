@@ -102,21 +102,6 @@ def test_the_time_of_a_call_that_runs_counts() -> None:
     assert shares == [1.0]
 
 
-def test_requests_show_how_many_episodes_are_finished() -> None:
-    with make() as batcher:
-        told = []
-
-        def note(n_finished: int, _: int) -> None:
-            requests = batcher.stats().requests
-            if requests:
-                told.append((n_finished, requests[0].n_finished))
-
-        batcher.execute(6)
-        batcher.get(progress=note)
-    assert told
-    assert [mine for mine, _ in told] == [theirs for _, theirs in told]
-
-
 def test_between_windows_lanes_wait_in_the_middle_of_their_episodes() -> None:
     def create_restarting(seed: int) -> GymEnv:
         return GymEnvInf([CountingEnv(length=3 + 3 * n) for n in range(2)], seed)
