@@ -16,11 +16,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-import torch
 from process.watching import Script, Struck, is_running, wait_until, worker_pids
 
 from rlpool import (
-    DictTensor,
     EpisodeBatcher,
     GymEnv,
     UsageError,
@@ -53,13 +51,11 @@ def open_batcher(n_threads: int = 1, n_slots: int = 8, **options: Any) -> Episod
 
 
 def begin(batcher: EpisodeBatcher, first: int) -> None:
-    batcher.execute(3, env_info=DictTensor({"id": torch.arange(first, first + 3)}))
+    batcher.execute(3, env_info={"id": [first, first + 1, first + 2]})
 
 
 def check(batcher: EpisodeBatcher, first: int) -> None:
-    result = batcher.get()
-    assert result is not None
-    assert result["frame"][:, :, 0].tolist() == [[first + i] * 3 for i in range(3)]
+    assert batcher.get()["frame"][:, :, 0].tolist() == [[first + i] * 3 for i in range(3)]
 
 
 def collect(batcher: EpisodeBatcher, first: int) -> None:
@@ -151,17 +147,14 @@ def test_batchers_of_several_threads_and_one_that_outlives_its_own() -> None:
 
 NOTEBOOK = '''
 import code, multiprocessing, os, sys
-from process.watching import wait_until, worker_pids
+from process.watching import worker_pids
 
 CELL = """
-import functools, os, signal, torch
+import functools, torch
 from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv
 from support.faults import FaultyEnv
 class Env(FaultyEnv):
-    def step(self, action):
-        if self._options.get("interrupts") and self._step == 20:
-            os.kill(os.getppid(), signal.SIGINT)
-        return super().step(action)
+    pass
 class Mine(Agent):
     def __call__(self, state, observation, agent_info=None, history=None):
         action = torch.full((observation.n_elems(),), NUMBER)
@@ -175,13 +168,6 @@ batcher = EpisodeBatcher(
 batcher.execute(5)
 result = batcher.get()
 print(result["action"].unique().tolist(), result.lengths.tolist())
-"""
-
-FAILING = "batcher.execute(2)\\n1 / 0\\n"
-INTERRUPTED = """
-info = {"length": LENGTH, "sleep_ms": 1, "interrupts": 1}
-batcher.execute(1, env_info=DictTensor({k: torch.tensor([v]) for k, v in info.items()}))
-batcher.get()
 """
 
 def main():
@@ -199,19 +185,8 @@ def main():
     run(CELL)
     second = worker_pids()
     print(len(first), len(second), len(first & second))
-    run(FAILING)
+    run("batcher.execute(2)\\n1 / 0")
     run("print(batcher.get().lengths.tolist())")
-    run("LENGTH = 200")
-    run(INTERRUPTED)
-    wait_until(lambda: not worker_pids())
-    run("batcher.execute(1)\\nprint(batcher.get().lengths.tolist())")
-    run("LENGTH = 10**6")
-    run(INTERRUPTED)
-    run(CELL)
-    # What was shown is kept for debuggers, with all that it refers to.
-    for name in ("last_value", "last_traceback", "last_exc"):
-        vars(sys).pop(name, None)
-    print(len(worker_pids()), len(worker_pids() & second))
 
 if __name__ == "__main__":
     main()
@@ -220,10 +195,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("mode", "start_method", "of_the_caller"),
-    variants(
-        [("stdin", "auto", "forkserver")],
-        [("command", "spawn", "fork"), ("file", "spawn", "spawn"), ("file", "auto", "fork")],
-    ),
+    variants([("stdin", "auto", "forkserver")], [("command", "spawn", "fork")]),
 )
 def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
     run_script: RunScript, mode: str, start_method: str, of_the_caller: str
@@ -235,9 +207,6 @@ def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
         "[2] [3, 3, 3, 3, 3]",
         "2 2 0",
         "[3, 3]",
-        "[3]",
-        "[2] [3, 3, 3, 3, 3]",
-        "2 0",
     ]
     assert (script.returncode, script.left_after(CLOSE_S)) == (0, [])
 
@@ -255,20 +224,9 @@ def test_a_handler_may_close_what_is_being_closed() -> None:
     assert not worker_pids()
 
 
-def test_a_batcher_may_be_closed_when_python_has_cleared_multiprocessing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before, batcher = worker_pids(), open_batcher()
-    with monkeypatch.context() as patch:
-        patch.setattr(multiprocessing.util, "_finalizer_registry", None)
-        batcher.close()
-    assert worker_pids() == before
-
-
-@pytest.mark.parametrize("kind", ["hang", "hold_the_lock"])
-def test_an_error_about_a_hang_has_the_stacks_of_the_worker(kind: str) -> None:
+def test_an_error_about_a_hang_has_the_stacks_of_the_worker() -> None:
     with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
-        batcher.execute(3, env_info=faults_at(3, 1, kind, 1))
+        batcher.execute(3, env_info=faults_at(3, 1, "hold_the_lock", 1))
         with pytest.raises(WorkerTimeoutError) as caught:
             batcher.get()
     stacks = caught.value.traceback_text
@@ -286,32 +244,24 @@ def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more()
 class LeakingEnv(CountingEnv):
     """Opens files until no further one may be opened."""
 
-    def reset(self, **arguments: Any) -> Any:
-        result = super().reset(**arguments)
-        if result[0][1] >= 0 and self.number:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if options:
             resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
             with suppress(OSError):
                 self.opened = []
                 while True:
                     self.opened.append(os.open("/dev/null", os.O_RDONLY))
-        return result
+        return super().reset(seed=seed, options=options)
 
 
-@pytest.mark.parametrize("is_busy", variants([True], [False]))
-def test_a_worker_without_a_descriptor_left_says_why_it_ends(is_busy: bool) -> None:
+def test_a_worker_without_a_descriptor_left_says_why_it_ends() -> None:
     def create_env(seed: int) -> GymEnv:
         return GymEnv([LeakingEnv()], seed)
 
-    with EpisodeBatcher(
-        9000, 8, create_agent, {}, create_env, {}, 1, max_restarts=0, timeout=9.0
-    ) as batcher:
-        batcher.execute(2, env_info={"id": 1, "length": [1, 9000 if is_busy else 1]})
-        wait_until(lambda: batcher.progress[0] >= 1)
-        if not is_busy:
-            batcher.get()
+    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 1, max_restarts=0) as batcher:
         batcher.execute(1, env_info={"id": 1})
-        if is_busy:
-            batcher.get()  # its rows are there, though the worker could not say so
+        batcher.get()
+        batcher.execute(1, env_info={"id": 1})
         with pytest.raises(WorkerError, match="Too many open files"):
             batcher.get()
 
@@ -326,9 +276,9 @@ def lengths_in_a_daemon() -> list[int]:
     return kept[0].get().lengths.tolist()
 
 
-@pytest.mark.parametrize("of_the_caller", variants(["fork"], ["spawn"]))
-def test_a_daemonic_process_may_have_workers_which_end_with_it(of_the_caller: str) -> None:
-    with multiprocessing.get_context(of_the_caller).Pool(1) as pool:
+@pytest.mark.slow
+def test_a_daemonic_process_may_have_workers_which_end_with_it() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply(lengths_in_a_daemon) == [3, 3, 3]
         pids = worker_pids()
         assert len(pids) >= 3
