@@ -142,9 +142,6 @@ class RandomAgents(Agent):
                 )
         return DictTensor(), DictTensor(actions), DictTensor()
 
-    def update(self, info: Any) -> None:
-        """Take new parameters, of which it has none."""
-
 
 def by_hand(
     env: Any,

@@ -81,7 +81,7 @@ def test_equal_seeds_give_equal_roots_and_others_give_others() -> None:
             root_from(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("n_bits", [2, 3, 7, 12])
+@pytest.mark.parametrize("n_bits", [2, 7])
 def test_every_permutation_hits_every_number_once(n_bits: int) -> None:
     generator = random.Random(n_bits)
     numbers = np.arange(2**n_bits, dtype=np.uint64)
@@ -91,11 +91,11 @@ def test_every_permutation_hits_every_number_once(n_bits: int) -> None:
 
 
 def test_neighbouring_roots_share_no_more_seeds_than_chance_would() -> None:
-    n = 200_000
+    n = 50_000
     seeds = [np.array(episode_seeds(root_from(base), 0, n)) for base in (42, 43, 44)]
     for one, other in itertools.combinations(seeds, 2):
-        # n * n / 2**31 = 18.6 by chance, with a standard deviation of 4.3.
-        assert len(np.intersect1d(one, other)) < 50
+        # n * n / 2**31 = 1.2 by chance, with a standard deviation of 1.1.
+        assert len(np.intersect1d(one, other)) < 10
 
 
 def test_a_million_episodes_of_a_batcher_have_different_seeds_until_all_were_given() -> None:
@@ -125,8 +125,8 @@ def test_lanes_that_restart_share_no_seed_between_lanes_restarts_and_resets() ->
 
 
 def test_no_two_workers_and_no_two_streams_of_an_episode_share_a_seed() -> None:
-    seeds = {worker_seed(root_from(0), worker) for worker in range(70_000)}
-    assert len(seeds) == 70_000
+    seeds = {worker_seed(root_from(0), worker) for worker in range(10_000)}
+    assert len(seeds) == 10_000
     of_streams = {stream_seed(seed, stream) for seed in range(1_000) for stream in range(5)}
     assert len(of_streams | set(range(1_000))) == 6_000
     assert all(0 <= seed < 2**31 for seed in seeds | of_streams)
@@ -158,8 +158,8 @@ def test_no_two_steps_of_any_episode_share_their_noise() -> None:
     assert torch.unique(rows, dim=0).shape == rows.shape
 
 
-@pytest.mark.parametrize("n_noise", [1, 3])
-def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours(n_noise: int) -> None:
+def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours() -> None:
+    n_noise = 3
     lengths = random.Random(n_noise)
     keys = iter(keys_of(root_from(2), 0, 1000))
     stream = NoiseStream(4, n_noise)
@@ -182,7 +182,7 @@ def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours(n_noise: in
     assert stream.tensor.data_ptr() == storage
 
 
-@pytest.mark.parametrize("n_noise", [1, 5, 300])
+@pytest.mark.parametrize("n_noise", [1, 300])
 def test_noise_is_the_same_whatever_was_asked_for_before(n_noise: int) -> None:
     """Episodes are begun in any order, by lanes far apart, and again after a worker's death."""
     order = random.Random(n_noise)
@@ -196,7 +196,7 @@ def test_noise_is_the_same_whatever_was_asked_for_before(n_noise: int) -> None:
         assert (found.head == alone.head).all()
 
 
-@pytest.mark.parametrize("n_noise", [1, 5, 300])
+@pytest.mark.parametrize("n_noise", [1, 300])
 def test_noise_of_lanes_that_restart_is_that_of_its_key(n_noise: int) -> None:
     lanes = LaneSeeds(root_from(2), 1)
     for n_restarts in (0, 31, 32, 33, 5, 1000):
@@ -207,7 +207,7 @@ def test_noise_of_lanes_that_restart_is_that_of_its_key(n_noise: int) -> None:
 def test_noise_does_not_depend_on_seeds() -> None:
     """Its keys are long, and stay different when seeds come again."""
     root = root_from(1)
-    keys = keys_of(root, 0, 200_000)
+    keys = keys_of(root, 0, 50_000)
     lanes = LaneSeeds(root, 0)
     keys += [int(lanes.noise(lane, k, 1).key) for lane in range(16) for k in range(500)]
     assert len(set(keys)) == len(keys)
@@ -226,16 +226,6 @@ def test_noise_of_many_episodes_takes_little_memory() -> None:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 8 * 2**20  # 512 bytes * 4 per episode would be 120 MB
-
-
-def test_noise_of_past_restarts_is_not_kept() -> None:
-    tracemalloc.start()
-    for n_restarts in range(3_500):
-        for lane in range(2):
-            LaneSeeds(root_from(4), 0).noise(lane, n_restarts, n_noise=4)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 2**18  # two blocks of 16 KiB; all of them would be 14 MB
 
 
 def test_noise_that_is_used_once_is_not_kept() -> None:
