@@ -51,10 +51,6 @@ def windows(n_threads: int = 0) -> Batcher:
     return Batcher(4, None, DrawingAgent, {}, create_drawing, restarts, n_threads, seeds=7)
 
 
-def with_manager() -> EpisodeBatcher:
-    return episodes(create_env=create_drawing_manager)
-
-
 def request(batcher: Any, n_episodes: int) -> None:
     if isinstance(batcher, EpisodeBatcher):
         batcher.execute(n_episodes)
@@ -74,7 +70,11 @@ def run(batcher: Any) -> Iterator[dict[str, bytes]]:
             batcher.update(None)
 
 
-@pytest.mark.parametrize("make", [episodes, windows, with_manager])
+def in_manager() -> EpisodeBatcher:
+    return episodes(create_env=create_drawing_manager)
+
+
+@pytest.mark.parametrize("make", [windows, in_manager])
 def test_the_callers_generators_are_as_they_were_after_every_call(make: Any) -> None:
     with untouched():
         batcher = make()
@@ -83,13 +83,12 @@ def test_the_callers_generators_are_as_they_were_after_every_call(make: Any) -> 
         lambda: batcher.get(blocking=False) or batcher.get(),
         lambda: batcher.update(None),
         lambda: request(batcher, 3),
-        lambda: batcher.get(),
+        batcher.get,
         batcher.close,
     ]
-    with batcher:
-        for call in calls:
-            with untouched():
-                call()
+    for call in calls:
+        with untouched():
+            call()
 
 
 @pytest.mark.parametrize("make", [episodes, windows])
@@ -125,7 +124,6 @@ def failing(fails_in: str, error: Any) -> Any:
     ("fails_in", "error", "expected"),
     [
         ("reset", KeyError, EnvError),
-        ("step", SystemExit, EnvError),
         ("step", Stop, EnvError),
         ("step", KeyboardInterrupt, KeyboardInterrupt),
         ("agent", KeyError, AgentError),
@@ -150,7 +148,7 @@ def test_the_callers_generators_are_back_if_users_code_closes_the_batcher() -> N
 
     with untouched(), failing("step", closes) as batcher:
         batcher.execute(5)
-        with pytest.raises(UsageError, match="closed meanwhile"):
+        with pytest.raises(UsageError, match="closed"):
             batcher.get()
 
 
@@ -171,13 +169,12 @@ def test_generators_go_on_from_section_to_section(n_normal: int) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("n_normal", [0, 1])
-def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well(n_normal: int) -> None:
+def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well() -> None:
     numpy: Any = np.random
     before = numpy.get_bit_generator(), numpy.get_state()
     try:
         numpy.set_bit_generator(theirs := numpy.PCG64(1))
-        numpy.randn(n_normal)
+        numpy.randn(1)  # another one is kept
         state = numpy.get_state(legacy=False)
         with episodes() as batcher:
             batcher.execute(5)
