@@ -6,24 +6,28 @@ default run, ``RLPOOL_FIRST_CASE=1000`` others; with ``RLPOOL_CASES=1`` a failur
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pickle
 import random
 import signal
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rlpool import AGENT_ARCHS, Batcher, GymEnv, Learner, VariBadWrapper
+from rlpool import AGENT_ARCHS, Batcher, GymEnv, Learner, Pool, VariBadWrapper
 from rlpool.agents.noise import NoiseStarts
 from rlpool.meta import learner as learner_module
 from rlpool.seeding import episode_seeds, noise_keys, root_from, task_draws
 
-from support.by_hand import Episode, Shown, played, same_bits
+from support.by_hand import Episode, Shown, Values, assert_same, played, same_bits
 from support.expected import Expected, WindowsByHand, expectations
 from support.meta import DRAWING, LaggingLanes, Storage
 from support.random_batchers import CAN_FAIL, any_setting
@@ -337,6 +341,148 @@ def test_results_are_those_of_loops_by_hand(
     kind: str, share: float, n_scripts: int, arguments: Any, windows: bool
 ) -> None:
     scripted(kind, share, windows, n_scripts, **arguments)
+
+
+# Pools ---------------------------------------------------------------------------------------
+
+
+def columns_of(steps: Sequence[Values]) -> Values:
+    return {key: np.stack([step[key] for step in steps]) for key in steps[0]}
+
+
+class PoolByHand:
+    """What a pool holds, as a list of steps, the oldest first.
+
+    Args:
+        pool_size: The most steps.
+        info_keys: Keys of the infos that are kept with each step.
+    """
+
+    def __init__(self, pool_size: int, info_keys: list[str]) -> None:
+        self.info_keys = info_keys
+        # Batcher, lane, episode and number of a step, and what it is.
+        self.steps: deque[tuple[tuple[int, ...], Values]] = deque(maxlen=pool_size)
+        self.n_rows = 0
+
+    def extend(self, result: Expected) -> None:
+        for row, steps in enumerate(result.rows):
+            self.n_rows += 1
+            infos = {key: result.info[key][row] for key in self.info_keys}
+            unknown = {"batcher": [-1] * (row + 1), "lane": [self.n_rows] * (row + 1)}
+            info = {"first_step": [0] * (row + 1), **unknown, **result.info}
+            keys = "batcher", "lane", "episode", "first_step"
+            *lane, episode, number = (int(info[key][row]) for key in keys)
+            for step in steps:
+                self.steps.append(((*lane, episode, number), step | infos))
+                is_end = bool(step["_done"])
+                episode, number = episode + is_end, 0 if is_end else number + 1
+
+    def runs(self, numbers: Sequence[int], length: int) -> list[list[Values]]:
+        """Steps, each with those that follow it in its episode, as far as they are held."""
+        held, runs = dict(self.steps), []
+        for number in numbers:
+            (*place, time), step = self.steps[number]
+            run = [step]
+            while len(run) < length and not run[-1]["_done"]:
+                following = held.get((*place, time + len(run)))
+                if following is None:
+                    break
+                run.append(following)
+            runs.append(run)
+        return runs
+
+    def check(self, pool: Pool, n_step: int) -> None:
+        """Compare all that there is, and samples."""
+        n, held = len(self.steps), columns_of([step for _, step in self.steps])
+        before = [key for key in held if not key.startswith("_") or key == "_reward"]
+
+        def bits_in(values: Any) -> list[bytes]:
+            arrays = [np.asarray(values[key]) for key in before]
+            return [b"".join(array[row].tobytes() for array in arrays) for row in range(n)]
+
+        numbers_of = {bits: number for number, bits in enumerate(bits_in(held))}
+        every = pool.transitions()
+        found = [numbers_of[bits] for bits in bits_in(every)]
+        assert sorted(found) == list(range(n))
+        assert found == sorted(found) or len(pool.lengths) > 1
+        for key in held.keys() | every.keys():
+            same_bits(key, every[key].numpy(), held[key][found])
+        batch = pool.sample(n, n_step=n_step, discount=0.5)
+        runs = self.runs([numbers_of[bits] for bits in bits_in(batch)], n_step)
+        first, last = (columns_of([run[place] for run in runs]) for place in (0, -1))
+        returns = [sum(0.5**k * float(s["_reward"]) for k, s in enumerate(run)) for run in runs]
+        assert batch["n_step_return"].tolist() == pytest.approx(returns, rel=1e-5)
+        factors = [0.0 if run[-1]["_terminated"] else 0.5 ** len(run) for run in runs]
+        assert batch["n_step_discount"].tolist() == factors
+        for key in held:
+            same_bits(key, batch[key].numpy(), (first if key in before else last)[key])
+        sequences = pool.sample_sequences(n, n_step)
+        starts = {key: sequences[key][:, 0] for key in sequences} | dict(sequences.info)
+        runs = self.runs([numbers_of[bits] for bits in bits_in(starts)], n_step)
+        infos = {key: np.stack([run[0][key] for run in runs]) for key in self.info_keys}
+        assert_same(sequences, [[drop(step, infos) for step in run] for run in runs], infos)
+
+
+def drop(step: Values, keys: Values) -> Values:
+    return {key: value for key, value in step.items() if key not in keys}
+
+
+class Source(Script):
+    """One of several batchers whose results are added to a pool."""
+
+    is_reset = False
+
+    def result(self) -> tuple[Any, Expected | None]:
+        """The next result, and what it has to be; neither if all lanes have stopped."""
+        if not isinstance(self.by_hand, WindowsByHand):
+            n = self.rng.randint(1, 5)
+            infos = self.infos(n)
+            self.batcher.execute(n, *(info or None for info in infos))
+            expected = self.by_hand.execute(n, *infos)
+            return expected.check(self.batcher.get), expected
+        if not self.is_reset or self.rng.random() < 0.1:
+            infos = self.infos(self.by_hand.setting.n_all_lanes)
+            self.batcher.reset(*(info or None for info in infos))
+            self.by_hand.reset(*infos)
+            self.is_reset = True
+        self.batcher.execute()
+        expected = self.by_hand.execute(None)
+        self.is_reset = expected is not None
+        return expected.check(self.batcher.get) if self.is_reset else self.batcher.get(), expected
+
+
+@pytest.mark.promise("I2")
+def test_samples_are_those_of_a_list_of_steps_across_windows_of_several_batchers() -> None:
+    def run(case: int, rng: random.Random, notes: list[Any]) -> None:
+        setting = any_setting(rng, rng.choice(["gym", "gym", "lagging", "array"]))
+        size, info_keys = rng.choice([7, 40, 10_000]), rng.choice([[], ["seed", "policy_version"]])
+        options = {"pool_size": size, "info_keys": info_keys, "seed": case}
+        options["n_workers"] = 2 if size == 10_000 and rng.random() < 0.5 else 1
+        pool, by_hand = Pool(**options), PoolByHand(size, info_keys)
+        notes += [setting, options]
+        with contextlib.ExitStack() as stack:
+            sources = []
+            for _ in range(rng.randint(1, 3)):
+                own = {"seeds": rng.randrange(2**40), "n_timesteps": rng.randint(1, 8)}
+                windows = rng.random() < 0.8
+                each = replace(setting, restarts=rng.random() < 0.7, **own)
+                batcher = stack.enter_context(each.batcher(windows))
+                sources.append(Source(batcher, expectations(each, windows), rng, notes))
+                sources[-1].may_fail &= setting.truncates
+            for _ in range(rng.randint(4, 16)):
+                got, expected = rng.choice(sources).result()
+                if expected is None or rng.random() < 0.15:  # not added
+                    continue
+                pool.extend(got if rng.random() < 0.7 else pickle.loads(pickle.dumps(got)))
+                by_hand.extend(expected)
+                if rng.random() < 0.2:
+                    state, pool = torch_round_trip(pool.state_dict()), Pool(**options)
+                    pool.load_state_dict(state)
+            if by_hand.steps:
+                for n_step in (1, 3, 20):
+                    by_hand.check(pool, n_step)
+
+    run_cases("pools", 0.06, run)
 
 
 # Trials --------------------------------------------------------------------------------------
