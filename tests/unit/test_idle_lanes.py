@@ -13,12 +13,10 @@ from rlpool import (
     AgentError,
     DictTensor,
     EpisodeBatcher,
-    VectorGymEnv,
 )
 
-from support.agents import FunctionAgent, Vandal, zeros
-from support.envs import CountingEnv, create_counting
-from support.vector_envs import OwnVectorEnv
+from support.agents import Vandal, zeros
+from support.envs import create_counting
 
 N_LANES = 4
 
@@ -82,38 +80,6 @@ def test_infos_of_a_request_that_failed_are_shown_to_nobody(initial: bool) -> No
             with pytest.raises(AgentError, match="no such task"):
                 run(batcher, [3] * 6, id=[2] * 6)
             assert run(batcher, lengths, id=[1] * len(lengths)).lengths.tolist() == lengths
-
-
-# Vector environments ------------------------------------------------------------------------
-
-
-class Strict(CountingEnv):
-    """Takes no action but 7, and no step after its end."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.has_ended = False
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if action != 7 or self.has_ended:
-            raise RuntimeError(f"illegal action {action}")
-        result = super().step(action)
-        self.has_ended = result[2]
-        return result
-
-
-def test_an_idle_lane_takes_the_action_of_the_first_running_one_and_is_reset_after_its_end() -> (
-    None
-):
-    def seven(state: Any, observation: Any, agent_info: Any, history: Any) -> Any:
-        return None, DictTensor({"action": agent_info["legal"]}), None
-
-    def create_env(seed: int) -> VectorGymEnv:
-        return VectorGymEnv(OwnVectorEnv([Strict] * N_LANES, "Disabled"), seed, seeding="episode")
-
-    with make(lambda: FunctionAgent(seven), create_env) as batcher:
-        for lengths in ([3, 15, 2, 1], [9], [1, 2, 9]):
-            assert run(batcher, lengths, legal=[7] * len(lengths)).lengths.tolist() == lengths
 
 
 # What an agent does in place ----------------------------------------------------------------

@@ -86,6 +86,17 @@ def test_a_batch_step_is_one_step_and_a_reset_one_call_for_each_kind_of_options(
     assert len(noted.resets) == 3
 
 
+def test_idle_lanes_take_the_action_of_the_first_running_one_and_are_reset_after_their_end() -> (
+    None
+):
+    vec = lanes_of(ArrayEnv(3), seeding="episode")  # which refuses other actions, and steps
+    vec.reset_lanes([1], [9], [{"length": 30}])
+    for step in range(30):
+        actions = {"action": np.array([10**9, step, -1])}  # others' rows may hold anything
+        assert vec.step_lanes([1], actions) == [1] * (step == 29)
+    assert vec.current["frame"][1, 2] == sum(range(30))
+
+
 class OddEnv(ArrayEnv):
     """Takes its settings out of the options, and returns a column of rewards."""
 
