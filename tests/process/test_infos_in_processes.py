@@ -45,8 +45,8 @@ def test_wrong_infos_then_right_ones(create: Any, n_workers: int) -> None:
 class DyingEnv(NeedyEnv):
     """Its process dies in the first reset that has options."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__("undeclared")
+    def __init__(self, path: str, needs: bool = True) -> None:
+        super().__init__("undeclared", needs)
         self.path = path
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from gymnasium import spaces
 
 from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager
 
 from support import envs
 from support.agents import StepCounter
-from support.envs import COUNTING_SPACE, AncestorCountingEnv, CountingEnv
+from support.envs import AncestorCountingEnv, CountingEnv
 
 LENGTHS, IDS = [2, 1], [5, 6]
 
@@ -54,22 +53,16 @@ class NeedyEnv(CountingEnv):
     """A ``CountingEnv`` that fails without ``id`` among its options.
 
     Args:
-        observes: ``"box"`` and ``"dict"`` declare their spaces, ``"undeclared"`` and
-            ``"undeclared dict"`` do not. The key is always ``frame``.
-        acts: Whether there is an action space.
+        observes: ``"box"``; or ``"undeclared"`` and ``"undeclared dict"``, without spaces. The key
+            is always ``frame``.
         needs: Whether it needs its options.
     """
 
-    def __init__(self, observes: str = "box", acts: bool = True, needs: bool = True) -> None:
+    def __init__(self, observes: str = "box", needs: bool = True) -> None:
         super().__init__()
-        self.needs = needs
-        self.is_dict = "dict" in observes
-        self.observation_space: Any = {
-            "box": COUNTING_SPACE,
-            "dict": spaces.Dict({"frame": COUNTING_SPACE}),
-        }.get(observes)
-        if not acts:
-            self.action_space: Any = None
+        self.needs, self.is_dict = needs, "dict" in observes
+        if observes != "box":
+            self.observation_space = self.action_space = None  # type: ignore[assignment]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         given: Any = options
@@ -85,11 +78,12 @@ class NeedyEnv(CountingEnv):
 class OldNeedyEnv(AncestorCountingEnv):
     """Likewise in the former gym's interface, without any space."""
 
-    def __init__(self, observes: str = "", acts: bool = False, needs: bool = True) -> None:
+    def __init__(self, needs: bool = True) -> None:
         super().__init__()
 
     def reset(self, env_info: Any) -> Any:  # type: ignore[override]
         self.length, self.number = env_info["length"], env_info["id"]
+        assert self.number >= 0, "ids are not negative"
         return super().reset()
 
 
@@ -101,14 +95,11 @@ class NeedyAgent(StepCounter):
         return super().__call__(state, observation, agent_info, history)
 
 
-def create_needy(seed: int, n_envs: int = 2, kind: Any = NeedyEnv, **arguments: Any) -> GymEnv:
-    """Lanes, all of which need their options."""
-    return GymEnv([kind(**arguments) for _ in range(n_envs)], seed)
-
-
-def create_partly_needy(seed: int, **arguments: Any) -> GymEnv:
-    """Lanes, the second of which needs its options."""
-    return GymEnv([NeedyEnv(needs=needs, **arguments) for needs in (False, True)], seed)
+def create_needy(
+    seed: int, kind: Any = NeedyEnv, needs: tuple[bool, bool] = (True, True), **arguments: Any
+) -> GymEnv:
+    """Two lanes, those that need their options or all."""
+    return GymEnv([kind(needs=each, **arguments) for each in needs], seed)
 
 
 def Needy(kind: Any = NeedyEnv, **arguments: Any) -> Any:  # noqa: N802
@@ -116,6 +107,6 @@ def Needy(kind: Any = NeedyEnv, **arguments: Any) -> Any:  # noqa: N802
     return partial(kind, **arguments)
 
 
-def create_manager(seed: int, n_envs: int = 2, **arguments: Any) -> ParallelEnvManager:
-    """Lanes in processes of their own."""
-    return ParallelEnvManager([Needy(**arguments)] * n_envs, seed=seed, envs_per_worker=2)
+def create_manager(seed: int, **arguments: Any) -> ParallelEnvManager:
+    """Lanes in a process of their own."""
+    return ParallelEnvManager([Needy(**arguments)] * 2, seed=seed, envs_per_worker=2)

@@ -115,20 +115,16 @@ class DefaultTaskEnv(CountingEnv):
 
 @pytest.mark.parametrize("kind", [DefaultInfoEnv, DefaultOptionsEnv, DefaultTaskEnv])
 @pytest.mark.parametrize("is_wrapped", [False, True])
-@pytest.mark.parametrize("info", [None, DictTensor({})])
-def test_without_env_info_an_environments_own_default_applies(
-    kind: Any, is_wrapped: bool, info: Any
-) -> None:
+def test_without_env_info_an_environments_own_default_applies(kind: Any, is_wrapped: bool) -> None:
     made = kind(length=1)
     if is_wrapped and isinstance(made, gymnasium.Env):
         made = TimeLimit(made, 5)
     env = GymEnvInf([made], seed=0)
-    assert env.reset(info)[0]["frame"].tolist() == [[0, 8]]
-    _, (after, _) = env.step(action(0))  # which resets it
-    assert after["frame"].tolist() == [[0, 8]]
     key = "task" if kind is DefaultTaskEnv else "id"
-    assert env.reset(DictTensor({key: torch.tensor([5])}))[0]["frame"].tolist() == [[0, 5]]
-    assert env.reset(info)[0]["frame"].tolist() == [[0, 8]]
+    for info, number in ((None, 8), (DictTensor({}), 8), ({key: [5]}, 5), (None, 8)):
+        assert env.reset(info)[0]["frame"].tolist() == [[0, number]]
+        _, (after, _) = env.step(action(0))  # which resets it
+        assert after["frame"].tolist() == [[0, number]]
 
 
 def test_env_info_reaches_resets_that_take_it_at_every_reset() -> None:
@@ -151,30 +147,20 @@ class SeededEnv(CountingEnv):
         return super().reset(seed=seed)
 
 
-class SeededWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """Passes nothing on but a seed."""
-
-    def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
-        return self.env.reset(seed=seed)
-
-
 @pytest.mark.parametrize(
-    ("make", "signature"),
+    ("make", "named"),
     [
-        (SeededEnv, r"reset\(\*, seed.* = None\) .*of SeededEnv"),
-        (lambda: TimeLimit(SeededEnv(), 5), r"reset\(\*, seed.* = None\) .*of SeededEnv"),
-        (lambda: TimeLimit(SeededWrapper(CountingEnv()), 5), r"\(seed.* = None\).*SeededWrapper"),
-        (wrapped, r"reset\(\).* of AncestorCountingEnv"),
-        (DefaultTaskEnv, r"reset\(\*, seed.*task.* of DefaultTaskEnv"),
-        (lambda: SimpleNamespace(reset=partial(next, repeat(0)), step=str), r"reset\(\) of"),
+        (SeededEnv, "SeededEnv"),
+        (lambda: TimeLimit(SeededEnv(), 5), "SeededEnv"),
+        (wrapped, "AncestorCountingEnv"),
+        (DefaultTaskEnv, "task"),
+        (lambda: SimpleNamespace(reset=partial(next, repeat(0)), step=str), "SimpleNamespace"),
     ],
 )
-def test_options_that_no_reset_takes_are_refused_with_its_signature(
-    make: Any, signature: str
-) -> None:
+def test_options_that_no_reset_takes_are_refused_with_its_signature(make: Any, named: str) -> None:
     env = GymEnv([make()], seed=0)
     env.reset()
-    with pytest.raises(EnvSpecError, match=signature + r".* takes no options, got \{'level': 3\}"):
+    with pytest.raises(EnvSpecError, match=rf"{named}.*'level'"):
         env.reset({"level": [3]})
 
 
@@ -255,11 +241,3 @@ def test_an_old_reset_without_a_seed_method_draws_by_the_seed_of_the_episode() -
 
     first, again, other = (GymEnv([Env()], seed=s).reset()[0]["frame"] for s in (1, 1, 2))
     assert first.tolist() == again.tolist() != other.tolist()
-
-
-def test_a_reset_that_takes_what_gymnasiums_does_has_to_return_an_info() -> None:
-    env = CountingEnv()
-    env.reset = lambda seed=None, options=None: np.zeros(2)  # type: ignore[method-assign, assignment]
-    with pytest.raises(EnvSpecError, match="two values, got ndarray") as caught:
-        GymEnv([TimeLimit(env, 2)]).reset()
-    assert "(observation, info)" in caught.value.fix

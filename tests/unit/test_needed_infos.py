@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,68 +18,39 @@ from support.needy import (
     Runs,
     agent_info,
     create_needy,
-    create_partly_needy,
     env_info,
 )
 
-each_kind = pytest.mark.parametrize("observes", ["box", "undeclared", "undeclared dict"])
-each_action = pytest.mark.parametrize("acts", [True, False])
-MakeRuns = Callable[..., Runs]
 
-
-@pytest.fixture(params=[EpisodeBatcher, Batcher])
-def runs(request: pytest.FixtureRequest) -> Iterator[MakeRuns]:
-    made: list[Runs] = []
-
-    def make(*arguments: Any) -> Runs:
-        made.append(Runs(*arguments, kind=request.param))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.batcher.close()
-
-
-@each_kind
-@pytest.mark.parametrize("create", [create_needy, create_partly_needy])
-def test_an_environment_that_needs_env_info_runs_with_it_and_fails_without(
-    runs: MakeRuns, observes: str, create: Any
-) -> None:
-    run = runs(partial(create, observes=observes, acts=False))
-    for infos in ({}, {"env_info": DictTensor({})}):
-        with pytest.raises(EnvError, match=r"env\.reset raised TypeError"):
-            run(**infos)
-    if create is create_needy:
-        with pytest.raises(EnvError, match="AssertionError: ids are not negative") as caught:
-            run(env_info=env_info([-1, 6]))
-        assert caught.value.where.env_info == {"length": 2, "id": -1}
-    for _ in range(2):
-        run.assert_right(env_info=env_info())
-
-
+@pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
 @pytest.mark.parametrize(
     "create",
     [
-        partial(create_needy, observes="box", acts=False),
-        partial(create_needy, observes="undeclared", needs=False),
+        create_needy,
+        partial(create_needy, observes="undeclared"),
+        partial(create_needy, observes="undeclared dict"),
+        partial(create_needy, needs=(False, True)),
         partial(create_needy, kind=OldNeedyEnv),
     ],
 )
-def test_an_agent_that_needs_agent_info_runs_with_it_and_fails_without(
-    runs: MakeRuns, create: Any
-) -> None:
-    run = runs(create, NeedyAgent)
-    with pytest.raises(AgentError, match="TypeError"):
-        run(env_info=env_info())
-    run.assert_right(env_info=env_info(), agent_info=agent_info())
+def test_what_needs_infos_runs_with_them_and_fails_without(kind: Any, create: Any) -> None:
+    run = Runs(create, NeedyAgent, kind=kind)
+    with run.batcher:
+        for infos in ({}, {"env_info": DictTensor({})}):
+            with pytest.raises(EnvError, match="TypeError"):
+                run(**infos, agent_info=agent_info())
+        with pytest.raises(EnvError, match="ids are not negative") as caught:
+            run(env_info=env_info([5, -1]), agent_info=agent_info())
+        assert caught.value.where.env_info == {"length": 1, "id": -1}
+        with pytest.raises(AgentError, match="TypeError"):
+            run(env_info=env_info())
+        for _ in range(2):
+            run.assert_right(env_info=env_info(), agent_info=agent_info())
 
 
-@each_kind
-@each_action
-def test_by_hand_too_a_reset_with_env_info_follows_one_that_failed(
-    observes: str, acts: bool
-) -> None:
-    env = create_needy(0, observes=observes, acts=acts)
+@pytest.mark.parametrize("observes", ["box", "undeclared dict"])
+def test_by_hand_too_a_reset_with_env_info_follows_one_that_failed(observes: str) -> None:
+    env = create_needy(0, observes=observes)
     with pytest.raises(TypeError):
         env.reset()
     observation, _ = env.reset(env_info())
@@ -91,10 +61,10 @@ def test_by_hand_too_a_reset_with_env_info_follows_one_that_failed(
     assert running.tolist() == [0]
 
 
-@pytest.mark.parametrize("n_threads", [0, 1])
-def test_infos_of_a_reset_that_another_follows_are_not_blamed(n_threads: int) -> None:
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_infos_of_a_reset_that_another_follows_are_not_blamed(n_workers: int) -> None:
     with Batcher(
-        4, create_agent=NeedyAgent, create_env=create_needy, n_threads=n_threads
+        4, create_agent=NeedyAgent, create_env=create_needy, n_workers=n_workers
     ) as batcher:
         for ids in ([-1, 6], IDS):
             batcher.reset(agent_info(), env_info(ids))

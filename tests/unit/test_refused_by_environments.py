@@ -59,6 +59,13 @@ def acted(action: torch.Tensor) -> None:
         batcher.get()
 
 
+def reset_to(result: Any) -> None:
+    """Reset an environment with Gymnasium's arguments, whose ``reset`` returns this."""
+    env = CountingEnv()
+    env.reset = lambda seed=None, options=None: result  # type: ignore[method-assign]
+    GymEnv([env], seed=0).reset()
+
+
 def stepped(step: Callable[[Any], Any]) -> None:
     """Step an environment whose ``step`` is this function."""
     env = CountingEnv()
@@ -120,6 +127,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: acted(torch.arange(2)[:, None]), AgentError, "squeeze"),
     (lambda: acted(torch.rand(2)), AgentError, "argmax"),
     (lambda: GymEnv([ONE], seed=0).step(DictTensor()), UsageError, "reset"),
+    (lambda: reset_to(np.zeros(2)), EnvSpecError, "(observation, info)"),
     (lambda: stepped(lambda action: {}["goal"]), KeyError, "goal"),
     (lambda: stepped(lambda action: (1, 2, 3)), EnvSpecError, "got 3"),
     (lambda: stepped(lambda action: None), EnvSpecError, "NoneType"),

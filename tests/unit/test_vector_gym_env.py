@@ -97,6 +97,14 @@ def test_idle_lanes_take_the_action_of_the_first_running_one_and_are_reset_after
     assert vec.current["frame"][1, 2] == sum(range(30))
 
 
+def test_every_episode_has_max_episode_steps() -> None:
+    vec = lanes_of(ArrayEnv(3), seeding="episode", max_episode_steps=4)
+    for _ in range(2):
+        vec.reset_lanes(ALL, ALL, [{"length": 9}] * 3)
+        assert [vec.step_lanes(ALL, ZEROS) for _ in range(4)] == [[], [], [], ALL]
+        assert vec.current["truncated"].all()
+
+
 class OddEnv(ArrayEnv):
     """Takes its settings out of the options, and returns a column of rewards."""
 
