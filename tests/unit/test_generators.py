@@ -16,10 +16,8 @@ from rlpool import (
     Batcher,
     EnvError,
     EpisodeBatcher,
-    UsageError,
     WorkerStartupError,
 )
-from rlpool.machine.own_state import OwnState
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
 
@@ -104,10 +102,6 @@ def test_the_same_is_drawn_as_in_a_worker_whatever_the_caller_and_others_draw(ma
     assert found == expected
 
 
-class Stop(BaseException):
-    """Not an ``Exception``."""
-
-
 def failing(fails_in: str, error: Any) -> Any:
     def create(*arguments: Any, **named: Any) -> Any:
         drawn()
@@ -115,8 +109,8 @@ def failing(fails_in: str, error: Any) -> Any:
 
     if fails_in == "agent":
         return episodes(agent_args={"fails": True})
-    if fails_in in ("create_env", "create_agent"):
-        return episodes(**{fails_in: create})
+    if fails_in == "create_env":
+        return episodes(create_env=create)
     return episodes(env_args={"fails_in": fails_in, "error": error})
 
 
@@ -124,11 +118,9 @@ def failing(fails_in: str, error: Any) -> Any:
     ("fails_in", "error", "expected"),
     [
         ("reset", KeyError, EnvError),
-        ("step", Stop, EnvError),
         ("step", KeyboardInterrupt, KeyboardInterrupt),
         ("agent", KeyError, AgentError),
         ("create_env", KeyError, WorkerStartupError),
-        ("create_agent", KeyError, WorkerStartupError),
         ("close", KeyError, None),
     ],
 )
@@ -139,34 +131,6 @@ def test_the_callers_generators_are_back_if_users_code_raises(
     with untouched(), raises, failing(fails_in, error) as batcher:
         batcher.execute(5)
         batcher.get()
-
-
-def test_the_callers_generators_are_back_if_users_code_closes_the_batcher() -> None:
-    def closes(what: str) -> KeyError:
-        batcher.close()
-        return KeyError(what)
-
-    with untouched(), failing("step", closes) as batcher:
-        batcher.execute(5)
-        with pytest.raises(UsageError, match="closed"):
-            batcher.get()
-
-
-@pytest.mark.parametrize("n_normal", [0, 1])  # after an odd number one is kept
-def test_generators_go_on_from_section_to_section(n_normal: int) -> None:
-    def section() -> list[Any]:
-        numpy: Any = np.random
-        normal = [random.gauss(0.0, 1.0) for _ in range(n_normal)], numpy.randn(n_normal).tolist()
-        return [normal, drawn()]
-
-    one, other = OwnState(3), OwnState(3)
-    with one.in_use():
-        expected = [section() for _ in range(3)]
-    found = []
-    for _ in range(3):
-        with untouched(), other.in_use():
-            found.append(section())
-    assert found == expected
 
 
 def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well() -> None:

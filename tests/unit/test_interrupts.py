@@ -1,18 +1,19 @@
-"""Signal handlers wait for sections of bookkeeping."""
+"""Signal handlers wait for sections of bookkeeping; calls that one ends leave a mark."""
 
 from __future__ import annotations
 
-import gc
 import signal
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import pytest
 
+from rlpool import SpecError, UsageError
 from rlpool.machine import interrupts
+from rlpool.machine.calls import CrashOnly, whole
 from rlpool.machine.interrupts import InterruptsHeld
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -78,22 +79,44 @@ def test_other_threads_are_left_alone() -> None:
         pool.submit(InterruptsHeld().__enter__).result()
 
 
-def test_what_a_handler_raises_is_in_no_cycle() -> None:
-    class Canary:
-        pass
+# Calls ----------------------------------------------------------------------------------------
 
-    def interrupted() -> None:
-        canary = Canary()
-        alive.append(weakref.ref(canary))
-        with InterruptsHeld():
-            signal.raise_signal(signal.SIGINT)
 
-    alive: list[weakref.ref[Canary]] = []
-    gc.disable()
-    try:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            interrupted()
-        del caught
-        assert alive[0]() is None
-    finally:
-        gc.enable()
+class Owner(CrashOnly):
+    @whole
+    def run(self, do: Callable[[], Any] = lambda: 3) -> Any:
+        return do()
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def do() -> None:
+        raise error
+
+    return do
+
+
+def test_only_what_is_not_an_error_of_ours_leaves_an_object_interrupted() -> None:
+    owner = Owner()
+    assert owner.run() == 3
+    with pytest.raises(SpecError):
+        owner.run(raising(SpecError("no")))
+    with pytest.raises(TypeError):
+        owner.run(1, 2, 3)  # type: ignore[call-arg]
+    assert not owner.is_interrupted
+    for error in (KeyboardInterrupt(), ZeroDivisionError()):
+        with pytest.raises(type(error)):
+            owner.run(raising(error))
+        assert owner.is_interrupted
+        owner.run()
+        assert owner.is_interrupted
+        owner.is_interrupted = False
+
+
+def test_a_call_inside_another_is_refused_in_whatever_thread() -> None:
+    owner = Owner()
+    with ThreadPoolExecutor(1) as pool:
+        for call in (owner.run, lambda: pool.submit(owner.run).result()):
+            with pytest.raises(UsageError, match="while another call"):
+                owner.run(lambda call=call: call())
+            owner.is_interrupted = False
+            assert call() == 3

@@ -28,9 +28,8 @@ from rlpool import (
 )
 
 from support.agents import Recorder, StepCounter
-from support.envs import CountingEnv, SpacedLegacyEnv, SpaceEnv
+from support.envs import CountingEnv, SpaceEnv
 from support.meta import (
-    AncestorTaskEnv,
     CountingActor,
     MarkovActor,
     MemoryActor,
@@ -74,11 +73,9 @@ def test_stored_arrays_share_no_memory() -> None:
         assert not np.shares_memory(one, other)
 
 
-# The second episode of 64 steps ends where a slot does.
-@pytest.mark.parametrize(("limit", "n_lanes"), [(3, 1), (64, 3)])
-def test_transitions_end_with_their_own_episode_where_the_next_start_is_shown(
-    limit: int, n_lanes: int
-) -> None:
+def test_transitions_end_with_their_own_episode_where_the_next_start_is_shown() -> None:
+    limit, n_lanes = 64, 3  # the second episode ends where a slot does
+
     def stored(show_start: bool) -> Any:
         make = functools.partial(make_env, TaskEnv, 3, show_start=show_start, limit=limit)
         return episodes(learner_of(CountingActor(), env=lanes(n_lanes, make), tasks=[2, 5]), 4)
@@ -197,17 +194,6 @@ def test_a_task_may_be_any_object_and_reaches_an_environment_that_is_no_trial() 
     assert env.unwrapped.calls.count({"number": 9}) == 3
 
 
-def test_old_and_undeclared_environments_can_be_collected_in() -> None:
-    old = learner_of(MarkovActor(), BOTH, VariBadWrapper(AncestorTaskEnv(), 2), tasks=[4])
-    rows = [[0, 4, 0], [1, 4, 0], [2, 4, 1], [1, 4, 0]]
-    assert episodes(old, 2)[1][0].tolist() == rows
-
-    undeclared = SpacedLegacyEnv(2)
-    undeclared.observation_space = None  # type: ignore[assignment]
-    learner = learner_of(StepCounter(), MEMORY, undeclared)
-    assert episodes(learner, 2)[0][0].tolist() == [[0, 0], [1, 0]]
-
-
 class NeedsTask(CountingEnv):
     """Cannot be reset without a task, not even to see what it shows."""
 
@@ -231,7 +217,6 @@ def test_an_environment_that_needs_a_task_gets_one_at_once_or_says_so() -> None:
 @pytest.mark.parametrize(
     ("create", "arch"),
     [
-        (MarkovActor, BOTH),
         (functools.partial(MemoryActor, "lstm"), MEMORY),
         (lambda: None, MEMORY),  # random actions
     ],
@@ -241,13 +226,13 @@ def test_side_by_side_gives_the_bits_of_one_after_another(
 ) -> None:
     learners = [learner_of(create(), arch) for _ in range(3)]
     envs = [None, lanes(3), lanes(16)]
-    for n_rollouts in (3, 25, 0, 1):
+    for n_rollouts in (3, 20, 0, 1):
         n_steps = {
             learner.collect_rollouts_parallel(n_rollouts, learner.agent is None, parallel_env=env)
             for learner, env in zip(learners, envs, strict=True)
         }
         assert len(n_steps) == 1
-    assert learners[0].n_rollouts_total == 29
+    assert learners[0].n_rollouts_total == 24
     one, *others = [learner.policy_storage.as_bytes() for learner in learners]
     assert others == [one, one]
 
@@ -345,51 +330,6 @@ def test_an_act_that_takes_everything_is_called_as_the_architecture_says(
 
 
 # Failures ------------------------------------------------------------------------------------
-
-
-class FailsLater(CountingEnv):
-    """Raises in the second step of its second episode."""
-
-    n_resets = 0
-
-    def reset(self, **arguments: Any) -> Any:
-        self.n_resets += 1
-        return super().reset(**arguments)
-
-    def step(self, action: Any) -> Any:
-        if (self.n_resets, self.t) == (2, 1):
-            raise KeyError("goal")
-        return super().step(action)
-
-
-def test_a_failing_environment_says_where_and_what_was_complete_before_it_is_kept() -> None:
-    learner = learner_of(StepCounter(), MEMORY)
-    envs = [CountingEnv(1), FailsLater(3)]
-    with pytest.raises(EnvError, match="goal") as caught:
-        learner.collect_rollouts_parallel(9, parallel_env=GymEnv(envs))
-    where = caught.value.where
-    assert len(caught.value.actions) == 2
-    assert (where.worker, where.lane, where.row, where.step) == (None, 1, 3, 1)
-    assert isinstance(caught.value.__cause__, KeyError)
-    # By then the other one had ended four times, twice after the rollout that failed.
-    assert [len(columns[0]) for columns in learner.policy_storage.episodes] == [1, 3, 1]
-    assert (learner.n_rollouts_total, learner.n_env_steps_total) == (3, 5)
-    # And it goes on.
-    assert learner.collect_rollouts_parallel(2, parallel_env=GymEnv(envs)) == 4
-
-
-def test_a_failing_storage_is_not_asked_again() -> None:
-    class Full(Storage):
-        def add_episode(self, *columns: Any, **named: Any) -> None:
-            super().add_episode(*columns, **named)
-            if len(self.episodes) == 2:
-                raise MemoryError("full")
-
-    learner = learner_of(StepCounter(), MEMORY, CountingEnv(2))
-    learner.policy_storage = Full()
-    with pytest.raises(MemoryError, match="full"):
-        learner.collect_rollouts_parallel(5)
-    assert (len(learner.policy_storage.episodes), learner.n_rollouts_total) == (2, 1)
 
 
 class BrokenActor(MemoryActor):

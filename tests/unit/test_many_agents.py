@@ -212,23 +212,13 @@ def test_an_agent_may_be_born_where_a_window_begins() -> None:
     assert [each[1] for each in starts] == [[], [], [True, False], [False, False]]
 
 
-def test_a_manager_takes_joint_environments() -> None:
+def test_managers_and_pools_take_joint_environments() -> None:
     with ParallelEnvManager([lambda: JointEnv(Lives(LIVES))] * 2) as manager:
         observation, _ = manager.reset()
-        assert observation["frame"].shape == (2, 4, 2)
         assert observation["alive"].tolist() == [[True, True, False, False]] * 2
-
-
-def test_pools_keep_joint_episodes_and_run_joint_environments() -> None:
-    episodes = collected()
-    for given, shape in ((episodes, [3, 4, 2]), (episodes.per_agent(), [3, 2])):
-        pool = Pool(pool_size=200, seed=0)
-        pool.extend(given)
-        assert list(pool.sample(3, n_step=2)["_frame"].shape) == shape
     with Pool([JointEnv(Lives(LIVES))], pool_size=20, policy=lambda _: [0] * 4, seed=0) as pool:
         pool.store()
-        alive = pool.transitions()["alive"]
-    assert alive.sum(0).tolist() == [6, 3, 4, 9]
+        assert pool.transitions()["alive"].sum(0).tolist() == [6, 3, 4, 9]
 
 
 def test_env_info_reaches_the_reset_as_options() -> None:
@@ -241,21 +231,18 @@ def test_env_info_reaches_the_reset_as_options() -> None:
 
 def test_gae_takes_rewards_of_all_agents() -> None:
     generator = torch.Generator().manual_seed(0)
-    reward, value, following = torch.randn(3, 5, 7, 4, generator=generator)
+    values = torch.randn(3, 5, 7, 4, generator=generator)
     terminated, done = torch.rand(2, 5, 7, generator=generator) < 0.2
     lengths = torch.tensor([7, 3, 5, 1, 6])
 
-    def advantage(*values: torch.Tensor, lengths: Any = None) -> torch.Tensor:
+    def advantage(values: torch.Tensor, lengths: Any) -> torch.Tensor:
         return gae(*values, terminated, done | terminated, 0.9, 0.8, lengths=lengths)
 
-    of_each = [(reward[..., k], value[..., k], following[..., k]) for k in range(4)]
-    each = torch.stack([advantage(*values, lengths=lengths) for values in of_each], -1)
+    each = torch.stack([advantage(values[..., k], lengths) for k in range(4)], -1)
     for given in (lengths, lengths.unsqueeze(-1).expand(5, 4)):
-        assert torch.equal(advantage(reward, value, following, lengths=given), each)
+        assert torch.equal(advantage(values, given), each)
     with pytest.raises(SpecError, match="lengths"):
-        advantage(reward, value, following, lengths=lengths.int())
-    shared = value[..., 0], following[..., 0]
-    assert torch.equal(advantage(reward, *shared)[..., 2], advantage(reward[..., 2], *shared))
+        advantage(values, lengths.int())
 
 
 # What is refused ------------------------------------------------------------------------------

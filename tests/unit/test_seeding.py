@@ -182,10 +182,9 @@ def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours() -> None:
     assert stream.tensor.data_ptr() == storage
 
 
-@pytest.mark.parametrize("n_noise", [1, 300])
-def test_noise_is_the_same_whatever_was_asked_for_before(n_noise: int) -> None:
+def test_noise_is_the_same_whatever_was_asked_for_before() -> None:
     """Episodes are begun in any order, by lanes far apart, and again after a worker's death."""
-    order = random.Random(n_noise)
+    n_noise, order = 5, random.Random(0)
     keys = noise_keys(root_from(2), 3, 2_000)
     starts = NoiseStarts(keys, n_noise)
     for _ in range(200):

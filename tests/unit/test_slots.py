@@ -1,4 +1,4 @@
-"""Blocks of slots: who owns them, and rows that are written as opaque elements."""
+"""Blocks of slots: who owns them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,10 @@ import torch
 from rlpool.data.specs import TensorSpec
 from rlpool.data.storage import Memory
 from rlpool.errors import SpecError
-from rlpool.slots.blocks import BlockPool, Layout, StepSpecs, flat
+from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
 
 NUMBER = TensorSpec((), np.dtype(np.float32))
 LAYOUT = Layout(StepSpecs(3, False, {"frame": NUMBER}, {"action": NUMBER}, {}), 6, 7, n_workers=2)
-
-
-@pytest.mark.parametrize("dtype", ["bool", "float32"])
-@pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
-def test_flat_rows_can_be_assigned_by_index(dtype: str, shape: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(0)
-    target = np.zeros((4, 5, *shape), dtype)
-    source = rng.integers(0, 2, (3, *shape)).astype(dtype)
-    flat(target, 2)[np.array([0, 7, 19])] = flat(source, 1)
-    expected = np.zeros((20, *shape), dtype)
-    expected[[0, 7, 19]] = source
-    assert target.reshape(20, *shape).tolist() == expected.tolist()
 
 
 @pytest.mark.promise("I5")
