@@ -64,36 +64,33 @@ def test_windows_add_up_to_episodes(n_lanes: int, n_timesteps: int, stops: bool,
         assert got.returns.dtype == torch.float32
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_windows_of_a_batcher(restarts: bool) -> None:
-    env_args = {"n_envs": 2, "restarts": restarts, "length": 4}
+def windows_of_a_batcher(n_windows: int, restarts: bool, reset_before: int = 0) -> list[Any]:
+    """Returns, lengths and rows of the episodes that end in each window."""
+    env_args = {"n_envs": 2, "restarts": restarts}
     statistics, ended = EpisodeStatistics(), []
     arguments: dict[str, Any] = {"n_threads": 0, "seeds": 0, "env_args": env_args}
     with Batcher(3, None, StepCounter, {}, create_counting, **arguments) as batcher:
-        batcher.reset(env_info={"length": [4, 7], "id": [1, 0]})
-        for _ in range(3):
+        for number in range(n_windows):
+            if number in (0, reset_before):
+                batcher.reset(env_info={"length": [4, 7], "id": [1, 0]})
             batcher.execute()
-            if (window := batcher.get()) is not None:
-                ended.append([part.tolist() for part in statistics.update(window)])
-    # Rewards are 1, 2, ... per step, and 100 more in the episodes with the id 1.
-    first, second, rows = [410.0], [28.0], [[0], [0 if not restarts else 1]]
-    if restarts:
-        assert ended == [[[], [], []], [first, [4], [0]], [[28.0, 410.0], [7, 4], [1, 0]]]
-    else:  # lane 0 has stopped: lane 1 is row 0 then
-        assert ended == [[[], [], []], [first, [4], rows[0]], [second, [7], rows[1]]]
+            ended.append([part.tolist() for part in statistics.update(batcher.get())])
+    return ended
 
 
-def test_lanes_that_were_reset_in_between_begin_anew() -> None:
-    statistics, env_args = EpisodeStatistics(), {"n_envs": 2, "restarts": True, "length": 4}
-    arguments: dict[str, Any] = {"n_threads": 0, "seeds": 0, "env_args": env_args}
-    with Batcher(3, None, StepCounter, {}, create_counting, **arguments) as batcher:
-        for n_windows in (1, 2):  # the first episodes are never finished
-            batcher.reset()
-            for _ in range(n_windows):
-                batcher.execute()
-                ended = statistics.update(batcher.get())
-    assert ended.returns.tolist() == [10.0, 10.0]
-    assert ended.lengths.tolist() == [4, 4]
+# Rewards are 1, 2, ... per step, and 100 more in the episodes with the id 1.
+NONE, FIRST = [[], [], []], [[410.0], [4], [0]]
+
+
+def test_episodes_go_on_in_the_windows_of_a_batcher() -> None:
+    restarting = [NONE, FIRST, [[28.0, 410.0], [7, 4], [1, 0]]]
+    assert windows_of_a_batcher(3, restarts=True) == restarting
+    stopping = [NONE, FIRST, [[28.0], [7], [0]]]  # lane 0 has stopped: lane 1 is row 0 then
+    assert windows_of_a_batcher(3, restarts=False) == stopping
+
+
+def test_lanes_that_were_reset_in_between_begin_again() -> None:
+    assert windows_of_a_batcher(3, restarts=True, reset_before=1) == [NONE, NONE, FIRST]
 
 
 def test_reset_forgets_what_was_running() -> None:

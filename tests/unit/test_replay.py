@@ -73,7 +73,7 @@ class HistoryAgent(FeedForwardAgent):
 
 
 class RecurrentAgent(FeedForwardAgent):
-    """A GRU that starts from zeros when it is called with ``state=None``."""
+    """A GRU whose initial state is a parameter, per kind of agent; it is called for it."""
 
     n_inputs = 8
 
@@ -83,7 +83,8 @@ class RecurrentAgent(FeedForwardAgent):
         self.table = nn.Embedding(6, 8)
 
     def start(self, agent_info, n):
-        return DictTensor({"hidden": torch.zeros(n, 8)})
+        kinds = torch.zeros(n, dtype=torch.int64) if agent_info is None else agent_info["kind"]
+        return DictTensor({"hidden": self.table(kinds)})
 
     def __call__(self, state, observation, agent_info=None, history=None):
         if state is None:
@@ -93,24 +94,13 @@ class RecurrentAgent(FeedForwardAgent):
         return state, output, DictTensor({"hidden": hidden})
 
 
-class CalledForStartAgent(RecurrentAgent):
-    """One whose initial state is a parameter, per kind of agent."""
-
-    def start(self, agent_info, n):
-        kinds = torch.zeros(n, dtype=torch.int64) if agent_info is None else agent_info["kind"]
-        return DictTensor({"hidden": self.table(kinds)})
-
-
-class LearnedStartAgent(CalledForStartAgent):
-    """The same, but asked for it."""
-
+class AskedForStartAgent(RecurrentAgent):
     def initial_state(self, agent_info, n):
         return self.start(agent_info, n)
 
 
-LEARNED_START = [CalledForStartAgent, LearnedStartAgent]
-RECURRENT = [RecurrentAgent, LearnedStartAgent]
-AGENTS = [RecurrentAgent, *LEARNED_START, FeedForwardAgent, HistoryAgent]
+RECURRENT = [RecurrentAgent, AskedForStartAgent]
+AGENTS = [*RECURRENT, FeedForwardAgent, HistoryAgent]
 each_agent = pytest.mark.parametrize("create_agent", AGENTS)
 each_source = pytest.mark.parametrize("state", ["recompute", "stored"])
 
@@ -191,7 +181,7 @@ def test_the_last_steps_of_episodes_give_every_parameter_a_gradient(create_agent
     logits = replay_agent(agent, collected, state=state)["logits"]
     logits[torch.arange(8), collected.lengths - 1, 0].sum().backward()
     for name, parameter in agent.named_parameters():
-        if name == "table.weight" and (state == "stored" or create_agent is RecurrentAgent):
+        if name == "table.weight" and state == "stored":
             assert parameter.grad is None  # stored states are constants
         else:
             assert parameter.grad.abs().sum() > 0, name
@@ -224,7 +214,7 @@ def test_padding_cannot_spoil_the_gradient(state):
     assert agent.head.weight.grad.isfinite().all()
 
 
-class CuriousAgent(LearnedStartAgent):
+class CuriousAgent(AskedForStartAgent):
     """Notes what it is given."""
 
     def __init__(self):
@@ -248,34 +238,27 @@ def test_the_agent_gets_keys_and_batch_as_in_collection_or_all_transitions_at_on
 
 
 class WrongAgent(FeedForwardAgent):
-    def __init__(self, spoil):
+    """Returns some of what it should."""
+
+    def __init__(self, part):
         super().__init__()
-        self.spoil = spoil
+        self.part = part
 
     def __call__(self, state, observation, agent_info=None, history=None):
-        return self.spoil(super().__call__(state, observation, agent_info, history))
-
-
-def without_noise(collected):
-    return collected.get(key for key in collected if key != "noise")
-
-
-RIGHT, ONE_ROW = RecurrentAgent(), WrongAgent(lambda result: tuple(part[:1] for part in result))
-ONE_VALUE = WrongAgent(lambda result: result[1])
+        return self.part(super().__call__(state, observation, agent_info, history))
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "named"),
+    ("agent", "changes", "named"),
     [
-        (lambda collected: replay_agent(ONE_ROW, collected), SpecError, "the agent returned"),
-        (lambda collected: replay_agent(ONE_VALUE, collected), SpecError, "the agent returned"),
-        (lambda collected: replay_agent(RIGHT, collected.temporal_slice(0, 0)), SpecError, "steps"),
-        (lambda collected: replay_agent(RIGHT, collected, state="zero"), SpecError, "'stored'"),
-        (lambda collected: replay_agent(RIGHT, without_noise(collected)), KeyError, "noise"),
-        (lambda collected: replay_agent(RecurrentAgent, collected), SpecError, "agent is "),
+        (WrongAgent(lambda result: result[1]), {}, "the agent returned"),
+        (WrongAgent(lambda result: [part[:1] for part in result]), {}, "the agent returned"),
+        (RecurrentAgent, {}, "agent is "),
+        (RecurrentAgent(), {"state": "zero"}, "'stored'"),
+        (RecurrentAgent(), {"trajectories": TemporalDictTensor({"a": torch.ones(2, 0)})}, "steps"),
     ],
 )
-def test_what_cannot_be_replayed_is_named(call, error, named):
-    collected = collect_episodes(RecurrentAgent, n_episodes=2)
-    with pytest.raises(error, match=named):
-        call(collected)
+def test_what_cannot_be_replayed_is_named(agent, changes, named):
+    arguments = {"trajectories": collect_episodes(RecurrentAgent, n_episodes=2), **changes}
+    with pytest.raises(SpecError, match=named):
+        replay_agent(agent, **arguments)
