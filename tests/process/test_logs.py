@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from process.watching import Script
 
 from rlpool import (
     DictTensor,
@@ -88,9 +87,22 @@ def begin(batcher: EpisodeBatcher, n_episodes: int = 1) -> None:
     batcher.execute(n_episodes, env_info=DictTensor({"id": torch.arange(n_episodes)}))
 
 
+CONFIGURES_LOGGING = """
+import logging
+
+if __name__ != "__main__":  # a worker imports it
+    logging.basicConfig(level=logging.DEBUG)
+    logging.getLogger("talk").addHandler(logging.StreamHandler())
+"""
+
+
 def test_records_arrive_once_as_they_were_logged(
-    seen: Seen, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    seen: Seen,
+    tmp_path: Path,
+    as_main: Callable[[str], None],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    as_main(CONFIGURES_LOGGING)
     with open_batcher("various", tmp_path) as batcher:
         begin(batcher)
         assert batcher.get() is not None
@@ -109,6 +121,7 @@ def test_records_arrive_once_as_they_were_logged(
     text = logging.Formatter("%(levelname)s worker %(worker)s %(message)s").format(failed)
     assert text.startswith("ERROR worker 0 it failed\nTraceback (most recent call last):\n")
     assert text.endswith("KeyError: 'the goal'")
+    assert seen.messages("talk.closed") == ["closing"]
     assert seen.of("talk.silenced") == seen.of("elsewhere") == []
     (warning,) = seen.messages("py.warnings")
     assert "talking.py" in warning
@@ -176,39 +189,3 @@ def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) 
     with Pool(env=[TalkingPlayer(), TalkingPlayer()], pool_size=16, processes=2) as pool:
         pool.store()
     assert {record.worker for record in seen.of("talk.player")} == {0, 1}
-
-
-SCRIPT = """
-import logging
-import sys
-
-from rlpool import EpisodeBatcher
-from support.talking import N_FLOOD, QuietAgent, create_env
-
-logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(message)s")
-logging.getLogger("script").addHandler(logging.FileHandler(sys.argv[1]))
-
-def create(seed):
-    logging.getLogger("script").info("creating")
-    return create_env(seed, "various", ".")
-
-class LoudAgent(QuietAgent):
-    def close(self):
-        logging.getLogger("script").info("closing")
-
-if __name__ == "__main__":
-    batcher = EpisodeBatcher(
-        n_timesteps=4, n_slots=4, create_agent=LoudAgent, create_env=create, seeds=3
-    )
-    logging.getLogger("script").info("ready")
-"""
-
-
-def test_a_script_that_configures_logging_on_import_prints_every_record_once(
-    run_script: Callable[..., Script], tmp_path: Path
-) -> None:
-    script = run_script(SCRIPT, str(tmp_path / "log"))
-    script.finish()
-    assert script.stderr == ""
-    assert script.stdout.splitlines() == ["INFO creating", "INFO ready", "INFO closing"]
-    assert (tmp_path / "log").read_text().split() == ["creating", "ready", "closing"]

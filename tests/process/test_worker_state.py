@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import resource
 import signal
 import sys
@@ -14,19 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.multiprocessing
-from gymnasium import spaces
 from process.watching import Script
 
-from rlpool import EpisodeBatcher, GymEnv, WorkerDiedError
-from rlpool.workers.process_start import why_spawned
+from rlpool import WorkerDiedError
 from rlpool.workers.template_handle import identity
-
-from support.agents import ConstantAgent
-from support.envs import CountingEnv
 
 pytestmark = [pytest.mark.promise("I10"), pytest.mark.timeout(120)]
 
@@ -41,7 +32,7 @@ from pathlib import Path
 from support.agents import ConstantAgent
 from rlpool import GymEnv
 from support.envs import CountingEnv
-from support.self_report import drawn, report, report_late
+from support.self_report import drawn, report, report_late, started
 
 IN_MAIN = [report(), drawn()]
 if __name__ != "__main__":
@@ -51,6 +42,7 @@ def create_env(path, seed=None):
     late = report_late()
     print("printed")
     ctypes.CDLL(None).puts(b"printed by C")
+    late |= {"starts processes": started(), "draws when seeded": drawn()}
     early, numbers = sys.modules["__main__"].IN_MAIN
     Path(path, str(os.getpid())).write_text(json.dumps([early, late, numbers]))
     return GymEnv([CountingEnv()], seed=seed)
@@ -67,7 +59,7 @@ def run_worker(name, start_method="auto", n_threads=1):
 
 if __name__ == "__main__":
     from rlpool import EpisodeBatcher
-    from rlpool.workers.process_start import prepare
+    from rlpool.workers.process_start import prepare, why_spawned
     from rlpool.workers.template_handle import identity
 
     # What a running process cannot take over: the template has it from its start.
@@ -94,7 +86,7 @@ if __name__ == "__main__":
     template = identity()
     run_worker("forked")
     run_worker("two", n_threads=2)
-    assert identity() == template
+    assert (identity(), why_spawned()) == (template, "")
     run_worker("spawned", "spawn")
 """
 
@@ -113,49 +105,12 @@ def test_forked_worker_is_in_the_state_of_a_spawned_one(
     for moment, expected, found in zip(MOMENTS, spawned, forked, strict=False):
         differ = {name for name in expected if found[name] != expected[name]}
         assert {name: (found[name], expected[name]) for name in differ} == {}, moment
+    assert forked[1]["starts processes"] == [0, [2, 2, 2], 7]
     (*_, first), (*_, second) = reports("two")
     assert [name for name in first if first[name] == second[name]] == []
     # All that is printed arrives where the caller prints now.
     lines = (tmp_path / "stdout").read_text().splitlines()
     assert sorted(lines) == sorted(4 * ["printed", "printed by C", "said at exit"])
-
-
-class StartingEnv(CountingEnv):
-    """Draws, starts processes in its first step, and shows what came of it."""
-
-    observation_space = spaces.Box(-1e9, 1e9, (8,), np.float64)
-
-    def observation(self) -> Any:
-        if not self.t:
-            return np.zeros(8)
-        shared = torch.zeros(3).share_memory_()
-        process = torch.multiprocessing.get_context("fork").Process(target=shared.add_, args=(2,))
-        process.start()
-        process.join()
-        if not (pid := os.fork()):
-            os._exit(7)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        drawn = [random.random(), np.random.random(), torch.rand(()).item()]  # noqa: NPY002
-        return np.array([*drawn, process.exitcode, *shared.tolist(), code])
-
-
-def test_an_environment_draws_and_starts_processes_the_same_however_its_worker_started() -> None:
-    found = []
-    for start_method in ("auto", "spawn"):
-        with EpisodeBatcher(
-            n_timesteps=2,
-            n_slots=1,
-            n_threads=1,
-            seeds=1,
-            create_agent=ConstantAgent,
-            create_env=lambda seed: GymEnv([StartingEnv(length=1)], seed),
-            start_method=start_method,
-        ) as batcher:
-            batcher.execute(n_episodes=1)
-            found.append(batcher.get()["_frame"].flatten().tolist())
-    assert found[0] == found[1]
-    assert why_spawned() == ""  # so that "auto" was forked
-    assert found[0][3:] == [0, 2, 2, 2, 7]
 
 
 BROKEN_MAIN = """

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.multiprocessing
 
 _STATUS = ("Uid", "Gid", "Groups", "SigBlk", "Cap", "NoNewPrivs", "Seccomp")
 _RECURSIVE = 1
@@ -70,6 +71,21 @@ def drawn() -> dict[str, Any]:
         "NumPy": np.random.get_state()[1][:3].tolist(),  # noqa: NPY002 (users' code may)
         "torch": torch.initial_seed(),
     }
+
+
+def started() -> list[Any]:
+    """What comes of the processes that it starts: two exit codes, and what one of them wrote."""
+    shared = torch.zeros(3).share_memory_()
+    process = torch.multiprocessing.get_context("fork").Process(target=shared.add_, args=(2,))
+    process.start()
+    process.join()
+    if not (pid := os.fork()):
+        os._exit(7)
+    return [
+        process.exitcode,
+        shared.tolist(),
+        os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),
+    ]
 
 
 def _read(name: str) -> str:

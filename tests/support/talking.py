@@ -86,6 +86,9 @@ class TalkingEnv(CountingEnv):
             self._deed(self._directory)
         return super().reset(seed=seed)
 
+    def close(self) -> None:
+        logging.getLogger("talk.closed").info("closing")
+
 
 def create_env(seed: int, deed: str, directory: str) -> GymEnv:
     return GymEnv([TalkingEnv(deed, directory)], seed)
