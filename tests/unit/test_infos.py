@@ -31,6 +31,7 @@ SAME: list[Any] = [
 REFUSED: list[tuple[Any, str]] = [
     *(({"key": value}, "'key' in env_info") for value in ("easy", ["a"] * N, None, {"x": 1})),
     *(({"key": value}, "'key' in env_info") for value in ([[1], [1, 2], [1], [1]], [2**70] * N)),
+    *(({"key": value}, "'key' in env_info") for value in (1e300, [0.5, 1e39, 0.0, 0.0])),
     ({"length": 1, "key": torch.zeros(N).bfloat16()}, "'key' in env_info"),
     *(({"key": value}, "'key' in env_info") for value in ([1, 2, 3], torch.zeros(5, 2), [])),
     *((info, "env_info") for info in ([1, 2], torch.arange(N), "task")),
