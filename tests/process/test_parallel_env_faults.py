@@ -6,13 +6,13 @@ import gc
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from process.watching import Struck, is_running, n_descriptors
+from process.watching import is_running, n_descriptors
 
 from rlpool import (
     DictTensor,
@@ -25,15 +25,13 @@ from rlpool import (
     Where,
     WorkerDiedError,
     WorkerStartupError,
-    WorkerTimeoutError,
 )
 
 from support.agents import StepCounter
 from support.envs import CountingEnv
-from support.faults import EXIT_CODE, FaultyEnv, faults_at, strike
+from support.faults import FaultyEnv, faults_at, strike
 from support.fragile import failing
 from support.parallel import WideEnv, create_manager, no_actions, open_manager
-from support.variants import variants
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -200,31 +198,6 @@ def test_a_batcher_over_a_manager_names_the_episode_and_goes_on() -> None:
 # Faults after which it does not ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "step", "exitcode", "name"),
-    variants(
-        [("sigkill", -1, -signal.SIGKILL, "SIGKILL"), ("os_exit", 1, EXIT_CODE, None)],
-        [
-            ("sigkill", 1, -signal.SIGKILL, "SIGKILL"),
-            ("segfault", 1, -signal.SIGSEGV, "SIGSEGV"),
-        ],
-    ),
-)
-def test_a_death_raises_worker_died_error(
-    struck: Struck, kind: str, step: int, exitcode: int, name: str | None
-) -> None:
-    options = failing(kind, step)
-    with open_manager(partial(FaultyEnv, struck.path), 1, **REPORTED) as manager:
-        with pytest.raises(WorkerDiedError) as caught:
-            run(manager, [0], [4], [options])
-        assert struck.seconds_ago < REPORT_S
-        assert (caught.value.exitcode, caught.value.signal_name) == (exitcode, name)
-        assert caught.value.where == Where(0, 0, None, None, max(step, 0), 4, options)
-        for call in (manager.reset, lambda: manager.remotes[0].send(("reset", None))):
-            with pytest.raises(WorkerDiedError):
-                call()
-
-
 def test_a_death_is_noticed_by_a_caller_that_waits_for_other_workers_only() -> None:
     with open_manager(CountingEnv, 2, on_worker_failure="raise") as manager:
         manager.reset_lanes([0, 1], [0, 0], [{"length": 10**6}] * 2)
@@ -238,31 +211,6 @@ def test_a_death_is_noticed_by_a_caller_that_waits_for_other_workers_only() -> N
 
         with pytest.raises(WorkerDiedError, match="worker 1 died"):
             step_often()
-
-
-@pytest.mark.promise("I4")
-@pytest.mark.usefixtures("short_patience")
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    variants(
-        [("hold_the_lock", "lanes")], [("hang", "remote"), ("hang", "lanes"), ("hang", "some")]
-    ),
-)
-def test_a_hang_raises_worker_timeout_error(struck: Struck, kind: str, way: str) -> None:
-    with open_manager(partial(FaultyEnv, struck.path), 1, timeout=TIMEOUT_S, **REPORTED) as manager:
-        manager.reset_lanes([0], [4], [failing(kind, 1)])
-        manager.step_lanes([0], no_actions(manager))
-        ways: dict[str, Callable[[], Any]] = {
-            "lanes": lambda: manager.step_lanes([0], no_actions(manager)),
-            "some": lambda: manager.step_some(1, [0], no_actions(manager)),
-            "remote": manager.remotes[0].recv,
-        }
-        if way == "remote":
-            manager.remotes[0].send(("step", 0))
-        with pytest.raises(WorkerTimeoutError, match=r"no progress for 0\.5 s") as caught:
-            ways[way]()
-        assert struck.seconds_ago < TIMEOUT_S + REPORT_S
-        assert caught.value.where[1:6] == (0, None, None, 1, 4)
 
 
 # Starting -------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import pickle
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -30,9 +28,7 @@ from support.fragile import (
     ChancyEnv,
     FragileEnv,
     assert_same_rows,
-    dies_once_it_is_made,
     failing,
-    made_after_a_death,
     played,
 )
 from support.parallel import create_manager, create_serial, no_actions, open_manager
@@ -65,11 +61,6 @@ def kill(manager: ParallelEnvManager, worker: int, number: int = signal.SIGKILL)
         wait_until(lambda: not manager.workers[worker].is_alive())
 
 
-def undisturbed(options: dict[int, dict[str, int]], n_lanes: int = 3, **how: Any) -> Any:
-    envs = [FragileEnv() for _ in range(n_lanes)]
-    return played(GymEnv(envs, 1, info_keys=INFO_KEYS), options, **how)
-
-
 def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
     """Ask one environment through its remote; returns what it answers."""
     manager.remotes[lane].send(request)
@@ -77,47 +68,6 @@ def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
 
 
 # Deaths and hangs -----------------------------------------------------------------------------
-
-
-def test_a_worker_that_dies_while_others_still_start_is_replaced(tmp_path: Path) -> None:
-    functions = [
-        partial(dies_once_it_is_made, str(tmp_path)),
-        partial(made_after_a_death, str(tmp_path)),
-    ]
-    with ParallelEnvManager(functions, seed=1) as manager:
-        manager.reset()
-        assert len(pids(manager)) == 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "step", "how"),
-    variants(
-        [("sigkill", 2, "worker 0 died (SIGKILL)"), ("raise", -1, "env.reset raised KeyError")],
-        [
-            ("sigkill", -1, "worker 0 died (SIGKILL)"),
-            ("raise", 2, "env.step raised KeyError"),
-            ("hang", 1, "worker 0 made no progress"),
-            ("os_exit", 0, "worker 0 died (exit code 17)"),
-            ("segfault", 1, "worker 0 died (SIGSEGV)"),
-        ],
-    ),
-)
-def test_a_failure_in_the_middle_of_episodes_is_not_seen(
-    fragile: MakeFragile, kind: str, step: int, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {1: failing(kind, step), 2: {"length": 9}, 4: failing(kind, step)}
-    limits = {"timeout": 0.5 if kind == "hang" else 60.0, "on_env_error": "restart"}
-    with open_manager(fragile, 3, envs_per_worker=2, info_keys=INFO_KEYS, **limits) as manager:
-        before = pids(manager)
-        with caplog.at_level(logging.WARNING, "rlpool"):
-            assert_same_rows(played(manager, options), undisturbed(options))
-        assert pids(manager)[0] != before[0]
-        assert all(worker.is_alive() for worker in manager.workers)
-    assert not any(worker.is_alive() for worker in manager.workers)
-    first, _ = (record.getMessage() for record in caplog.records)
-    assert first.startswith(how)
-    assert "lane 1" in first
-    assert "restart 1 of 16" in first
 
 
 @pytest.mark.usefixtures("short_patience")
@@ -131,7 +81,8 @@ def test_workers_that_are_hit_from_outside_are_replaced() -> None:
             if step in hits:
                 kill(manager, *hits[step])
 
-        assert_same_rows(played(manager, {}, before_step=hit), undisturbed({}))
+        undisturbed = GymEnv([FragileEnv() for _ in range(3)], 1, info_keys=INFO_KEYS)
+        assert_same_rows(played(manager, before_step=hit), played(undisturbed))
         assert not set(first) & set(pids(manager))
         assert n_descriptors() == before
 
@@ -185,9 +136,8 @@ def test_environments_that_are_not_reproducible_are_not_continued() -> None:
 # The budget -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", variants(["sigkill"], ["raise"]))
-def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile, kind: str) -> None:
-    poison = failing(kind, 1)
+def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile) -> None:
+    poison = failing("sigkill", 1)
     limits = {"max_restarts": 2, "max_episode_restarts": None}
     with open_manager(partial(fragile, 99), 2, on_env_error="restart", **limits) as manager:
         manager.reset_lanes([0, 1], [4, 5], [None, poison])
@@ -196,13 +146,8 @@ def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile, 
         assert ready + manager.step_some(1) == [0]
         with pytest.raises(WorkerDiedError, match="max_restarts") as caught:
             manager.step_some(1, [1], no_actions(manager))
-        error = pickle.loads(pickle.dumps(caught.value))
-        assert error.where == Where(1, 1, None, None, 1, 5, poison)
-        assert "after 2 restarts" in str(error)
-        expected = WorkerDiedError if kind == "sigkill" else EnvError
-        assert [type(failure) for failure in error.history] == [expected] * 3
-        assert [failure.where for failure in error.history] == [error.where] * 3
-        assert "in strike" in str(caught.value.__cause__) or kind == "sigkill"
+        assert caught.value.where == Where(1, 1, None, None, 1, 5, poison)
+        assert [failure.where for failure in caught.value.history] == [caught.value.where] * 3
         with pytest.raises(WorkerDiedError):
             manager.reset()
 
@@ -263,15 +208,10 @@ def test_a_request_in_the_middle_of_which_a_worker_dies_is_sent_again(
 # Recycling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("envs_per_worker", "policy"),
-    variants([(2, "raise")], [(1, "restart"), (2, "restart"), (1, "raise")]),
-)
-def test_workers_are_replaced_after_so_many_episodes(
-    tmp_path: Path, envs_per_worker: int, policy: str
-) -> None:
+@pytest.mark.parametrize("envs_per_worker", variants([2], [1]))
+def test_workers_are_replaced_after_so_many_episodes(tmp_path: Path, envs_per_worker: int) -> None:
     make_env = partial(FragileEnv, noted_in=str(tmp_path))
-    limits = {"max_episodes_per_worker": 4, "max_restarts": 0, "on_worker_failure": policy}
+    limits = {"max_episodes_per_worker": 4, "max_restarts": 0, "on_worker_failure": "raise"}
     processes = {"make_env": make_env, "envs_per_worker": envs_per_worker, **limits}
     results: list[Any] = []
     for create, env_args in (

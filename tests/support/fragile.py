@@ -7,10 +7,7 @@ All at module level, so that worker processes can unpickle them by name.
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,25 @@ from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, ParallelEnvManager, sam
 from support.faults import KINDS, code, strike
 
 Rows = list[dict[str, Any]]
+
+
+def strike_marked(marks: str | None, name: str, kind: str, times: int = 1) -> None:
+    """Fail, unless that happened so often; each time leaves a file with the process's number.
+
+    Args:
+        marks: Directory for these files; without one nothing fails.
+        name: What fails, the beginning of their names.
+        kind: How, see ``support.faults.strike``.
+        times: How often.
+    """
+    if marks is None or kind == "none":
+        return
+    for number in range(times):
+        with suppress(FileExistsError):
+            with open(Path(marks, f"{name}.{number}"), "x") as file:
+                file.write(str(os.getpid()))
+            strike(kind)
+            return
 
 
 class FragileEnv(gymnasium.Env[Any, Any]):
@@ -80,15 +96,9 @@ class FragileEnv(gymnasium.Env[Any, Any]):
         return np.array([self.t, self.np_random.random(), self.total])
 
     def _fail(self, step: int) -> None:
-        kind = KINDS[self.options.get("fault", 0)]
-        if self._marks is None or kind == "none" or self.options["fault_step"] != step:
-            return
-        for number in range(self._times):
-            mark = Path(self._marks) / f"{self.seed}.{step}.{number}"
-            if not mark.exists():
-                mark.touch()
-                strike(kind)
-                return
+        if self.options.get("fault_step") == step:
+            name = f"{self.seed}.{step}"
+            strike_marked(self._marks, name, KINDS[self.options["fault"]], self._times)
 
 
 class ChancyEnv(FragileEnv):
@@ -139,10 +149,56 @@ class RecurrentAgent(Agent):
         self._bias = float(torch.as_tensor(info).mean())
 
 
+class FragileAgent(RecurrentAgent):
+    """Fails where ``agent_info`` says so, in updates with a text, and when it is closed.
+
+    Args:
+        marks: As for ``FragileEnv``.
+        times: As for ``FragileEnv``.
+        close_fault: As for ``FragileEnv``.
+    """
+
+    def __init__(self, marks: str | None = None, times: int = 1, close_fault: str = "none") -> None:
+        super().__init__()
+        self._marks, self._times, self._close_fault = marks, times, close_fault
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        step = observation["frame"][:, 0]
+        for fault in agent_info["fault"][agent_info["fault_step"] == step].tolist():
+            strike_marked(self._marks, f"agent.{step[0]:.0f}", KINDS[fault], self._times)
+        return super().__call__(state, observation, agent_info)
+
+    def update(self, info: Any) -> None:
+        kind, bias = info
+        strike_marked(self._marks, "update", kind, self._times)
+        super().update(bias)
+
+    def close(self) -> None:
+        strike(self._close_fault)
+
+
+def create_fragile_agent(fault: str = "none", **arguments: Any) -> FragileAgent:
+    """A ``FragileAgent``, or a failure."""
+    strike_marked(arguments.get("marks"), "create", fault, arguments.get("times", 1))
+    return FragileAgent(**arguments)
+
+
+def make_fragile(fault: str = "none", **arguments: Any) -> FragileEnv:
+    """A ``FragileEnv``, or a failure."""
+    strike_marked(arguments.get("marks"), "create", fault, arguments.get("times", 1))
+    return FragileEnv(**arguments)
+
+
 def create_fragile(
-    seed: int, n_lanes: int = 2, restarts: bool = False, kind: Any = FragileEnv, **arguments: Any
+    seed: int,
+    n_lanes: int = 2,
+    restarts: bool = False,
+    kind: Any = FragileEnv,
+    fault: str = "none",
+    **arguments: Any,
 ) -> GymEnv:
-    """Lanes of ``FragileEnv``, with what it tells in its infos, or of another kind."""
+    """Lanes of ``FragileEnv``, with what is in its infos, or of another kind; or a failure."""
+    strike_marked(arguments.get("marks"), "create", fault, arguments.get("times", 1))
     envs = [kind(**arguments) for _ in range(n_lanes)]
     info_keys = {"t": int} if issubclass(kind, FragileEnv) else None
     return (GymEnvInf if restarts else GymEnv)(envs, seed, info_keys=info_keys)
@@ -155,43 +211,28 @@ def failing(kind: str, step: int, **options: int) -> dict[str, int]:
 
 def played(
     env: GymEnv | ParallelEnvManager,
-    options: Mapping[int, Mapping[str, int]],
-    n_steps: int = 12,
-    before_step: Any = None,
+    fault: Mapping[str, int] | None = None,
+    before_step: Callable[[int], None] = lambda number: None,
 ) -> Rows:
-    """Step all lanes, reset those that end, and copy all that is seen.
+    """Three episodes of each of three lanes, with the seeds 0 to 8: a copy of all that is seen.
 
     Args:
-        env: The environments.
-        options: Of the episodes that have some, by their seeds, which count from 0.
-        n_steps: How many steps.
+        env: The lanes.
+        fault: How the episode with seed 4 fails.
         before_step: Called with the number of each step before it.
     """
-    rng = np.random.default_rng(5)
-    lanes = list(range(env.n_lanes))
-    n_begun = 0
     rows: Rows = []
-
-    def note(ended: list[int]) -> None:
+    for number in range(15):
+        if number % 5 == 0:
+            seeds = [3 * number // 5 + lane for lane in (0, 1, 2)]
+            options = [{"length": 5, **(fault or {} if seed == 4 else {})} for seed in seeds]
+            env.reset_lanes([0, 1, 2], seeds, options)
+        before_step(number)
+        live = [lane for lane in (0, 1, 2) if not env.current["done"][lane]]
+        ended = env.step_lanes(live, {"action": np.array([number, 2, 3])})
         rows.append({key: array.copy() for key, array in env.current.items()})
-        rows[-1]["ended"] = np.array(ended)
-
-    def begin(these: list[int]) -> None:
-        nonlocal n_begun
-        seeds = list(range(n_begun, n_begun + len(these)))
-        n_begun += len(these)
-        env.reset_lanes(these, seeds, [options.get(seed) for seed in seeds])
-        note([])
-
-    begin(lanes)
-    for step in range(n_steps):
-        actions = {"action": rng.integers(0, 100, env.n_lanes)}
-        if before_step is not None:
-            before_step(step)
-        ended = env.step_lanes(lanes, actions)
-        note(ended)
-        if ended:
-            begin(ended)
+        rows[-1]["ended"] = np.isin([0, 1, 2], ended)
+        rows[-1]["failed"] = np.isin([0, 1, 2], list(getattr(env, "failures", ())))
     return rows
 
 
@@ -202,19 +243,3 @@ def assert_same_rows(got: Rows, expected: Rows) -> None:
         for key, values in theirs.items():
             assert mine[key].dtype == values.dtype, (number, key)
             assert mine[key].tobytes() == values.tobytes(), (number, key, mine[key], values)
-
-
-def dies_once_it_is_made(marks: str) -> FragileEnv:
-    """The first of these environments kills its process soon after it was made."""
-    with suppress(FileExistsError), open(Path(marks, "pid"), "x") as file:
-        file.write(str(os.getpid()))
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    return FragileEnv()
-
-
-def made_after_a_death(marks: str) -> FragileEnv:
-    """An environment that is made when the process of ``dies_once_it_is_made`` has ended."""
-    path = Path(marks, "pid")
-    while not path.exists() or not path.read_text() or Path("/proc", path.read_text()).exists():
-        time.sleep(0.02)
-    return FragileEnv()
