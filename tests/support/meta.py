@@ -123,22 +123,27 @@ class DrawnTaskEnv(DrawingEnv):
         self.task = 10 * sum(self.draw(n_drawn + 1))
 
 
-class AncestorDrawingEnv:
-    """A ``DrawnTaskEnv`` of the old gym: ``seed`` is all that seeds it."""
+class AncestorEnv:
+    """An environment as it was written for the old gym: ``seed`` is all that seeds it.
 
-    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-    max_episode_steps = 6
+    Four results of ``step``, a ``reset`` without arguments, and its limit where the old ones kept
+    it.
 
-    def __init__(self) -> None:
-        self.inner = DrawnTaskEnv()
-        self.calls, self.reset_task = self.inner.calls, self.inner.reset_task
+    Args:
+        inner: The environment.
+        limit: Steps of an episode.
+    """
+
+    def __init__(self, inner: TaskEnv, limit: int) -> None:
+        self.inner, self._max_episode_steps = inner, limit
+        self.observation_space, self.action_space = inner.observation_space, inner.action_space
+        self.calls, self.reset_task = inner.calls, inner.reset_task
+        self.get_current_task = inner.get_current_task
+        if inner.n_tasks is not None:
+            self.n_tasks = inner.n_tasks
 
     def seed(self, seed: int | None = None) -> None:
         self.inner.np_random = np.random.default_rng(seed)
-
-    def get_current_task(self) -> Any:
-        return self.inner.get_current_task()
 
     def reset(self) -> Any:
         return self.inner.reset()[0]
@@ -146,6 +151,11 @@ class AncestorDrawingEnv:
     def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
         observation, reward, terminated, _, info = self.inner.step(action)
         return observation, reward, terminated, info
+
+
+class AncestorDrawingEnv(AncestorEnv):
+    def __init__(self) -> None:
+        super().__init__(DrawnTaskEnv(), 6)
 
 
 DRAWING = (
@@ -160,40 +170,6 @@ DRAWING = (
 def ragged_trials(episodes_per_task: int = 2, noise: float = 1.0) -> VariBadWrapper:
     """Trials of noisy episodes that terminate or are truncated, whatever comes first."""
     return VariBadWrapper(RaggedTaskEnv(limit=6, noise=noise), episodes_per_task)
-
-
-class AncestorTaskEnv:
-    """A ``TaskEnv`` as it was written for the old gym: four results, ``reset`` without arguments.
-
-    It is wrapped by nothing and keeps its limit where the old ones kept it.
-    """
-
-    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
-    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-    n_tasks = 5
-    _max_episode_steps = 2
-
-    def __init__(self) -> None:
-        self.task = -1
-        self.seeds: list[Any] = []
-
-    def seed(self, seed: int | None = None) -> list[Any]:
-        self.seeds.append(seed)
-        return [seed]
-
-    def reset_task(self, task: Any) -> None:
-        self.task = 0 if task is None else task
-
-    def get_current_task(self) -> Any:
-        return np.array([self.task], np.float64)
-
-    def reset(self) -> Any:
-        self.t = 0
-        return np.array([self.t, self.task], np.float64)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
-        self.t += 1
-        return np.array([self.t, self.task], np.float64), 1.0, False, {}
 
 
 class Storage:

@@ -202,32 +202,6 @@ def test_a_key_that_few_infos_have_depends_on_no_number_of_lanes_or_cut(tmp_path
 # What is carried from one episode to the next ----------------------------------------------------
 
 
-class Asking(Seeded):
-    """Fails without options."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        start = super().reset(seed=seed)
-        self.length = int(options["length"])
-        return start
-
-
-@pytest.mark.parametrize(("n_workers", "over_manager"), [(2, 0), (0, 1)])
-def test_environments_that_repeat_episodes_are_evaluated_as_without_a_check(
-    n_workers: int, over_manager: int, tmp_path: Path
-) -> None:
-    def create_env(seed: int) -> Any:
-        if over_manager:
-            return ParallelEnvManager([Asking] * 2, seed=seed)
-        return GymEnv([Asking() for _ in range(2)], seed)
-
-    arguments: Any = StepCounter(), create_env, 20
-    info = {"length": torch.arange(20) % 7 + 1}
-    record = {"record": tmp_path / "run.jsonl"}
-    one = evaluate(*arguments, env_info=info, n_workers=n_workers, **record)
-    other = evaluate(*arguments, env_info=info, check_repeatable=False, agent_rows=None)
-    assert one.entries == other.entries
-
-
 @pytest.mark.parametrize(
     ("name", "n_envs", "n_workers", "over_manager"),
     [

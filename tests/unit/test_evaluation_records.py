@@ -25,7 +25,7 @@ from rlpool import (
 )
 
 from support.agents import ConstantAgent, StepCounter
-from support.faults import FailingEnv
+from support.envs import FailingEnv
 
 SEEDS = range(20)
 INFO = {"sharpness": torch.linspace(0.1, 3, 20)}
@@ -236,44 +236,31 @@ def test_the_number_of_environments_and_training_mode_do_not_count(tmp_path: Pat
 # Failures ---------------------------------------------------------------------------------------
 
 
-class Broken(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Fails in the second step of the episode with one seed."""
+def failing(fails_at: int | None) -> Any:
+    """A function that makes environments, which raise in the episode with an ``id``."""
 
-    fails_at = 3
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([FailingEnv(RuntimeError("broken"), fails_at=fails_at) for _ in range(2)])
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.seed, self.n_steps = seed, 0
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        self.n_steps += 1
-        if self.seed == self.fails_at and self.n_steps == 2:
-            raise RuntimeError("broken")
-        return super().step(action)
+    return create_env
 
 
-def create_broken(seed: int) -> GymEnv:
-    return GymEnv([Broken(gymnasium.make("CartPole-v1")) for _ in range(2)])
-
-
-def test_an_evaluation_that_failed_goes_on_after_its_last_complete_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_failed_goes_on_after_its_last_complete_request(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    monkeypatch.setattr(Broken, "fails_at", 13)
+    arguments: Any = {"n_episodes": 20, "env_info": {"id": range(20)}}
     with pytest.raises(EnvError):
-        made(create_broken, record=path)
+        evaluate(StepCounter(), failing(13), record=path, **arguments)
     assert len(path.read_bytes().splitlines()) == 1 + 8
-    monkeypatch.setattr(Broken, "fails_at", None)
-    assert same(made(create_broken, record=path), made(create_broken))
+    resumed = evaluate(StepCounter(), failing(None), record=path, **arguments)
+    assert same(resumed, evaluate(StepCounter(), failing(None), **arguments))
 
 
 def test_episodes_that_failed_count_as_they_are_told_to(tmp_path: Path) -> None:
-    found = evaluate(Policy(), create_broken, episode_seeds=range(6), on_env_error="truncate")
+    arguments: Any = {"env_info": {"id": range(6)}, "on_env_error": "truncate"}
+    found = evaluate(StepCounter(), failing(3), 6, **arguments)
     found.save(tmp_path / "a.json")
     loaded = Evaluation.load(tmp_path / "a.json")
     for each in (found, loaded):
-        assert each.failed is not None
         assert each.failed.tolist() == [False, False, False, True, False, False]
         with pytest.raises(SpecError, match=r"1 of 6 .* episode 3: .*broken"):
             each.summary()
@@ -281,14 +268,5 @@ def test_episodes_that_failed_count_as_they_are_told_to(tmp_path: Path) -> None:
     assert (excluded.n_episodes, zero.n_episodes, zero.n_failed) == (5, 6, 1)
     assert zero.mean.value == pytest.approx(excluded.mean.value * 5 / 6)
     assert "broken" in loaded.entries[3]["error"]
-    assert found.failures[0].where.episode == 3
-
-
-def create_deadly(seed: int) -> GymEnv:
-    return GymEnv([FailingEnv("sigkill", at_step=1)], seed)
-
-
-def test_a_death_is_listed_with_seed_and_step() -> None:
-    found = evaluate(StepCounter(), create_deadly, 1, n_workers=1, on_env_error="truncate")
-    (failure,) = found.failures
-    assert (failure.where.seed, failure.where.step) == (int(found.seeds[0]), 1)
+    where = found.failures[0].where
+    assert (where.episode, where.step, where.seed) == (3, 0, int(found.seeds[3]))
