@@ -88,6 +88,16 @@ def test_an_environment_may_have_nothing_but_a_compiled_reset_and_step() -> None
     env.close()
 
 
+def test_spaces_of_the_former_gym_are_known_by_the_names_of_their_classes() -> None:
+    Box = type("Box", (), {"shape": (3,), "dtype": np.dtype(np.float64)})  # noqa: N806
+    Discrete = type("Discrete", (), {"n": 4})  # noqa: N806
+    inner: Any = AncestorCountingEnv()
+    inner.observation_space = type("Dict", (), {"spaces": {"x": Box(), "y": Discrete()}})()
+    inner.reset = lambda: {"x": np.zeros(3), "y": 3}
+    observation, _ = GymEnv([inner], seed=0).reset()
+    assert (observation["x"].dtype, observation["y"].tolist()) == (torch.float32, [3])
+
+
 # Arguments of reset
 
 

@@ -89,7 +89,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: VectorGymEnv(SYNC), SpecError, "SyncVectorEnv"),
     (lambda: VectorGymEnv(Noted(SYNC)), SpecError, "SyncVectorEnv"),
     # Spaces.
-    (lambda: of_spaces((spaces.Text(4), BIT)), SpecError, "observation_space"),
+    (lambda: of_spaces((spaces.Text(4), BIT)), SpecError, "Values of different lengths"),
     (lambda: of_spaces((BIT, spaces.Text(4))), SpecError, "action_space"),
     (lambda: of_spaces((NO_SHAPE, BIT)), SpecError, "observation_space['a'][1] is a Sequence"),
     (lambda: of_spaces((BIT, BIT), (BOX, BIT)), SpecError, "observation_space of environment 1"),
@@ -169,6 +169,7 @@ WRONG: list[tuple[Any, Any, str]] = [  # a space and an observation, or a key an
     (BOX, np.zeros(3, np.float32), "'frame'"),
     (BOX, np.zeros(2, np.int64), "'frame'"),
     (BOX, ["a", "b"], "'frame'"),
+    (BOX, np.zeros(1), "Values of different lengths"),
     (BOX, torch.zeros(2, dtype=torch.bfloat16), "'frame'"),
     (INTS, np.zeros(2, np.float32), "'frame'"),
     (INTS, np.array([2**40, 0]), "1099511627776"),
