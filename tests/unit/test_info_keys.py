@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import RecordEpisodeStatistics
-from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordVectorStatistics
 
 from rlpool import (
     Batcher,
@@ -20,26 +17,23 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     ParallelEnvManager,
-    Pool,
     TemporalDictTensor,
-    VecEnv,
     VectorGymEnv,
-    replay_agent,
 )
 from rlpool.testing import check_env
 
 from support.agents import BinaryAgent
-from support.telling import KEYS, MaskedAgent, TellingEnv, create_telling
+from support.telling import MaskedAgent, TellingEnv, create_telling
 from support.vector_envs import ArrayEnv, OwnVectorEnv
 
 TOGETHER = ("NEXT_STEP", "SAME_STEP")
 
 
-def episodes(kind: str = "gym", n_threads: int = 0, n: int = 6, **extra: Any) -> TemporalDictTensor:
+def episodes(kind: str, **extra: Any) -> TemporalDictTensor:
     with EpisodeBatcher(
-        5, 4, MaskedAgent, {}, create_telling, {"kind": kind, **extra}, n_threads, seeds=3
+        5, 4, MaskedAgent, {}, create_telling, {"kind": kind, **extra}, n_workers=0, seeds=3
     ) as batcher:
-        batcher.execute(n)
+        batcher.execute(6)
         return batcher.get()
 
 
@@ -54,11 +48,9 @@ def windows(kind: str) -> list[TemporalDictTensor]:
         seeds=3,
     ) as batcher:
         batcher.reset()
-        results = []
         for _ in range(2):
             batcher.execute()
-            results.append(batcher.get())
-        return [result for result in results if result is not None]
+        return [batcher.get() for _ in range(2)]
 
 
 def check_values(result: TemporalDictTensor) -> None:
@@ -93,7 +85,7 @@ def check_values(result: TemporalDictTensor) -> None:
     assert torch.equal(chosen == 1, is_step)
 
 
-@pytest.mark.parametrize("kind", ["gym", "DISABLED", *TOGETHER])
+@pytest.mark.parametrize("kind", ["DISABLED", *TOGETHER])
 def test_a_key_holds_what_was_known_before_the_step_and_after_it(kind: str) -> None:
     result = episodes(kind)
     assert len({int(length) for length in result.lengths}) > 1
@@ -104,29 +96,6 @@ def test_a_key_holds_what_was_known_before_the_step_and_after_it(kind: str) -> N
 def test_windows_keep_the_last_info_of_an_episode_and_show_the_first_of_the_next(kind: str) -> None:
     for result in windows(kind):
         check_values(result)
-
-
-class Recorded(TellingEnv):
-    def __new__(cls) -> Any:
-        return RecordEpisodeStatistics(TellingEnv())
-
-
-@pytest.mark.parametrize("kind", ["gym", "NEXT_STEP"])
-def test_statistics_of_episodes_are_in_their_last_step(kind: str) -> None:
-    keys = {"episode/l": int, "episode/r": float, "action_mask": (np.int8, 3)}
-
-    def create_env(seed: int) -> VecEnv:
-        if kind == "gym":
-            return GymEnv([Recorded() for _ in range(3)], seed, info_keys=keys)
-        recorded: Any = RecordVectorStatistics(OwnVectorEnv([TellingEnv] * 3, AutoresetMode[kind]))
-        return VectorGymEnv(recorded, seed, seeding="request", info_keys=keys)
-
-    with EpisodeBatcher(5, 9, MaskedAgent, {}, create_env, {}, 0, seeds=1) as batcher:
-        batcher.execute(9)
-        result = batcher.get()
-    for key in ("episode/l", "episode/r"):
-        assert torch.equal(result[f"_{key}"].sum(1).long(), result.lengths)
-        assert torch.equal(result[f"_{key}"] > 0, result["_done"])
 
 
 class MaskedInfos(ArrayEnv):
@@ -158,17 +127,6 @@ def test_masks_of_vector_environments_say_which_lanes_have_a_value(kind: Any) ->
     assert stepped["p/y"].tolist() == [2, 0, 2, 0]
 
 
-def test_they_reach_pools_and_replaying_agents() -> None:
-    result = episodes()
-    pool = Pool(pool_size=40, seed=0)
-    pool.extend(result)
-    batch = pool.sample(16)
-    assert torch.equal(batch["_cost"], batch["_frame"][:, 0] / 2)
-    assert batch["_action_mask"].dtype == torch.int8
-    again = replay_agent(MaskedAgent(), result)
-    assert torch.equal(again["action"], result["action"])
-
-
 def one(keys: Any, extra: Any = None) -> Any:
     env = GymEnv([TellingEnv(extra=extra)], 0, info_keys=keys)
     env.reset()
@@ -176,98 +134,76 @@ def one(keys: Any, extra: Any = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("declared", "given", "dtype", "stored"),
+    ("keys", "given", "dtype", "stored"),
     [
-        (np.float64, 0.1, torch.float64, 0.1),
-        (torch.float16, 0.5, torch.float16, 0.5),
-        ((bool, (2,)), np.array([0, 1]), torch.bool, [False, True]),
-        (("int8", 2), (3, 4), torch.int8, [3, 4]),
-        ((float, 2), torch.ones(2, requires_grad=True), torch.float32, [1, 1]),
-        (float, None, torch.float32, 0),
-        (float, float("nan"), torch.float32, float("nan")),
+        ({"x": np.float64}, 0.1, torch.float64, 0.1),
+        ({"x": torch.float16}, 0.5, torch.float16, 0.5),
+        ({"x": (bool, (2,))}, np.array([0, 1]), torch.bool, [False, True]),
+        ({"x": ("int8", 2)}, (3, 4), torch.int8, [3, 4]),
+        ({"x": (float, 2)}, torch.ones(2, requires_grad=True), torch.float32, [1, 1]),
+        ({"x": float}, None, torch.float32, 0),
+        ({"x": float}, float("nan"), torch.float32, float("nan")),
+        (["x"], True, torch.float32, 1),
+        (["x"], 0.1, torch.float32, np.float32(0.1)),
+        (["x"], None, torch.float32, 0),
     ],
 )
-def test_values_and_dtypes(declared: Any, given: Any, dtype: torch.dtype, stored: Any) -> None:
-    value = one({"x": declared}, {"x": given})["x"][0]
+def test_values_and_dtypes(keys: Any, given: Any, dtype: torch.dtype, stored: Any) -> None:
+    value = one(keys, {"x": given})["x"][0]
     assert value.dtype == dtype
     np.testing.assert_array_equal(value.numpy(), stored)
 
 
 @pytest.mark.parametrize(
-    ("given", "stored"),
-    [(True, 1), (2, 2), (0.1, np.float32(0.1)), (np.float64(2.5), 2.5), (None, 0), ("missing", 0)],
+    ("keys", "given"),
+    [
+        (["x"], "text"),
+        (["x"], {"y": 1}),
+        (["x"], [1.0]),
+        (["x"], 2**24 + 1),
+        ({"x": int}, 0.5),
+        ({"x": int}, float("nan")),
+        ({"x": bool}, 2),
+        ({"x": "uint8"}, 256),
+        ({"x": (float, 2)}, 1.0),
+        ({"x": (float, 2)}, [[1], [2, 3]]),
+    ],
 )
-def test_a_name_alone_means_a_float32_number(given: Any, stored: Any) -> None:
-    value = one(["x", "part/d"], {} if given == "missing" else {"x": given})
-    assert value["x"].dtype == torch.float32
-    assert value["x"].tolist() == [stored]
-    assert value["part/d"].tolist() == [1]
-
-
-def test_float64_can_be_kept() -> None:
-    env = GymEnv([TellingEnv()], 0, keep_float64=True, info_keys={"cost": float, "x": np.float64})
-    observation = env.reset()[0]
-    assert observation["cost"].dtype == observation["x"].dtype == torch.float64
-
-
-BAD_VALUES: list[tuple[Any, Any]] = [
-    (["x"], "text"),
-    (["x"], object()),
-    (["x"], {"y": 1}),
-    (["x"], [1.0]),
-    (["x"], 2**24 + 1),
-    ({"x": int}, 0.5),
-    ({"x": int}, float("nan")),
-    ({"x": bool}, 2),
-    ({"x": "uint8"}, 256),
-    ({"x": float}, np.ones(3)),
-    ({"x": (float, 2)}, 1.0),
-    ({"x": (float, 2)}, [[1], [2, 3]]),
-]
-
-
-@pytest.mark.parametrize(("keys", "given"), BAD_VALUES)
 def test_what_does_not_fit_is_refused(keys: Any, given: Any) -> None:
-    with pytest.raises(EnvSpecError, match="info 'x' should") as caught:
+    with pytest.raises(EnvSpecError, match="info 'x'") as caught:
         one(keys, {"x": given})
     assert caught.value.where.lane == 0
-    assert caught.value.fix
 
 
-@pytest.mark.parametrize(("kind", "lane"), [("gym", 0), ("manager", 0), ("DISABLED", 0)])
-def test_errors_say_where_a_value_did_not_fit(kind: str, lane: int) -> None:
-    with pytest.raises(EnvError, match=r"info 'pair' should be float32\[2\], got") as caught:
-        episodes(kind, pair=[1, 2, 3])
-    assert caught.value.where.lane == lane
-    assert caught.value.where.step == 0
+def test_errors_of_vector_environments_say_where_a_value_did_not_fit() -> None:
+    with pytest.raises(EnvError, match="info 'pair'") as caught:
+        episodes("DISABLED", pair=[1, 2, 3])
+    assert (caught.value.where.lane, caught.value.where.step) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_threads"), [("gym", 0), ("gym", 2), ("vector", 0), ("manager", 0)]
+    ("create", "n_workers"),
+    [
+        (lambda seed, **keys: GymEnv([TellingEnv()], seed, **keys), 2),
+        (lambda seed, **keys: VectorGymEnv(OwnVectorEnv([TellingEnv] * 2), seed, **keys), 0),
+        (lambda seed, **keys: ParallelEnvManager([TellingEnv] * 2, seed=seed, **keys), 0),
+    ],
 )
 def test_a_key_that_never_appears_is_warned_of_once(
-    kind: str, n_threads: int, caplog: pytest.LogCaptureFixture
+    create: Any, n_workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def create_env(seed: int) -> VecEnv:
-        keys = {"succes": bool, "cost": float}
-        if kind == "gym":
-            return GymEnv([TellingEnv()], seed, info_keys=keys)
-        if kind == "manager":
-            return ParallelEnvManager([TellingEnv] * 2, seed=seed, info_keys=keys)
-        return VectorGymEnv(OwnVectorEnv([TellingEnv] * 2), seed, info_keys=keys)
+    def create_env(seed: int) -> Any:
+        return create(seed, info_keys={"succes": bool, "cost": float})
 
     with (
         caplog.at_level(logging.WARNING, "rlpool"),
-        EpisodeBatcher(5, 8, BinaryAgent, {}, create_env, {}, n_threads, seeds=1) as batcher,
+        EpisodeBatcher(5, 8, BinaryAgent, {}, create_env, {}, n_workers, seeds=1) as batcher,
     ):
         batcher.execute(8)
         assert not batcher.get()["_succes"].any()
-    told = [record.getMessage() for record in caplog.records if "succes" in record.getMessage()]
-    assert len(told) == 1
-    assert "no 'succes' in any info" in told[0]
-    assert "'success'" in told[0]
+    (text,) = [text for text in caplog.messages if "'succes'" in text]
+    assert "'success'" in text
 
 
 def test_checks_of_environments_know_them() -> None:
     check_env(create_telling)
-    assert set(KEYS) <= set(episodes(n=1).keys())
