@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlpool import Agent, DictTensor, TemporalDictTensor, sample_categorical
+from rlpool import Agent, DictTensor, sample_categorical
 
 from support.envs import FIRST_STATE
 
@@ -52,28 +51,12 @@ class InitialStateCounter(StepCounter):
         return super().__call__(state, observation, agent_info, history)
 
 
-@dataclass
-class Call:
-    """The arguments of one call, copied."""
-
-    state: dict[str, Tensor] | None
-    observation: dict[str, Tensor]
-    agent_info: dict[str, Tensor] | None
-    history: TemporalDictTensor | None
-
-
 class Recorder(Agent):
-    """Passes calls on to another agent and keeps their arguments in ``calls``."""
+    """Passes calls on to another agent, and counts those with a state."""
 
     def __init__(self, inner: Agent) -> None:
-        self.inner = inner
-        self.n_noise = inner.n_noise
-        self.calls: list[Call] = []
-        self.seeds: list[int] = []
-        self.n_closed = 0
-
-    def require_history(self) -> bool:
-        return self.inner.require_history()
+        self.inner, self.seeds = inner, list[int]()
+        self.n_calls = self.n_closed = 0
 
     def seed(self, seed: int) -> None:
         self.seeds.append(seed)
@@ -82,14 +65,7 @@ class Recorder(Agent):
         self.n_closed += 1
 
     def __call__(self, state, observation, agent_info=None, history=None):
-        self.calls.append(
-            Call(
-                None if state is None else dict(state.clone().items()),
-                dict(observation.clone().items()),
-                None if agent_info is None else dict(agent_info.clone().items()),
-                None if history is None else history.clone(),
-            )
-        )
+        self.n_calls += state is not None
         return self.inner(state, observation, agent_info, history)
 
 
@@ -162,20 +138,13 @@ class GruAgent(Agent):
         output = DictTensor({"action": action, "log_probability": log_probability})
         return state, output, DictTensor({"hidden": hidden})
 
-    def update(self, info: Any) -> None:
-        self.cell.load_state_dict(info)
-
-
-def binary_action(frame: Any) -> Any:
-    """An action 0 or 1 that follows from the whole frame, NumPy's or torch's."""
-    return (abs(frame).sum(-1) * 1e3 % 2 > 1) * 1
-
 
 class BinaryAgent(Agent):
-    """Acts by ``binary_action``."""
+    """An action 0 or 1 that follows from the whole frame."""
 
     def __call__(self, state, observation, agent_info=None, history=None):
-        return None, DictTensor({"action": binary_action(observation["frame"])}), None
+        action = (observation["frame"].abs().sum(-1) * 1e3 % 2 > 1) * 1
+        return None, DictTensor({"action": action}), None
 
 
 class FunctionAgent(Agent):

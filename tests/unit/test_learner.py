@@ -148,7 +148,7 @@ def test_environments_do_not_wait_for_each_other_but_rollouts_are_stored_in_orde
     assert [int(columns[0][0, 1]) for columns in stored] == [1, 2] * 4
     # The four long rollouts take 32 steps, whatever the short ones do in the meantime. Of these
     # steps, the first of each has starting rows only, since the other row has ended.
-    assert len([call for call in agent.calls if call.state is not None]) == 28
+    assert agent.n_calls == 28
 
 
 @pytest.mark.parametrize("prefix", ["", "_"])
@@ -332,30 +332,21 @@ def test_an_act_that_takes_everything_is_called_as_the_architecture_says(
 # Failures ------------------------------------------------------------------------------------
 
 
-class BrokenActor(MemoryActor):
-    """``act`` raises or returns something wrong; the initial state may be wrong, too."""
-
-    def __init__(self, result: Any = None, state: Any = None) -> None:
-        super().__init__()
-        self.result = result
-        if state is not None:
-            self.initial = *self.initial[:2], state
-
-    def act(self, prev_internal_state: Any, **others: Any) -> Any:
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
+def raising(**arguments: Any) -> Any:
+    raise KeyError("weights")
 
 
 @pytest.mark.parametrize(
-    "agent",
+    ("act", "state"),
     [
-        BrokenActor(KeyError("weights")),
-        BrokenActor((torch.zeros(16, 2), ())),
-        BrokenActor(state=(torch.zeros(1, 1, 5), 3)),
+        (raising, torch.zeros(1, 5)),
+        (lambda **arguments: (torch.zeros(16, 2), ()), torch.zeros(1, 5)),
+        (raising, (torch.zeros(1, 1, 5), 3)),
     ],
 )
-def test_a_failing_agent_raises_agent_error(agent: Any) -> None:
+def test_a_failing_agent_raises_agent_error(act: Any, state: Any) -> None:
+    agent = MemoryActor()
+    agent.act, agent.initial = act, (*agent.initial[:2], state)
     with pytest.raises(AgentError) as caught:
         learner_of(agent).collect_rollouts_parallel(1)
     assert caught.value.where[:5] == (None, 0, 0, None, 0)

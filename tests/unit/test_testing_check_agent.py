@@ -134,18 +134,6 @@ class Remembers(Net):
         return state, output, new_state
 
 
-class Values(nn.Linear, Agent):
-    """Outputs a function of itself and the frames; without ``update``."""
-
-    def __init__(self, values: Callable[..., torch.Tensor] = nn.Linear.forward) -> None:
-        super().__init__(1, 2)
-        self._values = values
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        output = {"action": zeros(observation), "values": self._values(self, observation["frame"])}
-        return None, DictTensor(output), None
-
-
 def mean(observation: DictTensor) -> torch.Tensor:
     return (observation["frame"][:, 0] > observation["frame"].mean()).long()
 
@@ -159,7 +147,6 @@ ERRORS: list[tuple[str, Any]] = [
     ("returns", acting(lambda o: zeros(o).float())),
     ("returns", acting(lambda o: zeros(o) + 2)),
     ("rows_are_independent", acting(mean)),
-    ("rows_are_independent", partial(Values, lambda net, x: x - x.mean(0))),
     ("deterministic", Counts),
     ("forgets", Remembers),
     ("deterministic", acting(lambda o: torch.randint(2, (o.n_elems(),)))),
