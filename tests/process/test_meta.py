@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from rlpool import (
     AGENT_ARCHS,
     EnvError,
     Learner,
-    ParallelEnvManager,
     UsageError,
     WorkerDiedError,
     make_env,
@@ -44,31 +42,26 @@ class FailingTask(RaggedTaskEnv):
         return super().step(action)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[ParallelEnvManager]:
-    with make_parallel_env(RAGGED, 2, 2, seed=1, **ARGUMENTS) as env:
-        yield env
+def test_the_manager_knows_trials_and_hands_tasks_on() -> None:
+    with make_parallel_env(RAGGED, 2, 2, seed=1, **ARGUMENTS) as two:
+        assert (two.num_envs, two.n_tasks, two.horizon_bamdp) == (2, 7, 12)
+        assert two.observation_space == make_env(RAGGED, 2, **ARGUMENTS).observation_space
 
+        def asked(name: str, arguments: dict[str, Any]) -> list[Any]:
+            for remote in two.remotes:
+                remote.send((name, arguments))
+            return [remote.recv()[1] for remote in two.remotes]
 
-def test_the_manager_knows_trials_and_hands_tasks_on(two: ParallelEnvManager) -> None:
-    assert (two.num_envs, two.n_tasks, two.horizon_bamdp) == (2, 7, 12)
-    assert two.observation_space == make_env(RAGGED, 2, **ARGUMENTS).observation_space
-
-    def asked(name: str, arguments: dict[str, Any]) -> list[Any]:
-        for remote in two.remotes:
-            remote.send((name, arguments))
-        return [remote.recv()[1] for remote in two.remotes]
-
-    assert asked("get_attr", {"attr": "noise"}) == [1.0, 1.0]
-    # Each was made, and is reset, with a seed of its own.
-    first, second = asked("get_attr", {"attr": "action_space"})
-    assert first.sample().tolist() != second.sample().tolist()
-    first, second = asked("reset", {"task": 3})
-    assert first[1] == second[1] == 3
-    assert first.tolist() != second.tolist()
-    observation, _, done, info = asked("step", {"action": [0.0, 0.0]})[0]
-    assert (observation[1], bool(done)) == (3, False)
-    assert "done_mdp" in info
+        assert asked("get_attr", {"attr": "noise"}) == [1.0, 1.0]
+        # Each was made, and is reset, with a seed of its own.
+        first, second = asked("get_attr", {"attr": "action_space"})
+        assert first.sample().tolist() != second.sample().tolist()
+        first, second = asked("reset", {"task": 3})
+        assert first[1] == second[1] == 3
+        assert first.tolist() != second.tolist()
+        observation, _, done, info = asked("step", {"action": [0.0, 0.0]})[0]
+        assert (observation[1], bool(done)) == (3, False)
+        assert "done_mdp" in info
 
 
 class KillsWorkers(Storage):

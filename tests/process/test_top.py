@@ -136,21 +136,6 @@ def test_a_worker_that_has_no_successor_is_dead() -> None:
         assert "dead" in [worker.state for worker in batcher.stats().workers]
 
 
-def test_a_worker_whose_environment_was_closed_is_dead() -> None:
-    with ParallelEnvManager([CountingEnv] * 2, seed=1) as manager:
-        closed, other = manager.remotes
-        pid = manager.stats().workers[0].pid
-
-        def is_noticed() -> bool:
-            other.send(("reset", None))
-            other.recv()
-            return not Path(f"/proc/{pid}").exists()
-
-        closed.send(("close", None))
-        wait_until(is_noticed)
-        assert [worker.state for worker in manager.stats().workers] == ["dead", "alive"]
-
-
 def test_a_managers_workers_are_seen() -> None:
     with ParallelEnvManager([CountingEnv] * 3, seed=1, envs_per_worker=2) as manager:
         manager.reset()

@@ -70,18 +70,20 @@ def test_a_finished_request_is_counted_and_its_lanes_are_idle() -> None:
         batcher.stats()
 
 
-def test_in_the_middle_of_a_step_lanes_are_where_they_are() -> None:
-    with make() as batcher:
-        seen: list[Stats] = []
-        looks.append(lambda step: seen.append(batcher.stats()) if step == 3 else None)
+@pytest.mark.parametrize("n_timesteps", [2, 8])  # whether or not an episode fits into one slot
+def test_in_the_middle_of_a_step_lanes_are_where_they_are(n_timesteps: int) -> None:
+    with make(n_timesteps) as batcher:
+        seen: list[tuple[int, Stats]] = []
+        looks.append(lambda step: seen.append((step, batcher.stats())))
         batcher.execute(4)
         batcher.get()
-    assert [lanes_of(stats) for stats in seen[:2]] == [
-        [("running", 1, 0, 2), ("running", 1, 1, 2)],
-    ] * 2
-    assert lanes_of(seen[-1]) == [("running", 1, 2, 2), ("running", 1, 3, 2)]
-    request = seen[-1].requests[0]
-    assert (request.number, request.n_episodes, request.n_finished) == (1, 4, 2)
+    assert [step for step, _ in seen[-20:]] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5] * 2
+    for number, (step, stats) in enumerate(seen[-20:]):
+        n_finished = 2 * (number // 10)
+        lanes = [("running", 1, n_finished + lane, step - 1) for lane in range(2)]
+        assert lanes_of(stats) == lanes
+        (request,) = stats.requests
+        assert (request.number, request.n_episodes, request.n_finished) == (1, 4, n_finished)
 
 
 def test_the_time_of_a_call_that_runs_counts() -> None:
@@ -117,20 +119,6 @@ def test_between_windows_lanes_wait_in_the_middle_of_their_episodes() -> None:
     assert (stats.n_steps, stats.n_episodes) == (8, 1)
 
 
-def test_the_steps_of_a_long_episode_go_on_in_its_next_slot() -> None:
-    def create_one(seed: int) -> GymEnv:
-        return GymEnv([LookingEnv(length=5)], seed)
-
-    with EpisodeBatcher(2, 1, StepCounter, {}, create_one, {}, 0, 1) as batcher:
-        seen: list[tuple[int, Stats]] = []
-        looks.append(lambda step: seen.append((step, batcher.stats())))
-        batcher.execute(1)
-        batcher.get()
-    assert [step for step, _ in seen][-5:] == [1, 2, 3, 4, 5]
-    for step, stats in seen[-5:]:
-        assert lanes_of(stats) == [("running", 1, 0, step - 1)]
-
-
 class FailingAgent(StepCounter):
     def __call__(self, state, observation, agent_info=None, history=None):
         if observation["frame"][0, 0] == 2:
@@ -143,13 +131,10 @@ def test_a_call_that_raised_is_over() -> None:
         batcher.execute(2)
         with pytest.raises(AgentError):
             batcher.get()
-        stats = batcher.stats()
-        batcher.stats()
-        assert lanes_of(stats) == [("idle", None, None, None)] * 2
-        assert stats.requests == ()
-        rows = batcher._dispatcher.crew.control.rows
-        assert rows[0, Word.AGENT_NS] >= 0
-        assert rows[0, Word.ENV_NS] >= 0
+        stats, later = batcher.stats(), batcher.stats()
+    assert lanes_of(stats) == [("idle", None, None, None)] * 2
+    assert stats.requests == ()
+    assert later.workers[0].agent_share == later.workers[0].env_share == 0.0
 
 
 def test_more_lanes_than_are_shown_are_counted_only() -> None:
