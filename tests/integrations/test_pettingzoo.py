@@ -5,27 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rlpool import Agent, DictTensor, EpisodeBatcher, SpecError, replay_agent
-from rlpool.integrations.pettingzoo import JointEnv, PettingZooEnv, PettingZooEnvInf
+from rlpool.integrations.pettingzoo import PettingZooEnv
 
-from support.examples import complaints
 from support.many_agents import RandomAgents, check_agents, check_joint_episode
 from support.programs import run_block
 
 pytest.importorskip("pymunk", reason="needs the extra: pip install 'rlpool[integrations]'")
 
-from mpe2 import simple_spread_v3
-from pettingzoo.butterfly.cooperative_pong import cooperative_pong
+from mpe2 import simple_speaker_listener_v4, simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
-from pettingzoo.classic.connect_four import connect_four
 from pettingzoo.classic.rps import rps
 from pettingzoo.classic.tictactoe import tictactoe
 from pettingzoo.sisl.pursuit import pursuit
@@ -42,24 +37,18 @@ PAGE = REPOSITORY / "docs" / "neighbours" / "pettingzoo.md"
 
 Make = Callable[[], Any]
 
-MPE = [
-    *("simple_adversary_v3", "simple_crypto_v3", "simple_push_v3", "simple_reference_v3"),
-    *("simple_speaker_listener_v4", "simple_spread_v3", "simple_tag_v3", "simple_world_comm_v3"),
-]
 PARALLEL: dict[str, Make] = {
-    **{name: partial(import_module(f"mpe2.{name}").parallel_env, max_cycles=8) for name in MPE},
+    "speaker": partial(simple_speaker_listener_v4.parallel_env, max_cycles=8),
+    "tag": partial(simple_tag_v3.parallel_env, max_cycles=8),
     "continuous": partial(simple_spread_v3.parallel_env, max_cycles=8, continuous_actions=True),
-    "multiwalker": partial(multiwalker.parallel_env, max_cycles=40),
     "walkers that fall alone": partial(
         multiwalker.parallel_env, max_cycles=120, terminate_on_fall=False, remove_on_fall=True
     ),
     "pursuit": partial(pursuit.parallel_env, max_cycles=8),
-    "pong": partial(cooperative_pong.parallel_env, max_cycles=8),
     "zombies": partial(knights_archers_zombies.parallel_env, max_cycles=300),
 }
 TURNS: dict[str, Make] = {
     "tictactoe": tictactoe.env,
-    "connect four": connect_four.env,
     "rock": partial(rps.env, max_cycles=4),
 }
 
@@ -73,16 +62,16 @@ def sizes_of(env: PettingZooEnv) -> dict[str, int]:
     }
 
 
-def collected(make: Make, n_episodes: int = 4, n_workers: int = 0, **options: Any) -> Any:
+def collected(make: Make, n_episodes: int = 4) -> Any:
     """Episodes, and the groups of their agents."""
 
     def create_env(seed: int) -> PettingZooEnv:
-        return PettingZooEnv([make(), make()], seed, **options)
+        return PettingZooEnv([make(), make()], seed)
 
     env = create_env(0)
     agent_args = {"sizes": sizes_of(env)}
     with EpisodeBatcher(
-        64, 8, RandomAgents, agent_args, create_env, n_workers=n_workers, seed=3
+        64, 8, RandomAgents, agent_args, create_env, n_workers=0, seed=3
     ) as batcher:
         batcher.execute(n_episodes)
         return batcher.get(), env.groups
@@ -97,13 +86,9 @@ def test_a_joint_episode_is_that_of_a_loop_by_hand(name: str) -> None:
     for row in range(n_episodes):
         check_joint_episode(episodes, row, make(), groups)
     check_agents(episodes, groups)
-
-
-def test_agents_die_among_the_zombies_and_walkers() -> None:
-    for name in ("zombies", "walkers that fall alone"):
-        episodes, _ = collected(PARALLEL[name])
+    if name in ("zombies", "walkers that fall alone"):
         alive = episodes["alive"] & (episodes.mask().bool())[..., None]
-        assert (alive.any(-1) & ~alive.all(-1)).any(), name
+        assert (alive.any(-1) & ~alive.all(-1)).any()  # some die earlier than others
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -117,30 +102,6 @@ def test_games_in_turns_are_those_of_pettingzoos_conversion(name: str) -> None:
     check_agents(episodes, groups)
     if not is_parallelizable:
         assert (episodes["acting"].sum(-1) == episodes.mask()).all()
-
-
-def test_a_game_in_turns_is_that_of_a_loop_over_agents() -> None:
-    episodes, _ = collected(tictactoe.env)
-    for row in range(4):
-        env, total = tictactoe.env(), torch.zeros(2)
-        env.reset(seed=int(episodes.info["seed"][row]))
-        for step in range(int(episodes.lengths[row])):
-            place = env.possible_agents.index(env.agent_selection)
-            assert episodes["acting"][row, step].nonzero().item() == place
-            observation, _, terminated, truncated, _ = env.last()
-            assert not terminated
-            assert not truncated
-            frame = episodes["frame"][row, step, place].numpy()
-            assert np.array_equal(frame, observation["observation"])
-            mask = episodes["action_mask"][row, step, place].numpy()
-            assert np.array_equal(mask, observation["action_mask"])
-            action = int(episodes["action"][row, step, place])
-            assert mask[action]
-            env.step(action)
-            total += torch.tensor([env.rewards.get(agent, 0) for agent in env.possible_agents])
-        assert all(env.terminations.values())
-        assert torch.equal(episodes["_rewards"][row].sum(0), total)
-        assert total.abs().tolist() in ([1.0, 1.0], [0.0, 0.0])
 
 
 def test_environments_whose_agents_are_not_known_are_refused() -> None:
@@ -178,12 +139,6 @@ def test_independent_learners_replay_their_own_steps() -> None:
     logits = replay_agent(Policy(), own)["logits"]
     assert logits.requires_grad
     torch.testing.assert_close(logits, own["logits"])
-
-
-@pytest.mark.parametrize("kind", [JointEnv, PettingZooEnv, PettingZooEnvInf])
-def test_examples(kind: type) -> None:
-    told = complaints(kind.__name__, kind.__doc__ or "")
-    assert not told, told
 
 
 def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:

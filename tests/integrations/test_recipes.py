@@ -1,4 +1,4 @@
-"""The programs of the pages about Parquet and TorchRL, beside the real libraries."""
+"""Programs and recipes of the documents, beside the libraries that they are for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlpool import evaluate
+
+from support.agents import StepCounter
+from support.envs import create_counting
 from support.programs import blocks_of, run_block, run_source
 
 
@@ -34,3 +38,33 @@ def test_the_programs_of_the_page_about_torchrl_run(
     pytest.importorskip("torchrl")
     run_block("docs/neighbours/torchrl.md", number, program_folder)
     assert re.fullmatch(printed, capfd.readouterr().out)
+
+
+def test_tensorboard_gets_the_numbers_of_the_windows_and_of_the_progress(
+    program_folder: Path,
+) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    collecting, tensorboard, *_ = blocks_of("docs/neighbours/tracking.md")
+    run_source(collecting + tensorboard, program_folder)
+    events = accumulators.EventAccumulator(str(program_folder / "runs" / "uniform"))
+    events.Reload()
+    returns = events.Scalars("return")
+    assert [point.step for point in returns] == [8 * 64 * 2 * n for n in range(1, 11)]
+    assert all(8 < point.value < 60 for point in returns)  # of an agent that draws its actions
+    assert 8 < events.Scalars("evaluation/length")[0].value < 60
+
+
+def test_rliables_recipe_finds_the_interquartile_mean_of_runs_and_tasks(tmp_path: Path) -> None:
+    # It needs pandas before version 3, and so an environment of its own: see .ci/run.
+    pytest.importorskip("rliable.library", reason="needs rliable")
+    names: dict[str, Any] = {}
+    exec(blocks_of("docs/evaluation.md")[1], names)
+    paths = [[tmp_path / f"{task}-{run}.json" for run in range(4)] for task in range(2)]
+    for task, runs in enumerate(paths):
+        for run, path in enumerate(runs):
+            length = {"length": [1 + task + run]}
+            evaluate(StepCounter(), create_counting, 1, env_info=length).save(path)
+    value, low, high = names["interquartile_mean"](paths, 0.0, 15.0)
+    returns = sorted(n * (n + 1) / 2 for n in (1, 2, 3, 4, 2, 3, 4, 5))
+    assert value == pytest.approx(sum(returns[2:6]) / 4 / 15)
+    assert low < value < high
