@@ -1,11 +1,12 @@
 """Runs examples of docstrings, with what they use without saying so: an agent, environments.
 
-``python -m support.examples RayEpisodeBatcher`` runs that of ``rlpool.cluster`` on its own.
+``python -m support.examples rlpool.cluster.batcher`` runs those of a module on its own.
 """
 
 from __future__ import annotations
 
 import doctest
+import importlib
 import sys
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 import rlpool
-import rlpool.cluster
 import rlpool.testing
 from rlpool import Agent, DictTensor, GymEnv
 from rlpool.testing import CountingEnv
@@ -39,30 +39,31 @@ def create_env(seed: int) -> GymEnv:
     return GymEnv([CountingEnv(length=4) for _ in range(2)], seed)
 
 
-def namespace() -> dict[str, Any]:
+def namespace(module: Any) -> dict[str, Any]:
     """The names that every example finds, as in a program that begins with the usual imports."""
-    public = {
-        name: getattr(module, name)
-        for module in (rlpool, rlpool.testing)
-        for name in module.__all__
+    names = {
+        name: getattr(room, name)
+        for room in (rlpool, rlpool.testing, module)
+        for name in getattr(room, "__all__", ())
     }
     usual = {"torch": torch, "np": np, "gymnasium": gymnasium, "rlpool": rlpool}
     own = {"create_agent": Coin, "create_env": create_env}
     # Workers get what an example defines by value, as what a script defines.
-    return {**public, **usual, **own, "__name__": "__main__"}
+    return {**names, **usual, **own, "__name__": "__main__"}
 
 
-def complaints(name: str, docstring: str) -> str:
-    """What is wrong with the example in a docstring; empty if nothing is."""
-    example = doctest.DocTestParser().get_doctest(docstring, namespace(), name, name, 0)
-    if not example.examples:
-        return f"{name} has no example in its docstring"
+def complaints(module_name: str) -> str:
+    """What is wrong with the examples in a module's docstrings; empty if nothing is."""
+    module = importlib.import_module(module_name)
     said: list[str] = []
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    doctest.DocTestRunner(optionflags=flags).run(example, out=said.append)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for example in doctest.DocTestFinder().find(module, globs=namespace(module)):
+        runner.run(example, out=said.append)
+    if not runner.summarize(verbose=False).attempted:
+        return f"{module_name} has no examples"
     return "".join(said)
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(complaints(name, getattr(rlpool.cluster, name).__doc__ or ""), end="")
+        print(complaints(name), end="")

@@ -8,8 +8,10 @@ needs a script.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +41,21 @@ def run_source(source: str, folder: Path) -> None:
     script = folder / "program.py"
     script.write_text(source, encoding="utf-8")
     run_as_main(script, folder=folder)
+
+
+def run_with_ray(*arguments: str, folder: Path) -> str:
+    """Run Python in a process of its own, as Ray logs and takes signals; returns what it prints.
+
+    Its Ray is its own, too, whatever runs on this machine, and keeps no token for later ones.
+    """
+    pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
+    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=240.0
+    )
+    assert done.returncode == 0
+    return done.stdout
 
 
 def run_as_main(

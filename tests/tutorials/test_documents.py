@@ -1,21 +1,18 @@
-"""What README and documents show can be run, what they link to exists, and no public name lacks."""
+"""What README and documents show can be run, and prints what they say."""
 
 from __future__ import annotations
 
-import ast
 import doctest
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from support.programs import blocks_of, run_as_main
+from support.programs import blocks_of, run_as_main, run_source, run_with_ray
+from support.variants import variants
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -23,17 +20,9 @@ DOCUMENTS = [
     *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").rglob("*.md"))),
 ]
 
-TIMEOUT_S = 120.0
-
 
 def text_of(document: str) -> str:
     return (REPOSITORY / document).read_text(encoding="utf-8")
-
-
-def anchors_of(document: str) -> list[str]:
-    """How GitHub names the places of the headings."""
-    headings = re.findall(r"^#+ (.*)$", text_of(document), flags=re.MULTILINE)
-    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 BLOCKS = {
@@ -53,16 +42,14 @@ PROGRAMS = {
 
 
 QUOTED = {
-    f"{document}-{number}": output
-    for document in DOCUMENTS
-    for number, output in enumerate(
-        re.findall(
-            r"^```python\n.*?^```$(?:\n\n```text\n(.*?)^```$)?",
-            text_of(document),
-            re.MULTILINE | re.DOTALL,
-        )
+    name: output
+    for name, source in BLOCKS.items()
+    for output in re.findall(
+        rf"^```python\n{re.escape(source)}```\n\n```text\n(.*?)^```$",
+        text_of(name.rpartition("-")[0]),
+        re.MULTILINE | re.DOTALL,
     )
-    if output and not document.startswith("docs/neighbours/")
+    if not name.startswith("docs/neighbours/")
 }
 """What a document says that a program prints, in the block right below it."""
 
@@ -81,10 +68,6 @@ def says(quoted: str, output: str) -> bool:
     )
 
 
-SLOW = {"docs/gpu.md-2"}
-"""It starts processes that start workers."""
-
-
 @contextmanager
 def without_handlers() -> Iterator[None]:
     """The root logger as a new process has it, for programs that say how all of it logs."""
@@ -97,17 +80,13 @@ def without_handlers() -> Iterator[None]:
             logging.root.setLevel(level)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS],
-)
+# It starts processes that start workers.
+@pytest.mark.parametrize("name", variants(sorted({*PROGRAMS} - {"docs/gpu.md-2"}), PROGRAMS))
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if has_envpool := "import envpool" in PROGRAMS[name]:
         pytest.importorskip("envpool")
-    script = program_folder / "program.py"
-    script.write_text(PROGRAMS[name], encoding="utf-8")
     with without_handlers():
-        run_as_main(script, folder=program_folder)
+        run_source(PROGRAMS[name], program_folder)
     output, errors = capfd.readouterr()
     assert errors == "" or has_envpool  # which warns of its own spaces
     assert output
@@ -129,20 +108,11 @@ def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
 
 @pytest.mark.ray
 def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> None:
-    pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
     script = program_folder / "program.py"
     script.write_text(blocks_of("docs/cluster.md")[0], encoding="utf-8")
-    # A Ray of its own, whatever runs on this machine, and no token for later ones.
-    output = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=program_folder,
-        env={**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=True,
-    ).stdout
-    assert re.search(r"action +int64 \[256, \d+\]", output)
+    assert re.search(
+        r"action +int64 \[256, \d+\]", run_with_ray(str(script), folder=program_folder)
+    )
 
 
 @pytest.mark.parametrize("name", ["lanes", "memory"])
@@ -151,63 +121,3 @@ def test_a_picture_is_drawn_from_a_real_run(name: str, program_folder: Path) -> 
     run_as_main(script, "--output", "drawn.svg", folder=program_folder)
     assert (REPOSITORY / "docs" / "pictures" / f"{name}.svg").exists()
     assert "</svg>" in (program_folder / "drawn.svg").read_text(encoding="utf-8")
-
-
-def test_links_lead_somewhere() -> None:
-    for document in DOCUMENTS:
-        text = text_of(document)
-        here = REPOSITORY / Path(document).parent
-        pictures = re.findall(r'src="([^"]+)"', text)
-        links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
-        for target, _, anchor in (link.partition("#") for link in links + pictures):
-            path = (here / target).resolve() if target else REPOSITORY / document
-            assert path.exists(), (document, target)
-            names = anchors_of(str(path.relative_to(REPOSITORY))) if anchor else [anchor]
-            assert anchor in names, (document, target, anchor)
-
-
-def public_names(module: str) -> list[str]:
-    """The full names of ``__all__``, read without importing, as extras may be missing."""
-    tree = ast.parse(text_of(f"{module.replace('.', '/')}/__init__.py"))
-    (names,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    return [f"{module}.{name}" for name in names]
-
-
-def test_every_public_name_has_one_place_in_the_reference() -> None:
-    listed = []
-    for page in (document for document in DOCUMENTS if document.startswith("docs/api/")):
-        # A module is shown with the public names of its own that are asked for.
-        entry = r"^::: (\S+)$(?:\n    options:\n      members: \[(.*)\]$)?"
-        for name, members in re.findall(entry, text_of(page), re.MULTILINE):
-            package, _, short = name.rpartition(".")
-            is_module = members and short.islower()  # of a class, members are its methods
-            listed += [f"{package}.{m}" for m in members.split(", ")] if is_module else [name]
-    public = [n for m in ("rlpool", "rlpool.testing", "rlpool.cluster") for n in public_names(m)]
-    assert len(listed) == len(set(listed))
-    assert sorted(set(public) - set(listed)) == []
-    integrations = (REPOSITORY / "rlpool" / "integrations").glob("[!_]*.py")
-    modules = [path.stem for path in integrations if "\n__all__" in path.read_text("utf-8")]
-    page = text_of("docs/api/integrations.md")
-    assert [name for name in modules if f"rlpool.integrations.{name}`" not in page] == []
-
-
-def test_every_document_has_its_place_on_the_site() -> None:
-    navigation = text_of("mkdocs.yml").partition("\nnav:\n")[2]
-    placed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", navigation, flags=re.MULTILINE)
-    tutorials = [f"tutorials/{path.stem}.md" for path in (REPOSITORY / "tutorials").glob("*.py")]
-    documents = [name.removeprefix("docs/") for name in DOCUMENTS if name != "README.md"]
-    made = ["overview.md", "contributing.md", "changes.md", *tutorials]
-    assert sorted(placed) == sorted([*documents, *made])
-
-
-def test_what_documents_call_by_its_full_name_needs_no_other_import() -> None:
-    text = "".join(map(text_of, DOCUMENTS))
-    called = sorted({*re.findall(r"\brlpool\.(\w+)(?:\.\w+)*\(", text)})
-    program = "import rlpool, sys; sys.exit(str([*{*sys.argv[1:]} - {*dir(rlpool)}]))"
-    command = [sys.executable, "-c", program, *called]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
-    assert done.stderr == "[]\n"
