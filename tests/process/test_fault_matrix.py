@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from process.watching import assert_equal, is_running, wait_until, worker_pids
+from process.watching import assert_equal, is_running, n_descriptors, wait_until, worker_pids
 
 from rlpool import (
     AgentError,
@@ -399,7 +399,10 @@ def test_a_fault_is_an_error_or_costs_time_or_one_episode(
 def test_idle_workers_that_are_killed_or_stopped_are_replaced(job: str, tmp_path: Path) -> None:
     cell, others = Cell("stop", "none", job, "default"), worker_pids()
     with contextlib.closing(opened(cell, str(tmp_path))) as here:
+        assert_works(here, cell)
+        n_held = n_descriptors()
         for number in (signal.SIGKILL, signal.SIGSTOP):
             assert_works(here, cell)
             os.kill(max(worker_pids() - others), number)
         assert_works(here, cell)
+        assert n_descriptors() == n_held
