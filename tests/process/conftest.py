@@ -70,21 +70,13 @@ def run_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     """A function that starts a script: its source, and how to run it."""
     scripts: list[Script] = []
 
-    def run(
-        source: str, *arguments: str, mode: str = "file", prefix: tuple[str, ...] = ()
-    ) -> Script:
-        directory = tmp_path / f"output_{len(scripts)}"
-        if mode == "file":
-            path = tmp_path / f"script_{len(scripts)}.py"
-            path.write_text(source)
-            script = Script(directory, [str(path), *arguments], prefix=prefix)
-        elif mode == "stdin":
-            script = Script(directory, ["-", *arguments], stdin=source, prefix=prefix)
-        else:
-            option = {"command": "-c", "module": "-m"}[mode]
-            script = Script(directory, [option, source, *arguments], prefix=prefix)
-        scripts.append(script)
-        return script
+    def run(source: str, *arguments: str, through_stdin: bool = False) -> Script:
+        path = tmp_path / f"script_{len(scripts)}.py"
+        path.write_text(source)
+        command = ["-" if through_stdin else str(path), *arguments]
+        stdin = source if through_stdin else ""
+        scripts.append(Script(tmp_path / f"output_{len(scripts)}", command, stdin))
+        return scripts[-1]
 
     yield run
     for script in scripts:

@@ -17,7 +17,7 @@ from process.watching import Script, in_new, wait_until, who_holds
 
 from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager, UsageError
 
-from support.faults import HANGS, FaultyEnv, create_agent, create_env
+from support.faults import FaultyEnv, create_agent, create_env
 from support.variants import variants
 
 pytestmark = [
@@ -61,21 +61,12 @@ def main(at, end, start_method, *places):
         go(len(places) - 1)
     while not os.path.exists(f"{at}.go"):
         time.sleep(0.005)
-    if end == "return":
-        threading.Thread(target=later).start()
     if end == "raise":
         raise ZeroDivisionError
     if end == "sys_exit":
         sys.exit(3)
     if end == "os_exit":
         os._exit(3)
-
-def later():
-    # The interpreter waits for this thread, and the thread's workers must not mind.
-    threading.main_thread().join()
-    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 2, 1) as batcher:
-        batcher.execute(5)
-        print(batcher.get().lengths.tolist(), flush=True)
 
 def rest(at):
     Path(at).touch()
@@ -97,7 +88,7 @@ def infos(phase, kind, n_rows, **columns):
         faults_at(n_rows, n_rows - 1, k, {"reset": -1}.get(phase, 2), **columns)
         for k in (kind, "none")
     )
-    is_env = phase in ("reset", "step", "with")
+    is_env = phase in ("reset", "step")
     return {"env_info": struck if is_env else plain, "agent_info": plain if is_env else struck}
 
 def episodes(at, phase, kind, start_method):
@@ -105,7 +96,7 @@ def episodes(at, phase, kind, start_method):
     if phase == "update":
         batcher.update(kind)
     # More episodes than slots, longer than slots: some are being drained.
-    hit = kind if phase in ("reset", "step", "agent", "with") else "none"
+    hit = kind if phase in ("reset", "step", "agent") else "none"
     length = 2_000_000 if phase == "busy" else 9
     batcher.execute(9, **infos(phase, hit, 9, length=length))
     if phase == "queued":
@@ -113,20 +104,11 @@ def episodes(at, phase, kind, start_method):
         rest(at)
     if phase == "busy":
         Path(at).touch()
-    if phase == "with":
-        with batcher:
-            batcher.get()
     batcher.get()
-    if phase == "idle":
-        rest(at)
     batcher.close()
 
 def manager(at, phase, kind, start_method):
-    make_env = partial(FaultyEnv, at, kind if phase == "close_env" else "none")
-    if phase == "create_env":
-        make_env = partial(strike, kind, at)
-    if phase == "import":
-        Path(f"{__file__}.import").write_text(at)
+    make_env = partial(strike, kind, at) if phase == "create_env" else partial(FaultyEnv, at)
     manager = ParallelEnvManager([make_env] * 3, envs_per_worker=2, start_method=start_method)
     options = {"fault": code(kind), "length": 10**6}
     options["fault_step"] = {"reset": -1, "step": 2}.get(phase, -2)
@@ -135,9 +117,8 @@ def manager(at, phase, kind, start_method):
         rest(at)
     if phase == "busy":
         Path(at).touch()
-    for _ in range(10**9 if phase == "busy" else 4):
+    while True:
         manager.step_lanes([2], {"action": np.zeros(3, np.int64)})
-    manager.close()
 
 if __name__ == "__main__":
     from rlpool.workers import crew, process_end
@@ -147,41 +128,21 @@ if __name__ == "__main__":
 """
 
 # Asleep, and in a call in C during which no thread can run.
-PLACES = [
-    *[f"{owner}:import:hang" for owner in ("episodes", "manager")],
-    *[f"episodes:{phase}:none" for phase in ("busy", "queued", "idle")],
-    *[
-        f"episodes:{phase}:{kind}"
-        for kind in HANGS
-        for phase in (
-            *("create_env", "create_agent", "reset", "step", "agent", "update"),
-            *("close_env", "close_agent"),
-        )
-    ],
-    *[f"manager:{phase}:hold_the_lock" for phase in ("create_env", "reset", "step", "close_env")],
-    *("manager:busy:none", "manager:idle:none", "manager:close_env:hang"),
-]
-
 MANY = (
-    *("episodes:create_env:hang", "episodes:update:hold_the_lock", "episodes:agent:hang"),
+    *("episodes:create_env:hang", "episodes:create_agent:hold_the_lock"),
+    *("episodes:reset:hold_the_lock", "episodes:update:hold_the_lock", "episodes:agent:hang"),
     *("episodes:queued:none", "episodes:busy:none", "episodes:close_agent:hold_the_lock"),
     *("manager:create_env:hold_the_lock", "manager:step:hold_the_lock", "manager:busy:none"),
+    "episodes:step:hang",
 )
-FEW = ("episodes:busy:none", "episodes:idle:none", "manager:idle:none")
-IN_STEP, IN_WITH = "episodes:step:hang", "episodes:with:hang"
-
-ENDS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGINT SIGINT", "return", "raise", "sys_exit", "os_exit")
+FEW = ("episodes:queued:none", "episodes:busy:none", "manager:idle:none", "episodes:step:hang")
+ENDS = ("SIGTERM", "SIGINT", "SIGINT SIGINT", "return", "raise", "sys_exit", "os_exit")
 
 CASES = variants(
+    [("SIGKILL", "auto", MANY)],
     [
-        ("SIGKILL", "auto", (*MANY, IN_STEP)),
-        ("SIGINT", "auto", (*FEW, IN_STEP)),
-    ],
-    [
-        *[(end, "auto", (*FEW, IN_STEP)) for end in ENDS],
-        ("SIGINT SIGINT", "auto", (*FEW, IN_WITH)),
-        *[(end, "auto", (place,)) for place in PLACES for end in ENDS[:4]],
-        *[("SIGKILL", "spawn", (place,)) for place in PLACES],
+        *[(end, "auto", FEW) for end in ENDS],
+        *[("SIGKILL", "spawn", places) for places in (MANY, ("episodes:import:hang",))],
     ],
 )
 
@@ -211,7 +172,6 @@ def test_nothing_is_left_of_a_caller_that_ends(
     assert not who_holds(script.memory)
     expected = {"return": 0, "raise": 1, "sys_exit": 3, "os_exit": 3}
     assert script.returncode == (-numbers[0] if numbers else expected[end]), script.stderr
-    assert script.stdout == ("[3, 3, 3, 3, 3]\n" if end == "return" else "")
     if end != "SIGINT SIGINT":  # the script's own traceback is all that is printed
         assert script.stderr.count("Traceback") == (end in ("SIGINT", "raise")), script.stderr
         for word in ("rlpool-worker", "Exception ignored", "resource_tracker", "Process "):
@@ -222,15 +182,12 @@ def test_nothing_is_left_of_a_caller_that_ends(
 
 
 def use_what_belongs_to_the_parent(pipe: Any, batcher: Any, windows: Any, manager: Any) -> None:
-    remote = manager.remotes[0]
     calls: list[Callable[[], Any]] = [
-        *(batcher.get, lambda: batcher.execute(3), lambda: batcher.update({})),
-        *(lambda: batcher.progress, windows.get, windows.reset),
-        *(manager.reset, lambda: manager.step_lanes([1], {}), manager.step_some, remote.recv),
-        *(lambda: remote.send(("reset", None)), lambda: manager.workers),
+        *(batcher.get, lambda: batcher.execute(3), lambda: batcher.update({}), windows.reset),
+        *(manager.reset, lambda: manager.step_lanes([1], {}), manager.remotes[0].recv),
     ]
     for call in calls:
-        with pytest.raises(UsageError, match=r"forked[^\0]*fix:"):
+        with pytest.raises(UsageError, match="forked"):
             call()
     windows.close()
     windows.close()

@@ -29,7 +29,6 @@ from rlpool import (
 
 from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults_at
-from support.variants import variants
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -163,7 +162,7 @@ def create_env(cls, seed):
     return GymEnv([cls(), cls()], seed)
 batcher = EpisodeBatcher(
     n_timesteps=4, n_slots=8, create_agent=lambda: Mine(), n_threads=2, seeds=1,
-    create_env=functools.partial(create_env, Env), start_method=START_METHOD,
+    create_env=functools.partial(create_env, Env),
 )
 batcher.execute(5)
 result = batcher.get()
@@ -171,14 +170,14 @@ print(result["action"].unique().tolist(), result.lengths.tolist())
 """
 
 def main():
-    multiprocessing.set_start_method(sys.argv[2])
+    multiprocessing.set_start_method("forkserver")
     # Like a notebook's kernel: one namespace, __main__ without a file, errors are shown and kept.
     vars(sys.modules["__main__"]).pop("__file__", None)
     shell = code.InteractiveInterpreter(sys.modules["__main__"].__dict__)
     sys.stderr = open(os.devnull, "w")
     def run(source):
         shell.runcode(compile(source, "<cell>", "exec"))
-    run(f"NUMBER, START_METHOD = 1, {sys.argv[1]!r}")
+    run("NUMBER = 1")
     run(CELL)
     first = worker_pids()
     run("NUMBER = 2")
@@ -193,14 +192,8 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.parametrize(
-    ("mode", "start_method", "of_the_caller"),
-    variants([("stdin", "auto", "forkserver")], [("command", "spawn", "fork")]),
-)
-def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
-    run_script: RunScript, mode: str, start_method: str, of_the_caller: str
-) -> None:
-    script = run_script(NOTEBOOK, start_method, of_the_caller, mode=mode)
+def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(run_script: RunScript) -> None:
+    script = run_script(NOTEBOOK, through_stdin=True)
     script.finish()
     assert script.stdout.splitlines() == [
         "[1] [3, 3, 3, 3, 3]",

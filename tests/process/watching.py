@@ -168,19 +168,12 @@ class Script:
         directory: Where to put the files.
         arguments: What follows the interpreter's name.
         stdin: Text for its standard input.
-        prefix: A command that runs the interpreter.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        arguments: list[str],
-        stdin: str | None = None,
-        prefix: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, directory: Path, arguments: list[str], stdin: str = "") -> None:
         directory.mkdir()
         self._out, self._err = directory / "stdout", directory / "stderr"
-        (directory / "stdin").write_text(stdin or "")
+        (directory / "stdin").write_text(stdin)
         path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
         with (
             open(directory / "stdin") as stdin_file,
@@ -188,7 +181,7 @@ class Script:
             open(self._err, "w") as err,
         ):
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, *arguments],
+                [sys.executable, *arguments],
                 stdin=stdin_file,
                 stdout=out,
                 stderr=err,
@@ -227,9 +220,9 @@ class Script:
         """Send a signal to the script, or to all processes of its session, as Ctrl-C does."""
         (os.killpg if group else os.kill)(self.pid, number)
 
-    def finish(self, timeout_s: float = START_S) -> float:
-        """Wait for the end of the script; returns how long that took."""
-        return wait_until(lambda: self.returncode is not None, timeout_s)
+    def finish(self, timeout_s: float = START_S) -> None:
+        """Wait for the end of the script."""
+        wait_until(lambda: self.returncode is not None, timeout_s)
 
     def left_after(self, timeout_s: float) -> list[psutil.Process]:
         """Processes of its family that still run some time later."""
