@@ -6,13 +6,11 @@ import gc
 import multiprocessing
 import multiprocessing.util
 import os
-import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,14 +18,11 @@ from process.watching import Script, Struck, is_running, wait_until, worker_pids
 
 from rlpool import (
     EpisodeBatcher,
-    GymEnv,
     UsageError,
     WorkerDiedError,
-    WorkerError,
     WorkerTimeoutError,
 )
 
-from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults_at
 
 pytestmark = [
@@ -204,19 +199,6 @@ def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(run_script: Ru
     assert (script.returncode, script.left_after(CLOSE_S)) == (0, [])
 
 
-@pytest.mark.usefixtures("short_patience")
-def test_a_handler_may_close_what_is_being_closed() -> None:
-    batcher = open_batcher(2, env_args={"close_fault": "hang"})
-    before = signal.signal(signal.SIGALRM, lambda *_: batcher.close())
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        batcher.close()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert not worker_pids()
-
-
 def test_an_error_about_a_hang_has_the_stacks_of_the_worker() -> None:
     with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
         batcher.execute(3, env_info=faults_at(3, 1, "hold_the_lock", 1))
@@ -232,31 +214,6 @@ def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more()
         batcher.execute(3, env_info=faults_at(3, 1, "hang", 1))
         with pytest.raises(WorkerTimeoutError):
             wait_until(lambda: batcher.progress == (3, 3))
-
-
-class LeakingEnv(CountingEnv):
-    """Opens files until no further one may be opened."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if options:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-            with suppress(OSError):
-                self.opened = []
-                while True:
-                    self.opened.append(os.open("/dev/null", os.O_RDONLY))
-        return super().reset(seed=seed, options=options)
-
-
-def test_a_worker_without_a_descriptor_left_says_why_it_ends() -> None:
-    def create_env(seed: int) -> GymEnv:
-        return GymEnv([LeakingEnv()], seed)
-
-    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 1, max_restarts=0) as batcher:
-        batcher.execute(1, env_info={"id": 1})
-        batcher.get()
-        batcher.execute(1, env_info={"id": 1})
-        with pytest.raises(WorkerError, match="Too many open files"):
-            batcher.get()
 
 
 kept: list[EpisodeBatcher] = []

@@ -6,8 +6,7 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,53 +133,29 @@ def test_files_that_environments_leave_open_are_written(tmp_path: Path, start_me
 
 # Processes of environments --------------------------------------------------------------------
 
-SCRIPT = """\
-import gymnasium
-import multiprocessing
-import numpy
-
 METHODS = ["fork", "spawn", "forkserver"]
 
-def double(number, results):
-    results.put(2 * number)
 
-class StartingEnv(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-10, 10, (2,), numpy.int64)
-    action_space = gymnasium.spaces.Discrete(2)
+class StartingEnv(CountingEnv):
+    """Shows how its process starts others."""
 
-    def reset(self, *, seed=None, options=None):
-        results = multiprocessing.Queue()
-        process = multiprocessing.Process(target=double, args=(4, results))
-        process.start()
-        found = [METHODS.index(multiprocessing.get_start_method()), results.get()]
-        process.join()
-        return numpy.array(found), {}
-
-    def step(self, action):
-        return numpy.zeros(2, int), 0.0, True, False, {}
-"""
+    def observation(self) -> Any:
+        return np.array([METHODS.index(multiprocessing.get_start_method())] * 2, np.float32)
 
 
 @pytest.mark.parametrize(
     ("method", "start_method"),
     variants([("spawn", "auto")], [("fork", "spawn"), ("forkserver", "auto")]),
 )
-def test_environments_start_processes_as_the_program_does(
-    as_main: Callable[[str], None], method: str, start_method: str
-) -> None:
-    as_main(SCRIPT)
-    kind = vars(sys.modules["__main__"])["StartingEnv"]
+def test_environments_start_processes_as_the_program_does(method: str, start_method: str) -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(method, force=True)
     try:
-        with open_batcher(kind, start_method=start_method) as batcher:
+        with open_batcher(StartingEnv, start_method=start_method) as batcher:
             batcher.execute(1)
-            found = batcher.get()["frame"][0].tolist()
-        with ParallelEnvManager([kind], seed=1, start_method=start_method) as manager:
-            found += manager.reset()[0]["frame"].tolist()
+            assert batcher.get()["frame"][0, 0].tolist() == [METHODS.index(method)] * 2
     finally:
         multiprocessing.set_start_method(before, force=True)
-    assert found == [[["fork", "spawn", "forkserver"].index(method), 8]] * 2
 
 
 # Deaths ---------------------------------------------------------------------------------------

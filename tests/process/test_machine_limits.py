@@ -8,7 +8,6 @@ from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-import psutil
 import pytest
 from process.watching import n_descriptors, worker_pids
 
@@ -25,14 +24,14 @@ from rlpool import (
 from support.acting_envs import ActingEnv
 from support.agents import StepCounter
 from support.envs import CountingEnv, create_counting
-from support.staying import stays
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def episode_batcher(n_workers: int, **arguments: Any) -> Any:
-    arguments = {"create_agent": StepCounter, "create_env": create_counting, **arguments}
-    return EpisodeBatcher(**{"n_timesteps": 4, "n_slots": 8, **arguments}, n_threads=n_workers)
+def episode_batcher(
+    n_workers: int, create_agent: Any = StepCounter, env_args: Any = None
+) -> EpisodeBatcher:
+    return EpisodeBatcher(4, 8, create_agent, {}, create_counting, env_args or {}, n_workers)
 
 
 OWNERS: list[tuple[Callable[[int], Any], str]] = [
@@ -76,7 +75,7 @@ def test_descriptors_are_counted_before_any_worker_starts() -> None:
 
 def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that cannot be known beforehand, such as those of other processes of the user."""
-    before, start = set(psutil.Process().children()), SpawnProcess.start
+    before, start = worker_pids(), SpawnProcess.start
     numbers = iter([True, False])
 
     def start_one(process: SpawnProcess) -> None:
@@ -89,7 +88,7 @@ def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.Monk
         episode_batcher(2)
     assert "Resource temporarily unavailable" in caught.value.what
     assert "ulimit -u" in caught.value.fix
-    assert all(stays(process) for process in set(psutil.Process().children()) - before)
+    assert worker_pids() == before
 
 
 # The guard ------------------------------------------------------------------------------------
@@ -98,24 +97,17 @@ def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.Monk
 UNGUARDED = """
 from rlpool import *
 from support.agents import StepCounter
-from support.envs import CountingEnv, create_counting
+from support.envs import create_counting
 print("imported", flush=True)
-MAKE
+EpisodeBatcher(4, 8, StepCounter, {}, create_counting, {}, n_threads=2)
 """
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        "EpisodeBatcher(4, 8, StepCounter, {}, create_counting, {}, n_threads=2)",
-        "ParallelEnvManager([CountingEnv] * 2)",
-    ],
-)
 def test_a_missing_guard_is_one_error_and_leaves_no_process(
-    as_main: Callable[[str], None], capfd: pytest.CaptureFixture[str], make: str
+    as_main: Callable[[str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match="__main__"):
-        as_main(UNGUARDED.replace("MAKE", make))
+        as_main(UNGUARDED)
     out, err = capfd.readouterr()
     assert err == ""
     assert 2 <= out.count("imported") <= 3  # here, and in workers

@@ -21,12 +21,11 @@ from rlpool import (
     WorkerStartupError,
 )
 
-from support.agents import StepCounter, Vandal
+from support.agents import Vandal
 from support.envs import (
     CountingEnv,
     EchoEnv,
     assert_same_tensors,
-    counting_trajectories,
 )
 from support.faults import KINDS
 from support.fragile import FragileEnv
@@ -83,19 +82,6 @@ def test_an_agent_may_change_what_it_sees_while_workers_write(tmp_path: Path) ->
     expected = collected(True, create_serial, make_env=FragileEnv)
     assert len(list(tmp_path.iterdir())) == 2
     assert_same_tensors(got, dict(expected.items()))
-
-
-@pytest.mark.promise("I1")
-def test_the_loop_goes_on_without_slow_lanes_and_results_stay_in_order() -> None:
-    # In each round another lane is slow: in step, three slow episodes would take 1.2 s.
-    sleep_ms = torch.tensor([[100, 0, 0], [0, 100, 0], [0, 0, 100]]).flatten()
-    info = {"id": torch.arange(9), "length": torch.full((9,), 4), "sleep_ms": sleep_ms}
-    env_args = {"make_env": SleepyEnv, "n_lanes": 3, "min_ready": 1}
-    with EpisodeBatcher(4, 9, StepCounter, {}, create_manager, env_args, 0, seeds=1) as batcher:
-        start = time.monotonic()
-        batcher.execute(9, env_info=info)
-        assert_same_tensors(batcher.get(), counting_trajectories([4] * 9, list(range(9))))
-        assert time.monotonic() - start < 1.2
 
 
 # By hand --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from process.watching import n_descriptors, worker_pids
+from process.watching import n_descriptors
 from torch import nn
 
 from rlpool import (
@@ -122,17 +122,23 @@ def add_to_value() -> tuple[Callable[[], Any], Callable[[], int]]:
 
 
 @pytest.mark.parametrize("start_method", variants(["auto"], ["spawn"]))
-def test_memory_is_shared_with_workers_and_their_successors(
+def test_memory_is_shared_with_workers_and_their_successors_and_given_back(
     start_method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    add, read = add_to_memory()
-    with open_batcher(add, start_method=start_method) as batcher:
-        assert read() == [1] * 5
-        del add
+    counts = []
+    for _ in range(3):
+        add, read = add_to_memory()
+        with open_batcher(add, start_method=start_method) as batcher:
+            assert read() == [1] * 5
+            del add
+            gc.collect()
+            run_successors(batcher)
+            assert read() == [2] * 5
+        del batcher, read
         gc.collect()
-        run_successors(batcher)
-        assert read() == [2] * 5
+        counts.append(n_descriptors())
+    assert counts[2] == counts[1]
     assert "workers are spawned" not in caplog.text
 
 
@@ -220,17 +226,3 @@ def test_infos_updates_and_evaluated_agents_are_always_copies(n_workers: int) ->
 def test_what_is_inherited_is_refused_by_an_update() -> None:
     with open_batcher(n_threads=0) as batcher, pytest.raises(SpecError, match="info"):
         batcher.update({"what": SPAWN.Value("i", 0)})
-
-
-@pytest.mark.parametrize("share", variants([add_to_memory], [add_to_value]))
-def test_no_set_up_leaves_a_descriptor(share: Callable[[], Any]) -> None:
-    counts = []
-    for _ in range(3):
-        add, read = share()
-        with open_batcher(add):
-            read()
-        del add, read
-        gc.collect()
-        counts.append(n_descriptors())
-    assert counts[2] == counts[1]
-    assert not worker_pids()

@@ -55,8 +55,7 @@ def inside(user: Any, call: Callable[[], Any], gate: Path) -> Iterator[list[Any]
     result: list[Any] = []
     other = threading.Thread(target=lambda: result.append(call()), name="collector")
     other.start()
-    calls = user._lanes if isinstance(user, ParallelEnvManager) else user
-    wait_until(lambda: calls._is_inside)
+    wait_until(lambda: getattr(user, "_lanes", user)._is_inside)
     yield result
     with open(gate, "w"):  # waits for the reader
         pass

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,7 @@ from rlpool import GymEnv, ParallelEnvManager
 
 from support.envs import CountingEnv
 
-_FOREVER_S = 1000.0
-
-WAYS = ("popen", "process", "fork", "grandchild", "with_descriptors")
+WAYS = ("popen", "grandchild", "with_descriptors")
 
 
 class ParentEnv(CountingEnv):
@@ -32,17 +27,7 @@ class ParentEnv(CountingEnv):
     def __init__(self, notes: str, way: str = "popen", ends_it: bool = False) -> None:
         super().__init__()
         self._notes, self._ends_it = Path(notes), ends_it
-        if way == "process":
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
-            child.start()
-            self._note(child.pid)
-        elif way == "fork":
-            pid = os.fork()
-            if pid == 0:
-                time.sleep(_FOREVER_S)
-                os._exit(0)
-            self._note(pid)
-        elif way == "with_descriptors":
+        if way == "with_descriptors":
             self._child = subprocess.Popen(["sleep", "1000"], close_fds=False)
             self._note(self._child.pid)
         elif way == "grandchild":
