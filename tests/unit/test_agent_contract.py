@@ -100,28 +100,21 @@ def test_the_agent_runs_without_gradients_and_may_return_dicts() -> None:
 # Memory that the agent and the library share
 
 
-@pytest.mark.parametrize("order", [("frame", "one", "two"), ("two", "one", "frame")])
-def test_states_and_outputs_may_be_made_of_the_observation_and_of_the_old_state(
-    order: Any,
-) -> None:
-    """A memory of two frames, under keys in any order, beside two parts that change places."""
+@pytest.mark.parametrize("keys", [("past", "a", "b"), ("b", "a", "past")])
+def test_states_and_outputs_may_be_made_of_the_observation_and_of_the_old_state(keys: Any) -> None:
+    """The last frame, beside two parts that change places, under keys in any order."""
 
     def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
         if state is None:
-            nothing = torch.full_like(observation["reward"], -1)
-            state = {f"past_{key}": nothing.clone() for key in order}
-            state |= {"a": zeros(observation), "b": zeros(observation) + 1}
-        frame = observation["frame"][:, 0]
-        new = {"frame": frame, "one": state["past_frame"], "two": state["past_one"]}
+            values = {"past": -1, "a": 0, "b": 1}
+            state = {key: torch.full_like(observation["reward"], values[key]) for key in keys}
         output = {"action": observation["last_action"], "a_again": state["a"]}
         output["frame_again"] = observation["frame"]
-        new = {f"past_{key}": new[key] for key in order}
-        return state, output, {**new, "a": state["b"], "b": state["a"]}
+        new = {"past": observation["frame"][:, 0], "a": state["b"], "b": state["a"]}
+        return state, output, {key: new[key] for key in keys}
 
     trajectories = collect(FunctionAgent(agent))
-    for age, key in enumerate(("frame", "one", "two"), 1):
-        expected = [[max(-1, t - age) for t in range(n)] for n in LENGTHS]
-        assert masked(trajectories, f"past_{key}") == expected
+    assert masked(trajectories, "past") == [[t - 1 for t in range(n)] for n in LENGTHS]
     assert masked(trajectories, "a") == [[t % 2 for t in range(n)] for n in LENGTHS]
     assert masked(trajectories, "b") == [[1 - t % 2 for t in range(n)] for n in LENGTHS]
     for key in ("a", "frame"):

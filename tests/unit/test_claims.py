@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import random
-import signal
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from rlpool.batch.plans import MAX_CLAIM, Claims
-from rlpool.data.storage import Memory
 
 pytestmark = pytest.mark.promise("I1")
 
@@ -45,32 +40,19 @@ def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
     assert sorted(claimed) == list(range(n_episodes))
 
 
-def forked(do: Callable[[], object]) -> int:
-    """Run something in a forked process; returns its id."""
-    if not (pid := os.fork()):
-        do()
-        os._exit(0)
-    return pid
+def test_a_claim_begins_where_those_end_that_were_made_while_it_waited_for_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    control = {"claim": np.zeros((2, 1), np.int64)}
+    others: list[int] = []
+    calls: list[int] = []
 
+    def lockf(fd: int, operation: int) -> None:
+        calls.append(operation)
+        if operation == fcntl.LOCK_EX:
+            others.extend(Claims(control, 99, 0).make(1, 0))
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
-def test_a_claim_waits_for_the_process_that_has_the_lock_until_that_dies() -> None:
-    memory = Memory.shared(4096)
-    claims = Claims({"claim": memory.root().view(np.int64)[:1].reshape(1, 1)}, 9, 0, memory.fd)
-    reader, writer = os.pipe()
-
-    def hold() -> None:
-        fcntl.lockf(memory.fd, fcntl.LOCK_EX)
-        os.write(writer, b".")
-        signal.pause()
-
-    holder = forked(hold)
-    os.read(reader, 1)
-    claimer = forked(lambda: claims.make(0, 0))
-    time.sleep(0.05)
-    assert os.waitpid(claimer, os.WNOHANG) == (0, 0)
-    os.kill(holder, signal.SIGKILL)
-    assert [os.waitpid(pid, 0)[1] for pid in (claimer, holder)] == [0, signal.SIGKILL]
-    assert claims.make(0, 0)[-1] > 0  # what it claimed is seen here
-    os.close(reader)
-    os.close(writer)
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    own = Claims(control, 99, 0, lock_fd=9).make(0, 0)
+    assert calls == [fcntl.LOCK_EX, fcntl.LOCK_UN]
+    assert min(own) == max(others) + 1

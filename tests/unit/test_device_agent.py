@@ -15,7 +15,6 @@ import torch
 from rlpool import Agent, DeviceAgent, DictTensor, EpisodeBatcher, SpecError
 
 from support.agents import (
-    FIRST_STATE,
     GruAgent,
     HistoryAgent,
     InfoEcho,
@@ -71,28 +70,6 @@ def test_copies_act_like_the_original(copied: Callable[[Any], Any]) -> None:
     other = copied(wrapped)
     assert (other.agent is wrapped.agent) == (copied is copy.copy)
     assert_same_tensors(collected(other), expected)
-
-
-class Scaled(DeviceAgent):
-    """A subclass with an argument of its own, which makes its agent and its initial states."""
-
-    def __init__(self, *, scale: int) -> None:
-        super().__init__(StepCounter(), "cpu")
-        self.scale = scale
-
-    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
-        return DictTensor({"steps": torch.full((n,), 17)})
-
-    def __call__(self, *arguments: Any) -> Any:
-        state, output, new_state = super().__call__(*arguments)
-        output["action"].mul_(self.scale)
-        return state, output, new_state
-
-
-def test_a_subclass_has_arguments_and_initial_states_of_its_own() -> None:
-    got = collected(copy.deepcopy(Scaled(scale=3)), 1)
-    assert set(got["steps"][:, 0].tolist()) == {17}
-    assert set(got["action"][:, 0].tolist()) == {3 * (17 + 1 - FIRST_STATE)}
 
 
 def test_the_agent_gets_updates_seeds_and_its_end() -> None:
