@@ -30,6 +30,7 @@ FRAMES = {  # dtype and shape; the first and the last are stored once, the secon
     "vector": (np.float32, (3,)),
     "number": (np.float32, ()),
     "image": (np.uint8, (3, 4)),
+    "stack": (np.uint8, (3, 2, 4)),  # of three frames, and stored as single ones
 }
 
 
@@ -127,6 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
             keys=options.keys,
             storage=options.storage,
             priority_exponent=options.alpha,
+            frame_stack=3 if options.frame == "stack" else None,
         )
 
     def teardown(self) -> None:
@@ -161,7 +163,9 @@ class PoolMachine(RuleBasedStateMachine):
     def frame(self, number: int) -> Any:
         dtype, shape = FRAMES[self.options.frame]
         if dtype is np.uint8:
-            return np.tile(np.array([number], np.int32).view(np.uint8), (3, 1))
+            frames = np.arange(number + 3 - shape[0], number + 3, dtype=np.int32)
+            images = frames.view(np.uint8).reshape(-1, 1, 4)
+            return images.repeat(2, 1) if len(shape) == 3 else images[:, 0]
         return np.full(shape, number, dtype)
 
     def new_frame(self) -> int:
@@ -291,7 +295,11 @@ class PoolMachine(RuleBasedStateMachine):
             number = int(np.argmin([len(sub_pool.kept) for sub_pool in self.sub_pools]))
         sub_pool = self.sub_pools[number]
         s = self.frame(self.new_frame())
-        if follows and sub_pool.last_single is not None:
+        last = sub_pool.last_single
+        if self.options.frame == "stack" and last and last.values["action"] != self.n_frames - 1:
+            follows = False  # what the next stack shows besides was taken since
+        if follows and last is not None:
+            self.n_frames -= self.options.frame == "stack"
             s = sub_pool.last_single.values["_frame"]
             if sub_pool.open is not None and may_go_on:
                 sub_pool.open.goes_on = True
@@ -348,7 +356,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def others(self) -> dict[str, torch.Tensor]:
         """Two steps of other shapes."""
-        return {key: torch.zeros(1, 2) for key in self.stored}
+        return {
+            key: torch.zeros(1, 2, *((3, 5) if key.endswith("frame") else ()))
+            for key in self.stored
+        }
 
     # Drawing ---------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """Pools of stacked observations: what they store, what they take, and what they refuse.
 
-That they hold the bits of whole stacks is for the property test, and windows for those of windows.
+What pools do with stacks besides is for the property test.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,50 @@ def steps(start: int, stop: int, **others: torch.Tensor) -> TemporalDictTensor:
     done = torch.zeros(stop - start, dtype=torch.bool)
     tensors = {"frame": frame[:-1], "_frame": frame[1:], "_done": done, **others}
     return TemporalDictTensor({key: tensor[None] for key, tensor in tensors.items()})
+
+
+def random_episode(rng: Any, length: int, dtype: Any) -> dict[str, Any]:
+    """An episode with stacks of three random frames, some of which are equal by chance."""
+    frames = rng.integers(0, 3, (length + 3, 4)).astype(dtype)
+    if dtype == np.float32:
+        frames[rng.random(length + 3) < 0.2] = np.nan
+    front = rng.integers(3)
+    frames[:2] = [frames[2], np.zeros(4), frames[:2]][front]
+    stacked = np.stack([frames[t : t + 3] for t in range(length + 1)])
+    after = stacked[1:].copy()
+    if rng.random() < 0.3:
+        after[-1] = 0  # some environments give this
+    return {
+        "frame": stacked[:-1],
+        "_frame": after,
+        "hidden": stacked[:-1, -1].astype(np.float64),
+        "number": rng.integers(2**60, size=length),
+        "_done": np.arange(length) == length - 1,
+    }
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_single_frames_give_the_bits_of_whole_stacks(dtype: Any) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        options = {"pool_size": [9, 60][seed % 2], "processes": 1 + seed % 3, "seed": seed}
+        pools = [Pool(**options, frame_stack=stack) for stack in (3, None)]
+        for _ in range(6):
+            parts = [random_episode(rng, rng.integers(1, 7), dtype) for _ in range(3)]
+            row = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+            n_kept = int(rng.integers(1, len(row["number"]) + 1))  # may end within an episode
+            given = {key: torch.from_numpy(values[None]) for key, values in row.items()}
+            for pool in pools:
+                pool.extend(TemporalDictTensor(given, torch.tensor([n_kept])))
+            n = len(pools[0])
+            for look in (
+                *(Pool.transitions, lambda pool, n=n: pool.sample(n)),
+                lambda pool, n=n: pool.sample_sequences(n, 4),
+            ):
+                found, expected = map(look, pools)
+                assert set(found) == set(expected)
+                for key in expected:
+                    assert found[key].numpy().tobytes() == expected[key].numpy().tobytes(), key
 
 
 def test_only_observations_of_several_dimensions_are_stacks() -> None:

@@ -23,7 +23,6 @@ from support.agents import BinaryAgent
 from support.vector_envs import ArrayEnv, Noted
 
 N_LANES = 3
-RESTARTING = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
 
 
 def create_arrays(
@@ -52,37 +51,38 @@ class Uneven(ArrayEnv):
         super()._begin(lane, 2 * lane + 1)
 
 
-@pytest.mark.parametrize("n_slots", [2, 20])
-@pytest.mark.parametrize("mode", RESTARTING)
-def test_a_lane_that_is_ready_takes_the_next_episode(mode: AutoresetMode, n_slots: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (AutoresetMode.SAME_STEP, [1, 3, 1, 1, 1, 3, 1, 1, 1]),
+        # A step without an episode follows each of them.
+        (AutoresetMode.NEXT_STEP, [1, 3, 1, 1, 3, 1, 1, 3, 1]),
+    ],
+)
+def test_a_lane_that_is_ready_takes_the_next_episode(
+    mode: AutoresetMode, expected: list[int]
+) -> None:
     def create(seed: int) -> VectorGymEnv:
         return VectorGymEnv(Uneven(2, mode, "all"), seed, seeding="request")
 
-    with EpisodeBatcher(8, n_slots, BinaryAgent, {}, create, n_threads=0) as batcher:
-        for _ in range(2):
-            batcher.execute(9)
-            lengths = batcher.get().lengths.tolist()
-            if mode is AutoresetMode.SAME_STEP:
-                assert lengths == [1, 3, 1, 1, 1, 3, 1, 1, 1]
-            else:  # a step without an episode follows each of them
-                assert lengths == [1, 3, 1, 1, 3, 1, 1, 3, 1]
+    for n_slots in (2, 20):
+        with EpisodeBatcher(8, n_slots, BinaryAgent, {}, create, n_threads=0) as batcher:
+            for _ in range(2):
+                batcher.execute(9)
+                assert batcher.get().lengths.tolist() == expected
 
 
 @pytest.mark.parametrize(
-    ("n_slots", "env_info", "words", "fix"),
-    [
-        (40, {"length": [2, 2, 3]}, r"env_info\['length'\] has different rows", "GymEnv"),
-        (2, None, "n_slots is 2", "n_slots=3"),
-    ],
+    ("n_slots", "env_info", "named"),
+    [(40, {"length": [2, 2, 3]}, r"env_info\['length'\]"), (2, None, "n_slots")],
 )
 def test_what_lanes_that_are_reset_together_cannot_run_is_refused_by_execute(
-    n_slots: int, env_info: Any, words: str, fix: str
+    n_slots: int, env_info: Any, named: str
 ) -> None:
     with EpisodeBatcher(8, n_slots, BinaryAgent, {}, create_arrays, n_threads=0) as batcher:
         batcher.execute(2)
-        with pytest.raises(SpecError, match=words) as caught:
+        with pytest.raises(SpecError, match=named):
             batcher.execute(3, env_info=env_info)
-        assert fix in caught.value.fix
         assert batcher.get() is not None
 
 
@@ -98,27 +98,21 @@ def test_lanes_that_never_end_by_themselves_are_reset_together() -> None:
     assert len({seed for seed, _ in noted.resets}) == 3
 
 
-@pytest.mark.parametrize(
-    ("mode", "seeds", "seeding"),
-    [(AutoresetMode.DISABLED, "unmasked", None), (None, "all", "request")],
-)
-def test_lanes_that_never_restart_are_refused(mode: Any, seeds: str, seeding: Any) -> None:
-    def create(seed: int) -> Any:
-        return VectorGymEnv(ArrayEnv(3, mode, seeds), seed, seeding=seeding)
-
+def test_lanes_that_never_restart_are_refused() -> None:
+    create = lambda: VectorGymEnv(ArrayEnv(3, None, "all"), seeding="request")  # noqa: E731
     with EpisodeBatcher(8, 40, BinaryAgent, {}, create, n_threads=0) as batcher:
         batcher.execute(3)
-        with pytest.raises(EnvSpecError, match="do not restart by themselves") as caught:
+        with pytest.raises(EnvSpecError, match="restart"):
             batcher.get()
-        assert "AutoresetMode.NEXT_STEP" in caught.value.fix
 
 
 # Windows and reset()/step() -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("mode", RESTARTING)
-def test_reset_and_step_with_tensors(mode: Any, restarts: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "restarts"), [(AutoresetMode.NEXT_STEP, True), (AutoresetMode.SAME_STEP, False)]
+)
+def test_reset_and_step_with_tensors(mode: AutoresetMode, restarts: bool) -> None:
     vec = create_arrays(3, mode.value, auto_reset=restarts)
     for _ in range(2):
         (observation, running), steps = vec.reset(), torch.zeros(3, dtype=torch.int64)
@@ -140,6 +134,5 @@ def test_a_lane_cannot_be_reset_alone() -> None:
     vec.reset_all_next()
     vec.reset_lanes([0, 2], [7, 7], [None, None])
     vec.step_lanes([0, 2], {"action": np.zeros(3, np.int64)})
-    with pytest.raises(LaneError) as caught:
+    with pytest.raises(LaneError):
         vec.reset_lanes([2], [8], [None])
-    assert "cannot reset single lanes" in str(caught.value.__cause__)
