@@ -11,15 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from rlpool import (
-    Agent,
-    DictTensor,
-    GymEnv,
-    GymEnvInf,
-    ParallelEnvManager,
-    VecEnv,
-    VectorGymEnv,
-)
+from rlpool import Agent, DictTensor, VecEnv, VectorGymEnv
 
 from support.vector_envs import OwnVectorEnv
 
@@ -38,15 +30,13 @@ class TellingEnv(gymnasium.Env[Any, Any]):
     """An episode of 3, 4 or 5 steps.
 
     Args:
-        refuses: Whether masked actions raise.
         extra: More for the info of every step.
     """
 
     observation_space = spaces.Box(0, 10, (1,))
     action_space = spaces.Discrete(1000)
 
-    def __init__(self, refuses: bool = False, extra: Any = None) -> None:
-        self._refuses = refuses
+    def __init__(self, extra: Any = None) -> None:
         self._extra = extra or {}
         self.n_resets = 0
 
@@ -58,8 +48,6 @@ class TellingEnv(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), {"task": 7, "action_mask": self.mask.copy()}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._refuses and not self.mask[action]:
-            raise ValueError(f"action {action} is masked")
         self.t += 1
         self.mask[self.t % 3], self.mask[(self.t + 1) % 3] = 0, 1
         has_ended = self.t == self.length
@@ -90,26 +78,17 @@ class MaskedAgent(Agent):
 
 
 def create_telling(
-    seed: int, kind: str = "gym", restarts: bool = False, refuses: bool = False, **extra: Any
+    seed: int, kind: str = "DISABLED", restarts: bool = False, **extra: Any
 ) -> VecEnv:
     """Four lanes of telling environments.
 
     Args:
-        seed: See ``GymEnv``.
-        kind: ``"gym"``, ``"manager"``, or the name of an autoreset mode of a vector environment:
-            with ``"DISABLED"`` lanes are reset one by one, else together.
+        seed: See ``VectorGymEnv``.
+        kind: The name of an autoreset mode: with ``"DISABLED"`` lanes are reset one by one, else
+            together.
         restarts: Whether lanes restart in windows.
-        refuses: See ``TellingEnv``.
         extra: See ``TellingEnv``.
     """
-    make = partial(TellingEnv, refuses, extra)
-    keys = KEYS
-    if kind == "gym":
-        return (GymEnvInf if restarts else GymEnv)([make() for _ in range(4)], seed, info_keys=keys)
-    if kind == "manager":
-        return ParallelEnvManager(
-            [make] * 4, envs_per_worker=2, seed=seed, info_keys=keys, auto_reset=restarts
-        )
-    vector = OwnVectorEnv([make] * 4, AutoresetMode[kind])
+    vector = OwnVectorEnv([partial(TellingEnv, extra)] * 4, AutoresetMode[kind])
     seeding: Any = "episode" if kind == "DISABLED" else "request"
-    return VectorGymEnv(vector, seed, seeding=seeding, info_keys=keys, auto_reset=restarts)
+    return VectorGymEnv(vector, seed, seeding=seeding, info_keys=KEYS, auto_reset=restarts)
