@@ -10,11 +10,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from rlpool import Batcher, GymEnv, GymEnvInf, TemporalDictTensor, VectorGymEnv
+from rlpool import GymEnv, GymEnvInf, VectorGymEnv
 
-from support.fragile import FragileEnv, RecurrentAgent
-
-MODES = tuple(AutoresetMode)
+from support.fragile import FragileEnv
 
 
 class ArrayEnv(VectorEnv[Any, Any, Any]):
@@ -144,39 +142,10 @@ class Noted(VectorWrapper):  # type: ignore[type-arg]
         return super().step(actions)
 
 
-def windows(
-    create_env: Any,
-    counts: Sequence[int],
-    n_timesteps: int = 8,
-    *,
-    create_agent: Any = RecurrentAgent,
-    n_threads: int = 0,
-    env_info: Any = None,
-    **env_args: Any,
-) -> list[TemporalDictTensor | None]:
-    """Windows of a ``Batcher``: ``counts`` of them after each of some resets."""
-    with Batcher(
-        n_timesteps,
-        create_agent=create_agent,
-        create_env=create_env,
-        env_args=env_args,
-        n_threads=n_threads,
-        seeds=5,
-    ) as batcher:
-        found = []
-        for n_windows in counts:
-            batcher.reset(env_info=env_info)
-            for _ in range(n_windows):
-                batcher.execute()
-            found += [batcher.get() for _ in range(n_windows)]
-        return found
-
-
 def create_lanes(
     seed: int,
     over: str = "own",
     n_lanes: int = 3,
-    mode: str = "Disabled",
     restarts: bool = False,
     kind: Any = FragileEnv,
     **arguments: Any,
@@ -185,10 +154,8 @@ def create_lanes(
 
     Args:
         seed: See ``VectorGymEnv``.
-        over: ``"gym"`` for a ``GymEnv``; ``"own"`` and ``"array"`` for the vector environments;
-            ``"raw"`` for one that is not wrapped.
+        over: ``"gym"`` for a ``GymEnv``; ``"own"`` for a vector environment.
         n_lanes: Number of lanes.
-        mode: ``AutoresetMode`` of the vector environment.
         restarts: Whether lanes of windows restart on their own.
         kind: The single environment.
         **arguments: Of ``kind``.
@@ -197,10 +164,5 @@ def create_lanes(
     if over == "gym":
         envs = [make() for make in fns]
         return (GymEnvInf if restarts else GymEnv)(envs, seed)
-    if over == "array":
-        env: Any = ArrayEnv(n_lanes, AutoresetMode(mode))
-    else:
-        env = OwnVectorEnv(fns, mode)
-    if over == "raw":
-        return env
+    env = OwnVectorEnv(fns, "Disabled")
     return VectorGymEnv(env, seed, seeding="episode", auto_reset=restarts)
