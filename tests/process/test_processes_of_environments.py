@@ -95,22 +95,19 @@ def test_environments_that_end_their_processes_are_not_disturbed(notes: Path) ->
 
 
 CALLER = """
-import os, signal, sys, time
+import sys, time
 from rlpool import EpisodeBatcher
 from support.agents import ConstantAgent
-from support.parents import create_env, open_manager
+from support.parents import WAYS, create_env
 
-def main(notes, owner, ways, start_method="auto"):
+def main(notes, start_method):
     opened = []
-    for way in ways.split(","):
+    for way in WAYS:
         env_args = {"notes": notes, "way": way}
-        if owner == "manager":
-            opened.append(open_manager(start_method, **env_args))
-        else:
-            opened.append(EpisodeBatcher(
-                4, 8, ConstantAgent, {}, create_env, env_args,
-                n_threads=2, seeds=1, start_method=start_method,
-            ))
+        opened.append(EpisodeBatcher(
+            4, 8, ConstantAgent, {}, create_env, env_args,
+            n_workers=2, seeds=1, start_method=start_method,
+        ))
     print("there", flush=True)
     time.sleep(1000)
 
@@ -120,28 +117,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("owner", "start_method", "ways", "number"),
-    variants(
-        [("batcher", "auto", WAYS, signal.SIGKILL)],
-        [
-            ("batcher", "spawn", WAYS, signal.SIGTERM),
-            ("manager", "auto", WAYS, signal.SIGINT),
-            ("manager", "spawn", ("popen", "with_descriptors"), signal.SIGKILL),
-        ],
-    ),
+    ("start_method", "number"),
+    variants([("auto", signal.SIGKILL)], [("spawn", signal.SIGTERM), ("auto", signal.SIGINT)]),
 )
 def test_what_environments_started_ends_with_a_worker_whose_caller_is_busy_and_with_the_caller(
-    run_script: Callable[..., Script],
-    notes: Path,
-    owner: str,
-    start_method: str,
-    ways: tuple[str, ...],
-    number: signal.Signals,
+    run_script: Callable[..., Script], notes: Path, start_method: str, number: signal.Signals
 ) -> None:
-    script = run_script(CALLER, str(notes), owner, ",".join(ways), start_method)
+    script = run_script(CALLER, str(notes), start_method)
     script.wait_for_line("there")
     children = started(notes)
-    assert len(children) == 2 * len(ways)
+    assert len(children) == 2 * len(WAYS)
     workers = [
         process
         for process in script.family
@@ -151,7 +136,7 @@ def test_what_environments_started_ends_with_a_worker_whose_caller_is_busy_and_w
     for worker in workers[::2]:
         worker.kill()
     # It does nothing of rlpool, and learns of no death.
-    wait_until(lambda: sum(map(is_running, children)) == len(ways), GONE_S)
+    wait_until(lambda: sum(map(is_running, children)) == len(WAYS), GONE_S)
     assert script.returncode is None
     script.signal(number)
     assert_gone(children, time.monotonic())

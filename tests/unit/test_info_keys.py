@@ -146,10 +146,11 @@ def one(keys: Any, extra: Any = None) -> Any:
         (["x"], True, torch.float32, 1),
         (["x"], 0.1, torch.float32, np.float32(0.1)),
         (["x"], None, torch.float32, 0),
+        (["x/y/z"], {"y": {"z": 3}}, torch.float32, 3),
     ],
 )
 def test_values_and_dtypes(keys: Any, given: Any, dtype: torch.dtype, stored: Any) -> None:
-    value = one(keys, {"x": given})["x"][0]
+    value = one(keys, {"x": given})[next(iter(keys))][0]
     assert value.dtype == dtype
     np.testing.assert_array_equal(value.numpy(), stored)
 
