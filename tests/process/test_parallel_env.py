@@ -21,7 +21,6 @@ from rlpool import (
     WorkerStartupError,
 )
 
-from support.agents import Vandal
 from support.envs import (
     CountingEnv,
     EchoEnv,
@@ -37,6 +36,7 @@ from support.parallel import (
     no_actions,
     open_manager,
 )
+from support.scripted import ScriptedAgent
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(60)]
 
@@ -72,7 +72,8 @@ def test_an_agent_may_change_what_it_sees_while_workers_write(tmp_path: Path) ->
         lengths, faults = 2 + torch.arange(20) % 7, torch.zeros(20, dtype=torch.int64)
         faults[[4, 11]] = KINDS.index("sigkill")
         env_info = {"length": lengths, "fault": faults, "fault_step": 1}
-        agent, env_args = partial(Vandal, spares), {"n_lanes": 3, **env_args}
+        acts = FragileEnv.action_space, None, 1, "state", False, not spares
+        agent, env_args = partial(ScriptedAgent, *acts), {"n_lanes": 3, **env_args}
         with EpisodeBatcher(16, 24, agent, {}, create_env, env_args, 0, seeds=1) as batcher:
             batcher.execute(20, {"gain": torch.arange(20)}, env_info)
             return batcher.get()

@@ -156,35 +156,3 @@ class FunctionAgent(Agent):
 
     def __call__(self, state, observation, agent_info=None, history=None):
         return self.function(state, observation, agent_info, history)
-
-
-class Vandal(Agent):
-    """Acts by all that it sees, and overwrites it.
-
-    Args:
-        spares: Whether it leaves it as it is.
-        history: Whether it wants the history.
-    """
-
-    n_noise = 1
-
-    def __init__(self, spares: bool = False, history: bool = False) -> None:
-        self.spares, self.history = spares, history
-
-    def require_history(self) -> bool:
-        return self.history
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        state = state or DictTensor({"sum": zeros(observation)})
-        first = DictTensor({"sum": state["sum"].clone()})
-        seen = 2 * observation["frame"][:, 0] + 3 * observation["last_action"] + state["sum"]
-        seen = seen + 2 * agent_info["gain"] + 5 * observation["noise"][:, 0].round()
-        if history is not None:
-            seen = seen + history["frame"][..., 0].sum(1) + history["action"].sum(1)
-        action = seen.long() % 7
-        new = DictTensor({"sum": state["sum"] + action})
-        if not self.spares:
-            for part in (observation, agent_info, history or {}, state):
-                for key in list(part.keys()):
-                    part[key].fill_(1)
-        return first, DictTensor({"action": action}), new
