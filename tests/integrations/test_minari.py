@@ -197,59 +197,55 @@ def test_an_environment_that_json_cannot_describe_is_written_without_its_spec(
 # Datasets of others ------------------------------------------------------------------------------
 
 
-def collected(env: gym.Env[Any, Any], n: int, **options: Any) -> tuple[Any, list[Any]]:
-    """A dataset of Minari's own collector, and what the environment returned."""
+def collected(env: gym.Env[Any, Any], n: int, **options: Any) -> Any:
+    """A dataset of Minari's own collector."""
     pytest.importorskip("jax", reason="Minari's own collector needs jax")
-    told = []
     with warnings.catch_warnings():
         # The collector drops folders that it has made without removing them.
         warnings.simplefilter("ignore", ResourceWarning)
         collector = minari.DataCollector(env, record_infos=True, **options)
         for _ in range(n):
-            steps: list[Any] = [(*collector.reset(), None)]
-            while steps[-1][-1] is None or not any(steps[-1][-1][2:]):
-                action = collector.action_space.sample()
-                observation, *rest, info = collector.step(action)
-                steps.append((observation, info, (action, *rest)))
-            told.append(steps)
+            collector.reset()
+            is_over = False
+            while not is_over:
+                _, _, *flags, _ = collector.step(collector.action_space.sample())
+                is_over = any(flags)
         with pytest.warns(UserWarning, match="is set to None"):
             dataset = collector.create_dataset("others/random-v0")
         collector.close()
         del collector
         gc.collect()
-    return dataset, told
+    return dataset
 
 
 @pytest.mark.filterwarnings("ignore:env_spec is None")
 @pytest.mark.parametrize("data_format", FORMATS)
 def test_a_dataset_of_minaris_collector_is_read(data_format: str) -> None:
-    dataset, told = collected(Drift("dict", limit=5), 4, data_format=data_format)
+    dataset = collected(Drift("dict", limit=5), 4, data_format=data_format)
     got = from_minari(dataset)
-    assert got.lengths.tolist() == [len(steps) - 1 for steps in told]
     metadata = list(dataset.storage.get_episode_metadata(range(4)))
     assert [seed % 2**64 for seed in got.info["seed"].tolist()] == [m["seed"] for m in metadata]
-    for row, steps in enumerate(told):
-        for t, (observation, info, taken) in enumerate(steps[1:]):
-            before, before_info, _ = steps[t]
-            action, reward, terminated, truncated = taken
-            wanted = {
-                "place": before["place"],
-                "_place": observation["place"],
-                "_number": observation["number"],
-                "action": action,
-                "_reward": np.float32(reward),
-                "_terminated": terminated,
-                "_truncated": truncated,
-                "_done": terminated or truncated,
-                "initial_state": t == 0,
-                "_cost": info["cost"],
-            }
-            if data_format == "hdf5":  # Minari does not read nested ones of the other format
-                wanted["_score/total"] = info["score"]["total"]
-                wanted["score/both"] = before_info["score"]["both"]
-            for key, value in wanted.items():
-                np.testing.assert_array_equal(got[key][row, t].numpy(), value, key)
-        assert not got["_done"][row, len(steps) - 1 :].any()
+    for row, episode in enumerate(dataset.iterate_episodes()):
+        n, seen, infos = len(episode), episode.observations, episode.infos
+        assert got.lengths[row] == n
+        wanted = {
+            "place": seen["place"][:-1],
+            "_place": seen["place"][1:],
+            "_number": seen["number"][1:],
+            "action": episode.actions,
+            "_reward": np.float32(episode.rewards),
+            "_terminated": episode.terminations,
+            "_truncated": episode.truncations,
+            "_done": episode.terminations | episode.truncations,
+            "initial_state": np.arange(n) == 0,
+            "_cost": infos["cost"][1:],
+        }
+        if data_format == "hdf5":  # Minari does not read nested ones of the other format
+            wanted["_score/total"] = infos["score"]["total"][1:]
+            wanted["score/both"] = infos["score"]["both"][:-1]
+        for key, values in wanted.items():
+            np.testing.assert_array_equal(got[key][row, :n].numpy(), values, key)
+        assert not got["_done"][row, n:].any()
 
 
 def test_a_part_of_a_dataset_is_read() -> None:
