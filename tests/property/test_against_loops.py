@@ -131,9 +131,9 @@ class Script:
                     self.take()
                 elif not has_failed:
                     info = env_info = None
-                    if self.rng.random() < 0.2:
+                    if self.rng.random() < 0.4:
                         info = self.agent_info(n_lanes, self.by_hand.env_info)
-                    elif self.rng.random() < 0.2:
+                    elif self.rng.random() < 0.4:
                         env_info = self.later_env_info(n_lanes)
                     self.log.append(("execute", info, env_info))
                     self.batcher.execute(info, env_info)
@@ -291,7 +291,7 @@ class Script:
         rng, info = self.rng, {}
         if "id" in env_info and rng.random() < 0.5:
             info["id"] = env_info["id"]
-        if rng.random() < 0.3:
+        if rng.random() < 0.5:
             info["gain"] = np.array([[rng.random()] * 2 for _ in range(n)], np.float64)
         return info
 

@@ -5,7 +5,7 @@ All of them are classes at module level, so that worker processes can unpickle t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -18,6 +18,9 @@ from rlpool import GymEnv, GymEnvInf
 
 COUNTING_SPACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 MANY = 1_000_000
+
+Script = Mapping[tuple[int, int], Callable[[], Any]]
+NOTHING: Script = {}
 
 FIRST_STATE = 10
 """What ``support.agents.StepCounter`` counts from: not 0, which is what padding is."""
@@ -33,6 +36,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         length: Steps of an episode.
         number: The id, without options.
         ends: How an episode ends, one of ``ENDS``.
+        script: ``{(id, step): function}``: what to do in a step of an episode, -1 for its reset.
     """
 
     ENDS = ("terminated", "truncated", "both")
@@ -40,9 +44,11 @@ class CountingEnv(gymnasium.Env[Any, Any]):
     observation_space = COUNTING_SPACE
     action_space = spaces.Discrete(MANY)
 
-    def __init__(self, length: int = 3, number: int = 0, ends: str = "terminated") -> None:
+    def __init__(
+        self, length: int = 3, number: int = 0, ends: str = "terminated", script: Script = NOTHING
+    ) -> None:
         self.default = {"length": length, "id": number, "ends": self.ENDS.index(ends)}
-        self.t = 0
+        self.t, self.script = 0, script
         self.is_closed = False
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -51,14 +57,20 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.length, self.number = int(given["length"]), int(given["id"])
         self.ends = self.ENDS[int(given["ends"])]
         self.t = 0
+        self.follow_script(-1)
         return self.observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.follow_script(self.t)
         self.t += 1
         is_over = self.t >= self.length
         terminated = is_over and self.ends in ("terminated", "both")
         truncated = is_over and self.ends in ("truncated", "both")
         return self.observation(), 100.0 * self.number + self.t, terminated, truncated, {}
+
+    def follow_script(self, step: int) -> None:
+        if (self.number, step) in self.script:
+            self.script[self.number, step]()
 
     def observation(self) -> Any:
         return np.array([self.t, self.number], np.float32)
@@ -243,34 +255,6 @@ class InfoEnv(CountingEnv):
     def reset(self, *, seed: Any = None, options: Any = None, env_info: Any = None) -> Any:
         self.infos.append(env_info)
         return super().reset(seed=seed, options=env_info)
-
-
-class FailingEnv(CountingEnv):
-    """Raises in ``step`` or ``reset`` of the episode whose id is ``fails_at``.
-
-    Args:
-        error: What is raised.
-        call: ``"reset"`` or ``"step"``.
-        fails_at: Id of the failing episode.
-        step: The failing step, 0-based.
-    """
-
-    def __init__(
-        self, error: Any, call: str = "step", fails_at: int = 1, step: int = 0, length: int = 3
-    ) -> None:
-        super().__init__(length)
-        self.error, self.call, self.fails_at, self.fails_in = error, call, fails_at, step
-
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        result = super().reset(**arguments)
-        if (self.call, self.fails_at) == ("reset", self.number):
-            raise self.error
-        return result
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if (self.call, self.fails_at, self.fails_in) == ("step", self.number, self.t):
-            raise self.error
-        return super().step(action)
 
 
 # Functions for create_env --------------------------------------------------------------------
