@@ -82,23 +82,16 @@ def arguments(at, phase, kind):
         part["fault" if phase.startswith("create") else "close_fault"] = kind
     return create_agent, agent_args, create_env, env_args, 1, 1
 
-def infos(phase, kind, n_rows, **columns):
-    # The last row is struck: by its environment or by its agent.
-    struck, plain = (
-        faults_at(n_rows, n_rows - 1, k, {"reset": -1}.get(phase, 2), **columns)
-        for k in (kind, "none")
-    )
-    is_env = phase in ("reset", "step")
-    return {"env_info": struck if is_env else plain, "agent_info": plain if is_env else struck}
-
 def episodes(at, phase, kind, start_method):
     batcher = EpisodeBatcher(4, 6, *arguments(at, phase, kind), start_method=start_method)
     if phase == "update":
         batcher.update(kind)
-    # More episodes than slots, longer than slots: some are being drained.
+    # More episodes than slots, longer than slots: some are being drained. The last one is struck.
     hit = kind if phase in ("reset", "step", "agent") else "none"
     length = 2_000_000 if phase == "busy" else 9
-    batcher.execute(9, **infos(phase, hit, 9, length=length))
+    plain = faults_at(9, 8, "none", 2, length=length)
+    struck = faults_at(9, 8, hit, -1 if phase == "reset" else 2, length=length)
+    batcher.execute(9, *((struck, plain) if phase == "agent" else (plain, struck)))
     if phase == "queued":
         batcher.execute(9)
         rest(at)

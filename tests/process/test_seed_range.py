@@ -10,18 +10,13 @@ import torch
 from gymnasium import spaces
 
 from rlpool import (
-    AGENT_ARCHS,
     DictTensor,
     GymEnvInf,
-    Learner,
     ParallelEnvManager,
     Pool,
-    make_env,
-    make_parallel_env,
 )
 
 from support.envs import CountingEnv
-from support.meta import MarkovActor, Storage
 
 pytestmark = pytest.mark.promise("I2")
 
@@ -47,13 +42,6 @@ class SeenSeedEnv(CountingEnv):
 
     def observation(self) -> Any:
         return np.array([self.episode_seed])
-
-
-class SeenSeedTrialEnv(SeenSeedEnv):
-    """May be part of a trial."""
-
-    observation_space = spaces.Box(0, 2**31 - 1, (1,), np.float64)
-    max_episode_steps = 2
 
 
 class OldSeenSeedEnv:
@@ -120,14 +108,3 @@ def test_episodes_of_a_pool_have_short_seeds_in_both_protocols() -> None:
         states, _, next_states, _, _ = pool.get_pool()
     assert next_states.tolist() == states.tolist()
     check_all_differ(sorted(set(states.flatten().tolist())), 8)
-
-
-def test_learners_have_short_seeds() -> None:
-    for parallel in (False, True):
-        storage, make = Storage(), make_parallel_env if parallel else make_env
-        arguments = (2, 2) if parallel else (2,)
-        with make(SeenSeedTrialEnv, *arguments, seed=2**40) as env:
-            learner = Learner(MarkovActor(2), storage, env, None, AGENT_ARCHS.Memory_Markov, seed=1)
-            for n in (5, 6):
-                learner.collect_rollouts_parallel(n, True, parallel_env=env if parallel else None)
-        check_all_differ([int(seen[0][0]) for seen, *_ in storage.episodes], 11)

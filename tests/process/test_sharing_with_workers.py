@@ -23,7 +23,6 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     ParallelEnvManager,
-    Pool,
     SpecError,
     WorkerStartupError,
     evaluate,
@@ -48,20 +47,6 @@ class SharingEnv(CountingEnv):
     def __init__(self, share: Callable[[], Any] = nothing) -> None:
         super().__init__(length=2)
         share()
-
-
-class SharingPolicy:
-    """Calls a function when it arrives."""
-
-    def __init__(self, share: Callable[[], Any]) -> None:
-        self.share = share
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.share()
-
-    def __call__(self, state: Any) -> int:
-        return 0
 
 
 def create_env(seed: int, share: Callable[[], Any] = nothing) -> GymEnv:
@@ -157,7 +142,7 @@ def test_queues_locks_values_and_pipes_reach_workers_that_are_spawned_for_it(
 
 
 @pytest.mark.slow
-def test_managers_and_pools_take_what_is_inherited_too() -> None:
+def test_managers_take_what_is_inherited_too() -> None:
     value = SPAWN.Value("i", 0)
 
     def add() -> None:
@@ -165,9 +150,6 @@ def test_managers_and_pools_take_what_is_inherited_too() -> None:
 
     with ParallelEnvManager([partial(SharingEnv, add)] * 2):
         assert value.value == 2
-    with Pool([CountingEnv()], pool_size=8, policy=SharingPolicy(add)) as pool:
-        pool.store()
-        assert value.value >= 3
 
 
 def test_what_only_forks_inherit_is_refused_with_the_fix() -> None:
