@@ -100,27 +100,6 @@ def test_views_travel_as_arguments_and_through_pipes_and_queues(method: str, sto
         each.join_thread()
 
 
-def pass_on(pipe: Connection) -> None:
-    array = pipe.recv()
-    with in_forked(write_ones, pickle.dumps(array[1])):
-        pass
-    pipe.send(array)
-    pipe.recv()
-
-
-def write_ones(pipe: Connection, sent: bytes) -> None:
-    pickle.loads(sent)[...] = 1
-
-
-def test_a_receiver_can_pass_an_array_on() -> None:
-    array = Array((3, 2), "int64", storage="shared")
-    with in_forked(pass_on) as pipe:
-        pipe.send(array[1:])
-        pipe.recv()[0] = 6
-        pipe.send("done")
-    assert array.to_ndarray().tolist() == [[0, 0], [6, 6], [1, 1]]
-
-
 # The end ------------------------------------------------------------------------------------------
 
 OWNER = """

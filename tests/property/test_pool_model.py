@@ -534,5 +534,5 @@ def _empty(shape: tuple[int, int], feature: tuple[int, ...], dtype: Any, layout:
     return np.empty((2 * n, 2 * n_timesteps, *feature), dtype)[::2, ::2]
 
 
-PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestPool = PoolMachine.TestCase

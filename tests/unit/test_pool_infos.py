@@ -9,11 +9,9 @@ import torch
 
 from rlpool import (
     Agent,
-    Batcher,
     DictTensor,
     EpisodeBatcher,
     GymEnv,
-    GymEnvInf,
     Pool,
     SpecError,
     TemporalDictTensor,
@@ -47,10 +45,6 @@ class TunedAgent(torch.nn.Module, Agent):
 
 def create_env(seed: int) -> GymEnv:
     return GymEnv([CountingEnv(length=5) for _ in range(2)], seed)
-
-
-def create_windows(seed: int) -> GymEnv:
-    return GymEnvInf([CountingEnv(length=5) for _ in range(2)], seed)
 
 
 N = 6
@@ -91,26 +85,6 @@ def test_samples_sequences_and_replays_have_what_is_kept(
                 assert torch.equal(replayed["shift"], sequences["shift"])
             replayed["score"].sum().backward()
             assert agent.weight.grad
-
-
-def test_windows_have_them_per_lane() -> None:
-    with Batcher(
-        n_timesteps=4,
-        create_agent=TunedAgent,
-        create_env=create_windows,
-        n_threads=0,
-        seeds=1,
-    ) as batcher:
-        pool = Pool(pool_size=100, info_keys=["agent_info"])
-        batcher.reset(agent_info={"gain": [1.0, 2.0], "shift": torch.ones(2, 3)})
-        for _ in range(3):
-            batcher.execute()
-            window: Any = batcher.get()
-            pool.extend(window)
-    sequences = pool.sample_sequences(10, 4)
-    score = replay_agent(TunedAgent(), sequences)["score"].detach()
-    assert torch.equal(score, sequences["score"])
-    assert set(sequences.info["agent_info/gain"].tolist()) == {1.0, 2.0}
 
 
 def test_what_is_missing_is_named(episodes: Any) -> None:

@@ -16,18 +16,13 @@ import rlpool
 from rlpool import (
     Agent,
     DictTensor,
-    EpisodeBatcher,
     EpisodeStatistics,
     GymEnv,
-    Pool,
     SpecError,
     TemporalDictTensor,
     replay_agent,
 )
 from rlpool.testing import CountingEnv
-
-from support.agents import ConstantAgent
-from support.envs import create_counting
 
 B, T, N = 3, 4, 5
 """Rows, steps, features: no two are equal, so that every wrong shape can be told."""
@@ -69,7 +64,7 @@ def is_one_column(shape: Any) -> bool:
 
 
 def is_one_number(shape: Any) -> bool:
-    return shape.numel() == 1
+    return bool(shape.numel() == 1)
 
 
 def broadcasts_to_rows(shape: Any) -> bool:
@@ -103,27 +98,10 @@ def replays(n_rows: int, state: str) -> Case:
     return Case(call, fitting, also)
 
 
-def execute(agent_info: Tensor, env_info: Tensor) -> None:
-    with EpisodeBatcher(4, 4, ConstantAgent, {}, create_counting, n_threads=0) as batcher:
-        batcher.execute(B, {"x": agent_info}, {"y": env_info})
-
-
 def step(action: Tensor) -> None:
     env = GymEnv([CountingEnv(n_actions=B) for _ in range(B)], 0)
     env.reset()
     env.step(DictTensor({"action": action}))
-
-
-def add_transition(s: Tensor, next_s: Tensor, r: Tensor, done: Tensor) -> None:
-    with Pool(pool_size=4, processes=1) as pool:
-        pool.pool(s, 0, next_s, r, done)
-
-
-def update_priorities(index: Tensor, priorities: Tensor) -> None:
-    with Pool(pool_size=4, processes=1, priority_exponent=0.5) as pool:
-        for _ in range(B):
-            pool.pool([0.0], 0, [1.0], 1.0, False)
-        pool.update_priorities(index, priorities)
 
 
 def update_statistics(reward: Tensor, done: Tensor, start: Tensor, episode: Tensor) -> None:
@@ -188,18 +166,7 @@ CASES = {
         {"reward": STEPS, "done": IS_END, "start": IS_END, "episode": ROW},
         ONE_PER_STEP,
     ),
-    "EpisodeBatcher.execute": Case(
-        execute,
-        {"agent_info": ROWS, "env_info": ROW},
-        {"agent_info": starts_with(B), "env_info": lambda shape: shape[:1] in [(), (B,)]},
-    ),
     "GymEnv.step": Case(step, {"action": ROW}),
-    "Pool.pool": Case(
-        add_transition,
-        {"s": ROWS, "next_s": ROWS, "r": torch.rand(()), "done": torch.tensor(False)},
-        dict.fromkeys(["r", "done"], is_one_number),
-    ),
-    "Pool.update_priorities": Case(update_priorities, {"index": ROW, "priorities": ROW + 1.0}),
     "DictTensor.__init__": Case(
         lambda x, y: DictTensor({"x": x, "y": y}),
         {"x": ROWS, "y": STEPS},

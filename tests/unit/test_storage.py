@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlpool.data.specs import TensorSpec
-from rlpool.data.storage import PAGE_BYTES, Memory, allocate, batch_array, carve, carved_bytes
+from rlpool.data.storage import PAGE_BYTES, Memory, allocate, carve, carved_bytes
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.limits import memory_bounds
 
@@ -66,14 +66,6 @@ def test_carved_arrays_have_the_shapes_of_their_specs_and_share_no_page() -> Non
     arrays["pose"][:] = 1.0
     assert root.any()
     assert not arrays["frame"].any()
-
-
-def test_batch_arrays_are_zero_and_aligned_as_tensors_are() -> None:
-    for spec in SPECS.values():
-        array = batch_array(spec, 17)
-        assert (array.shape, array.dtype) == ((17, *spec.shape), spec.dtype)
-        assert not array.any()
-        assert address(array) % 64 == 0 or not array.size
 
 
 def test_a_root_is_gone_when_its_last_user_is_gone() -> None:
