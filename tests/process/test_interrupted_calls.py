@@ -10,28 +10,40 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from process.watching import n_descriptors, shared_files, wait_until, worker_pids
+from process.watching import is_running, n_descriptors, shared_files, wait_until, worker_pids
 
-from rlpool import AgentError, Batcher, EnvError, EpisodeBatcher, RlpoolError, UsageError
+from rlpool import (
+    AgentError,
+    Batcher,
+    DictTensor,
+    EnvError,
+    EpisodeBatcher,
+    ParallelEnvManager,
+    RlpoolError,
+    SpecError,
+    UsageError,
+)
 
 from support.agents import NoisyAgent
 from support.envs import CountingEnv, create_counting
-from support.parallel import create_manager
+from support.parallel import create_manager, create_serial, make_cartpole
 from support.striking import Alarm, Strike, alarms
+from support.variants import variants
 
 N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "6"))
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.promise("I3")]
 
 
-def create(kind: Any, n_workers: int, over: str = "gym") -> Any:
-    if over == "manager":
-        create_env, env_args = create_manager, {"make_env": CountingEnv, "n_lanes": 2}
-    else:
-        create_env, env_args = create_counting, {"restarts": kind is Batcher}
-    return kind(5, 9, Updated, {"n_noise": 1}, create_env, env_args, n_workers, 3)
+MANAGED = create_manager, {"make_env": CountingEnv, "n_lanes": 2}
+
+
+def create(kind: Any, n_workers: int, is_managed: bool = False) -> Any:
+    make = MANAGED if is_managed else (create_counting, {"restarts": kind is Batcher})
+    return kind(5, 9, Updated, {"n_noise": 1}, *make, n_workers, 3)
 
 
 class Updated(NoisyAgent):
@@ -73,7 +85,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "update": lambda b: b.update(7),
     "reset": lambda b: b.reset() if isinstance(b, Batcher) else b.reexecute(),
     "progress": lambda b: b.progress,
-    "state_dict": lambda b: b.state_dict(),
     "load_state_dict": lambda b: b.load_state_dict(b.state_dict()),
 }
 
@@ -88,19 +99,24 @@ def n_points(batcher: Any, call: Callable[[Any], Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "n_workers", "over"),
-    [
-        *itertools.product(CALLS, (EpisodeBatcher, Batcher), (0, 2), ("gym",)),
-        ("get", EpisodeBatcher, 0, "manager"),
-    ],
+    ("call", "kind", "n_workers", "is_managed"),
+    variants(
+        [
+            *(("execute", EpisodeBatcher, 2, False), ("get", Batcher, 2, False)),
+            *(("update", EpisodeBatcher, 2, False), ("reset", Batcher, 2, False)),
+            *(("get(progress)", EpisodeBatcher, 0, False), ("execute", Batcher, 0, False)),
+            *(("load_state_dict", EpisodeBatcher, 0, False), ("get", EpisodeBatcher, 0, True)),
+        ],
+        itertools.product(CALLS, (EpisodeBatcher, Batcher), (0, 2), (False,)),
+    ),
 )
 def test_a_batcher_can_be_used_after_any_interrupt(
-    call: str, kind: Any, n_workers: int, over: str
+    call: str, kind: Any, n_workers: int, is_managed: bool
 ) -> None:
     rng = random.Random(f"{call} {kind} {n_workers} {os.environ.get('RLPOOL_FIRST_CASE', 0)}")
-    create(kind, n_workers, over).close()  # starts the template
+    create(kind, n_workers, is_managed).close()  # starts the template
     before = n_descriptors(), worker_pids()
-    with alarms(), create(kind, n_workers, over) as batcher:
+    with alarms(), create(kind, n_workers, is_managed) as batcher:
         points = n_points(batcher, CALLS[call])
         for _ in range(N_STRIKES):
             prepare(batcher)
@@ -158,3 +174,91 @@ def test_episodes_after_an_interrupt_are_those_behind_the_dropped_ones() -> None
         got, expected = batcher.get(), other.get()
         assert got.info["seed"].tolist() == expected.info["seed"].tolist()
         assert torch.equal(got["seen"], expected["seen"])
+
+
+# Managers ----------------------------------------------------------------------------------------
+
+LANES = [0, 1, 2]
+
+
+def open_manager() -> ParallelEnvManager:
+    return create_manager(1, make_cartpole, 3, restarts=True, envs_per_worker=2)
+
+
+def actions(number: int = 0) -> dict[str, Any]:
+    return {"action": np.random.default_rng(number).integers(0, 2, 3)}
+
+
+def ask(manager: ParallelEnvManager) -> None:
+    for request in (("reset", {"seed": 7}), ("step", 1), ("get_attr", {"attr": "spec"})):
+        manager.remotes[1].send(request)
+        assert manager.remotes[1].recv()[0] != "error"
+
+
+COMMANDS: dict[str, Callable[[ParallelEnvManager], Any]] = {
+    "reset": lambda manager: manager.reset(),
+    "step": lambda manager: manager.step(DictTensor({"action": torch.tensor([0, 1, 0])})),
+    "step_lanes": lambda manager: manager.step_lanes(LANES, actions()),
+    "step_some": lambda manager: manager.step_some(1, [0, 2], actions()),
+    "remote": ask,
+}
+
+
+def struck(call: Callable[[], Any], number: int) -> int:
+    """Interrupt a call at a point; returns how many there were."""
+    with Strike(number) as strike, suppress(Alarm, SpecError):  # reported as an action's
+        call()
+    return strike.n_points
+
+
+def states(env: Any) -> list[dict[str, bytes]]:
+    """What environments show in two steps."""
+    env.reset_lanes(LANES, LANES, [None] * 3)
+    seen = []
+    for number in range(2):
+        env.step_lanes(LANES, actions(number))
+        seen.append({key: array.tobytes() for key, array in sorted(env.current.items())})
+    return seen
+
+
+@pytest.mark.parametrize("name", variants(["reset", "step_some", "remote"], COMMANDS))
+def test_after_an_interrupt_a_manager_begins_with_new_workers(name: str) -> None:
+    serial, n_interrupted, rng = create_serial(1, make_cartpole, 3), 0, random.Random(name)
+    serial.reset()  # declares the actions, as a manager's does
+    with alarms(), open_manager() as manager:
+        manager.reset()
+        n_points = struck(lambda: COMMANDS[name](manager), 10**9)
+        n_fds = n_descriptors()
+        for number in rng.sample(range(n_points), min(N_STRIKES, n_points)):
+            manager.reset()
+            before = [worker.pid for worker in manager.workers]
+            struck(lambda: COMMANDS[name](manager), number)
+            try:
+                manager.step_some(3)
+            except UsageError:
+                n_interrupted += 1
+                manager.reset()
+                assert not any(is_running(pid or 0) for pid in before)
+            else:  # before it had begun
+                with suppress(UsageError):
+                    manager.remotes[1].recv()
+            assert states(manager) == states(serial), f"point {number}"
+        gc.collect()
+        assert n_descriptors() == n_fds
+    assert n_interrupted  # others were struck before they had begun, or while they waited
+
+
+def test_an_interrupted_constructor_or_close_of_a_manager_leaves_nothing() -> None:
+    others, n_fds, rng = worker_pids(), n_descriptors(), random.Random(0)
+    with alarms():
+        n_points = struck(lambda: open_manager().close(), 10**9)
+        for number in (*range(0, 12, 3), *rng.sample(range(n_points), N_STRIKES)):
+            struck(lambda: open_manager().close(), number)
+            gc.collect()
+            assert worker_pids() == others
+        manager = open_manager()
+        for number in (1, 20, 60):
+            struck(manager.close, number)
+        manager.close()
+    assert worker_pids() == others
+    assert n_descriptors() <= n_fds + 2  # the tracker of multiprocessing
