@@ -117,15 +117,14 @@ def test_a_budget_that_is_used_up_is_an_error_with_the_failures(
 
 
 @pytest.mark.usefixtures("short_patience")
-@pytest.mark.parametrize("ending", variants(["linger"], ("none", *ENDINGS)))
+@pytest.mark.parametrize("ending", variants(["linger"], ENDINGS))
 def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
     strikes: dict[str, str], ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind = "raise_and_die" if ending == "none" else "raise"
     env_args = {**strikes, "close_fault": ending}
     options = {"on_env_error": "restart", "max_restarts": 3, "timeout": None}
     with open_batcher(env_args, 1, **options) as batcher, caplog.at_level(logging.WARNING):
-        assert len(collect(batcher, {3: (kind, 1)})) == 3
+        assert len(collect(batcher, {3: ("raise", 1)})) == 3
     assert len(caplog.records) == 3  # one for each request
 
 

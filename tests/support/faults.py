@@ -8,7 +8,7 @@ batcher can be hit many times::
 
 An observation is ``(identity, step)``, the identity being the episode's ``id`` in ``env_info``, so
 that every expected row can be written down by hand. Before a fault strikes, time, seed and process
-are noted in the file ``struck_at``; with ``once``, nothing strikes where that file is there.
+are noted in the file ``struck_at``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ WRONG_FLAGS = {"wrong_flag": np.array([True, False]), "nan_flag": float("nan")}
 WRONG_STEPS = (*WRONG_REWARDS, *WRONG_FLAGS)
 FAILURES = (
     "none",
-    "raise_and_die",
     "raise_second",
     "fork_and_sigkill",
     "stop",
@@ -81,7 +80,6 @@ ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "se
 """What may go wrong in ``close``, ``"linger"`` beside the others."""
 
 _FOREVER_S = 1000.0
-_SOON_S = 0.1
 
 
 def code(kind: str) -> int:
@@ -89,14 +87,12 @@ def code(kind: str) -> int:
     return KINDS.index(kind)
 
 
-def strike(
-    kind: str, struck_at: str | None = None, seed: int | None = None, once: bool = False
-) -> str:
+def strike(kind: str, struck_at: str | None = None, seed: int | None = None) -> str:
     """Fail; returns the kind if it is a wrong result rather than a failure, else ``"none"``.
 
     Beside ``KINDS`` there is ``"linger"``: a thread and an exit handler keep the process alive.
     """
-    if kind == "none" or (once and struck_at is not None and os.path.exists(struck_at)):
+    if kind == "none":
         return "none"
     if kind == "raise_second" and struck_at is not None:
         while not os.path.exists(struck_at):  # until another one was struck
@@ -111,13 +107,7 @@ def strike(
         threading.Thread(target=time.sleep, args=(_FOREVER_S,)).start()
         atexit.register(time.sleep, _FOREVER_S)
         return "none"
-    if kind == "raise_and_die":
-        time.sleep(_SOON_S)  # until nobody looks any more who does not wait for it
-        threading.Timer(_SOON_S, os._exit, args=(EXIT_CODE,)).start()
-        kind = "raise"
-    if kind == "fork_and_sigkill" and (child := os.fork()) != 0 and struck_at is not None:
-        Path(f"{struck_at}.child").write_text(str(child))
-    elif kind == "fork_and_sigkill" and child == 0:
+    if kind == "fork_and_sigkill" and os.fork() == 0:
         # It inherits all descriptors, as environments' helpers do.
         time.sleep(_FOREVER_S)
         os._exit(0)
@@ -151,8 +141,6 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         struck_at: File to note a fault in.
         close_fault: How ``close`` fails.
         created_in: Directory in which each process that makes an environment leaves a file.
-        ran_in: Directory in which each reset with an ``id`` leaves a line.
-        once: Whether only the first fault of all strikes.
     """
 
     action_space = gymnasium.spaces.Discrete(1000)
@@ -162,12 +150,9 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         struck_at: str | None = None,
         close_fault: str = "none",
         created_in: str | None = None,
-        ran_in: str | None = None,
-        once: bool = False,
     ) -> None:
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-        self._struck_at, self._close_fault, self._once = struck_at, close_fault, once
-        self._ran_in = ran_in
+        self._struck_at, self._close_fault = struck_at, close_fault
         self._options: dict[str, Any] = {}
         self._seed: int | None = None
         self._step = 0
@@ -177,9 +162,6 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self._options = dict(options or {})
         self._seed, self._step = seed, 0
-        if self._ran_in is not None and "id" in self._options:
-            with open(Path(self._ran_in) / str(os.getpid()), "a") as file:
-                file.write(f"{self._options['id']}\n")
         self._wait()
         return self._observation(self._strike(-1)), {}
 
@@ -192,13 +174,13 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         return self._observation(kind), reward, terminated, False, {}
 
     def close(self) -> None:
-        strike(self._close_fault, self._struck_at, once=self._once)
+        strike(self._close_fault, self._struck_at)
 
     def _strike(self, step: int) -> str:
         kind = KINDS[self._options.get("fault", 0)]
         if kind == "none" or self._options["fault_step"] != step:
             return "none"
-        return strike(kind, self._struck_at, self._seed, self._once)
+        return strike(kind, self._struck_at, self._seed)
 
     def _wait(self) -> None:
         time.sleep(self._options.get("sleep_ms", 0) / 1000)
@@ -214,15 +196,12 @@ class FailingEnv(CountingEnv):
     Args:
         kind: One of ``KINDS``.
         at_step: Which step of an episode, -1 for ``reset``.
-        once: A file. Only the environment that creates it fails, once in all processes.
         length: Steps of an episode.
     """
 
-    def __init__(
-        self, kind: str = "none", at_step: int = 0, once: str | None = None, length: int = 10
-    ) -> None:
+    def __init__(self, kind: str = "none", at_step: int = 0, length: int = 10) -> None:
         super().__init__(length)
-        self._kind, self._at_step, self._once = kind, at_step, once
+        self._kind, self._at_step = kind, at_step
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self._strike(-1)
@@ -236,14 +215,7 @@ class FailingEnv(CountingEnv):
         return wrong.get(kind, observation), reward, terminated, truncated, info
 
     def _strike(self, step: int) -> str:
-        if step != self._at_step or self._kind == "none":
-            return "none"
-        if self._once is not None:
-            try:  # of all processes only one creates it
-                Path(self._once).touch(exist_ok=False)
-            except FileExistsError:
-                return "none"
-        return strike(self._kind)
+        return strike(self._kind) if step == self._at_step else "none"
 
 
 class FaultyAgent(Agent):
@@ -252,10 +224,8 @@ class FaultyAgent(Agent):
     Its outputs are the action, which is 1, and the last number it was updated with.
     """
 
-    def __init__(
-        self, struck_at: str | None = None, close_fault: str = "none", once: bool = False
-    ) -> None:
-        self._struck_at, self._close_fault, self._once = struck_at, close_fault, once
+    def __init__(self, struck_at: str | None = None, close_fault: str = "none") -> None:
+        self._struck_at, self._close_fault = struck_at, close_fault
         self._version = 0
         self._wrong = "none"
 
@@ -266,7 +236,7 @@ class FaultyAgent(Agent):
             step = observation["frame"][:, 1]
             hit = (agent_info["fault"] > 0) & (agent_info["fault_step"] == step)
             kind = KINDS[int(agent_info["fault"][hit][0])] if bool(hit.any()) else "none"
-        kind = strike(kind, self._struck_at, once=self._once)
+        kind = strike(kind, self._struck_at)
         action = {
             "wrong_shape": torch.ones(n, 2, dtype=torch.int64),
             "wrong_dtype": torch.ones(n, dtype=torch.complex64),
@@ -277,12 +247,12 @@ class FaultyAgent(Agent):
     def update(self, info: Any) -> None:
         if isinstance(info, str):
             # Parameters that do not fit, say: what is wrong is what the agent then returns.
-            self._wrong = strike(info, self._struck_at, once=self._once)
+            self._wrong = strike(info, self._struck_at)
         else:
             self._version, self._wrong = int(info), "none"
 
     def close(self) -> None:
-        strike(self._close_fault, self._struck_at, once=self._once)
+        strike(self._close_fault, self._struck_at)
 
 
 def create_env(
@@ -290,7 +260,6 @@ def create_env(
     n_lanes: int = 1,
     fault: str = "none",
     struck_at: str | None = None,
-    once: bool = False,
     restarts: bool = False,
     **env_args: Any,
 ) -> Any:
@@ -301,27 +270,24 @@ def create_env(
         n_lanes: Number of environments.
         fault: How this call fails.
         struck_at: As for ``FaultyEnv``.
-        once: As for ``FaultyEnv``.
         restarts: Whether episodes follow each other on their own.
         env_args: For ``FaultyEnv``.
     """
-    fault = strike(fault, struck_at, once=once)
+    fault = strike(fault, struck_at)
     if fault == "wrong_shape":
         return [FaultyEnv()]
-    envs = [FaultyEnv(struck_at, once=once, **env_args) for _ in range(n_lanes)]
+    envs = [FaultyEnv(struck_at, **env_args) for _ in range(n_lanes)]
     if fault == "wrong_dtype":
         envs[0].observation_space.dtype = np.dtype(object)
     return (GymEnvInf if restarts else GymEnv)(envs, seed)
 
 
-def create_agent(
-    fault: str = "none", struck_at: str | None = None, once: bool = False, **agent_args: Any
-) -> Any:
+def create_agent(fault: str = "none", struck_at: str | None = None, **agent_args: Any) -> Any:
     """Make a ``FaultyAgent``, or fail."""
-    fault = strike(fault, struck_at, once=once)
+    fault = strike(fault, struck_at)
     if fault == "wrong_shape":
         return lambda *arguments: None
-    agent = FaultyAgent(struck_at, once=once, **agent_args)
+    agent = FaultyAgent(struck_at, **agent_args)
     if fault == "wrong_dtype":
         agent.n_noise = 1.5  # type: ignore[assignment]
     return agent
