@@ -156,10 +156,10 @@ def test_a_process_that_took_a_number_over_starts_with_shares_of_its_own() -> No
         control.rows[0, [Word.ENV_NS, Word.N_STEPS]] = 10**15, 50
         reader.read()
         control.worker_starts(0)
-        control.rows[0, Word.STATE] = State.STARTING
+        control.rows[0, [Word.STATE, Word.ENV_NS]] = State.STARTING, 10**15
         (worker,) = reader.read().workers
         assert (worker.state, worker.restarts, worker.n_steps) == ("restarting", 1, 50)
-        assert (worker.env_share, worker.steps_per_s) == (0.0, 0.0)
+        assert (worker.env_share, worker.steps_per_s) == (1.0, 0.0)
     finally:
         control.close()
 
