@@ -18,12 +18,11 @@ from rlpool import (
     DictTensor,
     EpisodeBatcher,
     ParallelEnvManager,
-    Pool,
     WorkerDiedError,
     WorkerStartupError,
 )
 
-from support.talking import N_FLOOD, QuietAgent, TalkingEnv, TalkingPlayer, create_env
+from support.talking import N_FLOOD, QuietAgent, TalkingEnv, create_env
 
 pytestmark = [
     pytest.mark.promise("I9"),
@@ -185,7 +184,3 @@ def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) 
         for seed in range(100):  # at the latest the hundredth short wait hands over what is there
             manager.reset_lanes([0], [seed], [None])
         assert {record.worker for record in seen.of("talk.question")} == {0, 1}
-
-    with Pool(env=[TalkingPlayer(), TalkingPlayer()], pool_size=16, processes=2) as pool:
-        pool.store()
-    assert {record.worker for record in seen.of("talk.player")} == {0, 1}

@@ -21,7 +21,6 @@ class TaskEnv(gymnasium.Env[Any, Any]):
         length: Steps after which an episode terminates; ``None`` for never.
         limit: Its time limit, which it leaves to whoever wraps it.
         noise: Standard deviation of what is added to the observation.
-        n_tasks: Number of tasks.
         bounds: Of the two actions.
     """
 
@@ -30,14 +29,13 @@ class TaskEnv(gymnasium.Env[Any, Any]):
         length: int | None = None,
         limit: int | None = 3,
         noise: float = 0.0,
-        n_tasks: int = 7,
         bounds: tuple[float, float] = (-2.0, 4.0),
     ) -> None:
         self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
         self.action_space = spaces.Box(*bounds, (2,), np.float32)
         if limit is not None:
             self.max_episode_steps = limit
-        self.n_tasks, self.length, self.noise = n_tasks, length, noise
+        self.n_tasks, self.length, self.noise = 7, length, noise
         self.task = self.t = -1
         self.calls: list[Any] = []
         self.actions: list[Any] = []

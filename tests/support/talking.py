@@ -92,11 +92,3 @@ class TalkingEnv(CountingEnv):
 
 def create_env(seed: int, deed: str, directory: str) -> GymEnv:
     return GymEnv([TalkingEnv(deed, directory)], seed)
-
-
-class TalkingPlayer(CountingEnv):
-    """An environment for a pool that logs in every reset."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        logging.getLogger("talk.player").warning("reset")
-        return super().reset(seed=seed)
