@@ -192,14 +192,16 @@ def test_a_task_among_the_options_reaches_a_reset_that_takes_one() -> None:
     assert (wrapper.task, wrapper.given) == (None, {"seed": 3, "options": None})
 
 
-def test_a_task_reaches_reset_task_of_a_reset_that_takes_none() -> None:
-    env = CountingEnv()
-    tasks: list[Any] = []
-    env.reset_task = tasks.append  # type: ignore[attr-defined]
+def test_a_task_is_drawn_for_by_the_seed_and_not_what_the_reset_draws() -> None:
+    env, tasks, starts = CountingEnv(), list[Any](), list[float]()
+    env.reset_task = lambda task: tasks.append((task, env.np_random.random()))  # type: ignore[attr-defined]
     lanes = GymEnv([env])
-    lanes.reset_lanes([0], [3], [{"task": 4}])
-    lanes.reset_lanes([0], [3], [None])
-    assert tasks == [4]
+    for options in ({"task": 4}, {"task": 4}, None):
+        lanes.reset_lanes([0], [3], [options])
+        starts.append(env.np_random.random())
+    assert tasks == [(4, tasks[0][1])] * 2
+    assert tasks[0][1] not in starts
+    assert len(set(starts)) == 1
 
 
 # Generators and interfaces of the former gym

@@ -128,13 +128,10 @@ def test_tensors_are_stored_as_arrays_and_rewards_as_float32() -> None:
 def test_values_of_several_parts_become_one_array_per_part() -> None:
     values = [{"image": np.full((2, 2), k, np.uint8), "pose": ([k, 0.5], k)} for k in range(3)]
     episode = episode_of(states(*values))
-    assert {key: (a.shape, a.dtype.name) for key, a in episode.state.items()} == {
-        "image": ((2, 2, 2), "uint8"),
-        "pose/0": ((2, 2), "float64"),
-        "pose/1": ((2,), "int64"),
-    }
+    assert episode.state.keys() == {"image", "pose/0", "pose/1"}
+    expected = [np.full((2, 2), k, np.uint8) for k in range(2)], [[0, 0.5], [1, 0.5]], [0, 1]
+    assert_same(episode.state.values(), map(np.array, expected))
     assert episode.next_state["pose/1"].tolist() == [1, 2]
-    assert episode.state["pose/1"].tolist() == [0, 1]
     episode = episode_of(actions(*[(np.zeros(3) + k, k) for k in range(3)]))
     assert episode.action["1"].tolist() == [1, 2]
     assert episode.action["0"].shape == (2, 3)
