@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import logging
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -317,14 +316,10 @@ WRITING: list[tuple[Any, Any, str]] = [
     # what is written of four episodes of Drift, its environment, and what the error names
     (lambda e: e.temporal_slice(0, 2), Drift(), "complete"),
     (lambda e: e.temporal_slice(1, e.n_timesteps()), Drift(), "complete"),
-    (lambda e: with_key(e, "_done", True), Drift(), "complete"),
     (lambda e: e.get([key for key in e if key != "_done"]), Drift(), "_done"),
-    (lambda e: e.slice(0, 0), Drift(), "no episodes"),
-    (lambda e: {}, Drift(), "TemporalDictTensor"),
     (lambda e: e, Drift("dict"), "place"),
     (lambda e: e, drift_with(observation_space=gym.spaces.Text(5)), "Text"),
     (lambda e: e, drift_with(observation_space=BOX(-1, 1, (4,))), "'frame'"),
-    (lambda e: e, drift_with(observation_space=BOX(0, 9, (3,), np.uint8)), "'frame'"),
     (lambda e: e, drift_with(action_space=gym.spaces.Discrete(2)), "'action'"),
     (
         lambda e: with_key(e, "frame", 1e5),
@@ -347,9 +342,9 @@ def test_what_would_be_lost_is_refused_and_nothing_is_written(datasets: Path) ->
 
 
 def test_an_id_that_exists_is_refused() -> None:
-    for n, refusal in ((4, nullcontext()), (3, pytest.raises(SpecError, match="'cartpole-v0'"))):
-        with refusal:
-            to_minari(episodes_of(CartPole, n), "cartpole-v0", "CartPole-v1")
+    to_minari(episodes_of(CartPole, 4), "cartpole-v0", "CartPole-v1")
+    with pytest.raises(SpecError, match="'cartpole-v0'"):
+        to_minari(episodes_of(CartPole, 3), "cartpole-v0", "CartPole-v1")
     assert minari.load_dataset("cartpole-v0").total_episodes == 4
 
 

@@ -252,7 +252,6 @@ HERE = "this process"
 CALL = "define __call__(self, state, observation, agent_info=None, history=None)"
 ADVICE: list[tuple[Callable[[], Any], type[RlpoolError], str]] = [
     # where it ran
-    (lambda: episodes(FailingAgent), AgentError, HERE),
     (lambda: window(FailingAgent, 1), AgentError, "Batcher(..., n_workers=0)"),
     (
         lambda: evaluate(FailingAgent(), create_env, n_episodes=1, n_workers=1),
@@ -265,7 +264,6 @@ ADVICE: list[tuple[Callable[[], Any], type[RlpoolError], str]] = [
         "GymEnv([env_fn()])",
     ),
     # functions that cannot be called as they are
-    (lambda: episodes(lambda hidden: Bare()), WorkerStartupError, "agent_args"),
     (lambda: episodes(without_arguments("seed")), WorkerStartupError, "define seed(self, seed)"),
     (
         lambda: episodes(without_arguments("initial_state")),
@@ -295,7 +293,6 @@ ADVICE: list[tuple[Callable[[], Any], type[RlpoolError], str]] = [
     (lambda: of_agent(lambda o: nn.GRU(1, 2).double()(o["frame"])), AgentError, ".float()"),
     (lambda: of_agent(lambda o: o[..., :1]), AgentError, 'observation["frame"][:, 2]'),
     (lambda: of_agent(lambda o: nn.Linear(1, 2)(o)), AgentError, 'observation["frame"]'),
-    (lambda: of_agent(lambda o: o / 255), AgentError, 'observation["frame"]'),
     (lambda: of_agent(lambda o: setitem(o, "frame", 1)), AgentError, 'set("frame"'),
     (
         lambda: of_agent(lambda o: nn.Linear(1, 2)(o["frame"]).sum().backward()),
