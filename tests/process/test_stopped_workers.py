@@ -15,7 +15,7 @@ from process.watching import wait_until
 
 from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager
 
-from support.faults import create_agent, create_env, faults_at
+from support.faults import create_agent, create_env
 from support.parallel import TaskEnv
 
 pytestmark = [
@@ -66,22 +66,8 @@ def open_manager(**options: Any) -> ParallelEnvManager:
     return ParallelEnvManager([LargeEnv] * 2, seed=1, **options)
 
 
-@contextlib.contextmanager
-def opened_batcher(n_slots: int = 8, n_threads: int = 2) -> Iterator[tuple[EpisodeBatcher, int]]:
-    """A batcher that has collected, and its first worker; closed in bounded time."""
-    batcher = EpisodeBatcher(4, n_slots, create_agent, {}, create_env, {}, n_threads, 1)
-    batcher.execute(3)
-    batcher.get()
-    yield batcher, batcher.stats().workers[0].pid
-    with within(CLOSE_S):
-        batcher.close()
-
-
 LARGE_REQUEST = "reset", {"options": {"words": "x" * 2**20}}
 GET_LARGE = "get_attr", {"attr": "large"}
-
-
-# What the caller sends --------------------------------------------------------------------------
 
 
 def test_what_a_stopped_worker_is_sent_waits_and_arrives_when_it_goes_on() -> None:
@@ -109,8 +95,11 @@ def test_what_a_stopped_worker_is_sent_waits_and_arrives_when_it_goes_on() -> No
 
 @pytest.mark.promise("I1")
 def test_requests_to_a_stopped_worker_keep_their_order_and_their_policy() -> None:
-    with opened_batcher(n_slots=50_000, n_threads=1) as (batcher, pid):
-        with stopped(pid):
+    arguments = create_agent, {}, create_env, {}, 1, 1
+    with EpisodeBatcher(4, 50_000, *arguments) as batcher:
+        batcher.execute(3)
+        batcher.get()
+        with stopped(batcher.stats().workers[0].pid):
             for version in range(1, 7):
                 batcher.update(version)
                 ids = torch.arange(5) + 100 * version
@@ -121,16 +110,3 @@ def test_requests_to_a_stopped_worker_keep_their_order_and_their_policy() -> Non
             assert result is not None
             assert result["frame"][:, 0, 0].tolist() == [100 * version + i for i in range(5)]
             assert result["version"].unique().tolist() == [version]
-
-
-# The end ----------------------------------------------------------------------------------------
-
-
-def test_close_does_not_wait_for_workers_that_are_stopped_or_hang() -> None:
-    with opened_batcher() as (batcher, pid), stopped(pid):
-        batcher.execute(4, env_info=faults_at(4, 1, "hang", 2))
-        with within(CLOSE_S):
-            batcher.close()
-    manager = open_manager()
-    with stopped(manager.workers[0].pid), stopped(manager.workers[1].pid), within(CLOSE_S):
-        manager.close()

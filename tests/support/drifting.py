@@ -29,7 +29,6 @@ _OBSERVATIONS: dict[str, spaces.Space[Any]] = {
 
 _ACTIONS: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(np.float32([-1, -2]), np.float32([2, 2])),
-    "square": spaces.Box(-1, 1, (2, 2), np.float32),
     "discrete": spaces.Discrete(3),
     "many": spaces.MultiDiscrete([3, 2]),
     "bits": spaces.MultiBinary(3),
@@ -40,13 +39,12 @@ class Drift(gymnasium.Env[Any, Any]):
     """Actions move a place; an episode terminates two away from the start, or is cut off.
 
     Nothing is drawn: with the same start and actions an episode is the same. A reset takes the
-    start from its options, or else from its seed.
+    start from its options.
 
     Args:
         observation: Kind of the observations.
         action: Kind of the actions.
         limit: Steps after which an episode is truncated.
-        is_seeded: Whether the start depends on the seed.
     """
 
     def __init__(
@@ -54,19 +52,15 @@ class Drift(gymnasium.Env[Any, Any]):
         observation: str = "vector",
         action: str = "box",
         limit: int = 7,
-        is_seeded: bool = False,
     ) -> None:
         self.kind = observation
         self.observation_space = _OBSERVATIONS[observation]
         self.action_space = _ACTIONS[action]
         self.limit = limit
-        self.is_seeded = is_seeded
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.place, self.t = 0.0, 0
-        if self.is_seeded:
-            self.place = self.np_random.uniform(-1, 1)
         if options:
             self.place = float(options["start"])
         return self._observation(), self._info(0.0)
