@@ -135,14 +135,14 @@ class ListingEnv(TaskEnv):
 
 
 def test_the_task_is_an_argument_or_an_option_and_every_episode_has_the_other_options() -> None:
-    env = VariBadWrapper(ListingEnv(length=2), 2)
+    env = VariBadWrapper(ListingEnv(length=2), 3)
     assert env.reset(options={"task": 5, "wind": 3}, task=2)[0].tolist() == [0, 2, 0]
     env.unwrapped.calls.clear()
     first, results = run(env, options={"task": 5, "wind": 3})
     assert first == [0, 5, 0]
-    assert [result[2:4] for result in results] == [(False, False)] * 3 + [(True, False)]
+    assert [result[2:4] for result in results] == [(False, False)] * 5 + [(True, False)]
     resets = [call for call in env.unwrapped.calls if call[0] == "reset"]
-    assert resets == [("reset", None, {"wind": 3})] * 2
+    assert resets == [("reset", None, {"wind": 3})] * 3
 
 
 def rows_of(env: Any, **reset: Any) -> list[Any]:
