@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
+import sys
 import time
 from typing import Any
 
@@ -61,14 +61,7 @@ def test_a_bar_is_that_of_tqdm(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_tqdm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def import_all_but_tqdm(name: str, *arguments: Any) -> Any:
-        if name == "tqdm":
-            raise ImportError
-        return real_import(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", import_all_but_tqdm)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     with make() as batcher:
         batcher.execute(4)
         with pytest.raises(UsageError, match=r"rlpool\[evaluation\]"):

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from rlpool import Agent, AgentSpecError, DictTensor, GymEnv, SpecError, sample_categorical
+from rlpool import Agent, AgentSpecError, DictTensor, GymEnv, SpecError
 from rlpool.testing import CountingEnv, check_agent
 
 from support.agents import (
@@ -24,26 +23,6 @@ from support.agents import (
     zeros,
 )
 from support.envs import CountingEnv as PairEnv
-
-
-class Net(nn.Module, Agent):
-    """A recurrent policy that draws from its noise."""
-
-    n_noise = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(1, 4), nn.Linear(4, 2)
-
-    def initial_state(self, agent_info: Any, n: int) -> DictTensor:
-        return DictTensor({"hidden": torch.ones(n, 4)})
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        if state is None:
-            state = self.initial_state(agent_info, observation.n_elems())
-        hidden = self.cell(observation["frame"], state["hidden"])
-        action, _ = sample_categorical(self.head(hidden), observation["noise"])
-        return state, DictTensor({"action": action}), DictTensor({"hidden": hidden})
 
 
 def create_env(seed: int, n_envs: int) -> GymEnv:
@@ -120,18 +99,18 @@ class Counts(ConstantAgent):
         return None, DictTensor({"action": zeros(observation) + self.n_calls % 2}), None
 
 
-class Remembers(Net):
+class Remembers(GruAgent):
     """Begins an episode with what it remembers of the last one."""
 
-    last = torch.zeros(1, 4)
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+        self.last = torch.ones(1, 4)
 
-    def initial_state(self, agent_info: Any, n: int) -> DictTensor:
-        return DictTensor({"hidden": self.last[:1].expand(n, 4)})
-
-    def __call__(self, *arguments: Any) -> Any:
-        state, output, new_state = super().__call__(*arguments)
-        self.last = new_state["hidden"].clone()
-        return state, output, new_state
+    def __call__(self, state, observation, agent_info=None, history=None):
+        state = state or DictTensor({"hidden": self.last.expand(observation.n_elems(), 4)})
+        result = super().__call__(state, observation)
+        self.last = result[2]["hidden"][:1].clone()
+        return result
 
 
 def mean(observation: DictTensor) -> torch.Tensor:
@@ -167,10 +146,10 @@ def test_an_environment_that_cannot_be_made_is_named() -> None:
 
 
 def test_the_caller_and_an_instance_are_left_as_they_were() -> None:
-    agent = Net()
+    agent = GruAgent(1, 2)
 
     def state() -> str:
-        return str([agent.state_dict(), random.getstate(), torch.get_rng_state().tolist()])
+        return str([agent.cell.state_dict(), random.getstate(), torch.get_rng_state().tolist()])
 
     before, n_threads = state(), torch.get_num_threads()
     with pytest.raises(AgentSpecError):
@@ -178,4 +157,4 @@ def test_the_caller_and_an_instance_are_left_as_they_were() -> None:
     check_agent(agent, CountingEnv)
     assert not torch.is_inference_mode_enabled()
     assert (state(), torch.get_num_threads()) == (before, n_threads)
-    assert all(parameter.requires_grad for parameter in agent.parameters())
+    assert all(parameter.requires_grad for parameter in agent.cell.parameters())
