@@ -190,17 +190,11 @@ def test_what_is_doubtful_is_a_warning(name: str, env: Any) -> None:
         check_env(env)
 
 
-def test_all_problems_are_told_at_once_and_with_their_places() -> None:
-    def step(self: Any, action: Any) -> Any:
-        return np.full(1, -7.0, np.float32), float("nan"), False, False, {}
-
-    with pytest.raises(EnvSpecError) as caught:
-        check_env(bad(step=step))
-    assert failed_checks(caught.value) - {"starts_vary"} == {
-        "observations_fit",
-        "values_are_finite",
-    }
-    assert "step 0 of the episode with seed" in str(caught.value)
+def test_all_problems_are_reported_at_once_and_with_their_places() -> None:
+    wrong = stepping(lambda o, r, *rest: (o - 7, float("nan"), *rest))
+    with pytest.raises(EnvSpecError, match="step 0 of the episode with seed") as caught:
+        check_env(wrong)
+    assert failed_checks(caught.value) >= {"values_are_finite", "observations_fit"}
 
 
 def test_the_callers_generators_are_left_alone() -> None:
