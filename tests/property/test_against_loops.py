@@ -123,8 +123,8 @@ class Script:
             self.by_hand.reset(*infos)
             self.pending.clear()
             has_stopped = has_failed = False
-            for _ in range(self.rng.randint(1, 5)):
-                call = self.rng.choice(["execute", "execute", "get", "update", "kill"])
+            for _ in range(self.rng.randint(1, 9)):
+                call = self.rng.choice(["execute"] * 4 + ["get", "update", "kill"])
                 if call in ("update", "kill"):
                     getattr(self, call)()
                 elif call == "get" or len(self.pending) == 3:
