@@ -179,6 +179,7 @@ SAME = "the same number of workers and lanes"
         (lambda: counting(3, 3), "episode", ""),
         (lambda: Noted(counting(3, 3)), "episode", ""),
         (lambda: ArrayEnv(1), "episode", ""),
+        (lambda: ArrayEnv(2, seeds="unmasked"), "request", ""),
         (lambda: ArrayEnv(2, NEXT_STEP, "all"), "request", SAME),
         (lambda: ArrayEnv(2, None, "all"), "request", SAME),
         (lambda: gymnasium.make_vec("CartPole-v1", num_envs=2), "request", SAME),
