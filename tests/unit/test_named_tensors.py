@@ -172,6 +172,7 @@ def test_a_single_trajectory_knows_its_time_and_has_no_rows() -> None:
     assert row.mask().tolist() == [1, 1, 1, 0, 0]
     assert row.shorten()["action"].tolist() == [100, 101, 102]
     assert row.temporal_slice(1, 5).lengths.item() == 2
+    assert steps_of().temporal_slice(1, 2).lengths.tolist() == [1, 0, 0, 1]
     assert row.temporal_index(2)["frame"].tolist() == [102, 102]
     assert row.specs() == steps_of().specs()
     assert pickle.loads(pickle.dumps(row.clone())).lengths.item() == 3
