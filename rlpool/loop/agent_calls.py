@@ -256,7 +256,7 @@ class AgentCalls:
         Args:
             plans: The plans that run.
             lanes: The lanes.
-            are_all: Whether no other lane runs.
+            are_all: Whether no other lane runs, and all of them step.
 
         Returns:
             The outputs ``[n_lanes, ...]``.
@@ -271,7 +271,8 @@ class AgentCalls:
             rows = plan.rows if are_all else plan.rows_of(lanes)
             for target, source in plan.writer.before:
                 target[rows] = source
-        whole = None if self._copies_all else self._observation
+        # Lanes that do not step show again what they showed, which the agent may have changed.
+        whole = self._observation if are_all and not self._copies_all else None
         if whole:
             np.copyto(self._shown_flags, self._env.flags)
         history, n_steps = None, None

@@ -173,7 +173,7 @@ class Rollout:
         lanes, record, plans = self._lanes, self._record, self._lanes.plans
         live = free = stepped = lanes.live
         if self._waits_for_all:
-            outputs = self._calls.act(plans, live, are_all=True)
+            outputs = self._calls.act(plans, live, are_all=not lanes.giving_up)
         else:
             free = lanes.free
             outputs = self._calls.act(plans, free, are_all=False) if free else {}

@@ -183,7 +183,7 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         n_slots = max(n_slots, n_lanes * max(1, n_threads))
     spoils = rng.random() < 0.4
     # A step that fails shows what was shown before, which such an agent has overwritten.
-    can_truncate = over in CAN_FAIL and not history and not spoils
+    can_truncate = over in CAN_FAIL and not history
     return Setting(
         observes=rng.choice(list(OBSERVED)),
         acts=rng.choice(list(ACTED)),
