@@ -33,7 +33,7 @@ from support.meta import DRAWING, LaggingLanes, Storage
 from support.random_batchers import CAN_FAIL, any_setting
 from support.scripted import NEVER, ScriptedAgent
 
-N_CASES = int(os.environ.get("RLPOOL_CASES", 300))
+N_CASES = int(os.environ.get("RLPOOL_CASES", 150))
 FIRST = int(os.environ.get("RLPOOL_FIRST_CASE", 0))
 N_REPORTED = 3
 
