@@ -25,7 +25,7 @@ from rlpool import (
 )
 
 from support.agents import ConstantAgent, StepCounter
-from support.envs import FailingEnv
+from support.envs import CountingEnv
 
 SEEDS = range(20)
 INFO = {"sharpness": torch.linspace(0.1, 3, 20)}
@@ -236,11 +236,16 @@ def test_the_number_of_environments_and_training_mode_do_not_count(tmp_path: Pat
 # Failures ---------------------------------------------------------------------------------------
 
 
+def raise_broken() -> None:
+    raise RuntimeError("broken")
+
+
 def failing(fails_at: int | None) -> Any:
     """A function that makes environments, which raise in the episode with an ``id``."""
 
     def create_env(seed: int) -> GymEnv:
-        return GymEnv([FailingEnv(RuntimeError("broken"), fails_at=fails_at) for _ in range(2)])
+        script = {} if fails_at is None else {(fails_at, 0): raise_broken}
+        return GymEnv([CountingEnv(script=script) for _ in range(2)])
 
     return create_env
 
