@@ -194,7 +194,7 @@ class Nodes:
             kind = self._ray.remote(NodeActor).options(**options)
             self._actors.append(_Actor(kind.remote(setup, sys.path, torch_settings())))
         self._ask_who_is_back()
-        while any(actor.calls for actor in self._actors):
+        while any(a.calls for a in self._actors) or not any(a.is_up for a in self._actors):
             self.look(_RETRY_S)
             self.refuse_if_dead()
 
@@ -350,10 +350,11 @@ class Nodes:
         self.pending.clear()
         if not self._ray.is_initialized():
             return
-        with suppress(self._ray.exceptions.RayError):  # an actor has died, or is slow
+        with suppress(self._ray.exceptions.RayError):  # an actor has died
             free = [actor for actor in self._actors if actor.is_up and not actor.calls]
             calls = [actor.handle.close.remote() for actor in free if not at_once]
-            self._ray.get(calls, timeout=_CLOSE_S)
+            if calls:
+                self._ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_S)
         while self._actors:
             self._ray.kill(self._actors.pop().handle)
         if self._group is not None:
@@ -483,7 +484,7 @@ class NodeActor:
         except RlpoolError as error:
             if self._batcher is not None and self._batcher._not_closed().crew.fatal is not None:
                 self.close()  # the workers are of no further use
-            return _placed(error, ranges[0][0][1].start if ranges else 0)
+            return _placed(error, ranges[0][1] - ranges[0][0][1].start if ranges else 0)
 
     def start(self) -> Any:
         """Start the workers; returns the number of their lanes, and what their environments are."""
@@ -497,21 +498,20 @@ class NodeActor:
         Args:
             *ranges: Arguments of ``_begin``. The second one's turn comes with the next call.
         """
-        if self._begun != [ranges[0][0]]:
-            if self._begun:  # what is not wanted any more
+        if self._begun != [ranges[0][0]] or not self._batcher.n_pending:
+            if self._begun:  # what is not wanted any more, or was interrupted
                 self.close()
             self._begin(*ranges[0])
         for following in ranges[1:]:
             if following[3][1] or not self._version:  # it needs no new agents
-                with suppress(RlpoolError):  # which it raises again in its turn
+                # Which it raises again in its turn.
+                with suppress(RlpoolError, import_extra("ray", "ray").exceptions.RayError):
                     self._begin(*following)
         del self._begun[0]
-        trajectories, first_row = self._batcher.get(), ranges[0][0][1].start
+        trajectories, first = self._batcher.get(), ranges[0][1] - ranges[0][0][1].start
         step = self._batcher._not_closed()._blocks.layout.step
-        failures = {
-            first_row + each.where.row: _placed(each, first_row) for each in self._batcher.failures
-        }
-        return step, Unpadded.of(trajectories._tensors.part), failures
+        failures = [_placed(each, first) for each in self._batcher.failures]
+        return step, Unpadded.of(trajectories._tensors.part), {e.where.row: e for e in failures}
 
     def _begin(
         self, key: Any, first: int, root: int, policy: _Policy, request: Sequence[Any], seeds: Any
@@ -545,12 +545,12 @@ class NodeActor:
             batcher.close()
 
 
-def _placed(error: Any, first_row: int) -> Any:
+def _placed(error: Any, first: int) -> Any:
     """The same error; its place names the node and the row of the whole request."""
     if (where := getattr(error, "where", None)) is None:
         return error
     node = import_extra("ray.util", "ray").get_node_ip_address()
-    row = None if where.row is None else first_row + where.row
+    row = None if where.episode is None else where.episode - first
     return error.reworded(where=where._replace(node=node, row=row))
 
 
