@@ -191,17 +191,18 @@ def _serve_requests(caller: socket.socket, parent_pid: int) -> Callable[[], None
         request, fds, flags, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, _MAX_FDS)
         if not request:
             return None
+        is_worker, code = False, 0
         try:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, "")
-            answer = fork_orphan()
+            is_worker = fork_orphan(caller)
         except OSError as error:
-            answer = -(error.errno or errno.EAGAIN)
-        if not answer:
+            code = error.errno or errno.EAGAIN
+        if is_worker:
             set_title("rlpool-worker")
             caller.close()
             return _begin_worker(fds, pickle.loads(request))
-        _tell(caller, answer)
+        _tell(caller, -code, 0)
         for fd in fds:
             os.close(fd)
     return None
@@ -253,34 +254,32 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-def fork_orphan() -> int:
+def fork_orphan(caller: socket.socket) -> bool:
     """Fork a process whose parent ends at once, so that the caller adopts it.
 
-    Then the kernel reports its end to the caller, whatever becomes of the template.
+    Then the kernel reports its end to the caller, whatever becomes of the template. The parent
+    sends the caller the numbers of both: the caller adopts it, too, if the template has died.
 
     Returns:
-        0 in the process, its number here.
+        Whether this is that process.
 
     Raises:
         OSError: As ``os.fork``.
     """
-    number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    parent = os.fork()
+    if parent:
+        code = os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1])
+        if code:
+            raise OSError(code if code > 0 else errno.EAGAIN, "")
+        return False
     try:
-        parent = os.fork()
-        if parent:
-            os.waitpid(parent, 0)
-            return os.eventfd_read(number)  # raises EAGAIN if there is none
-        try:
-            pid = os.fork()
-            if pid:
-                os.eventfd_write(number, pid)
-        except OSError:
-            os._exit(1)
-        if pid:
-            os._exit(0)
-        return 0
-    finally:
-        os.close(number)
+        pid = os.fork()
+        if not pid:
+            return True
+        _tell(caller, pid, os.getpid())
+    except OSError as error:
+        os._exit(error.errno or errno.EAGAIN)
+    os._exit(0)
 
 
 _MAX_COMM_BYTES = 15

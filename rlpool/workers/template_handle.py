@@ -160,7 +160,9 @@ class Template:
             request = pickle.dumps(list(map(int, blocked)))
             with _adopting_orphans():
                 socket.send_fds(self._socket, [request], [0, 1, 2, *fds])
-                (pid,) = self._received(_FORK_S)
+                pid, parent = self._received(_FORK_S)
+                if pid > 0:
+                    self._wait_for(parent)
         except OSError as error:
             raise TemplateLostError(str(error)) from error
         except BaseException:
@@ -173,6 +175,15 @@ class Template:
             raise OSError(-pid, refusal)
         self._n_lost = 0
         return int(pid)
+
+    def _wait_for(self, parent: int) -> None:
+        """Wait until a worker's parent has ended, a child of the template or, by now, of this."""
+        try:
+            self._received(_FORK_S)
+        except TemplateLostError:
+            self.end()
+            with suppress(ChildProcessError):
+                os.waitpid(parent, 0)
 
     def _failed(self, wanted: Any, error: UnsafeError) -> None:
         """End a process that is of no use; the next one may be, unless there can be none."""

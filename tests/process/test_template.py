@@ -265,6 +265,39 @@ def test_modules_are_imported_once_and_those_that_cannot_be_are_named_once_and_l
         assert why in message
 
 
+DIES = """
+import os, signal
+from pathlib import Path
+
+fork, armed = os.fork, Path({armed!r})
+
+def fork_and_die():
+    pid = fork()
+    if pid and armed.exists():
+        armed.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid
+
+os.fork = fork_and_die
+"""
+
+
+@pytest.mark.usefixtures("own_templates")
+def test_a_template_that_dies_while_it_forks_leaves_no_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    armed = tmp_path / "armed"
+    (tmp_path / "dies.py").write_text(DIES.format(armed=str(armed)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rlpool.preload("dies")
+    collect_once()
+    n_before = len(children())
+    armed.touch()
+    collect_once()
+    assert not armed.exists()
+    assert len(children()) == n_before
+
+
 @pytest.mark.parametrize("name", ["", ".a", "a-b", 3])
 def test_what_is_not_the_name_of_a_module_is_refused(name: Any) -> None:
     with pytest.raises(SpecError, match="name of a module"):
