@@ -534,7 +534,8 @@ class NodeActor:
             self._version = -1
             self._batcher.update(import_extra("ray", "ray").get(reference[0]))
             self._version = version
-        self._batcher._root, self._batcher._next_episode = root, first
+        self._batcher._root = root
+        self._batcher._go_to(first)
         self._batcher.execute(*request, episode_seeds=seeds)
         self._begun.append(key)
 

@@ -24,6 +24,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -132,14 +133,13 @@ class Memory:
 
     @classmethod
     def local(cls, n_bytes: int) -> Memory:
-        """Ordinary memory of this process."""
-        try:
-            zeros = np.zeros(n_bytes, np.uint8)
-        except MemoryError:  # more than the machine has: given to those who will not use all of it
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            mapped = mmap.mmap(-1, n_bytes, flags=flags)
+        """Memory of this process, not of the heap: each page is taken when it is first used."""
+        # No page is reserved: more than the machine has is given to those who use part of it.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        mapped = mmap.mmap(-1, max(1, n_bytes), flags=flags)
+        with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
-            zeros = np.frombuffer(mapped, np.uint8)
+        zeros = np.frombuffer(mapped, np.uint8, n_bytes)
         return cls("local", n_bytes, torch.from_numpy(zeros))
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ _ALIKE = (
     "float32 does not tell successive values of %r apart, such as %r: keep_float64=[%r] keeps them "
     "in float64, and keep_float64=True those of all keys"
 )
+_NO_CHECK: AbstractContextManager[Any] = nullcontext()
 _MOST_SQUARED = float(np.finfo(np.float32).max) ** 2
 
 
@@ -307,8 +308,7 @@ class Column:
             if not (is_exact and self._wrote(lanes, array)):
                 self._write_each(lanes, values)
             return
-        shape, (dtype, wider) = self.spec.shape, self._dtypes
-        all_write, is_wider = len(values) == self._n_lanes, False
+        shape, (dtype, wider), is_wider = self.spec.shape, self._dtypes, False
         try:
             for value in values:
                 if value.dtype is not dtype:
@@ -318,17 +318,12 @@ class Column:
                 if value.shape != shape:
                     break
             else:
-                if is_wider:
-                    with np.errstate(over="raise"):
-                        if all_write:
-                            np.concatenate(values, out=self._joined)
-                        else:
-                            self.array[list(lanes)] = np.stack(values)
-                elif all_write:
-                    np.concatenate(values, out=self._joined)
-                else:
-                    for lane, value in zip(lanes, values, strict=True):
-                        self._rows[lane][...] = value
+                with np.errstate(over="raise") if is_wider else _NO_CHECK:
+                    if len(values) == self._n_lanes:
+                        np.concatenate(values, out=self._joined)
+                    else:
+                        for lane, value in zip(lanes, values, strict=True):
+                            self._rows[lane][...] = value
                 return
         except (AttributeError, FloatingPointError):
             pass  # not an array, or beyond float32: converted, or refused, below

@@ -576,9 +576,7 @@ class Lanes(CrashOnly):
     def refuse_closed(self) -> None:
         """Refuse to go on after ``close`` or in a forked copy, in whatever thread."""
         if self.closed:
-            raise UsageError(
-                "the environments are closed", fix="make new ones, or close them later"
-            )
+            raise UsageError("the environments are closed", fix="make new ones, or close later")
         refuse_forked_copy(self.owner_pid)
 
     def _abandon(self) -> None:

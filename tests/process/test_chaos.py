@@ -8,27 +8,16 @@ The code is that of ``tests/stress/chaos.py``, which goes on for as long as one 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from stress import chaos
 
-from rlpool import shutdown
-
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(280)]
-
-
-@pytest.fixture
-def another_template_afterwards() -> Iterator[None]:
-    """Forget a template that was killed so often while it started that workers are spawned."""
-    yield
-    shutdown()
 
 
 @pytest.mark.promise("I1")
 @pytest.mark.promise("I3")
 @pytest.mark.promise("I5")
-@pytest.mark.usefixtures("another_template_afterwards")
 def test_nothing_is_lost_in_chaos() -> None:
     report = chaos.run(
         chaos.Plan(

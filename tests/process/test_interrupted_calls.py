@@ -33,7 +33,7 @@ from support.parallel import create_manager, create_serial, make_cartpole
 from support.striking import Alarm, Strike, alarms
 from support.variants import variants
 
-N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "6"))
+N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "24"))
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.promise("I3")]
 

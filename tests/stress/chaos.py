@@ -253,6 +253,7 @@ def run(plan: Plan) -> dict[str, Any]:
         chaos = Chaos(plan, notes)
         chaos.run()
         faults = noted(notes) + chaos.signals
+    rlpool.shutdown()  # waits for a template that was killed, and forgets how many were
     passed_s = time.monotonic() - start_s
     deadline_s = time.monotonic() + SETTLE_S
     while (left := held() - before) and time.monotonic() < deadline_s:
