@@ -1,20 +1,18 @@
-"""Batchers begin and end: closed, dropped, in threads, from scripts and notebooks."""
+"""Batchers begin and end: closed, dropped, in a thread, in a notebook."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import pytest
-from process.watching import Script, Struck, is_running, wait_until, worker_pids
+from process.watching import Struck, wait_until, worker_pids
 
 from rlpool import (
     EpisodeBatcher,
@@ -30,8 +28,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.promise("I6"),
 ]
-
-RunScript = Callable[..., Script]
 
 CLOSE_S = 7.0
 """close() takes less than this even if a worker has to be killed."""
@@ -97,7 +93,7 @@ def test_a_batcher_that_is_dropped_or_left_by_an_exception_ends_its_workers() ->
     assert worker_pids() == before
 
 
-# Several batchers, threads --------------------------------------------------------------------
+# Several batchers, a thread --------------------------------------------------------------------
 
 
 def test_batchers_do_not_disturb_each_other_and_leave_ctrl_c_to_the_caller() -> None:
@@ -120,31 +116,19 @@ def test_batchers_do_not_disturb_each_other_and_leave_ctrl_c_to_the_caller() -> 
         assert worker_pids() == before | {worker}
 
 
-def test_batchers_of_several_threads_and_one_that_outlives_its_own() -> None:
-    def whole_life(number: int) -> None:
-        with open_batcher(2) as batcher:
-            collect(batcher, 100 * number)
-
+def test_a_batcher_outlives_the_thread_that_opened_it() -> None:
     opened: list[EpisodeBatcher] = []
     thread = threading.Thread(target=lambda: opened.append(open_batcher()))
     thread.start()
     thread.join()
-    with opened[0] as handed_on, ThreadPoolExecutor(4) as threads:
-        futures = [threads.submit(whole_life, number) for number in range(3)]
-        threads.submit(collect, handed_on, 7).result()
-        collect(handed_on, 50)
-        for future in futures:
-            future.result()
+    with opened[0]:
+        collect(opened[0], 7)
 
 
-# How a script may look ------------------------------------------------------------------------
-
-NOTEBOOK = '''
-import code, multiprocessing, os, sys
-from process.watching import worker_pids
+# In a notebook --------------------------------------------------------------------------------
 
 CELL = """
-import functools, torch
+import torch
 from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv
 from support.faults import FaultyEnv
 class Env(FaultyEnv):
@@ -153,50 +137,26 @@ class Mine(Agent):
     def __call__(self, state, observation, agent_info=None, history=None):
         action = torch.full((observation.n_elems(),), NUMBER)
         return DictTensor({}), DictTensor({"action": action}), DictTensor({})
-def create_env(cls, seed):
-    return GymEnv([cls(), cls()], seed)
-batcher = EpisodeBatcher(
-    n_timesteps=4, n_slots=8, create_agent=lambda: Mine(), n_threads=2, seeds=1,
-    create_env=functools.partial(create_env, Env),
-)
+batcher = EpisodeBatcher(4, 8, lambda: Mine(), {}, lambda seed: GymEnv([Env(), Env()], seed), {}, 2)
 batcher.execute(5)
-result = batcher.get()
-print(result["action"].unique().tolist(), result.lengths.tolist())
 """
 
-def main():
-    multiprocessing.set_start_method("forkserver")
-    # Like a notebook's kernel: one namespace, __main__ without a file, errors are shown and kept.
-    vars(sys.modules["__main__"]).pop("__file__", None)
-    shell = code.InteractiveInterpreter(sys.modules["__main__"].__dict__)
-    sys.stderr = open(os.devnull, "w")
-    def run(source):
-        shell.runcode(compile(source, "<cell>", "exec"))
-    run("NUMBER = 1")
-    run(CELL)
-    first = worker_pids()
-    run("NUMBER = 2")
-    run(CELL)
-    second = worker_pids()
-    print(len(first), len(second), len(first & second))
-    run("batcher.execute(2)\\n1 / 0")
-    run("print(batcher.get().lengths.tolist())")
 
-if __name__ == "__main__":
-    main()
-'''
-
-
-def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(run_script: RunScript) -> None:
-    script = run_script(NOTEBOOK, through_stdin=True)
-    script.finish()
-    assert script.stdout.splitlines() == [
-        "[1] [3, 3, 3, 3, 3]",
-        "[2] [3, 3, 3, 3, 3]",
-        "2 2 0",
-        "[3, 3]",
-    ]
-    assert (script.returncode, script.left_after(CLOSE_S)) == (0, [])
+def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = worker_pids()
+    notebook = ModuleType("__main__")  # which has no file
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    for number in (1, 2):
+        vars(notebook)["NUMBER"] = number
+        exec(compile(CELL, "<cell>", "exec"), vars(notebook))
+        result = vars(notebook)["batcher"].get()
+        assert (result["action"][:, :3] == number).all()
+        assert result.lengths.tolist() == [3] * 5
+        assert len(worker_pids() - before) == 2  # those of the batcher before have ended
+    vars(notebook).clear()
+    assert worker_pids() == before
 
 
 def test_an_error_about_a_hang_has_the_stacks_of_the_worker() -> None:
@@ -214,22 +174,3 @@ def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more()
         batcher.execute(3, env_info=faults_at(3, 1, "hang", 1))
         with pytest.raises(WorkerTimeoutError):
             wait_until(lambda: batcher.progress == (3, 3))
-
-
-kept: list[EpisodeBatcher] = []
-
-
-def lengths_in_a_daemon() -> list[int]:
-    assert multiprocessing.current_process().daemon
-    kept.append(open_batcher(2))  # it is not closed
-    kept[0].execute(3)
-    return kept[0].get().lengths.tolist()
-
-
-@pytest.mark.slow
-def test_a_daemonic_process_may_have_workers_which_end_with_it() -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(lengths_in_a_daemon) == [3, 3, 3]
-        pids = worker_pids()
-        assert len(pids) >= 3
-    wait_until(lambda: not any(map(is_running, pids)), CLOSE_S)

@@ -5,7 +5,6 @@ And what it imports for them, and what becomes of modules that it cannot have.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import logging
@@ -178,20 +177,24 @@ def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
 # What else goes on in the caller ---------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
+kept: list[EpisodeBatcher] = []
+
+
+def collect_in_a_daemon() -> int:
+    assert multiprocessing.current_process().daemon
+    kept.append(open_batcher())  # it is not closed
+    collect(kept[0])
+    return template().pid
+
+
 def test_a_fork_of_the_caller_has_a_template_of_its_own_and_does_not_disturb_the_others() -> None:
     with open_batcher() as batcher:
-        theirs = template().pid
-        pid = os.fork()
-        if not pid:
-            code = 1
-            with contextlib.suppress(BaseException):
-                collect_once()
-                assert template().pid != theirs
-                rlpool.shutdown()
-                code = 0
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        theirs, others = template().pid, worker_pids()
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply(collect_in_a_daemon) != theirs
+            pids = worker_pids() - others
+            assert len(pids) >= 3
+        wait_until(lambda: not any(map(is_running, pids)), GONE_S)
         collect(batcher)
         assert template().pid == theirs
 
