@@ -8,17 +8,17 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from process.watching import is_running, n_descriptors, shared_files, wait_until, worker_pids
+from process.watching import is_running, n_descriptors, wait_until, worker_pids
 
 from rlpool import (
     AgentError,
     Batcher,
-    DictTensor,
     EnvError,
     EpisodeBatcher,
     ParallelEnvManager,
@@ -33,9 +33,13 @@ from support.parallel import create_manager, create_serial, make_cartpole
 from support.striking import Alarm, Strike, alarms
 from support.variants import variants
 
-N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "24"))
+N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "8"))
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.promise("I3")]
+pytestmark = [
+    pytest.mark.usefixtures("no_shared_memory_left", "short_patience"),
+    pytest.mark.timeout(240),
+    pytest.mark.promise("I3"),
+]
 
 
 MANAGED = create_manager, {"make_env": CountingEnv, "n_lanes": 2}
@@ -104,8 +108,7 @@ def n_points(batcher: Any, call: Callable[[Any], Any]) -> int:
         [
             *(("execute", EpisodeBatcher, 2, False), ("get", Batcher, 2, False)),
             *(("update", EpisodeBatcher, 2, False), ("reset", Batcher, 2, False)),
-            *(("get(progress)", EpisodeBatcher, 0, False), ("execute", Batcher, 0, False)),
-            *(("load_state_dict", EpisodeBatcher, 0, False), ("get", EpisodeBatcher, 0, True)),
+            *(("get(progress)", EpisodeBatcher, 0, False), ("get", EpisodeBatcher, 0, True)),
         ],
         itertools.product(CALLS, (EpisodeBatcher, Batcher), (0, 2), (False,)),
     ),
@@ -145,24 +148,6 @@ def test_a_batcher_can_be_used_after_any_interrupt(
     assert n_descriptors() <= before[0]
 
 
-def test_a_batcher_can_be_closed_after_its_close_was_interrupted() -> None:
-    files = shared_files(os.getpid())
-    for number in (0, 40, 150, 300):
-        batcher = create(EpisodeBatcher, 2)
-        prepare(batcher)
-        with alarms():
-            try:
-                with Strike(number):
-                    batcher.close()
-            except Alarm:
-                batcher.close()
-        assert batcher.closed
-        wait_until(lambda: not worker_pids())
-    del batcher
-    gc.collect()
-    assert shared_files(os.getpid()) <= files
-
-
 def test_episodes_after_an_interrupt_are_those_behind_the_dropped_ones() -> None:
     with create(EpisodeBatcher, 0) as batcher, create(EpisodeBatcher, 1) as other:
         batcher.execute(4)
@@ -197,8 +182,6 @@ def ask(manager: ParallelEnvManager) -> None:
 
 COMMANDS: dict[str, Callable[[ParallelEnvManager], Any]] = {
     "reset": lambda manager: manager.reset(),
-    "step": lambda manager: manager.step(DictTensor({"action": torch.tensor([0, 1, 0])})),
-    "step_lanes": lambda manager: manager.step_lanes(LANES, actions()),
     "step_some": lambda manager: manager.step_some(1, [0, 2], actions()),
     "remote": ask,
 }
@@ -221,7 +204,7 @@ def states(env: Any) -> list[dict[str, bytes]]:
     return seen
 
 
-@pytest.mark.parametrize("name", variants(["reset", "step_some", "remote"], COMMANDS))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_after_an_interrupt_a_manager_begins_with_new_workers(name: str) -> None:
     serial, n_interrupted, rng = create_serial(1, make_cartpole, 3), 0, random.Random(name)
     serial.reset()  # declares the actions, as a manager's does
@@ -248,17 +231,19 @@ def test_after_an_interrupt_a_manager_begins_with_new_workers(name: str) -> None
     assert n_interrupted  # others were struck before they had begun, or while they waited
 
 
-def test_an_interrupted_constructor_or_close_of_a_manager_leaves_nothing() -> None:
+@pytest.mark.parametrize("create_one", [partial(create, EpisodeBatcher, 2), open_manager])
+def test_an_interrupted_constructor_or_close_leaves_nothing(create_one: Any) -> None:
+    create_one().close()  # starts the template
     others, n_fds, rng = worker_pids(), n_descriptors(), random.Random(0)
     with alarms():
-        n_points = struck(lambda: open_manager().close(), 10**9)
+        n_points = struck(lambda: create_one().close(), 10**9)
         for number in (*range(0, 12, 3), *rng.sample(range(n_points), N_STRIKES)):
-            struck(lambda: open_manager().close(), number)
+            struck(lambda: create_one().close(), number)
             gc.collect()
-            assert worker_pids() == others
-        manager = open_manager()
+            wait_until(lambda: worker_pids() == others)
+        one = create_one()
         for number in (1, 20, 60):
-            struck(manager.close, number)
-        manager.close()
+            struck(one.close, number)
+        one.close()
     assert worker_pids() == others
     assert n_descriptors() <= n_fds + 2  # the tracker of multiprocessing

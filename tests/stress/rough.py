@@ -122,11 +122,11 @@ def parameters(number: int) -> torch.Tensor:
     return torch.full((10_000,), number % 7 / 7)
 
 
-def infos(n_rows: int, number: int, longest: int = 60) -> dict[str, DictTensor]:
+def infos(n_rows: int, number: int) -> dict[str, DictTensor]:
     """Infos that follow from a number: one episode in ten is long."""
     generator = torch.Generator().manual_seed(number)
     length = torch.randint(1, 15, (n_rows,), generator=generator)
-    length[torch.rand(n_rows, generator=generator) < 0.1] = longest
+    length[torch.rand(n_rows, generator=generator) < 0.1] = 60
     gain = 1 + torch.rand(n_rows, generator=generator)
     return {"env_info": DictTensor({"length": length}), "agent_info": DictTensor({"gain": gain})}
 
