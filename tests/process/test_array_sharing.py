@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from process.watching import START_S, Script, in_new, n_descriptors
+from process.watching import START_S, in_new, n_descriptors
 
 from rlpool import Array
 from rlpool.data import array as array_module
@@ -101,66 +100,6 @@ def test_views_travel_as_arguments_and_through_pipes_and_queues(method: str, sto
 
 
 # The end ------------------------------------------------------------------------------------------
-
-OWNER = """
-import multiprocessing
-import numpy as np
-from rlpool import Array
-
-def child(array, pipe, inherited):
-    inherited.close()
-    more = pipe.recv()
-    array[0] = 1
-    more[0] = 1
-    print("child", flush=True)
-    pipe.recv()
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    array = Array((4, 1000), np.float64, storage="memmap")
-    array[...] = 3
-    here, there = context.Pipe()
-    process = context.Process(target=child, args=(array[1:], there, here))
-    process.start()
-    here.send(array[np.arange(500) % 4])
-    process.join()
-"""
-
-
-def test_a_killed_owner_leaves_nothing_behind(
-    run_script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))  # where a memmap lies, and sockets would
-    script = run_script(OWNER)
-    script.wait_for_line("child")
-    script.signal(signal.SIGKILL)
-    script.finish()
-    assert script.left_after(20.0) == []
-    assert list(temporary.iterdir()) == []
-
-
-def sum_twice(pipe: Connection) -> None:
-    array = pipe.recv()
-    for _ in range(2):
-        pipe.send(float(array.to_ndarray().sum()))
-        pipe.recv()
-
-
-def test_a_receiver_keeps_the_memory_that_the_owner_gave_back() -> None:
-    array = make()
-    array[...] = 2
-    with in_forked(sum_twice) as pipe:
-        pipe.send(array)
-        assert pipe.recv() == 60
-        array[0] = 0
-        array.close()
-        del array
-        pipe.send("look again")
-        assert pipe.recv() == 48
-        pipe.send("done")
-
 
 # One window in all processes (the property test moves it in a forked one) -------------------------
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlpool import DictTensor, SpecError, TemporalDictTensor, masked_dicttensor, masked_tensor
+from rlpool import DictTensor, SpecError, TemporalDictTensor
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -306,18 +306,3 @@ def test_a_dict_tensor_is_a_list_of_rows(
         assert rows_of(batch + other) == [
             {**a, **b} for a, b in zip(model, rows_of(other), strict=True)
         ]
-
-
-@given(specs, st.integers(1, 5), seeds, st.data())
-def test_masked_rows_of_a_dict_tensor(
-    wanted: Specs, n: int, seed: int, data: st.DataObject
-) -> None:
-    first, second = random_batch(wanted, n, seed), random_batch(wanted, n, seed + 9)
-    takes_second = [data.draw(st.booleans()) for _ in range(n)]
-    mask = torch.tensor(takes_second).to(data.draw(signed))
-    chosen = masked_dicttensor(first, second, mask)
-    pairs = zip(rows_of(first), rows_of(second), takes_second, strict=True)
-    assert rows_of(chosen) == [b if is_second else a for a, b, is_second in pairs]
-    assert chosen.specs() == first.specs()
-    for key, tensor in first.items():
-        assert torch.equal(masked_tensor(tensor, second[key], mask), chosen[key])

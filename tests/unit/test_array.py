@@ -267,13 +267,6 @@ def test_functions_of_numpy_take_arrays() -> None:
             wrong()
 
 
-def test_printing_shows_values_storage_dtype_and_padding() -> None:
-    array = counted(3, padding=1, storage="shared")
-    assert str(array) == "Array([0,1,2], storage=shared, dtype=int64, padding=1)"
-    array.close()
-    assert repr(array) == "Array(closed, shape=(3,), storage=shared, dtype=int64, padding=1)"
-
-
 # Windows ----------------------------------------------------------------------------------------
 
 

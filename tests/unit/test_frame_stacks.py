@@ -5,7 +5,6 @@ What pools do with stacks besides is for the property test.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,6 @@ import pytest
 import torch
 
 from rlpool import Pool, SpecError, TemporalDictTensor
-
-from support.envs import assert_same_tensors
-from support.machines import limit_disk
 
 
 def stacks(start: int, stop: int) -> torch.Tensor:
@@ -113,18 +109,3 @@ def test_frames_are_stored_once() -> None:
         every = pool.transitions()
         assert torch.equal(every["frame"], stacks(0, 40))
         assert torch.equal(every["_frame"], stacks(1, 41))
-
-
-def test_a_disk_that_is_full_keeps_the_frames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = Pool(pool_size=5000, storage="memmap", directory=tmp_path, frame_stack=4)
-    pool.extend(steps(0, 20))
-    before = pool.transitions()
-    limit_disk(monkeypatch, lambda start, n_bytes: n_bytes > 3000 * 9 * 8)  # frames
-    with pytest.raises(SpecError, match="disk"):
-        pool.extend(steps(20, 3800))
-    monkeypatch.undo()
-    assert_same_tensors(pool.transitions(), before)
-    pool.extend(steps(20, 3800))
-    assert torch.equal(pool.transitions()["frame"], steps(0, 3800)["frame"][0])

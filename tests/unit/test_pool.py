@@ -259,6 +259,7 @@ def rows_of(pool: Pool, **changes: Any) -> None:
         ({"pool_size": 11}, lambda pool: pool.load_state_dict(filled().state_dict()), "pool_size"),
         ({"random": False}, lambda pool: pool.load_state_dict(filled().state_dict()), "random"),
         ({"keys": ["frame"]}, lambda pool: pool.load_state_dict(filled().state_dict()), "keys"),
+        ({"info_keys": ["x"]}, lambda pool: pool.load_state_dict(filled().state_dict()), "info"),
     ],
     ids=str,
 )

@@ -6,29 +6,18 @@ import gc
 import multiprocessing
 import os
 import pickle
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from rlpool.data.specs import TensorSpec
-from rlpool.data.storage import PAGE_BYTES, Memory, allocate, carve, carved_bytes
+from rlpool.data.storage import Memory, allocate
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.limits import memory_bounds
 
 from support import named_memory
 from support.machines import limit_disk
-
-SPECS = {
-    "flag": TensorSpec((), np.dtype(bool)),
-    "frame": TensorSpec((84, 84), np.dtype(np.uint8)),
-    "nothing": TensorSpec((0,), np.dtype(np.float32)),
-    "pose": TensorSpec((3,), np.dtype(np.float64)),
-}
 
 
 def open_descriptors() -> set[str]:
@@ -44,40 +33,7 @@ def no_descriptor_left() -> Iterator[None]:
     assert open_descriptors() == before
 
 
-def address(array: np.ndarray) -> int:  # type: ignore[type-arg]
-    return int(array.__array_interface__["data"][0])
-
-
 # Arrays in a block --------------------------------------------------------------------------------
-
-
-def test_carved_arrays_have_the_shapes_of_their_specs_and_share_no_page() -> None:
-    n_bytes = carved_bytes(SPECS, 7)
-    root = Memory.local(sum(n_bytes.values())).root()
-    arrays = carve(root, SPECS, 7)
-    pages: list[int] = []
-    for key, spec in SPECS.items():
-        assert (arrays[key].shape, arrays[key].dtype) == ((7, *spec.shape), spec.dtype)
-        first = address(arrays[key]) - address(root)
-        assert first % PAGE_BYTES == 0
-        pages += range(first // PAGE_BYTES, -(-(first + arrays[key].nbytes) // PAGE_BYTES))
-    assert len(pages) == len(set(pages))
-    assert all(size % PAGE_BYTES == 0 and size > 0 for size in n_bytes.values())
-    arrays["pose"][:] = 1.0
-    assert root.any()
-    assert not arrays["frame"].any()
-
-
-def test_a_root_is_gone_when_its_last_user_is_gone() -> None:
-    root = Memory.local(sum(carved_bytes(SPECS, 2).values())).root()
-    reference = weakref.ref(root)
-    tensor = torch.from_numpy(carve(root, SPECS, 2)["frame"])[1, 3:5]
-    del root
-    gc.collect()
-    assert reference() is not None
-    del tensor
-    gc.collect()
-    assert reference() is None
 
 
 # Kinds --------------------------------------------------------------------------------------------
