@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
-
-from rlpool import DictTensor, GymEnv, ParallelEnvManager
 
 from support.programs import run_as_main
 from support.variants import variants
@@ -138,42 +134,6 @@ def _assert_episodes(values: dict[str, torch.Tensor], lengths: list[int]) -> Non
         }
         assert {key: mine[key].tolist() for key in expected} == expected
         assert all(not tensor[row, length:].any() for tensor in values.values())
-
-
-@pytest.fixture(scope="module")
-def make_env() -> Any:
-    """Makes the environment of the episode batcher's program, as that does."""
-    program = runpy.run_path(str(PROGRAMS / "episode_batcher.py"), run_name="episode_batcher")
-    kind, limit = program["MyEnv"], program["TimeLimit"]
-    return lambda: limit(kind(), max_episode_steps=100)
-
-
-NUMBER = spaces.Box(-np.inf, np.inf, (), np.float32)
-
-
-@pytest.mark.parametrize("is_parallel", variants([True], [False]))
-def test_the_documents_environment_can_be_driven_by_hand(make_env: Any, is_parallel: bool) -> None:
-    def with_spaces() -> Any:
-        env = make_env()
-        numbers = {"x": NUMBER, "identifier": NUMBER, "env_id": spaces.Discrete(9)}
-        env.observation_space, env.action_space = spaces.Dict(numbers), spaces.Discrete(2)
-        return env
-
-    envs: Any = (
-        ParallelEnvManager([with_spaces] * 2, seed=1, envs_per_worker=2)
-        if is_parallel
-        else GymEnv([make_env(), make_env()], seed=1)
-    )
-    ones = DictTensor({"action": torch.ones(2, dtype=torch.int64)})
-    for info, ids in ((None, [0, 0]), (DictTensor({"env_id": torch.tensor([3, 4])}), [3, 4])):
-        before, _ = envs.reset(info)
-        assert len({*before["x"].tolist(), *before["identifier"].tolist()}) == 4
-        (after, _), _ = envs.step(ones)
-        torch.testing.assert_close(after["x"], before["x"] + 0.3)
-        assert after["reward"].tolist() == after["x"].tolist()
-        assert before["env_id"].tolist() == after["env_id"].tolist() == ids
-        assert before["identifier"].tolist() == after["identifier"].tolist()
-    envs.close()
 
 
 # Array -----------------------------------------------------------------------------------------

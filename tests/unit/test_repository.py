@@ -1,4 +1,4 @@
-"""What the files of the repository promise: installing, names, figures, links, the site.
+"""What the files of the repository promise: installing, names, figures, links.
 
 Programs of documents and tutorials are run in ``tests/tutorials``.
 """
@@ -9,7 +9,6 @@ import ast
 import importlib
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from types import ModuleType
 import pytest
 
 import rlpool
-from rlpool.__main__ import main
+import rlpool.testing
 from rlpool.cluster import RayEpisodeBatcher
 
 from support.agents import BinaryAgent
@@ -67,14 +66,6 @@ def test_the_readme_installs_and_runs_the_main_tutorial_and_the_tests() -> None:
     assert entries == ["ruff check .", "ruff format --check .", "mypy --strict rlpool"]
     for entry in entries:
         assert f'in_venv "$work/tests" {entry}\n' in text_of(".ci/run")
-
-
-def test_the_readme_lists_every_tutorial_and_documents_run_scripts_that_exist() -> None:
-    listed = re.findall(r"\(tutorials/(\w+\.py)\)", text_of("README.md"))
-    assert sorted(listed) == sorted(path.name for path in (REPOSITORY / "tutorials").glob("*.py"))
-    for document in DOCUMENTS:
-        scripts = re.findall(r"^python ([\w/]+\.py)", text_of(document), re.MULTILINE)
-        assert [name for name in scripts if not (REPOSITORY / name).exists()] == []
 
 
 def test_four_core_dependencies_and_every_direct_one_is_bounded_and_pinned() -> None:
@@ -209,16 +200,6 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in anchors_of(str(path.relative_to(REPOSITORY))), (document, anchor)
 
 
-def public_names(module: str) -> list[str]:
-    """The full names of ``__all__``, read without importing, as extras may be missing."""
-    (names,) = re.findall(
-        r"^__all__ = (\[.*?\])$",
-        text_of(f"{module.replace('.', '/')}/__init__.py"),
-        re.MULTILINE | re.DOTALL,
-    )
-    return [f"{module}.{name}" for name in ast.literal_eval(names)]
-
-
 def test_every_public_name_has_one_place_in_the_reference() -> None:
     listed = []
     for page in (document for document in DOCUMENTS if document.startswith("docs/api/")):
@@ -228,60 +209,8 @@ def test_every_public_name_has_one_place_in_the_reference() -> None:
             package, _, short = name.rpartition(".")
             is_module = members and short.islower()  # of a class, members are its methods
             listed += [f"{package}.{m}" for m in members.split(", ")] if is_module else [name]
-    public = [n for m in ("rlpool", "rlpool.testing", "rlpool.cluster") for n in public_names(m)]
+    modules = (rlpool, rlpool.testing)
+    public = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
+    public.append("rlpool.cluster.RayEpisodeBatcher")
     assert len(listed) == len(set(listed))
     assert set(public) <= set(listed)
-
-
-def test_every_document_has_its_place_on_the_site() -> None:
-    navigation = text_of("mkdocs.yml").partition("\nnav:\n")[2]
-    placed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", navigation, flags=re.MULTILINE)
-    tutorials = [f"tutorials/{path.stem}.md" for path in (REPOSITORY / "tutorials").glob("*.py")]
-    documents = [name.removeprefix("docs/") for name in DOCUMENTS if name != "README.md"]
-    made = ["overview.md", "contributing.md", "changes.md", *tutorials]
-    assert sorted(placed) == sorted([*documents, *made])
-
-
-def test_the_doctor_says_what_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:
-    def lines_of(text: str) -> set[str]:
-        """Lines without what differs from run to run: numbers, and spaces between columns."""
-        same = re.sub(r" +", " ", re.sub(r"\d+", "0", text))
-        return {line.strip() for line in same.splitlines()}
-
-    main(["doctor", "--n-workers", "16"])
-    said = lines_of(capfd.readouterr().out)
-    quoted = re.findall(r"^```text\n(ok .*?)^```$", text_of("docs/start_methods.md"), re.M | re.S)
-    assert [lines for lines in map(lines_of, quoted) if not lines <= said] == []
-
-
-# The site
-
-
-def test_a_reference_of_the_site_that_leads_nowhere_or_elsewhere_is_named(tmp_path: Path) -> None:
-    (tmp_path / "guide").mkdir()
-    path = REPOSITORY / ".ci" / "check_site.py"
-    problems = runpy.run_path(str(path))["broken_references"]
-    page = tmp_path / "guide" / "page.html"
-    files = {
-        tmp_path / "style.css": "h1 { color: green }",
-        tmp_path / "index.html": '<link href="style.css"><h1 id="start">Start</h1>'
-        '<a href="guide/page.html#two">two</a><a href="https://example.org">elsewhere</a>',
-        tmp_path / "llms.txt": "# Site\n\n- [two](guide/page.html#two): the second.\n",
-        tmp_path / "llms-full.md": "see [start](index.html)\n\n```text\n[a](b)\n```\n",
-        page: '<link href="/style.css"><h2 id="two">Two</h2><a href="..">start</a>',
-    }
-    for path, text in files.items():
-        path.write_text(text)
-    assert [*problems(tmp_path)] == []
-    for added in (
-        '<a href="../gone.html">',
-        '<a href="#three">',
-        '<img src="lost.svg">',
-        '<script src="https://cdn.example/a.js">',
-        '<link href="//fonts.example/b.css">',
-    ):
-        page.write_text(files[page] + added)
-        assert len([*problems(tmp_path)]) == 1, added
-    page.write_text(files[page])
-    (tmp_path / "llms-full.md").unlink()
-    assert [*problems(tmp_path)] == ["llms-full.md is missing"]
