@@ -177,11 +177,11 @@ class Storage:
         self.samples: list[tuple[Any, ...]] = []
         self.episodes: list[tuple[Any, ...]] = []
 
-    def add_sample(self, observation, action, reward, terminal, next_observation):
-        self.samples.append((observation, action, reward, terminal, next_observation))
+    def add_sample(self, *columns: Any) -> None:
+        self.samples.append(columns)
 
-    def add_episode(self, observations, actions, rewards, terminals, next_observations):
-        self.episodes.append((observations, actions, rewards, terminals, next_observations))
+    def add_episode(self, *columns: Any) -> None:
+        self.episodes.append(columns)
 
     def as_bytes(self) -> list[list[bytes]]:
         """Everything, bit by bit."""

@@ -131,20 +131,3 @@ def test_the_callers_generators_are_back_if_users_code_raises(
     with untouched(), raises, failing(fails_in, error) as batcher:
         batcher.execute(5)
         batcher.get()
-
-
-def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well() -> None:
-    numpy: Any = np.random
-    before = numpy.get_bit_generator(), numpy.get_state()
-    try:
-        numpy.set_bit_generator(theirs := numpy.PCG64(1))
-        numpy.randn(1)  # another one is kept
-        state = numpy.get_state(legacy=False)
-        with episodes() as batcher:
-            batcher.execute(5)
-            batcher.get()
-        assert numpy.get_bit_generator() is theirs
-        assert numpy.get_state(legacy=False) == state
-    finally:
-        numpy.set_bit_generator(before[0])
-        numpy.set_state(before[1])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import tracemalloc
-import weakref
 
 import numpy as np
 import pytest
@@ -90,14 +88,6 @@ def test_every_permutation_hits_every_number_once(n_bits: int) -> None:
         assert sorted(permuted(numbers, keys, n_bits).tolist()) == numbers.tolist()
 
 
-def test_neighbouring_roots_share_no_more_seeds_than_chance_would() -> None:
-    n = 50_000
-    seeds = [np.array(episode_seeds(root_from(base), 0, n)) for base in (42, 43, 44)]
-    for one, other in itertools.combinations(seeds, 2):
-        # n * n / 2**31 = 1.2 by chance, with a standard deviation of 1.1.
-        assert len(np.intersect1d(one, other)) < 10
-
-
 def test_a_million_episodes_of_a_batcher_have_different_seeds_until_all_were_given() -> None:
     root = root_from(1)
     first = 2**31 - 600_000
@@ -124,14 +114,6 @@ def test_lanes_that_restart_share_no_seed_between_lanes_restarts_and_resets() ->
     assert all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in seeds)
 
 
-def test_no_two_workers_and_no_two_streams_of_an_episode_share_a_seed() -> None:
-    seeds = {worker_seed(root_from(0), worker) for worker in range(10_000)}
-    assert len(seeds) == 10_000
-    of_streams = {stream_seed(seed, stream) for seed in range(1_000) for stream in range(5)}
-    assert len(of_streams | set(range(1_000))) == 6_000
-    assert all(0 <= seed < 2**31 for seed in seeds | of_streams)
-
-
 # Noise
 
 
@@ -150,12 +132,6 @@ def test_noise_is_uniform_and_uncorrelated() -> None:
     ]
     for one, other in pairs:
         assert abs(float((one * other).mean()) * 12) < 0.03
-
-
-def test_no_two_steps_of_any_episode_share_their_noise() -> None:
-    keys = [key for base in range(50) for key in keys_of(root_from(base), 0, 6)]
-    rows = torch.cat([draws(key, 4, 20) for key in keys])  # 96 bits per row
-    assert torch.unique(rows, dim=0).shape == rows.shape
 
 
 def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours() -> None:
@@ -225,8 +201,3 @@ def test_noise_of_many_episodes_takes_little_memory() -> None:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 8 * 2**20  # 512 bytes * 4 per episode would be 120 MB
-
-
-def test_noise_that_is_used_once_is_not_kept() -> None:
-    head = weakref.ref(LaneSeeds(root_from(4), 0).noise(0, 5, n_noise=1000).head.base)
-    assert head() is None
