@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import Batcher, DictTensor, GymEnv, MonoThreadEpisodeBatcher, SpecError
+from rlpool import DictTensor, GymEnv, MonoThreadEpisodeBatcher, SpecError
 from rlpool.data.infos import info_rows
 from rlpool.testing import CountingEnv, check_agent
 
@@ -85,22 +85,11 @@ def test_other_objects_are_refused_by_name(info: Any, named: str) -> None:
         info_rows("env_info", info, N)
 
 
-def test_windows_environments_and_checks_take_dicts_too() -> None:
-    with Batcher(3, None, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as windows:
-        windows.reset({"id": 5}, {"id": [1, 2]})
-        windows.execute()
-        window = windows.get()
-        assert window is not None
-        assert window["_reward"][:, 0].tolist() == [1001, 2001]
-        assert window["info_id"].unique().tolist() == [5]
-        with pytest.raises(SpecError, match="'id' in env_info"):
-            windows.reset(env_info={"id": [1, 2, 3]})
+def test_environments_and_checks_take_dicts_too() -> None:
     envs = [OptionsEnv(), OptionsEnv()]
     GymEnv(envs).reset({"goal": [[1.0, 2.0], [3.0, 4.0]], "is_easy": True})
-    assert [env.seen for env in envs] == [
-        [{"goal": [1.0, 2.0], "is_easy": True}],
-        [{"goal": [3.0, 4.0], "is_easy": True}],
-    ]
+    goals = [1.0, 2.0], [3.0, 4.0]
+    assert [env.seen for env in envs] == [[{"goal": goal, "is_easy": True}] for goal in goals]
     check_agent(InfoEcho, CountingEnv, agent_info={"id": 1})
 
 
