@@ -131,6 +131,7 @@ def test_a_warning_that_several_workers_give_is_heard_once(seen: Seen, tmp_path:
     make = partial(TalkingEnv, "various", str(tmp_path))
     with ParallelEnvManager([make, make], seed=1) as manager:
         manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
+    assert [record.worker for record in seen.of("talk.env")].count(1) == 4
     assert len(seen.of("talk.env")) == 8
     assert len(seen.of("py.warnings")) == 1
 
@@ -173,14 +174,3 @@ def test_a_caller_that_does_not_read_stops_no_worker_and_learns_what_is_dropped(
     dropped = [re.findall(r"\d+", message) for message in seen.messages("rlpool")]
     assert {worker for worker, _ in dropped} == {"0"}
     assert len(arrived) + sum(int(number) for _, number in dropped) == 3 * N_FLOOD
-
-
-def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:
-    env_fns = [partial(TalkingEnv, "converse", str(tmp_path))] * 2
-    for number in (1, 2):
-        (tmp_path / f"answer {number}").touch()
-    with ParallelEnvManager(env_fns, seed=1) as manager:
-        manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
-        for seed in range(100):  # at the latest the hundredth short wait hands over what is there
-            manager.reset_lanes([0], [seed], [None])
-        assert {record.worker for record in seen.of("talk.question")} == {0, 1}
