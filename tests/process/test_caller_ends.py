@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from process.watching import Script, in_new, wait_until, who_holds
 
-from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager, UsageError
+from rlpool import EpisodeBatcher, ParallelEnvManager, UsageError
 
 from support.faults import FaultyEnv, create_agent, create_env
+from support.parents import N_STARTED
 from support.variants import variants
 
 pytestmark = [
@@ -40,6 +42,8 @@ import os, signal, sys, threading, time
 from functools import partial
 from pathlib import Path
 import numpy as np
+from support import parents
+from support.agents import ConstantAgent
 from support.faults import FaultyEnv, code, create_agent, create_env, faults_at, strike
 
 if __name__ == "__mp_main__" and os.path.exists(f"{__file__}.import"):
@@ -51,7 +55,7 @@ from rlpool import EpisodeBatcher, ParallelEnvManager
 def main(at, end, start_method, *places):
     def go(number):
         owner, phase, kind = places[number].split(":")
-        owners = {"episodes": episodes, "manager": manager}
+        owners = {"episodes": episodes, "manager": manager, "children": children}
         owners[owner](f"{at}.{number}", phase, kind, start_method)
 
     is_left = end in ("return", "raise", "sys_exit", "os_exit")
@@ -100,6 +104,14 @@ def episodes(at, phase, kind, start_method):
     batcher.get()
     batcher.close()
 
+def children(at, phase, kind, start_method):
+    env_args = {"notes": f"{at}.children"}
+    os.mkdir(env_args["notes"])
+    batcher = EpisodeBatcher(
+        4, 6, ConstantAgent, {}, parents.create_env, env_args, 1, start_method=start_method
+    )
+    rest(at)
+
 def manager(at, phase, kind, start_method):
     make_env = partial(strike, kind, at) if phase == "create_env" else partial(FaultyEnv, at)
     manager = ParallelEnvManager([make_env] * 3, envs_per_worker=2, start_method=start_method)
@@ -126,9 +138,13 @@ MANY = (
     *("episodes:reset:hold_the_lock", "episodes:update:hold_the_lock", "episodes:agent:hang"),
     *("episodes:queued:none", "episodes:busy:none", "episodes:close_agent:hold_the_lock"),
     *("manager:create_env:hold_the_lock", "manager:step:hold_the_lock", "manager:busy:none"),
+    "children:idle:none",
     "episodes:step:hang",
 )
-FEW = ("episodes:queued:none", "episodes:busy:none", "manager:idle:none", "episodes:step:hang")
+FEW = (
+    *("episodes:queued:none", "episodes:busy:none", "manager:idle:none", "children:idle:none"),
+    "episodes:step:hang",
+)
 ENDS = ("SIGTERM", "SIGINT", "SIGINT SIGINT", "return", "raise", "sys_exit", "os_exit")
 
 CASES = variants(
@@ -154,6 +170,9 @@ def test_nothing_is_left_of_a_caller_that_ends(
     wait_until(lambda: all(path.exists() for path in at) or script.returncode is not None)
     assert script.returncode is None, script.stderr
     script.note_family()
+    started = [psutil.Process(int(path.name)) for path in tmp_path.glob("at.*.children/*")]
+    assert len(started) == (N_STARTED if "children:idle:none" in places else 0)
+    script.family += started
     assert script.memory
     if end == "SIGKILL":  # the workers' parent, too, and first
         for process in script.family:
@@ -178,34 +197,27 @@ def test_nothing_is_left_of_a_caller_that_ends(
 # Forks ----------------------------------------------------------------------------------------
 
 
-def use_what_belongs_to_the_parent(pipe: Any, batcher: Any, windows: Any, manager: Any) -> None:
+def use_what_belongs_to_the_parent(pipe: Any, batcher: Any, manager: Any) -> None:
     calls: list[Callable[[], Any]] = [
-        *(batcher.get, lambda: batcher.execute(3), lambda: batcher.update({}), windows.reset),
+        *(batcher.get, lambda: batcher.execute(3), lambda: batcher.update({})),
         *(manager.reset, lambda: manager.step_lanes([1], {}), manager.remotes[0].recv),
     ]
     for call in calls:
         with pytest.raises(UsageError, match="forked"):
             call()
-    windows.close()
-    windows.close()
+    batcher.close()
     manager.close()
 
 
 def test_a_forked_child_may_not_use_the_batchers_of_its_parent() -> None:
-    arguments = create_agent, {}, create_env, {}
     with (
-        EpisodeBatcher(4, 8, *arguments, n_threads=2, seeds=1) as batcher,
-        Batcher(4, None, *arguments, n_threads=1, seeds=1) as windows,
+        EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads=2, seeds=1) as batcher,
         ParallelEnvManager([FaultyEnv] * 2, seed=1) as manager,
     ):
-        windows.reset()
-        windows.execute()
         manager.reset()
         manager.remotes[0].send(("get_attr", {"attr": "action_space"}))
         batcher.execute(3, env_info={"id": [5, 6, 7]})
-        with in_new("fork", use_what_belongs_to_the_parent, batcher, windows, manager):
+        with in_new("fork", use_what_belongs_to_the_parent, batcher, manager):
             pass
         assert batcher.get()["frame"][:, :, 0].tolist() == [[5] * 3, [6] * 3, [7] * 3]
-        assert windows.get()["frame"].shape[:2] == (1, 3)
         assert manager.remotes[0].recv()[0] == "attr"
-        manager.reset()

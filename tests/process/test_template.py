@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -22,13 +23,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from process.watching import is_running, n_descriptors, wait_until, worker_pids
+from process.watching import in_new, is_running, n_descriptors, wait_until, worker_pids
 
 import rlpool
 from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, SpecError
 from rlpool.errors import WorkerDiedError
 from rlpool.workers import process_start
-from rlpool.workers.process_start import prepare, why_spawned
+from rlpool.workers.process_start import prepare
 from rlpool.workers.template_handle import Template
 
 from support.envs import CountingEnv
@@ -152,26 +153,24 @@ def test_one_template_serves_all_threads_until_it_does_not_fit_or_until_shutdown
 # What cannot be had ----------------------------------------------------------------------------
 
 
-def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_only_three_templates_that_die_in_a_row_are_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare("auto")  # with the tracker of multiprocessing, whose interpreter is the same
     tries, interpreter = tmp_path / "tries", tmp_path / "python"
-    before = multiprocessing.spawn.get_executable()
-    interpreter.write_text(f"#!/bin/sh\necho >> {tries}\nkill -9 $$\n")
+    serves = f'[ $(wc -l < {tries}) -eq 6 ] && exec {sys.executable} "$@"'
+    interpreter.write_text(f"#!/bin/sh\necho >> {tries}\n{serves}\nkill -9 $$\n")
     interpreter.chmod(0o755)
-    rlpool.shutdown()
-    caplog.clear()
-    multiprocessing.set_executable(str(interpreter))
-    try:
-        for _ in range(3):
-            prepare("auto")
-    finally:
-        multiprocessing.set_executable(before)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", str(interpreter))
+    templates = Template()
+    for _ in range(3):
+        assert not templates.ready()
     assert len(tries.read_text()) == 3
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "(exit code -9)" in caplog.text
-    assert not why_spawned()
+    templates.shutdown()  # which forgets why there was none
+    assert templates.ready()
+    assert len(tries.read_text()) == 6
+    templates.shutdown()
 
 
 # What else goes on in the caller ---------------------------------------------------------------
@@ -228,19 +227,11 @@ def create_reporting(path: Path, names: tuple[str, ...]) -> CountingEnv:
     return CountingEnv()
 
 
-@pytest.fixture
-def own_templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No modules of other tests, and none for them."""
-    templates = Template()
-    monkeypatch.setattr(process_start, "_template", templates)
-    yield
-    templates.shutdown()
-
-
-@pytest.mark.usefixtures("own_templates")
-def test_modules_are_imported_once_and_those_that_cannot_be_are_named_once_and_left_out(
+def test_modules_are_imported_once_and_one_that_cannot_be_is_named_once_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    templates = Template()  # without the modules of other tests
+    monkeypatch.setattr(process_start, "_template", templates)
     log = tmp_path / "imports"
     sources = {
         "changes": CHANGES,
@@ -250,7 +241,7 @@ def test_modules_are_imported_once_and_those_that_cannot_be_are_named_once_and_l
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    rlpool.preload("changes", "threads", "missing", "once")
+    rlpool.preload("changes", "threads", "once")
     for _ in range(2):
         paths = [tmp_path / f"worker-{worker}" for worker in range(2)]
         env_fns = [partial(create_reporting, path, tuple(sources)) for path in paths]
@@ -262,43 +253,37 @@ def test_modules_are_imported_once_and_those_that_cannot_be_are_named_once_and_l
         assert first["as in any worker"] == [os.getcwd(), sys.argv, sys.argv]
         assert first["is set"] == "1"
         assert first["handles_sigterm"]
-    assert len(caplog.messages) == 2
-    for name, why in (("threads", "2 threads"), ("missing", "No module named")):
-        (message,) = (text for text in caplog.messages if f" {name} is left out" in text)
-        assert why in message
+    templates.shutdown()
+    (message,) = caplog.messages
+    assert "threads is left out" in message
+    assert "2 threads" in message
 
 
-DIES = """
-import os, signal
-from pathlib import Path
-
-fork, armed = os.fork, Path({armed!r})
-
-def fork_and_die():
-    pid = fork()
-    if pid and armed.exists():
-        armed.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return pid
-
-os.fork = fork_and_die
-"""
+def ask_for_a_template(_: Any) -> None:
+    rlpool.preload("waits")
+    prepare("auto")
 
 
-@pytest.mark.usefixtures("own_templates")
-def test_a_template_that_dies_while_it_forks_leaves_no_zombie(
+@pytest.mark.slow
+def test_a_template_ends_whose_caller_dies_while_it_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    armed = tmp_path / "armed"
-    (tmp_path / "dies.py").write_text(DIES.format(armed=str(armed)))
+    note, go = tmp_path / "pid", tmp_path / "go"
+    source = f"""
+        import os, pathlib, time
+        pathlib.Path({str(note)!r}).write_text(str(os.getpid()))
+        while not os.path.exists({str(go)!r}):
+            time.sleep(0.01)
+    """
+    (tmp_path / "waits.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(str(tmp_path))
-    rlpool.preload("dies")
-    collect_once()
-    n_before = len(children())
-    armed.touch()
-    collect_once()
-    assert not armed.exists()
-    assert len(children()) == n_before
+    before = children()
+    with in_new("fork", ask_for_a_template, exitcode=-signal.SIGKILL):
+        wait_until(lambda: note.exists() and note.read_text())
+        for caller in children() - before:
+            os.kill(caller, signal.SIGKILL)
+    go.touch()
+    wait_until(lambda: not is_running(int(note.read_text())), GONE_S)
 
 
 @pytest.mark.parametrize("name", ["", ".a", "a-b", 3])

@@ -4,44 +4,44 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlpool import GymEnv, ParallelEnvManager
+from rlpool import GymEnv
 
 from support.envs import CountingEnv
 
-WAYS = ("popen", "grandchild", "with_descriptors")
+N_STARTED = 3
+"""Processes that each environment starts."""
+
+CHILD = """
+import signal, sys, time
+signal.signal(15, lambda *_: sys.exit(7))
+print("up", flush=True)
+time.sleep(1000)
+"""
+GRANDCHILD = "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"
+"""The shell ends at once: what it leaves in the background has no parent any more."""
 
 
 class ParentEnv(CountingEnv):
-    """A ``CountingEnv`` that starts a process and never ends it, or does so in ``close``.
+    """A ``CountingEnv`` that starts processes and never ends them, or one of them in ``close``.
 
     Args:
         notes: Directory in which every process that is started leaves a file named by its id.
-        way: How it is started, one of ``WAYS``.
-        ends_it: Whether ``close`` ends it, which takes a moment and is noted.
+        ends_it: Whether ``close`` ends one, which takes a moment and is noted.
     """
 
-    def __init__(self, notes: str, way: str = "popen", ends_it: bool = False) -> None:
+    def __init__(self, notes: str, ends_it: bool = False) -> None:
         super().__init__()
         self._notes, self._ends_it = Path(notes), ends_it
-        if way == "with_descriptors":
-            self._child = subprocess.Popen(["sleep", "1000"], close_fds=False)
-            self._note(self._child.pid)
-        elif way == "grandchild":
-            # The shell ends at once: what it leaves in the background has no parent any more.
-            command = ["sh", "-c", "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"]
-            self._note(int(subprocess.run(command, capture_output=True, check=True).stdout))
-        else:
-            source = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); "
-            source += "print('up', flush=True); time.sleep(1000)"
-            self._child = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
-            self._child.stdout.readline()
-            self._note(self._child.pid)
+        self._note(subprocess.Popen(["sleep", "1000"], close_fds=False).pid)
+        self._note(int(subprocess.check_output(["sh", "-c", GRANDCHILD])))
+        self._child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+        self._child.stdout.readline()
+        self._note(self._child.pid)
 
-    def _note(self, pid: int | None) -> None:
+    def _note(self, pid: int) -> None:
         (self._notes / str(pid)).touch()
 
     def close(self) -> None:
@@ -51,10 +51,5 @@ class ParentEnv(CountingEnv):
             (self._notes / f"{self._child.pid}").write_text(str(code))
 
 
-def create_env(seed: int, n_lanes: int = 1, **arguments: Any) -> GymEnv:
-    return GymEnv([ParentEnv(**arguments) for _ in range(n_lanes)], seed)
-
-
-def open_manager(start_method: str = "auto", **arguments: Any) -> ParallelEnvManager:
-    env_fns = [partial(ParentEnv, **arguments)] * 2
-    return ParallelEnvManager(env_fns, seed=1, start_method=start_method)
+def create_env(seed: int, **arguments: Any) -> GymEnv:
+    return GymEnv([ParentEnv(**arguments)], seed)
