@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import repeat
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -61,33 +58,6 @@ def test_trajectories_are_those_of_modern_environments(kind: Any) -> None:
     assert_same_tensors(trajectories, counting_trajectories([3, 3], [0, 0], ["truncated"] * 2))
 
 
-def test_every_reset_is_seeded_before_and_by_hand_they_restart_and_close() -> None:
-    env = wrapped(1)
-    lanes = GymEnvInf([env], 4)
-    lanes.reset()
-    for _ in range(3):
-        (observation, _), (after, _) = lanes.step(action(1))
-        assert observation["frame"].tolist() == [[1, 0]]
-        assert observation["done"].tolist() == observation["terminated"].tolist() == [True]
-        assert (after["frame"].tolist(), after["reward"].tolist()) == ([[0, 0]], [0])
-    lanes.close()
-    assert len(set(env.env.seeds)) == 4
-    assert env.env.is_closed
-
-
-def test_an_environment_may_have_nothing_but_a_compiled_reset_and_step() -> None:
-    inner = SimpleNamespace(
-        reset=partial(next, repeat(0.5)), step=lambda action: (1.5, 1, True, None)
-    )
-    env = GymEnv([inner], seed=0)
-    observation, _ = env.reset()
-    assert observation["frame"].tolist() == [0.5]
-    assert observation["frame"].dtype == torch.float32
-    (observation, _), (_, running) = env.step(action(0))
-    assert (observation["frame"].tolist(), running.tolist()) == ([1.5], [])
-    env.close()
-
-
 def test_spaces_of_the_former_gym_are_known_by_the_names_of_their_classes() -> None:
     Box = type("Box", (), {"shape": (3,), "dtype": np.dtype(np.float64)})  # noqa: N806
     Discrete = type("Discrete", (), {"n": 4})  # noqa: N806
@@ -116,22 +86,14 @@ class DefaultOptionsEnv(CountingEnv):
         return super().reset(seed=seed, options={"id": options["id"]})
 
 
-class DefaultTaskEnv(CountingEnv):
-    """Likewise with ``task``."""
-
-    def reset(self, *, seed: Any = None, task: Any = 8) -> Any:  # type: ignore[override]
-        return super().reset(options={"id": task})
-
-
-@pytest.mark.parametrize("kind", [DefaultInfoEnv, DefaultOptionsEnv, DefaultTaskEnv])
+@pytest.mark.parametrize("kind", [DefaultInfoEnv, DefaultOptionsEnv])
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_without_env_info_an_environments_own_default_applies(kind: Any, is_wrapped: bool) -> None:
     made = kind(length=1)
     if is_wrapped and isinstance(made, gymnasium.Env):
         made = TimeLimit(made, 5)
     env = GymEnvInf([made], seed=0)
-    key = "task" if kind is DefaultTaskEnv else "id"
-    for info, number in ((None, 8), (DictTensor({}), 8), ({key: [5]}, 5), (None, 8)):
+    for info, number in ((None, 8), (DictTensor({}), 8), ({"id": [5]}, 5), (None, 8)):
         assert env.reset(info)[0]["frame"].tolist() == [[0, number]]
         _, (after, _) = env.step(action(0))  # which resets it
         assert after["frame"].tolist() == [[0, number]]
@@ -157,39 +119,12 @@ class SeededEnv(CountingEnv):
         return super().reset(seed=seed)
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (SeededEnv, "SeededEnv"),
-        (lambda: TimeLimit(SeededEnv(), 5), "SeededEnv"),
-        (wrapped, "AncestorCountingEnv"),
-        (DefaultTaskEnv, "task"),
-        (lambda: SimpleNamespace(reset=partial(next, repeat(0)), step=str), "SimpleNamespace"),
-    ],
-)
-def test_options_that_no_reset_takes_are_refused_with_its_signature(make: Any, named: str) -> None:
-    env = GymEnv([make()], seed=0)
-    env.reset()
-    with pytest.raises(EnvSpecError, match=rf"{named}.*'level'"):
-        env.reset({"level": [3]})
-
-
-class TaskWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """Takes a task, though what it wraps does not."""
-
-    def reset(self, *, task: Any = None, **arguments: Any) -> Any:
-        self.task = task
-        self.given = arguments
-        return self.env.reset(**arguments)
-
-
-def test_a_task_among_the_options_reaches_a_reset_that_takes_one() -> None:
-    wrapper = TaskWrapper(CountingEnv())
-    env = GymEnv([TimeLimit(wrapper, 5)])
-    env.reset_lanes([0], [3], [{"task": 4, "length": 9}])
-    assert (wrapper.task, wrapper.given) == (4, {"seed": 3, "options": {"length": 9}})
-    env.reset_lanes([0], [3], [None])
-    assert (wrapper.task, wrapper.given) == (None, {"seed": 3, "options": None})
+def test_options_that_no_reset_takes_are_refused_with_its_signature() -> None:
+    for make, named in ((wrapped, "AncestorCountingEnv"), (SeededEnv, "SeededEnv")):
+        env = GymEnv([make()], seed=0)
+        env.reset()
+        with pytest.raises(EnvSpecError, match=rf"{named}.*'level'"):
+            env.reset({"level": [3]})
 
 
 def test_a_task_is_drawn_for_by_the_seed_and_not_what_the_reset_draws() -> None:
@@ -217,7 +152,6 @@ class OldNoiseEnv(gymnasium.Env[Any, Any]):
     def reset(self) -> Any:  # type: ignore[override]
         rng: Any = self.np_random
         self.drawn = [rng.rand(), rng.randn(), rng.randint(3, 9), rng.random_sample()]
-        self.drawn += [*rng.rand(2), *rng.standard_normal(2), rng.uniform(), rng.integers(5)]
         return self.drawn[0]
 
     def step(self, action: Any) -> Any:
@@ -234,7 +168,6 @@ def test_generators_of_former_environments_have_their_former_names(is_wrapped: b
         same = np.random.default_rng(inner.seed_given)
         old = np.random.RandomState(same.bit_generator)
         expected = [old.rand(), old.randn(), old.randint(3, 9), old.random_sample()]
-        expected += [*old.rand(2), *same.standard_normal(2), same.uniform(), same.integers(5)]
         assert inner.drawn == expected
         assert type(inner.drawn[0]) is float
         assert observation["frame"].tolist() == [np.float32(same.random())]

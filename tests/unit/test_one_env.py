@@ -23,7 +23,7 @@ from support.acting_envs import (
     actions,
     states,
 )
-from support.envs import COUNTING_SPACE, AncestorCountingEnv, CountingEnv, SpaceEnv, ValueEnv
+from support.envs import AncestorCountingEnv, CountingEnv, SpaceEnv
 
 
 class Transitions(NamedTuple):
@@ -100,8 +100,6 @@ def test_the_very_action_object_goes_back_to_the_environment_and_is_copied() -> 
 VALUES: list[list[Any]] = [
     [np.array([k, k / 3]) for k in range(3)],
     [np.full((2, 3), k, np.uint8) for k in range(3)],
-    [np.array([k], np.uint16) for k in range(3)],
-    [np.array([k > 1, True]) for k in range(3)],
     [1, 2, 3],
     [[(k, 1.0), [k, 2.0]] for k in range(3)],
     [np.zeros((0, 2))] * 3,
@@ -137,12 +135,6 @@ def test_values_of_several_parts_become_one_array_per_part() -> None:
     assert episode.action["0"].shape == (2, 3)
 
 
-def test_dtypes_hold_ints_and_floats() -> None:
-    episode = episode_of(states([0, 0], [0.5, 1.0], [1, 1], np.array([2, 2], np.int32)))
-    assert_same((episode.state,), (np.array([[0, 0], [0.5, 1], [1, 1]]),))
-    assert episode.next_state[-1].tolist() == [2, 2]
-
-
 # What does not fit
 
 ZEROS = np.zeros(4)
@@ -166,35 +158,25 @@ def without_actions() -> DuckEnv:
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: episode_of(ScriptedEnv(ZEROS)), EnvSpecError, "env.reset"),
-    (lambda: episode_of(ScriptedEnv((ZEROS, 0, {}))), EnvSpecError, "env.reset"),
     (lambda: episode_of(AncestorCountingEnv()), EnvSpecError, "env.reset"),
-    (lambda: episode_of(after_reset((0, 1))), EnvSpecError, "step 0"),
     (lambda: episode_of(after_reset((0, ZEROS, 0.0, False), (0, 1))), EnvSpecError, "step 1"),
     (lambda: episode_of(broken()), EnvSpecError, "env.step"),
-    (lambda: episode_of(ValueEnv([ZEROS], COUNTING_SPACE)), EnvSpecError, "'state'"),
     (lambda: episode_of(states(ZEROS, ZEROS, np.zeros(5))), EnvSpecError, "'state'"),
     (lambda: episode_of(states({"a": 1}, {"b": 1})), EnvSpecError, "state/b"),
-    (lambda: episode_of(states((1, [1, 2]), [1, 2])), EnvSpecError, "structure"),
     (lambda: episode_of(states(1, 1, 1.5)), EnvSpecError, "'state'"),
-    (lambda: episode_of(states("up", "down")), EnvSpecError, "state"),
     (lambda: episode_of(actions(0, 0, [0, 1])), EnvSpecError, "'action'"),
-    (lambda: episode_of(actions(0, "left")), EnvSpecError, "action"),
     (lambda: episode_of(after_reset((0, ZEROS, 0.0, None))), EnvSpecError, "'done'"),
     (lambda: episode_of(after_reset((0, ZEROS, 1e39, False))), EnvSpecError, "'reward'"),
     (lambda: episode_of(without_actions()), AgentSpecError, "action_space"),
     (lambda: episode_of(CountingEnv(), lambda state: [1, 2]), AgentSpecError, "action"),
-    (lambda: episode_of(CountingEnv(), lambda state: 0.5), AgentSpecError, "action"),
-    (lambda: episode_of(CountingEnv(), lambda state: None), AgentSpecError, "action"),
     (lambda: episode_of(CountingEnv(), lambda state: 1 / 0), AgentError, "ZeroDivisionError"),
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "named"), REFUSED)
-def test_what_does_not_fit_is_refused(
-    call: Callable[[], Any], error: type[Exception], named: str
-) -> None:
-    with pytest.raises(error, match=named):
-        call()
+def test_what_does_not_fit_is_refused() -> None:
+    for call, error, named in REFUSED:
+        with pytest.raises(error, match=named):
+            call()
 
 
 # Gymnasium's protocol
@@ -240,7 +222,6 @@ def test_a_policy_gets_states_and_gives_actions_as_the_environment_has_them() ->
     [
         (spaces.Discrete(4), torch.tensor(2), np.int64),
         (spaces.Box(-1, 1, (2,), np.float32), [0.5, 0.25], np.float32),
-        (spaces.MultiDiscrete([3, 3]), np.array([1, 2]), np.int64),
     ],
 )
 def test_actions_of_a_policy_take_the_form_of_the_space(

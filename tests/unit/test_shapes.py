@@ -13,28 +13,13 @@ import torch
 from torch import Tensor
 
 import rlpool
-from rlpool import (
-    Agent,
-    DictTensor,
-    EpisodeStatistics,
-    GymEnv,
-    SpecError,
-    TemporalDictTensor,
-    replay_agent,
-)
-from rlpool.testing import CountingEnv
+from rlpool import DictTensor, SpecError, TemporalDictTensor
 
 B, T, N = 3, 4, 5
 """Rows, steps, features: no two are equal, so that every wrong shape can be told."""
 
 ROW, ROWS, STEPS = torch.arange(B), torch.rand(B, N), torch.rand(B, T)
 IS_END = torch.zeros(B, T, dtype=torch.bool)
-NAMED = DictTensor({"x": ROWS})
-TIMED = TemporalDictTensor({"x": torch.rand(B, T, N)}, torch.full((B,), T), {"task": ROW})
-
-JOINT = TemporalDictTensor(
-    {"alive": torch.ones(B, T, 2).bool(), "born": torch.zeros(B, T, 2).bool()}
-)
 
 
 class Case(NamedTuple):
@@ -77,45 +62,12 @@ def like_reward(function: Any, *names: str, **given: Any) -> Case:
     return Case(partial(function, **given), tensors, {"discount": is_one_number})
 
 
-def replays(n_rows: int, state: str) -> Case:
-    """``replay_agent``, with an agent that returns tensors of these shapes in every call."""
-
-    def call(value: Tensor, start: Tensor, after: Tensor, initial_state: Tensor) -> None:
-        class Returns(Agent):
-            def __call__(self, state: Any, seen: Any, info: Any = None, history: Any = None) -> Any:
-                if seen.n_elems() == n_rows:
-                    return {"s": start}, {"action": value}, {"s": after}
-                rows = torch.zeros(seen.n_elems())  # it is first asked for the keys of its state
-                return {"s": rows}, {"action": rows}, {"s": rows}
-
-        steps = {"frame": STEPS, "_frame": STEPS, "s": STEPS, "_s": STEPS}
-        steps["initial_state"] = initial_state
-        replay_agent(Returns(), TemporalDictTensor(steps), state=state)  # type: ignore[arg-type]
-
-    rows = torch.rand(n_rows)
-    fitting = {"value": rows, "start": rows, "after": rows, "initial_state": IS_END}
-    also = {name: starts_with(n_rows) for name in ("value", "start", "after")}
-    return Case(call, fitting, also)
-
-
-def step(action: Tensor) -> None:
-    env = GymEnv([CountingEnv(n_actions=B) for _ in range(B)], 0)
-    env.reset()
-    env.step(DictTensor({"action": action}))
-
-
-def update_statistics(reward: Tensor, done: Tensor, start: Tensor, episode: Tensor) -> None:
-    steps = {"_reward": reward, "_done": done, "initial_state": start}
-    EpisodeStatistics().update(TemporalDictTensor(steps, None, {"episode": episode}))
-
-
 def trajectories(x: Tensor, y: Tensor, lengths: Tensor, task: Tensor) -> TemporalDictTensor:
     return TemporalDictTensor({"x": x, "y": y}, lengths, {"task": task})
 
 
 NORMAL = {"mean": ROWS, "log_std": ROWS, "noise": ROWS}
 IN_TIME = {"x": starts_with(B, T), "y": starts_with(B, T), "task": starts_with(B)}
-ONE_PER_STEP = dict.fromkeys(["reward", "done", "start"], lambda shape: shape == (B, T, 1))
 
 CASES = {
     "sample_categorical": Case(
@@ -147,9 +99,6 @@ CASES = {
     "vtrace": like_reward(
         rlpool.vtrace, "log_ratio", "reward", "value", "next_value", "terminated", "done"
     ),
-    "TemporalDictTensor.from_agents": Case(
-        JOINT.from_agents, {"values": torch.rand(2 * B, T)}, {"values": starts_with(2 * B, T)}
-    ),
     "masked_tensor": Case(
         rlpool.masked_tensor, {"tensor0": ROWS, "tensor1": ROWS, "mask": ROW > 0}
     ),
@@ -159,14 +108,6 @@ CASES = {
         ),
         {"one": ROWS, "other": ROWS, "mask": ROW > 0},
     ),
-    "replay_agent": replays(B, "recompute"),
-    "replay_agent at once": replays(B * T, "stored"),
-    "EpisodeStatistics.update": Case(
-        update_statistics,
-        {"reward": STEPS, "done": IS_END, "start": IS_END, "episode": ROW},
-        ONE_PER_STEP,
-    ),
-    "GymEnv.step": Case(step, {"action": ROW}),
     "DictTensor.__init__": Case(
         lambda x, y: DictTensor({"x": x, "y": y}),
         {"x": ROWS, "y": STEPS},
@@ -177,50 +118,20 @@ CASES = {
         {"tensor": STEPS},
         {"tensor": starts_with(B)},
     ),
-    "DictTensor.cat": Case(
-        lambda x: DictTensor.cat([NAMED, DictTensor({"x": x})]),
-        {"x": ROWS},
-        {"x": lambda shape: len(shape) == 2 and shape[1] == N},
-    ),
-    "DictTensor.__add__": Case(
-        lambda y: NAMED + DictTensor({"y": y}), {"y": STEPS}, {"y": starts_with(B)}
-    ),
-    "DictTensor.index": Case(NAMED.index, {"rows": ROW > 0}),
     "DictTensor.copy_": Case(
-        lambda x, source_indexes, destination_indexes: NAMED.clone().copy_(
+        lambda x, source_indexes, destination_indexes: DictTensor({"x": ROWS.clone()}).copy_(
             DictTensor({"x": x}), source_indexes, destination_indexes
         ),
         {"x": ROWS, "source_indexes": ROW, "destination_indexes": ROW},
         {"x": lambda shape: len(shape) == 2 and shape[0] >= B and shape[1] == N},
     ),
     "TemporalDictTensor.__init__": Case(
-        trajectories, {"x": TIMED["x"], "y": STEPS, "lengths": ROW, "task": ROW}, IN_TIME
+        trajectories, {"x": torch.rand(B, T, N), "y": STEPS, "lengths": ROW, "task": ROW}, IN_TIME
     ),
     "TemporalDictTensor.from_packed": Case(
         lambda x, lengths, task: TemporalDictTensor.from_packed({"x": x}, lengths, {"task": task}),
         {"x": torch.rand(3, N), "lengths": ROW, "task": ROW},
         {"x": starts_with(3), "task": starts_with(B)},
-    ),
-    "TemporalDictTensor.set": Case(
-        lambda tensor: TIMED.clone().set("y", tensor),
-        {"tensor": STEPS},
-        {"tensor": starts_with(B, T)},
-    ),
-    "TemporalDictTensor.cat": Case(
-        lambda x: TemporalDictTensor.cat(
-            [TIMED, TemporalDictTensor({"x": x}, None, {"task": ROW})]
-        ),
-        {"x": TIMED["x"]},
-    ),
-    "TemporalDictTensor.index": Case(TIMED.index, {"rows": ROW > 0}),
-    "TemporalDictTensor.temporal_multi_index": Case(TIMED.temporal_multi_index, {"steps": ROW}),
-    "TemporalDictTensor.copy_": Case(
-        lambda x, task, source_indexes, destination_indexes: TIMED.clone().copy_(
-            TemporalDictTensor({"x": x}, TIMED.lengths, {"task": task}),
-            source_indexes,
-            destination_indexes,
-        ),
-        {"x": TIMED["x"], "task": ROW, "source_indexes": ROW, "destination_indexes": ROW},
     ),
 }
 
