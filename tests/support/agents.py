@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlpool import Agent, DictTensor, sample_categorical
 
@@ -156,3 +156,32 @@ class FunctionAgent(Agent):
 
     def __call__(self, state, observation, agent_info=None, history=None):
         return self.function(state, observation, agent_info, history)
+
+
+class StochasticPolicy(nn.Module, Agent):
+    """A policy for frames of four numbers, some of whose modules are in a list or another agent.
+
+    Args:
+        seed: Of its parameters.
+    """
+
+    n_noise = 1
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.inner, self.parts = StepCounter(), [nn.Dropout()]
+        self.inner.layer = nn.Dropout()
+
+    def all_modules(self) -> tuple[nn.Module, ...]:
+        return self, self.layers[1], self.parts[0], self.inner.layer
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        assert not any(module.training for module in self.all_modules())
+        logits = self.layers(observation["frame"])
+        action, _ = sample_categorical(logits, observation["noise"])
+        if agent_info is not None:
+            action = torch.where(agent_info["is_greedy"], logits.argmax(-1), action)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
