@@ -193,10 +193,26 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (lambda pool: pool.update_priorities([0.0], [1.0]), SpecError, "index"),
     (lambda pool: filled().update_priorities([0], [1.0]), UsageError, "priority_exponent"),
     (lambda pool: pool.load_state_dict({"format": 5}), SpecError, "state"),
+    *(
+        (lambda pool, n=n: pool.load_state_dict(damaged()[n]), SpecError, "state|format|shape")
+        for n in range(6)
+    ),
     (copy.copy, UsageError, "state_dict"),
     (copy.deepcopy, UsageError, "state_dict"),
     (pickle.dumps, UsageError, "state_dict"),
 ]
+
+
+def damaged() -> list[Any]:
+    """Parts of a state, and states with a part that is missing or damaged."""
+    whole = filled(priority_exponent=2.0).state_dict()
+    arrays = dict(whole["store"]["arrays"])
+    missing = {k: arrays[k] for k in arrays if k != "columns/frame/0.0"}
+    cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
+    return [
+        *(None, {}, {**whole, "format": 4}, {**whole, "generator": {}}),
+        *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
+    ]
 
 
 @pytest.mark.parametrize(("use", "error", "named"), REFUSED, ids=range(len(REFUSED)))
@@ -268,34 +284,3 @@ def test_an_argument_that_makes_no_sense_is_named(
 ) -> None:
     with pytest.raises(SpecError, match=named):
         use(Pool(**{"pool_size": 10, **options}))
-
-
-def test_numbers_of_numpy_are_taken_and_padding_is_not_looked_at() -> None:
-    number = np.uint8(7)
-    assert Pool(processes=number, pool_size=number, seed=number).lengths == [0] * 7
-    pool, done = Pool(pool_size=5), torch.tensor([[0.0, NAN]])
-    pool.extend(TemporalDictTensor({"_done": done}, torch.tensor([1])))
-    assert pool.transitions()["_done"].tolist() == [False]
-
-
-def damaged() -> list[Any]:
-    """Parts of a state, and states with a part that is missing or damaged."""
-    whole = filled().state_dict()
-    arrays = dict(whole["store"]["arrays"])
-    missing = {k: arrays[k] for k in arrays if k != "columns/frame/0.0"}
-    cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
-    return [
-        *(None, {}, {**whole, "format": 4}, {**whole, "generator": {}}),
-        *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
-    ]
-
-
-def test_a_state_that_is_damaged_decides_nothing() -> None:
-    for state in damaged():
-        empty, full = Pool(pool_size=10), filled(4)
-        for pool in (empty, full):
-            with pytest.raises(SpecError):
-                pool.load_state_dict(state)
-        assert_same_tensors(full.transitions(), filled(4).transitions())
-        empty.extend(TemporalDictTensor({"other": torch.ones(1, 2)}))
-        assert list(empty.specs) == ["other"]
