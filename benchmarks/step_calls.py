@@ -159,7 +159,7 @@ def calls_with_infos() -> Counter[str]:
 def calls_of(name: str) -> Counter[str]:
     """Calls of a workload of other benchmarks, in one process."""
     workload = V1[0] if name == "V1" else WORKLOADS[name]
-    n_episodes = {"W1": 400, "W2": 8, "V1": 256}[name]
+    n_episodes = {"W1": 200, "W2": 8, "V1": 256}[name]
     return calls_of_episodes(make_batcher(workload, n_episodes, n_threads=0), n_episodes)
 
 

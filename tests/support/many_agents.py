@@ -47,7 +47,9 @@ class Lives:
         return box
 
     def action_space(self, agent: str) -> Any:
-        return spaces.Box(-1, 1, (2,)) if agent.startswith("big") else spaces.Discrete(4)
+        if agent.startswith("big"):
+            return spaces.Box(-1, 1, (2,))
+        return spaces.Discrete(4, start=1, dtype=np.int8)
 
     def reset(self, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
         self.rng, self.t = np.random.default_rng(seed), 0
@@ -57,6 +59,7 @@ class Lives:
 
     def step(self, actions: Mapping[str, Any]) -> tuple[Any, ...]:
         assert set(actions) == set(self.agents)
+        assert all(self.action_space(agent).contains(actions[agent]) for agent in actions)
         acted, self.t = list(self.agents), self.t + 1
         born = [a for a in self.lives if self.lives[a][0] == self.t]
         self.agents = [agent for agent in self.lives if self._is_alive(agent)]
@@ -111,12 +114,13 @@ class RandomAgents(Agent):
 
     Args:
         sizes: Key of an action to the number of its choices, 0 for numbers from -1 to 1.
+        start: The first choice.
     """
 
     n_noise = 16
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes = dict(sizes)
+    def __init__(self, sizes: Mapping[str, int], start: int = 0) -> None:
+        self.sizes, self.start = dict(sizes), start
 
     def __call__(
         self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
@@ -137,9 +141,8 @@ class RandomAgents(Agent):
                     weights = observation[mask].float()
                     weights = weights + (weights.sum(-1, keepdim=True) == 0)
                 edges = weights.cumsum(-1)
-                actions[key] = (
-                    (draws[..., None] * edges[..., -1:] >= edges).sum(-1).clamp(max=size - 1)
-                )
+                chosen = (draws[..., None] * edges[..., -1:] >= edges).sum(-1)
+                actions[key] = self.start + chosen.clamp(max=size - 1)
         return DictTensor(), DictTensor(actions), DictTensor()
 
 
@@ -148,7 +151,8 @@ def by_hand(
     seed: int,
     action_of: Callable[[int, str], Any],
     agents: Sequence[str],
-    options: Any = None,
+    options: Any,
+    limit: int | None,
 ) -> list[dict[str, dict[str, Any]]]:
     """Play an episode with PettingZoo's parallel interface.
 
@@ -158,7 +162,7 @@ def by_hand(
     """
     observed, infos = env.reset(seed=seed, options=options)
     moments = [_moment(env, agents, observed, {}, {}, {}, infos)]
-    while env.agents:
+    while env.agents and len(moments) - 1 != limit:
         actions = {agent: action_of(len(moments) - 1, agent) for agent in env.agents}
         moments.append(_moment(env, agents, *env.step(actions)))
     return moments
@@ -185,6 +189,8 @@ def check_joint_episode(
     env: Any,
     groups: Mapping[str, Sequence[str]],
     options: Any = None,
+    reward: str = "sum",
+    max_episode_steps: int | None = None,
 ) -> None:
     """Compare a row, step by step, with a loop over the parallel interface."""
     agents = [agent for members in groups.values() for agent in members]
@@ -194,10 +200,10 @@ def check_joint_episode(
         group = group_of[agent]
         key = f"action/{group}" if group else "action"
         value = episodes[key][row, step, groups[group].index(agent)].numpy()
-        return value[()] if value.ndim == 0 else value
+        return value.astype(env.action_space(agent).dtype)[()]
 
     seed = int(episodes.info["seed"][row])
-    moments = by_hand(env, seed, action_of, agents, options)
+    moments = by_hand(env, seed, action_of, agents, options, max_episode_steps)
     n_steps = int(episodes.lengths[row])
     assert n_steps == len(moments) - 1
     for group, members in groups.items():
@@ -225,11 +231,12 @@ def check_joint_episode(
                 for key in ("terminations", "truncations"):
                     assert at(step, key) == bool(moment[key].get(agent, False))
     for step in range(n_steps):
-        total = sum(moments[step + 1]["rewards"].values())
+        rewards = moments[step + 1]["rewards"].values()
+        total = sum(rewards) / (len(rewards) if reward == "mean" else 1)
         assert episodes["_reward"][row, step] == np.float32(total)
     last = moments[-1]
     ending = [agent for agent in agents if moments[-2]["alive"][agent]]
-    is_cut = any(last["truncations"][a] and not last["terminations"][a] for a in ending)
+    is_cut = any(not last["terminations"].get(agent) for agent in ending)
     assert bool(episodes["_truncated"][row, n_steps - 1]) == is_cut
     assert bool(episodes["_terminated"][row, n_steps - 1]) == (not is_cut)
 
