@@ -13,7 +13,6 @@ from rlpool import (
     EnvError,
     Learner,
     UsageError,
-    WorkerDiedError,
     make_env,
     make_parallel_env,
 )
@@ -69,8 +68,8 @@ class KillsWorkers(Storage):
 
     pids: Any = staticmethod(list)  # of the workers that there are
 
-    def add_episode(self, *columns: Any, **named: Any) -> None:
-        super().add_episode(*columns, **named)
+    def add_episode(self, *columns: Any) -> None:
+        super().add_episode(*columns)
         if len(self.episodes) % 5 == 0:
             for pid in self.pids()[len(self.episodes) // 5 % 2 :][:1]:
                 os.kill(pid, signal.SIGKILL)
@@ -103,10 +102,9 @@ def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_
         assert pids != [worker.pid for worker in env.workers]
 
 
-def test_failures_and_deaths_say_where_and_leave_what_is_complete() -> None:
+def test_failures_say_where_and_leave_what_is_complete() -> None:
     storage = Storage()
-    policy = {"on_worker_failure": "raise"}
-    with make_parallel_env(FailingTask, 2, 2, seed=1, **policy, **ARGUMENTS) as env:
+    with make_parallel_env(FailingTask, 2, 2, seed=1, **ARGUMENTS) as env:
         learner = Learner(MarkovActor(), storage, None, [0, 6], "memory_markov", seed=4)
         with pytest.raises(EnvError, match="KeyError: 'goal'") as caught:
             learner.collect_rollouts_parallel(10, parallel_env=env)
@@ -119,8 +117,5 @@ def test_failures_and_deaths_say_where_and_leave_what_is_complete() -> None:
         learner.train_tasks = [1, 2]
         n_steps = learner.collect_rollouts_parallel(10, parallel_env=env)
         assert n_steps == sum(len(episode[0]) for episode in storage.episodes[-10:])
-        os.kill(env.workers[1].pid, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            learner.collect_rollouts_parallel(10, parallel_env=env)
     with pytest.raises(UsageError, match="closed"):
         learner.collect_rollouts_parallel(1, parallel_env=env)
