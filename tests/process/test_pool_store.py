@@ -39,6 +39,7 @@ from support.acting_envs import (
     states,
 )
 from support.envs import CountingEnv
+from support.striking import Alarm, alarms
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(200)]
 
@@ -204,23 +205,13 @@ def test_a_process_that_hangs_is_ended(make: Any) -> None:
 
 
 def test_an_interrupted_run_can_be_followed_by_another(make: Any) -> None:
-    class Alarm(Exception):
-        pass
-
-    def ring(number: int, frame: Any) -> None:
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        pool = make([ActingEnv(3), FailingEnv("go_on", episode=2)])
-        pool.store()
+    pool = make([ActingEnv(3), FailingEnv("go_on", episode=2)])
+    pool.store()
+    with alarms():
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Alarm):
             pool.store()
-        assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=1))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=1))
 
 
 def test_an_environment_or_a_policy_that_cannot_be_loaded_is_named(make: Any) -> None:

@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import FrameStackObservation
 
-from rlpool import Pool, SpecError, TemporalDictTensor
+from rlpool import Batcher, GymEnvInf, Pool, SpecError, TemporalDictTensor
+
+from support.agents import ConstantAgent
+from support.envs import CountingEnv, assert_same_tensors
 
 
 def stacks(start: int, stop: int) -> torch.Tensor:
@@ -72,12 +76,22 @@ def test_single_frames_give_the_bits_of_whole_stacks(dtype: Any) -> None:
                     assert found[key].numpy().tobytes() == expected[key].numpy().tobytes(), key
 
 
-def test_only_observations_of_several_dimensions_are_stacks() -> None:
-    vector = torch.rand(10, 4)
-    pool = Pool(pool_size=20, seed=0, frame_stack=4)
-    pool.extend(steps(0, 9, angles=vector[:-1], _angles=vector[1:]))
-    assert "frame int64[4, 9] as 4 frames" in repr(pool)
-    assert "angles float32[4]," in repr(pool)
+def test_stacks_cross_the_border_between_windows() -> None:
+    pools = [Pool(pool_size=150, seed=0, frame_stack=stack) for stack in (3, None)]
+    envs = [FrameStackObservation(CountingEnv(length=n), 3) for n in (3, 16, 90)]
+    create_env = lambda seed: GymEnvInf(envs, seed)  # noqa: E731
+    with Batcher(1, None, ConstantAgent, {}, create_env, n_workers=0, seeds=0) as batcher:
+        batcher.reset()
+        for _ in range(70):  # the ring wraps round
+            batcher.execute()
+            window = batcher.get()
+            for pool in pools:
+                pool.extend(window)
+    assert_same_tensors(*(pool.transitions() for pool in pools))
+    assert_same_tensors(*(pool.sample(150, n_step=5) for pool in pools))
+    sequences = [pool.sample_sequences(150, 99) for pool in pools]
+    assert_same_tensors(*sequences)
+    assert sequences[0].lengths.max() > 16
 
 
 def test_other_values_are_refused_and_nothing_is_added() -> None:

@@ -94,21 +94,15 @@ def test_tensors_that_need_gradients_or_are_inferred_are_stored_and_other_keys_l
     assert not batch["x"].is_inference()
 
 
-def test_a_change_in_place_before_the_successor_is_looked_at_is_refused_and_nothing_is_lost() -> (
-    None
-):
+def test_a_change_in_place_before_the_successor_is_looked_at_is_refused() -> None:
     pool = Pool(pool_size=100)
     with EpisodeBatcher(4, 8, StepCounter, {}, create_counting, n_threads=0) as batcher:
-        for _ in range(3):
-            batcher.execute(3)
-        first, second, third = (batcher.get() for _ in range(3))
-    pool.extend(first)
-    second["frame"].zero_()
+        batcher.execute(3)
+        result = batcher.get()
+    result["frame"].zero_()
     with pytest.raises(UsageError, match="in place"):
-        pool.extend(second)
-    pool.extend(third)
-    flat = DictTensor.cat([first.flatten(), third.flatten()])
-    assert_same_tensors(pool.transitions(), flat)
+        pool.extend(result)
+    assert len(pool) == 0
 
 
 def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them() -> None:
@@ -156,7 +150,6 @@ def extend(pool: Pool, **changes: Any) -> None:
 ZEROS, HALVES = torch.zeros(1, 2), torch.full((1, 2), 0.5)
 REFUSED: list[tuple[Any, Any, str]] = [
     (lambda pool: single(pool, s=[[0.0], [1.0, 2.0], [3.0]]), SpecError, "'frame'"),
-    (lambda pool: single(pool, next_s=[1] * 2), SpecError, "next_s"),
     (lambda pool: single(pool, s=[0] * 2, next_s=[1] * 2), SpecError, "'frame'"),
     (lambda pool: single(pool, s={"x": 0}, next_s={"x": 0}), SpecError, "frame"),
     (lambda pool: single(pool, s={"_done": 0}, next_s={"_done": 0}), SpecError, "'_done'"),
@@ -167,37 +160,28 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (lambda pool: single(pool, done=NAN), SpecError, "done"),
     (lambda pool: single(pool, terminated=True), SpecError, "terminated"),
     (lambda pool: single(pool, index=1), SpecError, "index"),
-    (lambda pool: single(pool, index=True), SpecError, "index"),
     (lambda pool: extend(pool, _reward=None), SpecError, "_reward"),
     (lambda pool: extend(pool, frame=torch.zeros(1, 2, 4)), SpecError, "frame"),
-    (lambda pool: extend(pool, frame=torch.zeros(1, 2, 3).bfloat16()), SpecError, "frame"),
     (lambda pool: extend(pool, action=HALVES), SpecError, "action"),
     (lambda pool: extend(pool, _reward=HALVES.double() * 1e39), SpecError, "_reward"),
     (lambda pool: extend(pool, _done=ZEROS * NAN), SpecError, "'_done'"),
-    (lambda pool: extend(pool, _terminated=HALVES), SpecError, "'_terminated'"),
     (lambda pool: extend(pool, _truncated=ZEROS * NAN), SpecError, "'_truncated'"),
     (lambda pool: extend(pool, initial_state=ZEROS * NAN), SpecError, "'initial_state'"),
     (lambda pool: pool.extend(TemporalDictTensor({}), 1), SpecError, "index"),
     (lambda pool: pool.extend(DictTensor({})), SpecError, "TemporalDictTensor"),
     (lambda pool: pool.transitions(["frame", "nothing"]), SpecError, "nothing"),
-    (lambda pool: pool.transitions("frame"), SpecError, "keys"),
     (lambda pool: pool.store(), UsageError, "env"),
     (lambda pool: pool.sample(0), SpecError, "batch_size"),
-    (lambda pool: pool.sample_sequences(1.0, 2), SpecError, "batch_size"),
     (lambda pool: pool.sample_sequences(2, 0), SpecError, "length"),
     (lambda pool: pool.sample(2, n_step=0), SpecError, "n_step"),
     (lambda pool: pool.update_priorities([0, 1], [1.0]), SpecError, "priorities"),
     (lambda pool: pool.update_priorities([0], [-1.0]), SpecError, "priorities"),
     (lambda pool: pool.update_priorities([0], [NAN]), SpecError, "priorities"),
-    (lambda pool: pool.update_priorities([0], [1e200]), SpecError, "priorities"),
-    (lambda pool: pool.update_priorities([0.0], [1.0]), SpecError, "index"),
     (lambda pool: filled().update_priorities([0], [1.0]), UsageError, "priority_exponent"),
-    (lambda pool: pool.load_state_dict({"format": 5}), SpecError, "state"),
     *(
         (lambda pool, n=n: pool.load_state_dict(damaged()[n]), SpecError, "state|format|shape")
         for n in range(6)
     ),
-    (copy.copy, UsageError, "state_dict"),
     (copy.deepcopy, UsageError, "state_dict"),
     (pickle.dumps, UsageError, "state_dict"),
 ]
@@ -210,7 +194,7 @@ def damaged() -> list[Any]:
     missing = {k: arrays[k] for k in arrays if k != "columns/frame/0.0"}
     cut = {**arrays, "columns/frame/0.0": arrays["columns/frame/0.0"][1:]}
     return [
-        *(None, {}, {**whole, "format": 4}, {**whole, "generator": {}}),
+        *({"format": 5}, {}, {**whole, "format": 4}, {**whole, "generator": {}}),
         *({**whole, "store": {**whole["store"], "arrays": each}} for each in (missing, cut)),
     ]
 
@@ -242,7 +226,6 @@ def rows_of(pool: Pool, **changes: Any) -> None:
         ({"processes": 0}, None, "n_workers"),
         ({"processes": 11}, None, "pool_size"),
         ({"window_size": 0}, None, "window_size"),
-        ({"clearing_freq": 1, "window_size_": 0}, None, "window_size_"),
         ({"clearing_freq": 1}, None, "window_size_"),
         ({"window_size_": 1}, None, "clearing_freq"),
         ({"storage": "shared"}, None, "storage"),
@@ -251,24 +234,17 @@ def rows_of(pool: Pool, **changes: Any) -> None:
         ({"storage": "memmap", "directory": "/nowhere/at/all"}, None, "/nowhere/at/all"),
         ({"priority_exponent": NAN}, None, "priority_exponent"),
         ({"seed": -1}, None, "seed"),
-        ({"keys": "frame"}, None, "keys"),
         ({"keys": []}, None, "keys"),
         ({"info_keys": "agent_info"}, None, "info_keys"),
-        ({"info_keys": [3]}, None, "info_keys"),
-        ({"env": "CartPole"}, None, "env"),
-        ({"env": [1]}, None, "environment 0"),
         ({"env": [CountingEnv()], "processes": 2}, None, "2 environments"),
         ({"env": [CountingEnv]}, None, "environment 0"),
         ({"env": [GymEnv([CountingEnv()])]}, None, "environment 0"),
         ({"env": [CountingEnv()], "policy": 3}, None, "policy"),
-        ({"env": [CountingEnv()], "timeout": -1.0}, None, "timeout"),
-        ({"start_method": "fork"}, None, "start_method"),
         ({}, lambda pool: rows_of(pool, index=ZEROS), "index"),
         ({}, lambda pool: rows_of(pool, n_step_return=ZEROS), "n_step_return"),
         ({}, lambda pool: rows_of(pool, _done=None), "_done"),
         ({}, lambda pool: rows_of(pool, _reward=torch.zeros(1, 2, 2)), "'_reward'"),
         ({}, lambda pool: filled().sample(2, n_step=2, discount=1.1), "discount"),
-        ({}, lambda pool: filled().sample(2, n_step=2, discount=NAN), "discount"),
         ({}, lambda pool: filled(priority_exponent=1).sample(2, beta=-0.1), "beta"),
         ({"info_keys": ["agent_info"]}, rows_of, "'agent_info'"),
         # The state of another pool:
