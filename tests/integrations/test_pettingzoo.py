@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rlpool import Agent, DictTensor, EpisodeBatcher, SpecError, replay_agent
+from rlpool import EpisodeBatcher
 from rlpool.integrations.pettingzoo import PettingZooEnv
 
 from support.many_agents import RandomAgents, check_agents, check_joint_episode
@@ -30,7 +29,6 @@ with warnings.catch_warnings():
     # Box2D crashes where a DeprecationWarning is an error; these import names that are deprecated.
     warnings.simplefilter("ignore")
     from pettingzoo.sisl.multiwalker import multiwalker
-    from pettingzoo.test.example_envs import generated_agents_env_v0, generated_agents_parallel_v0
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "neighbours" / "pettingzoo.md"
@@ -102,43 +100,6 @@ def test_games_in_turns_are_those_of_pettingzoos_conversion(name: str) -> None:
     check_agents(episodes, groups)
     if not is_parallelizable:
         assert (episodes["acting"].sum(-1) == episodes.mask()).all()
-
-
-def test_environments_whose_agents_are_not_known_are_refused() -> None:
-    for module in (generated_agents_parallel_v0.parallel_env, generated_agents_env_v0.env):
-        with pytest.raises(SpecError, match="possible_agents"):
-            PettingZooEnv([module()], 0)
-
-
-class Policy(Agent, torch.nn.Module):
-    """One network for all agents, on joint observations or those of single agents."""
-
-    n_noise = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = torch.nn.Linear(18, 5)
-
-    def __call__(
-        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
-    ) -> Any:
-        logits = self.network(observation["frame"])
-        action = (logits + observation["noise"].view(-1, *[1] * (logits.ndim - 1))).argmax(-1)
-        return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
-
-
-def test_independent_learners_replay_their_own_steps() -> None:
-    def create_env(seed: int) -> PettingZooEnv:
-        return PettingZooEnv([simple_spread_v3.parallel_env(max_cycles=9)], seed)
-
-    with EpisodeBatcher(3, 9, Policy, {}, create_env, n_workers=0, seed=0) as batcher:
-        batcher.execute(3)
-        episodes = batcher.get()
-    own = episodes.per_agent()
-    logits = replay_agent(Policy(), own)["logits"]
-    assert logits.requires_grad
-    torch.testing.assert_close(logits, own["logits"])
 
 
 def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:

@@ -152,17 +152,6 @@ class DuckEnv:
         return np.array([self.t, float(action)]), 1.0, False, self.t >= self.length, {}
 
 
-class OldDuckEnv(DuckEnv):
-    """Older than Gymnasium: ``reset`` without info, ``step`` with one flag."""
-
-    def reset(self) -> Any:
-        return super().reset()[0]
-
-    def step(self, action: Any) -> Any:
-        observation, reward, _, is_over, info = super().step(action)
-        return observation, reward, is_over, info
-
-
 class TypedActingEnv(ActingEnv, gymnasium.Env):  # type: ignore[misc]
     """Chooses its own actions although its type says that it is Gymnasium's."""
 

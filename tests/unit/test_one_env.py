@@ -17,7 +17,6 @@ from rlpool.pool.runner import ActionChooser
 from support.acting_envs import (
     ActingEnv,
     DuckEnv,
-    OldDuckEnv,
     ScriptedEnv,
     TypedActingEnv,
     actions,
@@ -182,9 +181,8 @@ def test_what_does_not_fit_is_refused() -> None:
 # Gymnasium's protocol
 
 
-@pytest.mark.parametrize("kind", [DuckEnv, OldDuckEnv])
-def test_an_environment_that_behaves_like_gymnasiums_is_one(kind: type[DuckEnv]) -> None:
-    env = kind()
+def test_an_environment_that_behaves_like_gymnasiums_is_one() -> None:
+    env = DuckEnv()
     for episode in episodes_of(env, n=2):
         assert episode.state[:, 0].tolist() == [0, 1, 2]
         assert episode.next_state[:, 1].tolist() == episode.action.tolist()

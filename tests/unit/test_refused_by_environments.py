@@ -26,9 +26,9 @@ from rlpool import (
     testing,
 )
 
-from support.agents import FunctionAgent
+from support.agents import ConstantAgent, FunctionAgent
 from support.envs import CountingEnv, SpaceEnv
-from support.vector_envs import ArrayEnv, Noted, OwnVectorEnv
+from support.vector_envs import ArrayEnv, OwnVectorEnv
 
 BIT, BOX = spaces.Discrete(2), spaces.Box(0, 99, (2,), np.float32)
 ONE = CountingEnv()
@@ -81,12 +81,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GymEnv(ArrayEnv(2)), SpecError, "VectorGymEnv"),
     (lambda: GymEnv([]), SpecError, "no environments"),
     (lambda: GymEnv([ONE, None]), SpecError, "environment 1"),
-    (lambda: GymEnv([ONE, SYNC]), SpecError, "environment 1"),
     (lambda: GymEnv([lanes()]), SpecError, "environment 0"),
     (lambda: VectorGymEnv([ONE]), SpecError, "GymEnv"),
     (lambda: VectorGymEnv(ONE), SpecError, "make_vec"),
     (lambda: VectorGymEnv(SYNC), SpecError, "SyncVectorEnv"),
-    (lambda: VectorGymEnv(Noted(SYNC)), SpecError, "SyncVectorEnv"),
     # Spaces.
     (lambda: of_spaces((spaces.Text(4), BIT)), SpecError, "Values of different lengths"),
     (lambda: of_spaces((BIT, spaces.Text(4))), SpecError, "action_space"),
@@ -95,11 +93,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: of_spaces((BIT, BIT), (BIT, BOX)), SpecError, "action_space of environment 1"),
     (lambda: of_spaces((spaces.Dict(reward=BOX), BIT)), SpecError, "'reward'"),
     (lambda: of_spaces((spaces.Dict(last_action=BOX), BIT)), SpecError, "'last_action'"),
-    (
-        lambda: of_spaces((spaces.Dict({"a/b": BOX, "a": spaces.Dict(b=BOX)}), BIT)),
-        SpecError,
-        "'a/b'",
-    ),
     (lambda: VectorGymEnv(OwnVectorEnv([partial(SpaceEnv, NO_SHAPE, BIT)])), SpecError, "Sequence"),
     # Options.
     (lambda: GymEnv([ONE], max_episode_steps=0), SpecError, "max_episode_steps"),
@@ -108,11 +101,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: VectorGymEnv(ArrayEnv(2), seeding="lane"), SpecError, "seeding"),  # type: ignore[arg-type]
     (lambda: telling("success"), SpecError, "info_keys"),
     (lambda: telling({"x": str}), SpecError, "'x'"),
-    (lambda: telling({"x": None}), SpecError, "'x'"),
     (lambda: telling({"x": (float, -1)}), SpecError, "'x'"),
-    (lambda: telling({"x": {"y": float}}), SpecError, "'x'"),
-    (lambda: telling({"x": torch.bfloat16}), SpecError, "'x'"),
-    (lambda: telling({1: bool}), SpecError, "1"),
     (lambda: telling(["x", "x"]), SpecError, "'x'"),
     (lambda: telling({"reward": float}), SpecError, "'reward'"),
     (lambda: telling({"frame": float}), SpecError, "'frame'"),
@@ -135,17 +124,17 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: testing.check_env(7), SpecError, "function"),
     (lambda: testing.check_env(CountingEnv, 5), SpecError, "env_args"),  # type: ignore[arg-type]
     (lambda: testing.check_env(ONE, {"length": 3}), SpecError, "env_args"),
+    (lambda: testing.check_agent(ConstantAgent, 7), SpecError, "function"),  # type: ignore[arg-type]
+    (lambda: testing.check_agent(7, CountingEnv), SpecError, "function"),  # type: ignore[arg-type]
     (lambda: testing.CountingEnv(length=1.5), SpecError, "length"),  # type: ignore[arg-type]
     (lambda: testing.CountingEnv().reset(options={"length": 0}), SpecError, "length"),
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "named"), REFUSED)
-def test_what_does_not_fit_is_refused(
-    call: Callable[[], Any], error: type[Exception], named: str
-) -> None:
-    with pytest.raises(error, match=re.escape(named)):
-        call()
+def test_what_does_not_fit_is_refused() -> None:
+    for call, error, named in REFUSED:
+        with pytest.raises(error, match=re.escape(named)):
+            call()
 
 
 # Results of steps

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpool import Agent, AgentSpecError, DictTensor, GymEnv, SpecError
+from rlpool import Agent, AgentSpecError, DictTensor, GymEnv
 from rlpool.testing import CountingEnv, check_agent
 
 from support.agents import (
@@ -44,17 +44,6 @@ def test_observations_come_from_functions_environments_and_names() -> None:
     check_agent(ConstantAgent, CountingEnv, options={"length": 2})
     with pytest.raises(AgentSpecError, match="length"):
         check_agent(ConstantAgent, CountingEnv, options={"length": 0})
-
-
-def test_nonsense_is_refused_by_name() -> None:
-    refused = (
-        ({"env": 7}, "function"),
-        ({"agent": 7}, "function"),
-        ({"agent_args": 7}, "agent_args"),
-    )
-    for changes, named in refused:
-        with pytest.raises(SpecError, match=named):
-            check_agent(**{"agent": ConstantAgent, "env": CountingEnv, **changes})
 
 
 # Bad ones
@@ -118,13 +107,10 @@ def mean(observation: DictTensor) -> torch.Tensor:
 
 
 ERRORS: list[tuple[str, Any]] = [
-    ("returns", raises),
     ("returns", acting(raises)),
     ("returns", returning(lambda state, observation: action_of(observation))),
     ("returns", acting(lambda o: zeros(o) if o["initial_state"].any() else zeros(o).int())),
-    ("returns", acting(lambda o: zeros(o) if len(o["frame"]) > 1 else zeros(o).int())),
     ("returns", acting(lambda o: zeros(o).float())),
-    ("returns", acting(lambda o: zeros(o) + 2)),
     ("rows_are_independent", acting(mean)),
     ("deterministic", Counts),
     ("forgets", Remembers),
@@ -138,11 +124,6 @@ ERRORS: list[tuple[str, Any]] = [
 def test_what_is_wrong_is_an_error_of_its_check(name: str, agent: Any) -> None:
     with pytest.raises(AgentSpecError, match=f"\n{name}: "):
         check_agent(agent, CountingEnv)
-
-
-def test_an_environment_that_cannot_be_made_is_named() -> None:
-    with pytest.raises(AgentSpecError, match=r"returns: .*goal"):
-        check_agent(ConstantAgent, raises)
 
 
 def test_the_caller_and_an_instance_are_left_as_they_were() -> None:
