@@ -57,9 +57,7 @@ def local_class(value: Any) -> type:
 SHAPES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda lock: {"a": {3: lock}}, "['a'][3]"),
     (lambda lock: [1, (2, lock)], "[1][1]"),
-    (lambda lock: Holder(Holder(lock)), ".lock.lock"),
     (lambda lock: closure(Holder(lock)), ".<closure 'model'>.lock"),
-    (lambda lock: functools.partial(Holder, 1, lock), ".args[1]"),
     (lambda lock: functools.partial(Holder, value=lock), ".keywords['value']"),
     (function_of_script, ".<global 'SHARED'>"),
     (local_class, ".handle"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -17,7 +15,6 @@ from rlpool import (
     SpecError,
     VectorGymEnv,
 )
-from rlpool.envs.vec_env import LaneError
 
 from support.agents import BinaryAgent
 from support.vector_envs import ArrayEnv, Noted
@@ -86,18 +83,6 @@ def test_what_lanes_that_are_reset_together_cannot_run_is_refused_by_execute(
         assert batcher.get() is not None
 
 
-def test_lanes_that_never_end_by_themselves_are_reset_together() -> None:
-    noted = Noted(gymnasium.make_vec("CartPole-v1", 3, "vector_entry_point"))
-    create = lambda: VectorGymEnv(noted, 0, seeding="request", max_episode_steps=5)  # noqa: E731
-    with EpisodeBatcher(8, 40, BinaryAgent, {}, create, n_threads=0, seeds=1) as batcher:
-        noted.resets.clear()
-        batcher.execute(9)
-        result = batcher.get()
-    assert result is not None
-    assert result.lengths.tolist() == [5] * 9
-    assert len({seed for seed, _ in noted.resets}) == 3
-
-
 def test_lanes_that_never_restart_are_refused() -> None:
     create = lambda: VectorGymEnv(ArrayEnv(3, None, "all"), seeding="request")  # noqa: E731
     with EpisodeBatcher(8, 40, BinaryAgent, {}, create, n_threads=0) as batcher:
@@ -127,12 +112,3 @@ def test_reset_and_step_with_tensors(mode: AutoresetMode, restarts: bool) -> Non
             if not len(running):
                 break
         assert restarts == bool(len(running))
-
-
-def test_a_lane_cannot_be_reset_alone() -> None:
-    vec = create_arrays(3)
-    vec.reset_all_next()
-    vec.reset_lanes([0, 2], [7, 7], [None, None])
-    vec.step_lanes([0, 2], {"action": np.zeros(3, np.int64)})
-    with pytest.raises(LaneError):
-        vec.reset_lanes([2], [8], [None])
