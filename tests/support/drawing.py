@@ -26,57 +26,36 @@ def drawn() -> list[float]:
 
 
 class DrawingEnv(gymnasium.Env[Any, Any]):
-    """Its observation is what it has just drawn.
-
-    Args:
-        fails_in: ``"reset"``, ``"step"`` or ``"close"``: raises ``error`` there.
-        error: What it raises.
-    """
+    """Its observation is what it has just drawn."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (6,), np.float64)
     action_space = spaces.Discrete(1000)
 
-    def __init__(self, fails_in: str = "", error: Any = KeyError) -> None:
-        self.fails_in, self.error = fails_in, error
+    def __init__(self) -> None:
         self.base = np.array(drawn())
-        self.n_resets = 0
-
-    def _observation(self, method: str) -> Any:
-        values = self.base + np.array(drawn())
-        # The failure of the first reset, the probe's, is deferred by batchers.
-        if method == self.fails_in and (method != "reset" or self.n_resets > 1):
-            raise self.error("goal")
-        return values
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t = 0
-        self.n_resets += 1
-        return self._observation("reset"), {}
+        return self.base + drawn(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.t += 1
-        return self._observation("step"), float(action), self.t == 3, False, {}
+        return self.base + drawn(), float(action), self.t == 3, False, {}
 
     def close(self) -> None:
-        self._observation("close")
+        drawn()
 
 
 class DrawingAgent(Agent):
     """A network that nobody has ever seeded or updated, and random actions."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self) -> None:
         drawn()
-        self.fails = False
         self.linear = torch.nn.Linear(6, 3)
-        self.fails_later = fails
 
     def __call__(self, state, observation, agent_info=None, history=None):
         n = observation.n_elems()
-        if self.fails:
-            drawn()
-            raise KeyError("policy")
-        self.fails = self.fails_later
         output = {
             "action": torch.randint(1000, (n,)),
             "logits": self.linear(observation["frame"].float()),
@@ -91,17 +70,13 @@ class DrawingAgent(Agent):
         drawn()
 
 
-def create_drawing(
-    seed: int, restarts: bool = False, fails_in: str = "", error: Any = KeyError
-) -> GymEnv:
+def create_drawing(seed: int, restarts: bool = False) -> GymEnv:
     drawn()
     random.seed(random.random())
-    envs = [DrawingEnv(fails_in, error) for _ in range(2)]
+    envs = [DrawingEnv() for _ in range(2)]
     return (GymEnvInf if restarts else GymEnv)(envs, seed, keep_float64=True)
 
 
-def create_drawing_manager(seed: int, restarts: bool = False) -> ParallelEnvManager:
+def create_drawing_manager(seed: int) -> ParallelEnvManager:
     drawn()
-    return ParallelEnvManager(
-        [DrawingEnv] * 2, seed=seed, auto_reset=restarts, keep_float64=True, envs_per_worker=2
-    )
+    return ParallelEnvManager([DrawingEnv] * 2, seed=seed, keep_float64=True, envs_per_worker=2)

@@ -19,7 +19,7 @@ from rlpool import (
     WorkerStartupError,
 )
 
-from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
+from support.drawing import DrawingAgent, DrawingEnv, create_drawing, create_drawing_manager, drawn
 
 pytestmark = pytest.mark.promise("I6")
 
@@ -102,32 +102,27 @@ def test_the_same_is_drawn_as_in_a_worker_whatever_the_caller_and_others_draw(ma
     assert found == expected
 
 
-def failing(fails_in: str, error: Any) -> Any:
-    def create(*arguments: Any, **named: Any) -> Any:
-        drawn()
-        raise error("goal")
-
-    if fails_in == "agent":
-        return episodes(agent_args={"fails": True})
-    if fails_in == "create_env":
-        return episodes(create_env=create)
-    return episodes(env_args={"fails_in": fails_in, "error": error})
-
-
 @pytest.mark.parametrize(
     ("fails_in", "error", "expected"),
     [
-        ("reset", KeyError, EnvError),
-        ("step", KeyboardInterrupt, KeyboardInterrupt),
-        ("agent", KeyError, AgentError),
-        ("create_env", KeyError, WorkerStartupError),
-        ("close", KeyError, None),
+        ((DrawingEnv, "reset"), KeyError, EnvError),
+        ((DrawingEnv, "step"), KeyboardInterrupt, KeyboardInterrupt),
+        ((DrawingAgent, "__call__"), KeyError, AgentError),
+        ((DrawingEnv, "close"), KeyError, None),
+        (None, KeyError, WorkerStartupError),
     ],
 )
 def test_the_callers_generators_are_back_if_users_code_raises(
-    fails_in: str, error: Any, expected: Any
+    fails_in: Any, error: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*arguments: Any, **named: Any) -> Any:
+        drawn()
+        raise error("goal")
+
+    if fails_in:
+        monkeypatch.setattr(*fails_in, fail)
     raises = pytest.raises(expected) if expected else nullcontext()
-    with untouched(), raises, failing(fails_in, error) as batcher:
+    create_env = create_drawing if fails_in else fail
+    with untouched(), raises, episodes(create_env=create_env) as batcher:
         batcher.execute(5)
         batcher.get()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlpool import SpecError, discounted_returns, gae, n_step_returns, vtrace
 
-DISCOUNT, LAMBDA = 0.9, 0.8
+LAMBDA = 0.8
 
 
 class Window:
@@ -26,6 +26,7 @@ class Window:
         self.done = torch.rand(shape, generator=draw) < 0.2
         self.terminated = self.done & (torch.rand(shape, generator=draw) < 0.5)
         self.lengths = torch.randint(0, shape[-1] + 1, shape[:-1], generator=draw)
+        self.discount = torch.rand(shape if seed % 2 else (), generator=draw, dtype=dtype)
 
     def changed(self, **tensors: Tensor) -> Window:
         changed = Window(1, 1)
@@ -35,52 +36,51 @@ class Window:
 
 def discounted(w: Window, **options: Any) -> Tensor:
     ends = {"next_value": w.next_value, "terminated": w.terminated}
-    return discounted_returns(w.reward, w.done, DISCOUNT, **ends, **options)
+    return discounted_returns(w.reward, w.done, w.discount, **ends, **options)
 
 
 def n_step(w: Window, **options: Any) -> Tensor:
-    return n_step_returns(w.reward, w.next_value, w.terminated, w.done, DISCOUNT, 3, **options)
+    return n_step_returns(w.reward, w.next_value, w.terminated, w.done, w.discount, 3, **options)
 
 
 def advantage(w: Window, **options: Any) -> Tensor:
     ends = w.terminated, w.done
-    return gae(w.reward, w.value, w.next_value, *ends, DISCOUNT, LAMBDA, **options)
+    return gae(w.reward, w.value, w.next_value, *ends, w.discount, LAMBDA, **options)
 
 
 def traces(w: Window, **options: Any) -> Tensor:
     values = w.reward, w.value, w.next_value
-    given = values, (w.terminated, w.done), (DISCOUNT, LAMBDA)
+    given = values, (w.terminated, w.done), (w.discount, LAMBDA)
     clips = {"rho_clip": 1.2, "c_clip": 0.9}
     return torch.stack(vtrace(w.log_ratio, *(x for g in given for x in g), **clips, **options))
 
 
 def plain_loop(w: Window, row: int, kind: str, length: int) -> Any:
     """The same for one row, one step after another."""
+    discount = w.discount.expand_as(w.reward)
+    columns = w.reward, w.value, w.next_value, w.terminated, w.done, discount, w.log_ratio.exp()
+    each = (column[row, :length].tolist() for column in columns)
     results: dict[int, Any] = {}
-    for t in reversed(range(length)):
-        reward, value = w.reward[row, t].item(), w.value[row, t].item()
-        future = 0.0 if w.terminated[row, t] else DISCOUNT * w.next_value[row, t].item()
-        ends = bool(w.done[row, t]) or t == length - 1
+    after = above = None
+    for t, *step in reversed([*zip(range(length), *each, strict=True)]):
+        reward, value, next_value, terminated, done, discount, ratio = step
+        ends = done or t == length - 1
+        future = 0.0 if terminated else discount * next_value
         difference = reward + future - value
         if kind == "discounted":
-            results[t] = reward + (future if ends else DISCOUNT * results[t + 1])
-        elif kind == "n_step":
-            last = t
-            while not (last == t + 2 or w.done[row, last] or last == length - 1):
-                last += 1
-            results[t] = sum(DISCOUNT ** (k - t) * w.reward[row, k].item() for k in range(t, last))
-            future = 0.0 if w.terminated[row, last] else DISCOUNT * w.next_value[row, last].item()
-            step = w.reward[row, last].item() + future
-            results[t] += DISCOUNT ** (last - t) * step
+            results[t] = reward + (future if ends else discount * after)
+        elif kind == "n_step":  # after 1, 2 and 3 steps
+            ahead = [future] * 3 if ends else [future, discount * after[0], discount * after[1]]
+            results[t] = [reward + later for later in ahead]
         elif kind == "advantage":
-            results[t] = difference + (0 if ends else DISCOUNT * LAMBDA * results[t + 1])
+            results[t] = difference + (0 if ends else discount * LAMBDA * after)
         else:
-            ratio = w.log_ratio[row, t].exp().item()
             rho, cut = min(1.2, ratio), LAMBDA * min(0.9, ratio)
-            above = 0 if ends else results[t + 1][0] - w.value[row, t + 1].item()
-            target = value + rho * difference + DISCOUNT * cut * above
-            results[t] = target, rho * (difference + DISCOUNT * above)
-    return results
+            ahead = 0 if ends else after[0] - above
+            target = value + rho * difference + discount * cut * ahead
+            results[t] = target, rho * (difference + discount * ahead)
+        after, above = results[t], value
+    return {t: each[2] for t, each in results.items()} if kind == "n_step" else results
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -155,15 +155,9 @@ def test_factors_of_another_episode_do_not_reach_the_one_before_it() -> None:
     assert gae(one, one, one, done, done, discount, 0.5)[0, :2].tolist() == [0.5, 0.0]
 
 
-def test_a_discount_per_step_multiplies_what_follows() -> None:
+def test_without_next_values_nothing_follows_the_end_of_a_row() -> None:
     reward, done = torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool)
-    per_step = torch.tensor([[0.5, 0.25, 0.9]])
-    assert discounted_returns(reward, done, per_step).tolist() == [[1.625, 1.25, 1.0]]
-    value = torch.full((1, 3), 8.0)
-    ends = {"next_value": value, "terminated": done}
-    assert discounted_returns(reward, done, 0.5, **ends).tolist() == [[2.75, 3.5, 5.0]]
-    many = n_step_returns(reward, value, done, done, torch.tensor(0.5), 100)
-    assert many.tolist() == [[2.75, 3.5, 5.0]]
+    assert discounted_returns(reward, done, 0.5).tolist() == [[1.75, 1.5, 1.0]]
 
 
 def test_ratios_without_a_limit_that_traces_multiply_with_zero_are_finite() -> None:
