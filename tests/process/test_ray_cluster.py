@@ -120,14 +120,17 @@ def collect(batcher: Any, disturb: Callable[[int], None] = lambda _: None) -> li
     with batcher:
         batcher.execute(23, agent_info, env_info)
         batcher.execute(23, agent_info, env_info, episode_seeds=[7, 3, 7, *range(20)])
+        batcher.update(0.5)  # a queued request keeps the policy that it was made with
+        batcher.execute(20)
         disturb(0)
-        results = [batcher.get(), batcher.get()]
-        batcher.update(0.5)
+        results = [batcher.get() for _ in range(3)]
+        batcher.update(0.25)
         disturb(1)  # right after an update
         for number, n_episodes in enumerate((40, 1, 100), 2):
             batcher.execute(n_episodes)
             disturb(number)
             results.append(batcher.get())
+        assert batcher.policy_version == 2
     return results
 
 
@@ -163,19 +166,6 @@ def test_agent_rows_and_seeking_give_the_same_bits() -> None:
                 each.execute(n_episodes)
             assert_all_equal([batcher.get()], [local.get()])
             assert batcher.next_episode == local.next_episode
-
-
-def test_a_queued_request_keeps_the_policy_it_was_made_with() -> None:
-    with make() as batcher, make_local() as local:
-        for each in (batcher, local):
-            each.execute(20)
-            for policy in (0.5, 0.25):
-                each.update(policy)
-                each.execute(20)
-        kill_one("ray::NodeActor")
-        for _ in range(3):
-            assert_all_equal([batcher.get()], [local.get()])
-        assert batcher.policy_version == 2
 
 
 def test_a_state_continues_with_what_was_not_returned() -> None:
@@ -284,39 +274,29 @@ def create_array_env(seed: int) -> VectorGymEnv:
 
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"n_nodes": 3}, SpecError, "nodes"),
-    ({"n_workers": 3}, SpecError, "n_workers"),
     ({"resources": {"GPU": 1}}, SpecError, "GPU"),
-    ({"resources": [1]}, SpecError, "resources"),
     ({"n_timesteps": 0}, SpecError, "n_timesteps"),
-    ({"n_slot": 3}, TypeError, "n_slot"),
     ({"env_args": {"lock": threading.Lock()}}, WorkerStartupError, "lock"),
     ({"create_agent": lambda: 1 // 0}, WorkerStartupError, "create_agent"),
     ({"create_env": create_array_env, "env_args": {}}, SpecError, "one by one"),
 ]
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_bad_arguments_and_calls_are_refused() -> None:
     for options, error, named in REFUSED:
         with pytest.raises(error, match=named):
             make(**{"n_nodes": 1, **options})
-
-
-def test_bad_calls_are_refused() -> None:
     batcher = make(1)
     for call, error, named in (
         (batcher.get, UsageError, "pending"),
         (batcher.stats, UsageError, "process"),
-        (lambda: batcher.execute(0), SpecError, "n_episodes"),
         (lambda: batcher.execute(2, {"gain": [1.0]}), SpecError, "gain"),
-        (lambda: batcher.execute(2, episode_seeds=[1]), SpecError, "episode_seeds"),
         (lambda: batcher.update(threading.Lock()), SpecError, "lock"),
         (lambda: batcher.seek(-1), SpecError, "number"),
     ):
         with pytest.raises(error, match=named):
             call()
     batcher.close()
-    batcher.close()
-    assert batcher.closed
     with pytest.raises(UsageError, match="closed"):
         batcher.execute(2)
 
