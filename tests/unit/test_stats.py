@@ -162,20 +162,3 @@ def test_a_process_that_took_a_number_over_starts_with_shares_of_its_own() -> No
         assert (worker.env_share, worker.steps_per_s) == (1.0, 0.0)
     finally:
         control.close()
-
-
-def test_the_record_holds_as_many_requests_as_workers_may_have() -> None:
-    control = Control.create(2)
-    try:
-        for number in range(1, 9):
-            control.request_begins(number, 10 * number)
-        record = control.of_worker(1)
-        record.finished[3] += 1
-        assert (control.n_finished(3), control.n_finished(4)) == (1, 0)
-        control.request_ends(3)
-        control.request_begins(11, 4)
-        assert [control.n_finished(number) for number in (3, 11)] == [0, 0]
-        numbers = [request.number for request in StatsReader(control).read().requests]
-        assert numbers == [1, 2, 4, 5, 6, 7, 8, 11]
-    finally:
-        control.close()
