@@ -39,26 +39,18 @@ pytestmark = [
 ALWAYS = 1_000  # times that a fault strikes
 
 
-class UnluckyEnv(CountingEnv):
-    """Its process is killed in each of its first steps once."""
-
-    def __init__(self, marks: str) -> None:
-        super().__init__(length=5)
-        self.marks = Path(marks)
-
-    def step(self, action: Any) -> Any:
-        mark = self.marks / str(self.t)
-        if not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
+def die_once(mark: Path) -> None:
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_an_episode_whose_worker_is_killed_at_another_step_each_time_is_not_lost(
     tmp_path: Path,
 ) -> None:
     def create(seed: int) -> GymEnv:
-        return GymEnv([UnluckyEnv(str(tmp_path))], seed)
+        script = {step: partial(die_once, tmp_path / str(step)) for step in range(5)}
+        return GymEnv([CountingEnv(5, script=script)], seed)
 
     with EpisodeBatcher(8, 8, ConstantAgent, create_env=create, n_workers=1, seeds=5) as batcher:
         batcher.execute(1)

@@ -161,21 +161,15 @@ def test_environments_start_processes_as_the_program_does(method: str, start_met
 # Deaths ---------------------------------------------------------------------------------------
 
 
-class ClosingEnv(CountingEnv):
-    """Closes all descriptors, as daemons do."""
-
-    def step(self, action: Any) -> Any:
-        os.closerange(3, 256)
-        return super().step(action)
-
-
 @pytest.mark.parametrize("n_killed", [0, 1])
 def test_lack_of_memory_is_blamed_if_the_kernel_has_killed_for_it(
     n_killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = itertools.count(5, n_killed)
     monkeypatch.setattr(crew, "n_oom_kills", lambda: next(counts))
-    with open_batcher(ClosingEnv, on_worker_failure="raise") as batcher:
+    # As daemons do.
+    closing = partial(CountingEnv, script={0: partial(os.closerange, 3, 256)})
+    with open_batcher(closing, on_worker_failure="raise") as batcher:
         batcher.execute(1)
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
             batcher.get()

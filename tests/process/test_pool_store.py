@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,13 @@ from rlpool import (
 from support.acting_envs import (
     ActingEnv,
     DuckEnv,
-    FailingEnv,
     NoisyEnv,
-    PidEnv,
     Unloadable,
-    WrappingEnv,
     actions,
     states,
 )
 from support.envs import CountingEnv
+from support.faults import strike
 from support.striking import Alarm, alarms
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(200)]
@@ -151,7 +150,7 @@ def test_environments_that_do_not_fit_each_other_or_a_pool_are_refused(make: Any
 
 def test_the_same_seed_stores_the_same_pool_and_every_process_its_own_noise(make: Any) -> None:
     def data(n: int, **options: Any) -> list[Any]:
-        pool = make([WrappingEnv() for _ in range(n)], **options)
+        pool = make([NoisyEnv() for _ in range(n)], **options)
         return [episode["frame"].tolist() for _ in range(2) for episode in stored(pool)]
 
     first, fewer, other = data(2), data(1), data(1, seed=4)
@@ -171,8 +170,12 @@ def test_the_same_seed_stores_the_same_pool_and_every_process_its_own_noise(make
 # Failures -----------------------------------------------------------------------------------------
 
 
+def struck(kind: str, episode: int = 1) -> ActingEnv:
+    return ActingEnv(5, script={(episode, 2): partial(strike, kind)})
+
+
 def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(make: Any) -> None:
-    pool = make([ActingEnv(40), FailingEnv("raise", step=3, episode=2)])
+    pool = make([ActingEnv(40), struck("raise", episode=2)])
     pool.store()
     before = pool.transitions()
     with pytest.raises(EnvError, match="'struck'") as caught:
@@ -185,27 +188,28 @@ def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(make: A
 
 
 def test_a_process_that_dies_is_replaced(make: Any) -> None:
-    pool = make([ActingEnv(40), FailingEnv("sigkill")])
+    pool = make([ActingEnv(40), struck("sigkill")])
     with pytest.raises(WorkerDiedError, match="worker 1"):
         pool.store()
     assert not worker_pids()
-    pool = make([PidEnv(4)])  # between runs, too
-    pid = int(stored(pool)[0]["action"][0])
+    pool = make([ActingEnv(4)])  # between runs, too
+    pool.store()
+    (pid,) = worker_pids()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         pool.store()
-    assert int(stored(pool)[0]["action"][0]) != pid
+    assert_same(stored(pool)[0], ActingEnv.expected(4))
 
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_ended(make: Any) -> None:
     with pytest.raises(WorkerTimeoutError, match="worker 1"):
-        make([ActingEnv(40), FailingEnv("hang")], timeout=0.7).store()
+        make([ActingEnv(40), struck("hang")], timeout=0.7).store()
     assert not worker_pids()
 
 
 def test_an_interrupted_run_can_be_followed_by_another(make: Any) -> None:
-    pool = make([ActingEnv(3), FailingEnv("go_on", episode=2)])
+    pool = make([ActingEnv(3), struck("hang", episode=2)])
     pool.store()
     with alarms():
         signal.setitimer(signal.ITIMER_REAL, 0.1)

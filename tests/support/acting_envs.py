@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from support.faults import strike
+from support.envs import NOTHING, Script, follow
 
 
 class ActingEnv:
@@ -24,10 +23,11 @@ class ActingEnv:
     Args:
         length: Steps of an episode.
         number: Identifies the environment.
+        script: What else to do, by the number of a reset from 1 and the step, -1 for the reset.
     """
 
-    def __init__(self, length: int = 10, number: int = 0) -> None:
-        self.length, self.number = length, number
+    def __init__(self, length: int = 10, number: int = 0, script: Script = NOTHING) -> None:
+        self.length, self.number, self.script = length, number, script
         self.n_resets = 0
         self.state = np.zeros(4)
         self.closes = ""  # the file that close() makes
@@ -36,12 +36,13 @@ class ActingEnv:
         self.t = 0
         self.n_resets += 1
         self.state[:] = 0, self.n_resets, -1, self.number
-        return self.state, 10 * self.n_resets
+        return follow(self.script, self.n_resets, -1) or (self.state, 10 * self.n_resets)
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any]:
+        instead = follow(self.script, self.n_resets, self.t)
         self.t += 1
         self.state[:] = self.t, self.n_resets, action, self.number
-        return action + 1, self.state, 0.1 * self.t, self.t >= self.length
+        return instead or (action + 1, self.state, 0.1 * self.t, self.t >= self.length)
 
     def close(self) -> None:
         if self.closes:
@@ -101,37 +102,21 @@ def actions(*values: Any) -> ScriptedEnv:
 
 
 class NoisyEnv:
-    """Its states are drawn from the generators of the process."""
-
-    def __init__(self, length: int = 5) -> None:
-        self.length = length
+    """Its states are drawn from the generators of the process, and Gymnasium's, unseeded."""
 
     def reset(self) -> tuple[Any, Any]:
         self.t = 0
+        self.observation, _ = gymnasium.make("CartPole-v1").reset()
         return self.draw(), 0
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any]:
         self.t += 1
-        return action, self.draw(), 0.0, self.t >= self.length
+        return action, self.draw(), 0.0, self.t >= 5
 
     def draw(self) -> list[float]:
-        return [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
-
-
-class WrappingEnv(NoisyEnv):
-    """Also draws from Gymnasium's own generators, which are unseeded."""
-
-    def __init__(self, length: int = 5) -> None:
-        super().__init__(length)
-        self.inner = gymnasium.make("CartPole-v1")
-
-    def reset(self) -> tuple[Any, Any]:
-        self.observation, _ = self.inner.reset()
-        return super().reset()
-
-    def draw(self) -> list[float]:
-        action_space = gymnasium.spaces.Box(0, 1, (), np.float64)
-        return [*super().draw(), float(action_space.sample()), *self.observation.tolist()]
+        action = float(gymnasium.spaces.Box(0, 1, (), np.float64).sample())
+        numbers = [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
+        return [*numbers, action, *self.observation.tolist()]
 
 
 class DuckEnv:
@@ -157,43 +142,6 @@ class TypedActingEnv(ActingEnv, gymnasium.Env):  # type: ignore[misc]
 
     reset = ActingEnv.reset  # type: ignore[assignment]
     step = ActingEnv.step  # type: ignore[assignment]
-
-
-class FailingEnv(ActingEnv):
-    """Fails in one of its episodes.
-
-    Args:
-        kind: One of ``support.faults.KINDS``, or ``"go_on"``: the episode has no end.
-        step: The step that fails, 0 for ``reset``.
-        episode: The episode, counted from 1.
-    """
-
-    def __init__(self, kind: str, step: int = 3, episode: int = 1, length: int = 5) -> None:
-        super().__init__(length)
-        self.kind, self.fault = kind, (episode, step)
-
-    def reset(self) -> tuple[Any, Any]:
-        result = super().reset()
-        self.strike()
-        return result
-
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any]:
-        result = super().step(action)
-        self.strike()
-        is_endless = self.kind == "go_on" and self.n_resets == self.fault[0]
-        return *result[:3], result[3] and not is_endless
-
-    def strike(self) -> None:
-        if (self.n_resets, self.t) == self.fault and self.kind != "go_on":
-            strike(self.kind)
-
-
-class PidEnv(ActingEnv):
-    """Its action is the number of its process."""
-
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any]:
-        _, *rest = super().step(0)
-        return os.getpid(), *rest
 
 
 class Unloadable(ActingEnv):

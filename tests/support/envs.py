@@ -19,11 +19,21 @@ from rlpool import GymEnv, GymEnvInf
 COUNTING_SPACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 MANY = 1_000_000
 
-Script = Mapping[tuple[int, int], Callable[[], Any]]
+Script = Mapping[Any, Callable[[], Any]]
+"""``{(episode, step): function}``, or ``{step: function}``: what to do then, -1 in a reset.
+
+What a function returns, if it is anything, is returned in place of the environment's own.
+"""
+
 NOTHING: Script = {}
 
 FIRST_STATE = 10
 """What ``support.agents.StepCounter`` counts from: not 0, which is what padding is."""
+
+
+def follow(script: Script, episode: int, step: int) -> Any:
+    """Do what a script says; returns what the environment is to return instead, if anything."""
+    return (script.get((episode, step)) or script.get(step) or (lambda: None))()
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
@@ -36,7 +46,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         length: Steps of an episode.
         number: The id, without options.
         ends: How an episode ends, one of ``ENDS``.
-        script: ``{(id, step): function}``: what to do in a step of an episode, -1 for its reset.
+        script: What else to do, by the id of an episode and its step.
     """
 
     ENDS = ("terminated", "truncated", "both")
@@ -57,20 +67,16 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.length, self.number = int(given["length"]), int(given["id"])
         self.ends = self.ENDS[int(given["ends"])]
         self.t = 0
-        self.follow_script(-1)
-        return self.observation(), {}
+        return follow(self.script, self.number, -1) or (self.observation(), {})
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.follow_script(self.t)
+        instead = follow(self.script, self.number, self.t)
         self.t += 1
         is_over = self.t >= self.length
         terminated = is_over and self.ends in ("terminated", "both")
         truncated = is_over and self.ends in ("truncated", "both")
-        return self.observation(), 100.0 * self.number + self.t, terminated, truncated, {}
-
-    def follow_script(self, step: int) -> None:
-        if (self.number, step) in self.script:
-            self.script[self.number, step]()
+        reward = 100.0 * self.number + self.t
+        return instead or (self.observation(), reward, terminated, truncated, {})
 
     def observation(self) -> Any:
         return np.array([self.t, self.number], np.float32)

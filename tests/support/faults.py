@@ -30,7 +30,6 @@ import torch
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
 from rlpool.data.infos import info_rows
-from rlpool.testing import CountingEnv
 
 EXIT_CODE = 17
 """What ``os_exit`` exits with."""
@@ -188,34 +187,6 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
     def _observation(self, kind: str) -> Any:
         wrong = {"wrong_shape": np.zeros(5, np.float32), "wrong_dtype": np.zeros(2, np.complex64)}
         return wrong.get(kind, np.array([self._options.get("id", 0), self._step], np.float32))
-
-
-class FailingEnv(CountingEnv):
-    """Counts like a ``CountingEnv`` and fails in a step.
-
-    Args:
-        kind: One of ``KINDS``.
-        at_step: Which step of an episode, -1 for ``reset``.
-        length: Steps of an episode.
-    """
-
-    def __init__(self, kind: str = "none", at_step: int = 0, length: int = 10) -> None:
-        super().__init__(length)
-        self._kind, self._at_step = kind, at_step
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        self._strike(-1)
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        kind = self._strike(self.t)
-        observation, reward, terminated, truncated, info = super().step(action)
-        wrong = {"wrong_shape": np.zeros(2, np.float32), "wrong_dtype": np.zeros(1, np.int64)}
-        reward, terminated = WRONG_REWARDS.get(kind, reward), WRONG_FLAGS.get(kind, terminated)
-        return wrong.get(kind, observation), reward, terminated, truncated, info
-
-    def _strike(self, step: int) -> str:
-        return strike(self._kind) if step == self._at_step else "none"
 
 
 class FaultyAgent(Agent):

@@ -5,28 +5,23 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 
-from rlpool import EpisodeBatcher, GymEnv, UsageError
+from rlpool import EpisodeBatcher, UsageError
 
 from support.agents import StepCounter
-from support.envs import CountingEnv
+from support.envs import create_counting
 
-
-class SlowEnv(CountingEnv):
-    def step(self, action: Any) -> Any:
-        time.sleep(0.003)
-        return super().step(action)
-
-
-def create_slow(seed: int) -> GymEnv:
-    return GymEnv([SlowEnv() for _ in range(2)], seed)
+SLOWLY = dict.fromkeys(range(3), partial(time.sleep, 0.003))
 
 
 def make(n_workers: int = 0, **options: Any) -> EpisodeBatcher:
-    return EpisodeBatcher(2, 8, StepCounter, {}, create_slow, {}, n_workers, 0, **options)
+    return EpisodeBatcher(
+        2, 8, StepCounter, {}, create_counting, {"script": SLOWLY}, n_workers, 0, **options
+    )
 
 
 @pytest.fixture(autouse=True)

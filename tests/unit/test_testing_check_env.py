@@ -19,7 +19,6 @@ from rlpool.machine.own_state import current_generators
 from rlpool.testing import CountingEnv, check_env
 
 from support.envs import EchoEnv, SpacedLegacyEnv, SpaceEnv
-from support.faults import FailingEnv
 from support.keeping import KEEPING
 from support.vector_envs import ArrayEnv
 
@@ -133,8 +132,8 @@ ERRORS: list[tuple[str, Any]] = [
     ("runs", lambda: 7),
     ("runs", bad(step=raises)),
     ("runs", stepping(lambda *five: five[:4])),
-    ("runs", partial(FailingEnv, "wrong_shape", at_step=9)),
-    ("runs", partial(FailingEnv, "wrong_reward", at_step=4)),
+    ("runs", stepping(lambda o, *rest: (np.zeros(2, np.float32), *rest))),
+    ("runs", stepping(lambda o, r, *rest: (o, np.zeros(2), *rest))),
     ("observations_fit", observed(lambda t: t + 3, spaces.Discrete(12))),
     ("values_are_finite", stepping(lambda o, r, *rest: (o, float("nan"), *rest))),
     ("repeats", lambda: VectorGymEnv(ArrayEnv(2, RESTARTS, seeds="nothing"), seeding="request")),
