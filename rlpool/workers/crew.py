@@ -7,9 +7,9 @@ Every worker goes through the same states, whatever it runs::
     STARTING or UP, busy, without progress for timeout --> killed
     LEAVING past its deadline --> killed
 
-An end is judged once, in ``_judge``, by the worker's last words if it left any, else by how it died:
-either a successor is due, now or later, or nothing works any more (``fatal``). After that, and of a
-worker that was dismissed, no end is judged.
+An end is judged once, in ``_judge``, by the worker's last words if any, else by how it died.
+Then either a successor is due, now or later, or nothing works any more (``fatal``). After that no
+end is judged, nor that of a worker that was dismissed.
 """
 
 from __future__ import annotations
