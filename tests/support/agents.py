@@ -39,36 +39,6 @@ class StepCounter(Agent):
         return state, DictTensor({"action": steps - FIRST_STATE}), DictTensor({"steps": steps})
 
 
-class InitialStateCounter(StepCounter):
-    """A ``StepCounter`` that makes its initial states itself."""
-
-    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
-        return DictTensor({"steps": torch.full((n,), FIRST_STATE)})
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        if state is None:
-            raise RuntimeError("called with None although it makes its initial states")
-        return super().__call__(state, observation, agent_info, history)
-
-
-class Recorder(Agent):
-    """Passes calls on to another agent, and counts those with a state."""
-
-    def __init__(self, inner: Agent) -> None:
-        self.inner, self.seeds = inner, list[int]()
-        self.n_calls = self.n_closed = 0
-
-    def seed(self, seed: int) -> None:
-        self.seeds.append(seed)
-
-    def close(self) -> None:
-        self.n_closed += 1
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        self.n_calls += state is not None
-        return self.inner(state, observation, agent_info, history)
-
-
 class InfoEcho(Agent):
     """Outputs ``agent_info["id"]`` as ``info_id``, -1 without; remembers it in its state."""
 
@@ -78,42 +48,6 @@ class InfoEcho(Agent):
             state = DictTensor({"first_id": ids})
         output = DictTensor({"action": zeros(observation), "info_id": ids})
         return state, output, state
-
-
-class HistoryAgent(Agent):
-    """Outputs what it sees of its history.
-
-    ``seen`` is its length, ``frames`` and ``actions`` are the sums of ``frame[..., 0]`` and of
-    ``action`` over it.
-    """
-
-    def require_history(self) -> bool:
-        return True
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        if history is None:
-            raise RuntimeError("no history")
-        output = {
-            "action": history.lengths + 1,
-            "seen": history.lengths.clone(),
-            "frames": history["frame"][..., 0].sum(1),
-            "actions": history["action"].sum(1),
-        }
-        return DictTensor({}), DictTensor(output), DictTensor({})
-
-
-class NoisyAgent(Agent):
-    """Outputs its noise; the action is a sample of three."""
-
-    def __init__(self, n_noise: int = 2) -> None:
-        self.n_noise = n_noise
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        noise = observation["noise"]
-        logits = torch.zeros(observation.n_elems(), 3)
-        action, log_probability = sample_categorical(logits, noise[:, 0])
-        output = {"action": action, "log_probability": log_probability, "seen": noise.clone()}
-        return DictTensor({}), DictTensor(output), DictTensor({})
 
 
 class GruAgent(Agent):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
-
-from rlpool import GymEnv, GymEnvInf, VectorGymEnv
 
 from support.fragile import FragileEnv
 
@@ -140,29 +137,3 @@ class Noted(VectorWrapper):  # type: ignore[type-arg]
     def step(self, actions: Any) -> Any:
         self.n_steps += 1
         return super().step(actions)
-
-
-def create_lanes(
-    seed: int,
-    over: str = "own",
-    n_lanes: int = 3,
-    restarts: bool = False,
-    kind: Any = FragileEnv,
-    **arguments: Any,
-) -> Any:
-    """Lanes of ``FragileEnv``, or of another kind.
-
-    Args:
-        seed: See ``VectorGymEnv``.
-        over: ``"gym"`` for a ``GymEnv``; ``"own"`` for a vector environment.
-        n_lanes: Number of lanes.
-        restarts: Whether lanes of windows restart on their own.
-        kind: The single environment.
-        **arguments: Of ``kind``.
-    """
-    fns = [partial(kind, **arguments) for _ in range(n_lanes)]
-    if over == "gym":
-        envs = [make() for make in fns]
-        return (GymEnvInf if restarts else GymEnv)(envs, seed)
-    env = OwnVectorEnv(fns, "Disabled")
-    return VectorGymEnv(env, seed, seeding="episode", auto_reset=restarts)

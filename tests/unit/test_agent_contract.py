@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 
 from rlpool import (
     Agent,
@@ -23,14 +24,13 @@ from rlpool import (
 from support.agents import (
     ConstantAgent,
     FunctionAgent,
-    InitialStateCounter,
-    StepCounter,
     zeros,
 )
 from support.envs import (
     assert_same_tensors,
     create_counting,
 )
+from support.scripted import ScriptedAgent
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -69,14 +69,15 @@ def masked(trajectories: TemporalDictTensor, key: str) -> list[list[Any]]:
 # Two lanes of two episodes take five steps, one after which the other one has to begin; one more
 # call learns the keys.
 # Otherwise each of two starts beside a running lane takes a call of its own.
-@pytest.mark.parametrize(("kind", "n_calls"), [(InitialStateCounter, 6), (StepCounter, 6 + 2)])
+@pytest.mark.parametrize(("keeps", "n_calls"), [("initial", 6), ("state", 6 + 2)])
 def test_a_lane_that_ends_starts_its_next_episode_in_the_very_next_step(
-    kind: Any, n_calls: int, monkeypatch: pytest.MonkeyPatch
+    keeps: str, n_calls: int
 ) -> None:
-    called: list[Any] = []
-    act = kind.__call__
-    monkeypatch.setattr(kind, "__call__", lambda *a: called.append(a) or act(*a))
-    collect(kind, n_envs=2, lengths=[1, 4, 4, 1])
+    agent, called = ScriptedAgent(Discrete(9), keeps=keeps), []
+    counted = FunctionAgent(lambda *arguments: called.append(1) or agent(*arguments))
+    counted.initial_state = agent.initial_state
+    counted.makes_initial_states = agent.makes_initial_states
+    collect(counted, n_envs=2, lengths=[1, 4, 4, 1])
     assert len(called) == n_calls
 
 

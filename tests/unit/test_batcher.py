@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 
 from rlpool import (
     AgentError,
@@ -24,13 +27,14 @@ from rlpool import (
     WorkerStartupError,
 )
 
-from support.agents import ConstantAgent, FunctionAgent, NoisyAgent, Recorder, StepCounter, zeros
+from support.agents import ConstantAgent, FunctionAgent, StepCounter, zeros
 from support.envs import (
     CountingEnv,
     assert_same_tensors,
     counting_trajectories,
     create_counting,
 )
+from support.scripted import ScriptedAgent
 
 
 def make(**changes: Any) -> EpisodeBatcher:
@@ -92,13 +96,14 @@ def test_however_a_batcher_ends_environments_and_agent_are_closed_once(
 ) -> None:
     closed: list[Any] = []
     monkeypatch.setattr(CountingEnv, "close", lambda env: (closed.append(env), close(env)))
-    agent = Recorder(ConstantAgent())
+    agent = ConstantAgent()
+    agent.close, agent.seed = Mock(), Mock()
     batcher = make(create_agent=lambda: agent, env_args={"n_envs": 1})
     batcher.execute(2)
     end(batcher)
     del batcher
     gc.collect()
-    assert (len(closed), agent.n_closed, len(agent.seeds)) == (1, 1, 1)
+    assert (len(closed), agent.close.call_count, agent.seed.call_count) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("kind", [make, windows])
@@ -212,9 +217,10 @@ def test_nothing_is_printed_and_only_the_agent_runs_in_one_thread(
 def test_the_mono_thread_batcher_gives_what_the_others_give() -> None:
     lengths = [1 + n % 4 for n in range(20)] + [140]
     results: list[Any] = []
+    noisy = partial(ScriptedAgent, Discrete(9), n_noise=2)
     for batcher in (
-        MonoThreadEpisodeBatcher(NoisyAgent, None, create_counting, {"seed": 3}, 5),
-        make(create_agent=NoisyAgent, seeds=5, n_slots=140),
+        MonoThreadEpisodeBatcher(noisy, None, create_counting, {"seed": 3}, 5),
+        make(create_agent=noisy, seeds=5, n_slots=140),
     ):
         with batcher:
             batcher.execute(21, env_info=info_of(lengths))

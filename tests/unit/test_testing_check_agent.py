@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 
 from rlpool import Agent, AgentSpecError, DictTensor, GymEnv
 from rlpool.testing import CountingEnv, check_agent
@@ -17,19 +18,19 @@ from support.agents import (
     ConstantAgent,
     FunctionAgent,
     GruAgent,
-    HistoryAgent,
     InfoEcho,
-    NoisyAgent,
     zeros,
 )
 from support.envs import CountingEnv as PairEnv
+from support.scripted import ScriptedAgent
 
 
 def create_env(seed: int, n_envs: int) -> GymEnv:
     return GymEnv([CountingEnv() for _ in range(n_envs)], seed)
 
 
-AGENTS = [ConstantAgent(1), InfoEcho, HistoryAgent, NoisyAgent, GruAgent]
+SCRIPTED = partial(ScriptedAgent, Discrete(9), n_noise=2)
+AGENTS = [ConstantAgent(1), InfoEcho, GruAgent, partial(SCRIPTED, keeps="initial", history=True)]
 
 
 @pytest.mark.parametrize("agent", AGENTS)
