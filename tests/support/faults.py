@@ -14,6 +14,7 @@ are noted in the file ``struck_at``.
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import json
 import os
@@ -142,7 +143,8 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         created_in: Directory in which each process that makes an environment leaves a file.
     """
 
-    action_space = gymnasium.spaces.Discrete(1000)
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space: Any = gymnasium.spaces.Discrete(1000)
 
     def __init__(
         self,
@@ -150,43 +152,48 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         close_fault: str = "none",
         created_in: str | None = None,
     ) -> None:
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.observation_space = copy.deepcopy(self.observation_space)
         self._struck_at, self._close_fault = struck_at, close_fault
-        self._options: dict[str, Any] = {}
-        self._seed: int | None = None
-        self._step = 0
         if created_in is not None:
             (Path(created_in) / str(os.getpid())).touch()
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        self._options = dict(options or {})
-        self._seed, self._step = seed, 0
+        super().reset(seed=seed)
+        self.seed, self.options, self.t = seed, dict(options or {}), 0
+        self.length = self.options.get("length", 3)
         self._wait()
-        return self._observation(self._strike(-1)), {}
+        return self._shown(self._fail(-1)), {}
 
     def step(self, action: Any) -> tuple[Any, Any, Any, bool, dict[str, Any]]:
         self._wait()
-        kind = self._strike(self._step)
-        self._step += 1
-        reward = WRONG_REWARDS.get(kind, float(self._step))
-        terminated = WRONG_FLAGS.get(kind, self._step >= self._options.get("length", 3))
-        return self._observation(kind), reward, terminated, False, {}
+        kind = self._fail(self.t)
+        self.t += 1
+        reward = WRONG_REWARDS.get(kind, self.reward(action))
+        terminated = WRONG_FLAGS.get(kind, self.t >= self.length)
+        return self._shown(kind), reward, terminated, False, {"t": self.t}
 
     def close(self) -> None:
         strike(self._close_fault, self._struck_at)
 
-    def _strike(self, step: int) -> str:
-        kind = KINDS[self._options.get("fault", 0)]
-        if kind == "none" or self._options["fault_step"] != step:
-            return "none"
-        return strike(kind, self._struck_at, self._seed)
+    def strike(self, kind: str) -> str:
+        return strike(kind, self._struck_at, self.seed)
+
+    def reward(self, action: Any) -> float:
+        return float(self.t)
+
+    def observation(self) -> Any:
+        return np.array([self.options.get("id", 0), self.t], np.float32)
+
+    def _fail(self, step: int) -> str:
+        is_hit = self.options.get("fault_step") == step
+        return self.strike(KINDS[self.options["fault"]]) if is_hit else "none"
 
     def _wait(self) -> None:
-        time.sleep(self._options.get("sleep_ms", 0) / 1000)
+        time.sleep(self.options.get("sleep_ms", 0) / 1000)
 
-    def _observation(self, kind: str) -> Any:
+    def _shown(self, kind: str) -> Any:
         wrong = {"wrong_shape": np.zeros(5, np.float32), "wrong_dtype": np.zeros(2, np.complex64)}
-        return wrong.get(kind, np.array([self._options.get("id", 0), self._step], np.float32))
+        return wrong[kind] if kind in wrong else self.observation()
 
 
 class FaultyAgent(Agent):

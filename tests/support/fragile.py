@@ -12,99 +12,71 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, ParallelEnvManager, sample_categorical
 
-from support.faults import KINDS, code, strike
+from support.faults import KINDS, FaultyEnv, code, strike
 
 Rows = list[dict[str, Any]]
 
 
-def strike_marked(marks: str | None, name: str, kind: str, times: int = 1) -> None:
-    """Fail, unless that happened so often; each time leaves a file with the process's number.
+def strike_marked(marks: str | None, name: str, kind: str, times: int = 1) -> str:
+    """Fail as ``support.faults.strike`` does, unless that happened so often.
 
     Args:
-        marks: Directory for these files; without one nothing fails.
+        marks: Directory for a file per fault, with the process's number; else nothing fails.
         name: What fails, the beginning of their names.
-        kind: How, see ``support.faults.strike``.
+        kind: How.
         times: How often.
     """
-    if marks is None or kind == "none":
-        return
-    for number in range(times):
+    for number in range(times if marks is not None and kind != "none" else 0):
         with suppress(FileExistsError):
-            with open(Path(marks, f"{name}.{number}"), "x") as file:
+            with open(Path(marks or "", f"{name}.{number}"), "x") as file:
                 file.write(str(os.getpid()))
-            strike(kind)
-            return
+            return strike(kind)
+    return "none"
 
 
-class FragileEnv(gymnasium.Env[Any, Any]):
+class FragileEnv(FaultyEnv):
     """All it returns follows from seed, options and actions, unless it fails.
 
-    An observation is ``[step, random number of the episode, sum of all actions]``. The options of a
-    reset are those of ``faults_at``, and ``length``.
+    An observation is ``[step, random number of the episode, sum of all actions]``.
 
     Args:
         marks: Directory for a file per fault that struck; without one there are no faults.
         times: How often a fault strikes.
-        noted_in: Directory in which each process leaves a line per reset.
         close_fault: How ``close`` fails, a kind of ``support.faults.strike``.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
-    action_space: Any = spaces.Discrete(100)
+    action_space = spaces.Discrete(100)
 
-    def __init__(
-        self,
-        marks: str | None = None,
-        times: int = 1,
-        noted_in: str | None = None,
-        close_fault: str = "none",
-    ) -> None:
+    def __init__(self, marks: str | None = None, times: int = 1, close_fault: str = "none") -> None:
+        super().__init__(close_fault=close_fault)
         self._marks, self._times = marks, times
-        self._noted_in, self._close_fault = noted_in, close_fault
-        self.n_resets = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.seed, self.options = seed, dict(options or {})
-        self.t, self.total = 0, 0
-        self.length = self.options.get("length", 3 + (seed or 0) % 5)
-        self.n_resets += 1
-        if self._noted_in is not None:
-            with open(Path(self._noted_in) / str(os.getpid()), "a") as file:
-                file.write(f"{seed}\n")
-        self._fail(-1)
-        return self._observation(), {}
+        self.total = 0
+        return super().reset(seed=seed, options={"length": 3 + (seed or 0) % 5, **(options or {})})
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._fail(self.t)
-        self.t += 1
+    def reward(self, action: Any) -> float:
         self.total += int(action)
-        reward = self.np_random.random() + self.total
-        return self._observation(), reward, self.t >= self.length, False, {"t": self.t}
+        return self.np_random.random() + self.total
 
-    def close(self) -> None:
-        strike(self._close_fault)
-
-    def _observation(self) -> Any:
+    def observation(self) -> Any:
         return np.array([self.t, self.np_random.random(), self.total])
 
-    def _fail(self, step: int) -> None:
-        if self.options.get("fault_step") == step:
-            name = f"{self.seed}.{step}"
-            strike_marked(self._marks, name, KINDS[self.options["fault"]], self._times)
+    def strike(self, kind: str) -> str:
+        return strike_marked(self._marks, f"{self.seed}.{self.t}", kind, self._times)
 
 
 class ChancyEnv(FragileEnv):
     """Its observations are not reproducible."""
 
-    def _observation(self) -> Any:
+    def observation(self) -> Any:
         return np.frombuffer(os.urandom(24), np.uint64).astype(np.float64)
 
 
@@ -164,9 +136,14 @@ class FragileAgent(RecurrentAgent):
 
     def __call__(self, state, observation, agent_info=None, history=None):
         step = observation["frame"][:, 0]
+        state, output, new_state = super().__call__(state, observation, agent_info)
+        action = output["action"]
         for fault in agent_info["fault"][agent_info["fault_step"] == step].tolist():
-            strike_marked(self._marks, f"agent.{step[0]:.0f}", KINDS[fault], self._times)
-        return super().__call__(state, observation, agent_info)
+            name = f"agent.{step[0]:.0f}"
+            kind = strike_marked(self._marks, name, KINDS[fault], self._times)
+            wrong = {"wrong_shape": action.repeat(2), "wrong_dtype": action + 1j}
+            output.set("action", wrong.get(kind, action))
+        return state, output, new_state
 
     def update(self, info: Any) -> None:
         kind, bias = info
