@@ -48,14 +48,14 @@ class FragileEnv(FaultyEnv):
     Args:
         marks: Directory for a file per fault that struck; without one there are no faults.
         times: How often a fault strikes.
-        close_fault: How ``close`` fails, a kind of ``support.faults.strike``.
+        arguments: For ``FaultyEnv``.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = spaces.Discrete(100)
 
-    def __init__(self, marks: str | None = None, times: int = 1, close_fault: str = "none") -> None:
-        super().__init__(close_fault=close_fault)
+    def __init__(self, marks: str | None = None, times: int = 1, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._marks, self._times = marks, times
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
