@@ -173,10 +173,10 @@ def test_steps_that_do_not_lead_to_the_next_one_end_a_piece_whatever_their_size(
         assert torch.equal(batch["n_step_return"], torch.where(first < 3, 3 - first, 6 - first))
 
 
-def window(start: int, first_step: int) -> TemporalDictTensor:
+def window(start: int, first_step: int, episode: int = 0) -> TemporalDictTensor:
     """Two steps of a lane, whose numbers count from ``start``."""
     number = torch.arange(start, start + 2)[None]
-    place = {"batcher": 0, "lane": 0, "episode": 0, "first_step": first_step}
+    place = {"batcher": 0, "lane": 0, "episode": episode, "first_step": first_step}
     return TemporalDictTensor(
         {"number": number, "_number": number + 1, "_done": number < 0},
         info={key: torch.tensor([value]) for key, value in place.items()},
@@ -188,6 +188,7 @@ def test_windows_are_joined_only_where_place_and_values_go_on() -> None:
         (window(2, first_step=2), 4),
         (window(2, first_step=3), 2),
         (window(3, first_step=2), 2),
+        (window(2, first_step=2, episode=1), 2),
         (window(1, first_step=1).temporal_slice(1, 2), 2),  # which step it is, is not known
     ]:
         pool = pool_of(window(0, first_step=0))
