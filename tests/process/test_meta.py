@@ -51,16 +51,13 @@ def test_the_manager_knows_trials_and_hands_tasks_on() -> None:
                 remote.send((name, arguments))
             return [remote.recv()[1] for remote in two.remotes]
 
-        assert asked("get_attr", {"attr": "noise"}) == [1.0, 1.0]
         # Each was made, and is reset, with a seed of its own.
         first, second = asked("get_attr", {"attr": "action_space"})
         assert first.sample().tolist() != second.sample().tolist()
         first, second = asked("reset", {"task": 3})
         assert first[1] == second[1] == 3
         assert first.tolist() != second.tolist()
-        observation, _, done, info = asked("step", {"action": [0.0, 0.0]})[0]
-        assert (observation[1], bool(done)) == (3, False)
-        assert "done_mdp" in info
+        assert "done_mdp" in asked("step", {"action": [0.0, 0.0]})[0][3]
 
 
 class KillsWorkers(Storage):

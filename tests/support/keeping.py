@@ -83,7 +83,6 @@ KEEPING: dict[str, Callable[[], Any]] = {
     "NormalizeReward": lambda: NormalizeReward(NormalizeObservation(Seeded())),
     "EpisodicLifeEnv": lambda: EpisodicLifeEnv(Seeded()),
     "the environment": lambda: Counter(Seeded(), lambda n: 1 + n % 2),
-    "the environment, at first": lambda: Counter(Seeded(), lambda n: float(n < 4)),
     "the environment, later": lambda: Counter(Seeded(), lambda n: 1 + n // 10),
     "the environment, in resets": lambda: Beginner(Seeded(), float),
 }

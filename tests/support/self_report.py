@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -20,7 +19,6 @@ import torch
 import torch.multiprocessing
 
 _STATUS = ("Uid", "Gid", "Groups", "SigBlk", "Cap", "NoNewPrivs", "Seccomp")
-_RECURSIVE = 1
 
 
 def report() -> dict[str, Any]:
@@ -112,13 +110,7 @@ def _descriptors() -> list[Any]:
 
 
 def _of_main_thread() -> list[Any]:
-    """Whether Python and the C library know the main thread, and whether its locks work."""
-    main, own, library = threading.main_thread(), threading.get_ident(), ctypes.CDLL(None)
-    # A recursive mutex, which its owner may take twice.
-    mutex, attribute = ctypes.create_string_buffer(64), ctypes.create_string_buffer(16)
-    library.pthread_mutexattr_init(attribute)
-    library.pthread_mutexattr_settype(attribute, _RECURSIVE)
-    library.pthread_mutex_init(mutex, attribute)
-    taken = library.pthread_mutex_trylock(mutex), library.pthread_mutex_trylock(mutex)
+    """Whether Python and the C library know the main thread."""
+    main = threading.main_thread()
     is_main = main is threading.current_thread() and main.native_id == os.getpid()
-    return [is_main, main.ident == own, taken, signal.pthread_kill(own, 0)]
+    return [is_main, main.ident == threading.get_ident(), signal.pthread_kill(main.ident, 0)]

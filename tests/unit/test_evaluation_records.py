@@ -27,8 +27,17 @@ SEEDS = range(20)
 INFO = {"is_greedy": torch.arange(20) % 2 == 0}
 
 
-def create_cartpoles(seed: int, n_lanes: int = 3, speed: int = 1) -> GymEnv:
-    return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=60) for _ in range(n_lanes)])
+def create_cartpoles(seed: int, n_lanes: int = 3, speed: int = 1, limit: int = 60) -> GymEnv:
+    return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=limit) for _ in range(n_lanes)])
+
+
+def create_shorter(seed: int) -> GymEnv:
+    return create_cartpoles(seed, limit=50)
+
+
+def create_wrapped(seed: int) -> GymEnv:
+    env = gymnasium.make("CartPole-v1", max_episode_steps=60)
+    return GymEnv([gymnasium.wrappers.TransformReward(env, lambda reward: 2 * reward)])
 
 
 def same(one: Evaluation, other: Evaluation) -> bool:
@@ -40,15 +49,6 @@ def same(one: Evaluation, other: Evaluation) -> bool:
 
 def made(create_env: Any = create_cartpoles, **options: Any) -> Evaluation:
     return evaluate(Policy(), create_env, episode_seeds=SEEDS, **options)
-
-
-def create_shorter(seed: int) -> GymEnv:
-    return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=50)])
-
-
-def create_wrapped(seed: int) -> GymEnv:
-    env = gymnasium.make("CartPole-v1", max_episode_steps=60)
-    return GymEnv([gymnasium.wrappers.TransformReward(env, lambda reward: 2 * reward)])
 
 
 def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:

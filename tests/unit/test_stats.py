@@ -17,8 +17,7 @@ from rlpool import (
     Stats,
     UsageError,
 )
-from rlpool.observe.control import MAX_REQUESTS, Control, State, Word
-from rlpool.observe.stats import StatsReader
+from rlpool.observe.control import MAX_REQUESTS
 
 from support.agents import StepCounter
 from support.envs import CountingEnv
@@ -147,19 +146,3 @@ def test_more_lanes_than_are_shown_are_counted_only() -> None:
         batcher.get()
         stats = batcher.stats()
     assert (stats.n_episodes, stats.workers[0].lanes) == (1030, ())
-
-
-def test_a_process_that_took_a_number_over_starts_with_shares_of_its_own() -> None:
-    control = Control.create(1)
-    try:
-        reader = StatsReader(control)
-        control.worker_starts(0)
-        control.rows[0, [Word.ENV_NS, Word.N_STEPS]] = 10**15, 50
-        reader.read()
-        control.worker_starts(0)
-        control.rows[0, [Word.STATE, Word.ENV_NS]] = State.STARTING, 10**15
-        (worker,) = reader.read().workers
-        assert (worker.state, worker.restarts, worker.n_steps) == ("restarting", 1, 50)
-        assert (worker.env_share, worker.steps_per_s) == (1.0, 0.0)
-    finally:
-        control.close()

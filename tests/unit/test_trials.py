@@ -25,7 +25,7 @@ from rlpool import (
 )
 
 from support.envs import CountingEnv, ValueEnv
-from support.meta import DRAWING, AncestorEnv, RaggedTaskEnv, TaskEnv, TaskFirstEnv
+from support.meta import DRAWING, AncestorEnv, DrawnTaskEnv, RaggedTaskEnv, TaskEnv, TaskFirstEnv
 
 ZERO = np.zeros(2, np.float32)
 
@@ -135,19 +135,9 @@ def test_a_trial_depends_on_nothing_but_its_seed_and_task(make: Callable[[], Any
 
 
 def test_what_a_task_draws_is_not_drawn_again_by_the_reset() -> None:
-    class Both(TaskEnv):
-        def reset_task(self, task: Any = None) -> None:
-            self.goal = self.np_random.random()
-
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            result = super().reset(seed=seed, options=options)
-            self.place = self.np_random.random()
-            return result
-
-    env = VariBadWrapper(Both(), 2)
+    env = VariBadWrapper(DrawnTaskEnv(), 2)
     env.reset(seed=3)
-    assert env.unwrapped.goal != env.unwrapped.place
-    assert env.unwrapped.place == np.random.default_rng(3).random()
+    assert env.unwrapped.task != 10 * sum(np.random.default_rng(3).random(4))
 
 
 def test_an_oracle_sees_the_task_of_an_environment_that_has_none_at_first() -> None:
