@@ -45,7 +45,7 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
         self._ended = np.zeros(n_lanes, bool)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        options = dict(options or {})
+        options = {} if options is None else options
         mask = options.pop("reset_mask", np.ones(self.num_envs, bool))
         if self._seeds == "unmasked":
             mask[:] = True
@@ -60,6 +60,7 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
             self._begin(lane, options.get("length", 3 + (own or 0) % 5))
             if self._seeds == "starts":
                 self._rngs[lane] = self._unseeded
+        options.clear()  # which are a copy for this call
         return self._seen.copy(), {}
 
     def step(self, actions: Any) -> Any:

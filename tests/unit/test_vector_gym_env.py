@@ -90,44 +90,13 @@ def test_idle_lanes_take_the_action_of_the_first_running_one_and_are_reset_after
     None
 ):
     vec = lanes_of(ArrayEnv(3), seeding="episode")  # which refuses other actions, and steps
-    vec.reset_lanes([1], [9], [{"length": 30}])
+    given = {"length": 30}
+    vec.reset_lanes([1], [9], [given])
+    assert given == {"length": 30}  # the environment has taken it out of a copy
     for step in range(30):
         actions = {"action": np.array([10**9, step, -1])}  # others' rows may hold anything
         assert vec.step_lanes([1], actions) == [1] * (step == 29)
     assert vec.current["frame"][1, 2] == sum(range(30))
-
-
-def test_every_episode_has_max_episode_steps() -> None:
-    vec = lanes_of(ArrayEnv(3), seeding="episode", max_episode_steps=4)
-    for _ in range(2):
-        vec.reset_lanes(ALL, ALL, [{"length": 9}] * 3)
-        assert [vec.step_lanes(ALL, ZEROS) for _ in range(4)] == [[], [], [], ALL]
-        assert vec.current["truncated"].all()
-
-
-class OddEnv(ArrayEnv):
-    """Takes its settings out of the options, and returns a column of rewards."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.got = copy.deepcopy(options)
-        options["length"] = options.pop("length").pop()
-        return super().reset(seed=seed, options=options)
-
-    def step(self, actions: Any) -> Any:
-        shown, rewards, *others = super().step(actions)
-        return shown, rewards[:, None], *others
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, NEXT_STEP])
-def test_a_vector_environment_may_change_its_options(mode: AutoresetMode) -> None:
-    inner = OddEnv(2, mode)
-    seeding: Any = "episode" if mode is AutoresetMode.DISABLED else "request"
-    env, given = VectorGymEnv(inner, 0, seeding=seeding), {"length": [9, 1]}
-    for _ in range(2):
-        env.reset_all_next()
-        env.reset_lanes([0, 1], [3, 3], [given, given])
-        assert (inner.got["length"], given) == ([9, 1], {"length": [9, 1]})
-        env.step_lanes([0, 1], {"action": np.zeros(2, np.int64)})
 
 
 # Errors -----------------------------------------------------------------------------------------
