@@ -70,12 +70,10 @@ def run_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     """A function that starts a script: its source, and how to run it."""
     scripts: list[Script] = []
 
-    def run(source: str, *arguments: str, through_stdin: bool = False) -> Script:
+    def run(source: str, *arguments: str) -> Script:
         path = tmp_path / f"script_{len(scripts)}.py"
         path.write_text(source)
-        command = ["-" if through_stdin else str(path), *arguments]
-        stdin = source if through_stdin else ""
-        scripts.append(Script(tmp_path / f"output_{len(scripts)}", command, stdin))
+        scripts.append(Script(tmp_path / f"output_{len(scripts)}", [str(path), *arguments]))
         return scripts[-1]
 
     yield run

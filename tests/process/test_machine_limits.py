@@ -29,10 +29,8 @@ from support.envs import CountingEnv, create_counting
 pytestmark = pytest.mark.timeout(240)
 
 
-def episode_batcher(
-    n_workers: int, create_agent: Any = StepCounter, env_args: Any = None
-) -> EpisodeBatcher:
-    return EpisodeBatcher(4, 8, create_agent, {}, create_counting, env_args or {}, n_workers)
+def episode_batcher(n_workers: int, env_args: Any = None) -> EpisodeBatcher:
+    return EpisodeBatcher(4, 8, StepCounter, {}, create_counting, env_args or {}, n_workers)
 
 
 OWNERS: list[tuple[Callable[[int], Any], str]] = [
@@ -113,17 +111,11 @@ def test_a_missing_guard_is_one_error_and_leaves_no_process(
 
 # Pickling -------------------------------------------------------------------------------------
 
-UNPICKLABLE: dict[str, Callable[[Any], Any]] = {
-    "create_agent.<closure 'lock'>": lambda lock: episode_batcher(
-        2, create_agent=lambda: StepCounter() if lock else None
-    ),
-    "env_args['lock']": lambda lock: episode_batcher(2, env_args={"lock": lock}),
-    "env_fns[1].<closure 'lock'>": lambda lock: ParallelEnvManager([CountingEnv, lambda: lock]),
-}
-
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    for path, make in UNPICKLABLE.items():
-        what, fix = refused(WorkerStartupError, lambda make=make: make(threading.Lock()))
-        assert f"{path} is a _thread.lock" in what
-        assert fix
+    lock = threading.Lock()
+    for path, make in {
+        "env_args['lock']": lambda: episode_batcher(2, env_args={"lock": lock}),
+        "env_fns[1].<closure 'lock'>": lambda: ParallelEnvManager([CountingEnv, lambda: lock]),
+    }.items():
+        assert f"{path} is a _thread.lock" in refused(WorkerStartupError, make)[0]

@@ -205,16 +205,6 @@ def test_failed_episodes_are_marked_as_on_one_machine(tmp_path: Path) -> None:
         assert [failure.where.row for failure in batcher.failures] == [20]
 
 
-def test_what_was_left_does_not_come_back() -> None:
-    with make(on_env_error="restart") as batcher, make_local(on_env_error="restart") as local:
-        for each in (batcher, local):
-            for _ in each.stream(20, n_pending=3):
-                break
-            each.seek(20)
-            each.execute(20, {"gain": torch.linspace(0.5, 2.0, 20)})
-        assert_all_equal([batcher.get()], [local.get()])
-
-
 def test_a_get_that_takes_too_long_loses_nothing() -> None:
     seen = []
     with make() as batcher, make_local() as local:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from process.watching import assert_all_equal, assert_equal
+from process.watching import assert_all_equal
 
 from rlpool import (
     Batcher,
-    EnvError,
     EpisodeBatcher,
     VectorGymEnv,
     WorkerDiedError,
@@ -92,17 +91,6 @@ def test_the_share_of_a_dead_worker_is_run_again_with_the_same_bits(
 
 def test_a_worker_that_is_replaced_for_its_age_runs_its_share_before() -> None:
     assert_all_equal(share(max_episodes_per_worker=5), share())
-
-
-def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path) -> None:
-    env_args = {"mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12}
-    with EpisodeBatcher(4, 60, RecurrentAgent, {}, create_struck, env_args, 2, 5) as batcher:
-        for n_episodes in (31, 20):
-            batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
-        with pytest.raises(EnvError, match="struck") as caught:
-            batcher.get()
-        assert caught.value.actions is None
-        assert_equal(batcher.get(), share()[1])
 
 
 def windows(**struck: Any) -> list[Any]:

@@ -167,22 +167,19 @@ class Script:
     Args:
         directory: Where to put the files.
         arguments: What follows the interpreter's name.
-        stdin: Text for its standard input.
     """
 
-    def __init__(self, directory: Path, arguments: list[str], stdin: str = "") -> None:
+    def __init__(self, directory: Path, arguments: list[str]) -> None:
         directory.mkdir()
         self._out, self._err = directory / "stdout", directory / "stderr"
-        (directory / "stdin").write_text(stdin)
         path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
         with (
-            open(directory / "stdin") as stdin_file,
             open(self._out, "w") as out,
             open(self._err, "w") as err,
         ):
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
-                stdin=stdin_file,
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,

@@ -15,7 +15,6 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from rlpool.seeding import episode_seeds, noise_keys, root_from, task_draws
 from support.by_hand import Episode, Shown, Values, assert_same, played, same_bits
 from support.expected import Expected, WindowsByHand, expectations
 from support.meta import DRAWING, LaggingLanes, Storage
-from support.random_batchers import CAN_FAIL, any_setting
+from support.random_batchers import CAN_FAIL, Setting, any_setting
 from support.scripted import NEVER, ScriptedAgent
 
 N_CASES = int(os.environ.get("RLPOOL_CASES", 150))
@@ -466,7 +465,8 @@ def test_samples_are_those_of_a_list_of_steps_across_windows_of_several_batchers
             for _ in range(rng.randint(1, 3)):
                 own = {"seeds": rng.randrange(2**40), "n_timesteps": rng.randint(1, 8)}
                 windows = rng.random() < 0.8
-                each = replace(setting, restarts=rng.random() < 0.7, **own)
+                own["restarts"] = rng.random() < 0.7
+                each = Setting(**{**vars(setting), **own})
                 batcher = stack.enter_context(each.batcher(windows))
                 sources.append(Source(batcher, expectations(each, windows), rng, notes))
                 sources[-1].may_fail &= setting.truncates

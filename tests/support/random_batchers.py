@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -30,40 +30,8 @@ CAN_FAIL = ("gym", "lagging", "manager")
 """Lanes whose environments raise in the steps that ``env_info`` names."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a batcher is made with, see ``ScriptedEnv``, ``ScriptedAgent`` and ``EpisodeBatcher``.
-
-    Attributes:
-        over: Where lanes are. ``"gym"``, ``"lagging"`` ones with ``min_ready``, ``"manager"``;
-            vector environments ``"array"`` and ``"together"`` (whose lanes are reset together)
-            with an autoreset ``mode``.
-        restarts: Whether lanes of windows restart on their own.
-        truncates: Whether episodes whose environment raises are truncated.
-    """
-
-    observes: str
-    acts: str
-    infos: str
-    reuses: bool
-    keep_float64: bool
-    limit: int | None
-    n_noise: int
-    keeps: str
-    history: bool
-    spoils: bool
-    agent_reuses: bool
-    over: str
-    mode: str
-    restarts: bool
-    min_ready: int | None
-    n_lanes: int
-    n_timesteps: int
-    n_slots: int
-    n_threads: int
-    seeds: int
-    agent_rows: int | None
-    truncates: bool
+class Setting(SimpleNamespace):
+    """What a batcher is made with, see ``any_setting``."""
 
     def agent(self) -> ScriptedAgent:
         state = self.keeps, self.history, self.spoils, self.agent_reuses
@@ -166,11 +134,13 @@ class OneLane(gymnasium.Env[Any, Any]):
 
 
 def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0) -> Setting:
-    """A random one.
+    """A random one; see ``ScriptedEnv``, ``ScriptedAgent`` and ``EpisodeBatcher``.
 
     Args:
         rng: What it is drawn from.
-        over: Where its lanes are, by default in this process.
+        over: Where its lanes are, by default in this process. ``"gym"``, ``"lagging"`` ones with
+            ``min_ready``, ``"manager"``; vector environments ``"array"`` and ``"together"`` (whose
+            lanes are reset together) with an autoreset ``mode``.
         n_threads: Number of workers.
     """
     over = over or rng.choice(["gym"] * 4 + ["lagging", "array", "together"])
@@ -198,7 +168,7 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         agent_reuses=rng.random() < 0.3,
         over=over,
         mode=mode,
-        restarts=rng.random() < 0.5,
+        restarts=rng.random() < 0.5,  # lanes of windows, on their own
         min_ready=rng.randint(1, 3) if over in ("lagging", "manager") else None,
         n_lanes=n_lanes,
         n_timesteps=rng.randint(1, 8),
@@ -206,5 +176,5 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
         n_threads=n_threads,
         seeds=rng.randrange(2**40),
         agent_rows=rng.choice([None, None, rng.randint(1, 7)]),
-        truncates=can_truncate and rng.random() < 0.4,
+        truncates=can_truncate and rng.random() < 0.4,  # episodes whose environment raises
     )
