@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -17,8 +16,6 @@ from process.watching import Script
 from rlpool.workers.template_handle import identity
 
 pytestmark = [pytest.mark.promise("I10"), pytest.mark.timeout(120)]
-
-PR_SET_NO_NEW_PRIVS = 38
 
 MOMENTS = "while its main module is imported", "while its environment is made"
 
@@ -113,7 +110,6 @@ def test_forked_worker_is_in_the_state_of_a_spawned_one(
 CHANGES: dict[str, Callable[[], Any]] = {
     "variable": lambda: os.environ.update(ANY="other"),
     "directory": lambda: os.chdir("/"),
-    "privileges": lambda: ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
     "umask": lambda: os.umask(0o111),
     "ignored signal": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
     "nothing": lambda: os.environ.update(PYTEST_CURRENT_TEST="other"),

@@ -72,12 +72,6 @@ class Beginner(Counter):
     step = gymnasium.Wrapper.step
 
 
-def frozen() -> Any:
-    env = NormalizeObservation(Seeded())
-    env.update_running_mean = False
-    return env
-
-
 KEEPING: dict[str, Callable[[], Any]] = {
     "NormalizeObservation": lambda: NormalizeObservation(Seeded()),
     "NormalizeReward": lambda: NormalizeReward(NormalizeObservation(Seeded())),

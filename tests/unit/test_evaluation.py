@@ -32,10 +32,11 @@ from rlpool import (
     plot,
     verify,
 )
+from rlpool.seeding import episode_seeds, root_from
 
 from support.agents import StepCounter, StochasticPolicy
 from support.envs import CountingEnv, create_counting
-from support.keeping import KEEPING, Seeded, create_keeping, frozen
+from support.keeping import KEEPING, Seeded, create_keeping
 from support.vector_envs import ArrayEnv
 
 
@@ -64,16 +65,9 @@ def test_no_bit_depends_on_lanes_or_workers() -> None:
         assert other.entries == first.entries
         assert torch.equal(other.returns, first.returns)
     again = evaluate(policy, create_cartpole, 21, seeds=4, agent_info=info)
-    assert not set(again.seeds.tolist()) & set(first.seeds.tolist())
-
-
-def test_no_episode_is_one_that_a_batcher_with_the_same_seed_has_run() -> None:
-    evaluation = evaluate(StepCounter(), create_counting, 40, seeds=3)
-    arguments: Any = {"create_env": create_counting, "n_workers": 0, "seeds": 3}
-    with EpisodeBatcher(5, 80, StepCounter, **arguments) as batcher:
-        batcher.execute(80)
-        training = batcher.get()
-    assert not set(training.info["seed"].tolist()) & set(evaluation.seeds.tolist())
+    of_a_batcher = episode_seeds(root_from(3), 0, 80)  # with the same seed
+    for seeds in (again.seeds.tolist(), of_a_batcher):
+        assert not set(seeds) & set(first.seeds.tolist())
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])
@@ -207,7 +201,7 @@ def test_infos_need_not_be_repeated() -> None:
     [
         (Batcher, KEEPING["NormalizeReward"], ["NormalizeReward", "NormalizeObservation"]),
         (EpisodeBatcher, KEEPING["EpisodicLifeEnv"], ["EpisodicLifeEnv"]),
-        (EpisodeBatcher, frozen, []),
+        (EpisodeBatcher, Seeded, []),
     ],
 )
 def test_batchers_warn_of_wrappers_that_keep_state(

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -155,15 +154,11 @@ def test_an_ancestors_environment_works() -> None:
     assert results[-1][2:4] == (False, True)
 
 
-SPEC = gymnasium.envs.registration.EnvSpec("Task-v0", max_episode_steps=4)
-
-
 @pytest.mark.parametrize(
     ("inner_limit", "outer_limit", "attributes"),
     [
         (9, 4, {}),
         (None, None, {"_max_episode_steps": 4}),
-        (None, None, {"spec": SPEC}),
     ],
 )
 def test_the_smallest_time_limit_is_found(
