@@ -162,11 +162,11 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         self.seed, self.options, self.t = seed, dict(options or {}), 0
         self.length = self.options.get("length", 3)
         self._wait()
-        return self._shown(self._fail(-1)), {}
+        return self._shown(self._strike(-1)), {}
 
     def step(self, action: Any) -> tuple[Any, Any, Any, bool, dict[str, Any]]:
         self._wait()
-        kind = self._fail(self.t)
+        kind = self._strike(self.t)
         self.t += 1
         reward = WRONG_REWARDS.get(kind, self.reward(action))
         terminated = WRONG_FLAGS.get(kind, self.t >= self.length)
@@ -175,7 +175,7 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         strike(self._close_fault, self._struck_at)
 
-    def strike(self, kind: str) -> str:
+    def _fail_as(self, kind: str) -> str:
         return strike(kind, self._struck_at, self.seed)
 
     def reward(self, action: Any) -> float:
@@ -184,9 +184,9 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
     def observation(self) -> Any:
         return np.array([self.options.get("id", 0), self.t], np.float32)
 
-    def _fail(self, step: int) -> str:
+    def _strike(self, step: int) -> str:
         is_hit = self.options.get("fault_step") == step
-        return self.strike(KINDS[self.options["fault"]]) if is_hit else "none"
+        return self._fail_as(KINDS[self.options["fault"]]) if is_hit else "none"
 
     def _wait(self) -> None:
         time.sleep(self.options.get("sleep_ms", 0) / 1000)

@@ -69,7 +69,7 @@ class FragileEnv(FaultyEnv):
     def observation(self) -> Any:
         return np.array([self.t, self.np_random.random(), self.total])
 
-    def strike(self, kind: str) -> str:
+    def _fail_as(self, kind: str) -> str:
         return strike_marked(self._marks, f"{self.seed}.{self.t}", kind, self._times)
 
 
