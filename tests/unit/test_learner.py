@@ -190,7 +190,7 @@ def test_random_actions_side_by_side_are_those_of_one_after_another() -> None:
 # Agents --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MemoryActor.STATES)
+@pytest.mark.parametrize("kind", ["lstm", "dict"])
 def test_an_agents_memory_lasts_for_a_trial_and_begins_anew_with_the_next(kind: str) -> None:
     actor = MemoryActor(kind)
     actor.initial = torch.ones(1, 2), torch.full((1, 1), 7.0), actor.initial[2]
