@@ -159,18 +159,11 @@ def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
     assert worker_pids() == before
 
 
-def test_an_error_about_a_hang_has_the_stacks_of_the_worker() -> None:
+def test_progress_raises_what_get_would_with_the_stacks_of_a_worker_that_hangs() -> None:
     with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
         batcher.execute(3, env_info=faults_at(3, 1, "hold_the_lock", 1))
         with pytest.raises(WorkerTimeoutError) as caught:
-            batcher.get()
-    stacks = caught.value.traceback_text
-    assert stacks.index(" in _strike\n") < stacks.index(" in step\n")
-    assert stacks in str(caught.value.__cause__)
-
-
-def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more() -> None:
-    with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
-        batcher.execute(3, env_info=faults_at(3, 1, "hang", 1))
-        with pytest.raises(WorkerTimeoutError):
             wait_until(lambda: batcher.progress == (3, 3))
+    stacks = caught.value.traceback_text
+    assert stacks.index(" in strike\n") < stacks.index(" in step\n")
+    assert stacks in str(caught.value.__cause__)

@@ -6,6 +6,7 @@ import gc
 import logging
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,17 +150,10 @@ def test_what_only_forks_inherit_is_refused_with_the_fix() -> None:
 
 
 def test_what_is_not_shared_is_copied() -> None:
-    level, model = torch.zeros(1), nn.Linear(1, 1)
-
-    def write() -> None:
-        for tensor in (level, model.weight.data):
-            tensor.fill_(7)
-
-    with open_batcher(write):
-        assert level.item() == 0
-        assert model.weight.item() != 7
-        assert not level.is_shared()
-        assert not model.weight.is_shared()
+    weight = nn.Parameter(torch.zeros(1))
+    with open_batcher(partial(weight.data.fill_, 7)):
+        assert weight.item() == 0
+        assert not weight.is_shared()
 
 
 class Writer(Agent):
