@@ -76,7 +76,7 @@ all_options = st.fixed_dictionaries(
         "clearing": st.just((None, None)) | st.tuples(st.integers(1, 6), st.integers(1, 6)),
         "random": st.booleans(),
         "storage": st.sampled_from(["local", "local", "memmap"]),
-        "alpha": st.none() | st.sampled_from([0.0, 0.7, 1.0]),
+        "alpha": st.sampled_from([None, 0.0, 0.7, 1.0]),
         "keys": st.none() | some_keys,
         "frame": st.sampled_from(sorted(FRAMES)),
         "has_agent_state": st.booleans(),

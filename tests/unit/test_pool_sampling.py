@@ -189,7 +189,7 @@ def test_windows_are_joined_only_where_place_and_values_go_on() -> None:
         (window(2, first_step=3), 2),
         (window(3, first_step=2), 2),
         (window(2, first_step=2, episode=1), 2),
-        (window(1, first_step=1).temporal_slice(1, 2), 2),  # which step it is, is not known
+        (window(1, first_step=2).temporal_slice(1, 2), 2),  # it is step 3
     ]:
         pool = pool_of(window(0, first_step=0))
         pool.extend(second)
@@ -257,6 +257,18 @@ def test_draws_are_spread_over_equal_shares_of_the_priorities() -> None:
     first, second = index_of_all(pool)[:2]
     pool.update_priorities([first, second, first], [5.0, 3.0, 0.0])  # the last one counts
     assert set(counts(pool, 20, 8, 8).nonzero()[0].tolist()) == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_weights_undo_what_priorities_favour() -> None:
+    pool = prioritised(3)
+    pool.update_priorities(index_of_all(pool), [1.0, 4.0, 16.0])
+    batch, sequences = pool.sample(3, beta=0.5), pool.sample_sequences(3, 1, beta=0.5)
+    for number, weight in (
+        (batch["number"], batch["weight"]),
+        (sequences["number"][:, 0], sequences.info["weight"]),
+    ):
+        expected = 0.5**number
+        assert torch.allclose(weight, expected / expected.max())
 
 
 @pytest.mark.parametrize("capacity", [1, 65, 2**14 + 1, 2_000_000])
