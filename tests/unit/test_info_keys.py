@@ -116,7 +116,6 @@ def one(keys: Any, extra: Any = None) -> Any:
         ({"x": float}, None, torch.float32, 0),
         ({"x": float}, float("nan"), torch.float32, float("nan")),
         (["x"], 0.1, torch.float32, np.float32(0.1)),
-        (["x"], None, torch.float32, 0),
         (["x/y/z"], {"y": {"z": 3}}, torch.float32, 3),
     ],
 )
@@ -134,7 +133,6 @@ def test_values_and_dtypes(keys: Any, given: Any, dtype: torch.dtype, stored: An
         (["x"], 2**24 + 1),
         ({"x": int}, 0.5),
         ({"x": bool}, 2),
-        ({"x": "uint8"}, 256),
         ({"x": (float, 2)}, [[1], [2, 3]]),
     ],
 )

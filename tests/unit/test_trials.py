@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,12 +177,6 @@ def test_what_the_environment_knows_about_tasks_can_be_asked_for() -> None:
     taskless = make_env("CartPole-v1", 2)
     assert taskless.action_space == spaces.Discrete(2)
     assert (taskless.n_tasks, taskless.get_all_task_idx()) == (None, None)
-
-
-@pytest.mark.filterwarnings("ignore:.*different from the unwrapped version:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Box observation space m.*imum value is:UserWarning")
-def test_gymnasiums_checker_is_content() -> None:
-    check_env(VariBadWrapper(RaggedTaskEnv(limit=6, noise=1.0), 2), skip_render_check=True)
 
 
 # make_env and make_parallel_env ----------------------------------------------------------------
