@@ -127,6 +127,23 @@ def test_options_that_no_reset_takes_are_refused_with_its_signature() -> None:
             env.reset({"level": [3]})
 
 
+class TaskWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Takes a task, though what it wraps does not."""
+
+    def reset(self, *, task: Any = 8, **arguments: Any) -> Any:
+        self.given = task, arguments
+        return self.env.reset(**arguments)
+
+
+def test_a_task_among_the_options_reaches_a_reset_that_takes_one() -> None:
+    wrapper = TaskWrapper(CountingEnv())
+    env = GymEnv([TimeLimit(wrapper, 5)])
+    env.reset_lanes([0], [3], [{"task": 4, "length": 9}])
+    assert wrapper.given == (4, {"seed": 3, "options": {"length": 9}})
+    env.reset_lanes([0], [3], [None])
+    assert wrapper.given == (8, {"seed": 3, "options": None})
+
+
 def test_a_task_is_drawn_for_by_the_seed_and_not_what_the_reset_draws() -> None:
     env, tasks, starts = CountingEnv(), list[Any](), list[float]()
     env.reset_task = lambda task: tasks.append((task, env.np_random.random()))  # type: ignore[attr-defined]
