@@ -80,8 +80,11 @@ def without_handlers() -> Iterator[None]:
             logging.root.setLevel(level)
 
 
-# It starts processes that start workers.
-@pytest.mark.parametrize("name", variants(sorted({*PROGRAMS} - {"docs/gpu.md-2"}), PROGRAMS))
+# These start processes that start workers, have workers spawned, or play Atari's games.
+SLOW = {"docs/gpu.md-2", "docs/episodes.md-1", "docs/vector_environments.md-1"}
+
+
+@pytest.mark.parametrize("name", variants(sorted({*PROGRAMS} - SLOW), PROGRAMS))
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if has_envpool := "import envpool" in PROGRAMS[name]:
         pytest.importorskip("envpool")
@@ -115,7 +118,7 @@ def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> N
     )
 
 
-@pytest.mark.parametrize("name", ["lanes", "memory"])
+@pytest.mark.parametrize("name", variants(["memory"], ["lanes"]))
 def test_a_picture_is_drawn_from_a_real_run(name: str, program_folder: Path) -> None:
     script = REPOSITORY / "docs" / "pictures" / f"{name}.py"
     run_as_main(script, "--output", "drawn.svg", folder=program_folder)
