@@ -177,6 +177,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (lambda pool: pool.update_priorities([0, 1], [1.0]), SpecError, "priorities"),
     (lambda pool: pool.update_priorities([0], [-1.0]), SpecError, "priorities"),
     (lambda pool: pool.update_priorities([0], [NAN]), SpecError, "priorities"),
+    (lambda pool: pool.update_priorities([0], [1e200]), SpecError, "priorities"),
     (lambda pool: filled().update_priorities([0], [1.0]), UsageError, "priority_exponent"),
     *(
         (lambda pool, n=n: pool.load_state_dict(damaged()[n]), SpecError, "state|format|shape")
