@@ -14,7 +14,6 @@ are noted in the file ``struck_at``.
 from __future__ import annotations
 
 import atexit
-import copy
 import ctypes
 import json
 import os
@@ -152,7 +151,6 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         close_fault: str = "none",
         created_in: str | None = None,
     ) -> None:
-        self.observation_space = copy.deepcopy(self.observation_space)
         self._struck_at, self._close_fault = struck_at, close_fault
         if created_in is not None:
             (Path(created_in) / str(os.getpid())).touch()
@@ -205,29 +203,23 @@ class FaultyAgent(Agent):
     def __init__(self, struck_at: str | None = None, close_fault: str = "none") -> None:
         self._struck_at, self._close_fault = struck_at, close_fault
         self._version = 0
-        self._wrong = "none"
 
     def __call__(self, state, observation, agent_info=None, history=None):
         n = observation.n_elems()
-        kind = "none"
         if agent_info is not None:
-            step = observation["frame"][:, 1]
-            hit = (agent_info["fault"] > 0) & (agent_info["fault_step"] == step)
-            kind = KINDS[int(agent_info["fault"][hit][0])] if bool(hit.any()) else "none"
-        kind = strike(kind, self._struck_at)
-        action = {
-            "wrong_shape": torch.ones(n, 2, dtype=torch.int64),
-            "wrong_dtype": torch.ones(n, dtype=torch.complex64),
-        }.get(self._wrong if kind == "none" else kind, torch.ones(n, dtype=torch.int64))
-        version = torch.full((n,), self._version)
-        return DictTensor({}), DictTensor({"action": action, "version": version}), DictTensor({})
+            for fault in agent_info["fault"][
+                agent_info["fault_step"] == observation["frame"][:, 1]
+            ]:
+                strike(KINDS[int(fault)], self._struck_at)
+        output = {"action": torch.ones(n, dtype=torch.int64)}
+        output["version"] = torch.full((n,), self._version)
+        return DictTensor({}), DictTensor(output), DictTensor({})
 
     def update(self, info: Any) -> None:
         if isinstance(info, str):
-            # Parameters that do not fit, say: what is wrong is what the agent then returns.
-            self._wrong = strike(info, self._struck_at)
+            strike(info, self._struck_at)
         else:
-            self._version, self._wrong = int(info), "none"
+            self._version = int(info)
 
     def close(self) -> None:
         strike(self._close_fault, self._struck_at)
@@ -251,24 +243,15 @@ def create_env(
         restarts: Whether episodes follow each other on their own.
         env_args: For ``FaultyEnv``.
     """
-    fault = strike(fault, struck_at)
-    if fault == "wrong_shape":
-        return [FaultyEnv()]
+    strike(fault, struck_at)
     envs = [FaultyEnv(struck_at, **env_args) for _ in range(n_lanes)]
-    if fault == "wrong_dtype":
-        envs[0].observation_space.dtype = np.dtype(object)
     return (GymEnvInf if restarts else GymEnv)(envs, seed)
 
 
 def create_agent(fault: str = "none", struck_at: str | None = None, **agent_args: Any) -> Any:
     """Make a ``FaultyAgent``, or fail."""
-    fault = strike(fault, struck_at)
-    if fault == "wrong_shape":
-        return lambda *arguments: None
-    agent = FaultyAgent(struck_at, **agent_args)
-    if fault == "wrong_dtype":
-        agent.n_noise = 1.5  # type: ignore[assignment]
-    return agent
+    strike(fault, struck_at)
+    return FaultyAgent(struck_at, **agent_args)
 
 
 def faults(n_rows: int, hits: Mapping[int, tuple[str, int]], **columns: Any) -> DictTensor:
