@@ -47,6 +47,7 @@ def test_episodes_are_the_same_through_the_transfers(keeps: str, history: bool) 
     make_agent = partial(ScriptedAgent, Discrete(9), None, 2, keeps, history)
     expected = collected(make_agent())
     nested = DeviceAgent(moving(make_agent()), "cpu")
+    assert nested.makes_initial_states() == (keeps == "initial")
     for wrapped in (DeviceAgent(make_agent(), "cpu"), nested):
         assert_same_tensors(collected(wrapped), expected)
 
