@@ -174,11 +174,11 @@ def test_what_carries_state_over_is_named(
     arguments = {"name": name, "n_envs": n_envs, "over_manager": over_manager}
     how: Any = {"env_args": arguments, "n_workers": n_workers, "record": tmp_path / "run.jsonl"}
     with pytest.raises(NotRepeatedError, match=f"^{name.partition(',')[0]} "):
-        evaluate(StepCounter(), create_keeping, 60, **how)
+        evaluate(StepCounter(), create_keeping, 30, **how)
     if "later" not in name:
         assert len(how["record"].read_text().splitlines()) == 1, "nothing that may be wrong"
-    found = evaluate(StepCounter(), create_keeping, 60, check_repeatable=False, **how)
-    assert len(found.entries) == 60
+    found = evaluate(StepCounter(), create_keeping, 30, check_repeatable=False, **how)
+    assert len(found.entries) == 30
 
 
 def test_lanes_that_one_reset_begins_are_left_out() -> None:
