@@ -20,13 +20,16 @@ from rlpool import (
     TemporalDictTensor,
     replay_agent,
 )
+from rlpool.loop.agent_driver import AgentDriver
 
 from support.agents import (
     ConstantAgent,
     FunctionAgent,
+    StepCounter,
     zeros,
 )
 from support.envs import (
+    FIRST_STATE,
     assert_same_tensors,
     create_counting,
 )
@@ -79,6 +82,16 @@ def test_a_lane_that_ends_starts_its_next_episode_in_the_very_next_step(
     counted.makes_initial_states = agent.makes_initial_states
     collect(counted, n_envs=2, lengths=[1, 4, 4, 1])
     assert len(called) == n_calls
+
+
+def test_lanes_that_are_started_one_after_another_start_with_the_same_step() -> None:
+    driver, shown = AgentDriver(StepCounter(), 2), {"frame": np.zeros((2, 2), np.float32)}
+    for starts in ([[0, 1]], [[0], [1]]):
+        for lanes in starts:
+            driver.start(lanes, {})
+        driver.act([0, 1], shown, {})
+        assert driver.state["steps"].tolist() == [FIRST_STATE] * 2
+        driver.commit()
 
 
 def test_the_agent_runs_without_gradients_and_may_return_dicts() -> None:
