@@ -104,33 +104,28 @@ def test_views_travel_as_arguments_and_through_pipes_and_queues(method: str, sto
 # One window in all processes (the property test moves it in a forked one) -------------------------
 
 N_ROTATIONS = 2000
-LOOKS: list[Callable[[Array], Any]] = [
-    np.array,
-    lambda array: np.asarray(array, np.float64),
-    lambda array: array[[0, 1, 2]].to_ndarray(),
-    lambda array: array[:3][::-1].to_tensor().numpy(),
+USES: list[Callable[[Array], Any]] = [
+    *(np.array, lambda array: np.asarray(array, np.float64), lambda array: array == 1),
+    *(lambda array: array[[0, 1, 2]].to_ndarray(), lambda array: array[:3][::-1].to_tensor()),
+    *(Array.rotate, Array.reset),
 ]
 
 
-def rotate_with_new_rows(pipe: Connection, array: Array) -> None:
-    for number in range(1, N_ROTATIONS + 1):
-        array[array.last + 1 : array.last + 1 + array.padding] = number
-        array.rotate()
-    pipe.send("done")
+def use_one_by_one(pipe: Connection, array: Array) -> None:
+    for use in USES:
+        pipe.recv()
+        use(array)
+        pipe.send("done")
 
 
-def test_a_copy_never_has_a_part_of_the_rows_that_a_rotation_brings_along() -> None:
-    array = Array((4,), "int64", (4000,), padding=3, storage="shared")
-    seen = set()
-    with in_forked(rotate_with_new_rows, array) as pipe:
-        while not pipe.poll():
-            for look in LOOKS:
-                rows = np.unique(look(array)[:3])
-                assert len(rows) == 1
-                seen.add(int(rows[0]))
-        assert pipe.recv() == "done"
-    assert int(array.to_ndarray()[0, 0]) == N_ROTATIONS
-    assert len(seen) > 1
+def test_copies_and_rotations_wait_while_another_process_rotates() -> None:
+    array = Array((4,), "int64", padding=3, full_size=8, storage="shared")
+    with in_forked(use_one_by_one, array) as pipe:
+        for _ in USES:
+            with array._allocation.locked():
+                pipe.send("go")
+                assert not pipe.poll(0.05)
+            assert pipe.recv() == "done"
 
 
 def rotate_often(pipe: Connection, array: Array) -> None:

@@ -243,6 +243,14 @@ def test_transitions_are_drawn_in_proportion_to_their_priority_to_the_power_alph
     assert chi_square < 31.3  # 11 degrees of freedom: the probability of more is 0.001
 
 
+def test_transitions_without_priority_are_never_drawn() -> None:
+    pool = prioritised(50)
+    priorities = np.zeros(50)
+    priorities[[7, 31]] = 1e-12
+    pool.update_priorities(index_of_all(pool), priorities)
+    assert set(counts(pool, 100, 50, 50).nonzero()[0].tolist()) == {7, 31}
+
+
 def test_a_batch_by_priority_is_in_random_order() -> None:
     pool = prioritised(8)
     orders = {tuple(pool.sample(8)["number"].tolist()) for _ in range(9)}
