@@ -111,6 +111,7 @@ ERRORS: list[tuple[str, Any]] = [
     ("returns", acting(raises)),
     ("returns", returning(lambda state, observation: action_of(observation))),
     ("returns", acting(lambda o: zeros(o) if o["initial_state"].any() else zeros(o).int())),
+    ("returns", acting(lambda o: zeros(o) if len(o["frame"]) > 1 else zeros(o).int())),
     ("returns", acting(lambda o: zeros(o).float())),
     ("rows_are_independent", acting(mean)),
     ("deterministic", Counts),
