@@ -32,7 +32,7 @@ from support.parallel import create_manager, create_serial, make_cartpole
 from support.striking import Alarm, Strike, alarms
 from support.variants import variants
 
-N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "8"))
+N_STRIKES = int(os.environ.get("RLPOOL_STRIKES", "24"))
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left", "short_patience"),
