@@ -67,7 +67,7 @@ class Shown:
     def reset(self, seed: int, options: Any) -> Values:
         self.t = 0
         try:
-            observation, info = self.env.reset(seed=seed, options=options)
+            observation, info = self.env.reset(seed=seed, options=deepcopy(options))
         except RuntimeError:
             raise Failed(0) from None
         last = {
