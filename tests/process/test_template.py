@@ -139,7 +139,7 @@ def test_one_template_serves_all_threads_until_it_does_not_fit_or_until_shutdown
     threads = [threading.Thread(target=collect_once) for _ in range(3)]
     for thread in threads:  # which end before what they have started
         thread.start()
-    wait_until(lambda: threading.active_count() == 1 and not worker_pids())
+    wait_until(lambda: not any(each.is_alive() for each in threads) and not worker_pids())
     assert not is_running(old.pid)
     old = template()
     collect_once()

@@ -268,8 +268,9 @@ class Script:
             steps[rng.randrange(n)] = rng.randint(-1, 4)
             is_window = isinstance(self.by_hand, WindowsByHand)
             if self.by_hand.setting.truncates:
-                # Nobody knows what an episode shows whose reset fails.
-                each = [rng.choice([NEVER, rng.randint(0, 6)]) for _ in range(n)]
+                # Nobody knows what an episode shows whose reset fails. Managers replace workers.
+                never = [NEVER] * (6 if self.by_hand.setting.over == "manager" else 1)
+                each = [rng.choice([*never, rng.randint(0, 6)]) for _ in range(n)]
                 env_info["fails_at"] = np.array(each)
             elif self.pending or is_window or rng.random() < 0.4:
                 env_info["fails_at"] = steps
