@@ -284,6 +284,8 @@ class Script:
             return None
         _, env_info = self.infos(n)
         env_info.pop("id", None)  # lanes that go on have another one
+        if "fails_at" in env_info:  # but no reset behind the last step of the window before
+            env_info["fails_at"][env_info["fails_at"] == -1] = 0
         return env_info or None
 
     def agent_info(self, n: int, env_info: Any) -> Any:
