@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from process.watching import Struck, n_descriptors, worker_pids
+from process.watching import Struck, n_descriptors, shared_files, worker_pids
 
 from rlpool import Batcher, EnvError, EpisodeBatcher, TemporalDictTensor
 
@@ -156,7 +156,9 @@ def test_more_episodes_than_slots_are_drained_from_bounded_shared_memory() -> No
 
 @pytest.mark.promise("I7")
 def test_a_part_of_a_result_keeps_its_memory_which_is_used_again_when_all_are_dropped() -> None:
+    others = worker_pids()
     with open_batcher(n_timesteps=8, n_slots=8) as batcher:
+        (worker,) = worker_pids() - others
         kept, addresses = [], set()
         for number in range(30):
             result = run(batcher, 8, number)
@@ -173,6 +175,7 @@ def test_a_part_of_a_result_keeps_its_memory_which_is_used_again_when_all_are_dr
         del results, kept
         run(batcher, 4)
         assert n_blocks_mapped() <= before
+        assert len(shared_files(worker)) <= before + 2  # which the worker was told to unmap
         assert all(info["seed"].shape == (4,) for info in infos)
 
 
