@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from rlpool import EpisodeBatcher, SpecError, UsageError, WorkerDiedError
+from rlpool import EnvError, EpisodeBatcher, SpecError, UsageError, WorkerDiedError
 
 from support.agents import ConstantAgent
 from support.envs import CountingEnv
@@ -57,3 +58,22 @@ def test_a_death_names_the_episode_that_was_running_in_whichever_request(tmp_pat
             batcher.get()
     where = caught.value.where
     assert (where.row, where.step, where.env_info) == (1, 2, columns)
+
+
+def test_long_episodes_that_begin_again_beside_a_failure_share_no_slot(
+    tmp_path: Any,
+) -> None:
+    """Their first slots have been emptied by then, and others may use them."""
+    lengths = {"length": [40, 40]}
+    columns = {"length": 40, **failing("raise", 17)}
+    arguments = {"n_lanes": 3, "marks": str(tmp_path), "times": 10}
+    with EpisodeBatcher(3, 8, ConstantAgent, {}, create_fragile, arguments, 1, 0) as batcher:
+        batcher.execute(2, env_info=lengths)
+        expected = batcher.get()["frame"]
+        for _ in range(10):
+            batcher.seek(0)
+            batcher.execute(2, env_info=lengths)
+            batcher.execute(1, env_info={key: [value] for key, value in columns.items()})
+            assert torch.equal(batcher.get()["frame"], expected)
+            with pytest.raises(EnvError):
+                batcher.get()
