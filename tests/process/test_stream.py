@@ -51,13 +51,13 @@ def test_a_death_names_the_episode_that_was_running_in_whichever_request(tmp_pat
     arguments = {"n_lanes": 3, "marks": str(tmp_path)}
     options = {"n_threads": 1, "on_worker_failure": "raise"}
     with EpisodeBatcher(5, 60, ConstantAgent, {}, create_fragile, arguments, **options) as batcher:
-        batcher.execute(3, env_info={"length": [4000, 1, 1]})
+        batcher.execute(3, env_info={"length": [1, 4000, 1]})
         columns = {"length": 77, **failing("sigkill", 2)}
         batcher.execute(2, env_info={key: [value] * 2 for key, value in columns.items()})
         with pytest.raises(WorkerDiedError) as caught:
             batcher.get()
     where = caught.value.where
-    assert (where.row, where.step, where.env_info) == (1, 2, columns)
+    assert (where.row, where.step, where.env_info) == (0, 2, columns)
 
 
 def test_long_episodes_that_begin_again_beside_a_failure_share_no_slot(
