@@ -288,6 +288,7 @@ def assert_works(here: Any, cell: Cell) -> None:
     """What is pending ends, and what comes next is as if nothing had happened."""
     if cell.job == "windows":
         n = here.n_lanes
+        here.update(("none", 0.0))  # the last one may have failed, and would fail again
         here.reset(faults(n, {}, gain=1.0), faults(n, {}, length=3))
         here.execute()
         assert here.get().lengths.tolist() == [5] * n
@@ -340,7 +341,7 @@ def assert_truncated(got: list[Any], whole: list[Any], cell: Cell) -> None:
             assert torch.equal(mine[key][others, :longest], theirs[key][others, :longest]), key
         n_failed = int(mine["_truncated"][row].sum())
         assert mine.info["failed"].nonzero().flatten().tolist() == [row] * (n_failed > 0)
-        assert [error.where.row for error in failures] == [row] * n_failed
+        assert [error.where.row for error in failures] == [row] * (n_failed > 0)
         assert None not in [error.where.seed for error in failures]
         n = int(mine.lengths[row])
         for key in mine:
@@ -366,9 +367,11 @@ def assert_tells(error: WorkerError, cell: Cell) -> None:
     where = error.where
     assert where.worker in (0, 1)
     if cell.phase in ("reset", "step", "agent"):
-        assert where.row == (None if cell.job == "commands" else cell.place.row)
+        is_first = cell.phase == "agent" and (cell.job != "windows" or cell.is_survived)
+        row = cell.place.row - (is_first and cell.job == "windows")
+        assert where.row == (None if cell.job == "commands" else row)
         assert where.step == max(cell.step, 0)
-        assert where.lane == (0 if cell.phase == "agent" and cell.job != "windows" else 1)
+        assert where.lane == (0 if is_first else 1)
         assert where.seed is not None
         assert where.env_info is not None
         replayed = replay(make_fragile, error)  # where it does not fail
@@ -427,7 +430,8 @@ def test_a_fault_is_an_error_or_costs_time_or_one_episode(
                 whole = done(twin, cell)
             (assert_truncated if policy == "truncate" else assert_same)(got, whole, cell)
         if not phase.startswith("close"):
-            pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+            texts = [path.read_text() for path in tmp_path.iterdir()]
+            pids = [int(text) for text in texts if text]  # not of one killed before it wrote it
             assert pids
             assert (pids[0] == os.getpid()) == job.endswith("here")
             if policy in ("default", "truncate") and phase in ("reset", "step"):
