@@ -181,9 +181,10 @@ class LaneTable:
         if not self.plans:
             return False
         self._record.begin_wait()
-        has_waited = any(plan.wait() for plan in self.plans)
+        # All of them: one that has slots by now may lack lanes, which another one holds up.
+        have_waited = [plan.wait() for plan in self.plans]
         self._record.end_wait()
-        return has_waited
+        return any(have_waited)
 
     def must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""

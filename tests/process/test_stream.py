@@ -73,7 +73,9 @@ def test_long_episodes_that_begin_again_beside_a_failure_share_no_slot(
         for _ in range(10):
             batcher.seek(0)
             batcher.execute(2, env_info=lengths)
-            batcher.execute(1, env_info={key: [value] for key, value in columns.items()})
-            assert torch.equal(batcher.get()["frame"], expected)
-            with pytest.raises(EnvError):
-                batcher.get()
+            for n in (1, 3):  # one in the third lane, and another one after it
+                batcher.execute(n, env_info={key: [value] * n for key, value in columns.items()})
+            assert torch.equal(batcher.get(timeout=60)["frame"], expected)
+            for _ in range(2):
+                with pytest.raises(EnvError):
+                    batcher.get()
