@@ -404,6 +404,8 @@ class PoolByHand:
             return [b"".join(array[row].tobytes() for array in arrays) for row in range(n)]
 
         numbers_of = {bits: number for number, bits in enumerate(bits_in(held))}
+        if len(numbers_of) < n:  # some look the same
+            return
         every = pool.transitions()
         found = [numbers_of[bits] for bits in bits_in(every)]
         assert sorted(found) == list(range(n))
