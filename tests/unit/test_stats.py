@@ -21,6 +21,7 @@ from rlpool.observe.control import MAX_REQUESTS
 
 from support.agents import StepCounter
 from support.envs import CountingEnv
+from support.meta import LaggingLanes
 
 looks: list[Callable[[int], None]] = []
 
@@ -84,6 +85,20 @@ def test_in_the_middle_of_a_step_lanes_are_where_they_are(n_timesteps: int) -> N
         assert lanes_of(stats) == lanes
         (request,) = stats.requests
         assert (request.number, request.n_episodes, request.n_finished) == (9, 4, n_finished)
+
+
+def test_lanes_that_are_not_waited_for_are_at_steps_of_their_own() -> None:
+    envs = [LookingEnv(length=5) for _ in range(2)]
+    args = {"envs": envs, "min_ready": 1}
+    with EpisodeBatcher(8, 2, StepCounter, {}, LaggingLanes, args, 0, 1) as batcher:
+        seen: list[tuple[list[int], Stats]] = []
+        looks.append(lambda _: seen.append(([env.t for env in envs], batcher.stats())))
+        batcher.execute(2)
+        batcher.get()
+    assert len({steps[0] - steps[1] for steps, _ in seen}) > 2
+    for steps, stats in seen:
+        running = [n for n in stats.workers[0].lanes if n.state == "running"]
+        assert [n.step for n in running] == [steps[n.lane] for n in running]
 
 
 def test_the_time_of_a_call_that_runs_counts() -> None:
