@@ -240,6 +240,20 @@ def test_an_environment_that_cannot_be_made_is_reported(
     assert n_descriptors() <= before + 2  # the tracker of multiprocessing
 
 
+def killed(lane: int) -> CountingEnv:
+    """An environment; the second one ends its process."""
+    if lane == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return CountingEnv()
+
+
+def test_a_constructor_that_ends_its_process_is_named() -> None:
+    env_fns = [partial(killed, lane) for lane in range(2)]
+    with pytest.raises(WorkerDiedError) as caught:
+        ParallelEnvManager(env_fns, envs_per_worker=2, on_worker_failure="raise")
+    assert (caught.value.where.worker, caught.value.where.lane) == (0, 1)
+
+
 @pytest.mark.parametrize(
     "options",
     [
