@@ -243,7 +243,7 @@ def test_an_interrupted_call_drops_what_was_in_flight() -> None:
 class FrameEnv(FragileEnv):
     observation_space: Any = gymnasium.spaces.Box(0, 255, (100_000,), np.uint8)
 
-    def _observation(self) -> Any:
+    def observation(self) -> Any:
         return np.full(100_000, self.t, np.uint8)
 
 
