@@ -29,7 +29,11 @@ from rlpool import (
 
 from support.agents import FunctionAgent, StepCounter, zeros
 
-pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.usefixtures("no_shared_memory_left"),
+    pytest.mark.timeout(240),
+    pytest.mark.promise("I9"),
+]
 
 N_EPISODES = 40
 TASKS = {"task": torch.arange(N_EPISODES)}
