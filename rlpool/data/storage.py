@@ -43,6 +43,7 @@ PAGE_BYTES = 4096
 
 _NAME_BYTES = 16  # random: no two files have the same
 
+_MUCH = 2**20  # bytes: the heap would zero a free piece of its own, used or not
 _MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Python 3.12
 
 KINDS = ("local", "shared", "memmap")
@@ -133,13 +134,15 @@ class Memory:
 
     @classmethod
     def local(cls, n_bytes: int) -> Memory:
-        """Memory of this process, not of the heap: each page is taken when it is first used."""
+        """Memory of this process; of much of it each page is taken when it is first used."""
+        if n_bytes < _MUCH:  # mapping it would take longer
+            return cls("local", n_bytes, torch.from_numpy(np.zeros(n_bytes, np.uint8)))
         # No page is reserved: more than the machine has is given to those who use part of it.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        mapped = mmap.mmap(-1, max(1, n_bytes), flags=flags)
+        mapped = mmap.mmap(-1, n_bytes, flags=flags)
         with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
-        zeros = np.frombuffer(mapped, np.uint8, n_bytes)
+        zeros = np.frombuffer(mapped, np.uint8)
         return cls("local", n_bytes, torch.from_numpy(zeros))
 
     @classmethod
