@@ -1,9 +1,8 @@
 """How worker processes end: they are asked to close, then terminated, then killed.
 
-A worker also ends with its caller, whatever either is doing: the kernel kills the worker when the
-caller's end of a pipe is closed, even while an environment holds the GIL. A thread does so where a
-process that the caller forked keeps that end open. Likewise the kernel kills the worker's process
-group when the worker's end of another pipe is closed.
+A worker also ends with its caller, whatever either is doing: a pair of sockets carries nothing, and
+the kernel kills the worker's process group when either end is closed, even while an environment
+holds the GIL. A thread does so where a process that the caller forked keeps the caller's end open.
 """
 
 from __future__ import annotations
@@ -118,10 +117,10 @@ _PARENT_CHECK_S = 1.0
 
 
 def kill_when_closed(fd: int, pid: int) -> None:
-    """Let the kernel kill a process when the other end of a pipe is closed.
+    """Let the kernel kill a process when the other end of a pair of sockets is closed.
 
     Args:
-        fd: One end of a pipe that carries no data from now on.
+        fd: One end of a pair that carries no data.
         pid: The process, whoever has the descriptor; a negative number means a process group.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
@@ -139,7 +138,7 @@ def end_with_parent() -> None:
     # Only this process holds it: what environments start must not keep it open.
     os.set_inheritable(life_line.fileno(), False)
     os.register_at_fork(after_in_child=life_line.close)
-    kill_when_closed(parent.sentinel, -os.getpgrp())
+    kill_when_closed(worker.life_line, -os.getpgrp())
 
     def watch() -> None:
         while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):

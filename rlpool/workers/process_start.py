@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -165,7 +166,8 @@ class _Process(SpawnProcess):
 
     Attributes:
         is_forked: Whether it is forked from the template where that is possible.
-        life_line: One end of a pipe that only the process holds; see ``end_with_parent``.
+        life_line: One end of a pair of sockets that only the process holds; see
+            ``end_with_parent``.
     """
 
     is_forked = False
@@ -203,7 +205,7 @@ class _Popen(popen_spawn_posix.Popen):
         ends: list[int] = []
         try:
             ends += os.pipe()
-            ends += os.pipe()
+            ends += (end.detach() for end in socket.socketpair())
             child_reads, here_writes, self.sentinel, child_holds = ends
             context.set_spawning_popen(self)
             try:
@@ -215,6 +217,7 @@ class _Popen(popen_spawn_posix.Popen):
             self.pid = self._start(resource_tracker.getfd(), child_reads)
             kill_when_closed(child_holds, self.pid)
             # What it started ends with it, even if this process is busy, or ends before it looks.
+            # With one line for both directions, whichever end is closed first finds the other.
             kill_when_closed(self.sentinel, -self.pid)
         except BaseException:
             util.close_fds(*ends)  # type: ignore[attr-defined]

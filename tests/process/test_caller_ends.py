@@ -196,6 +196,50 @@ def test_nothing_is_left_of_a_caller_that_ends(
             assert word not in script.stderr, script.stderr
 
 
+SCATTERED = """
+import os, random, signal, sys
+from pathlib import Path
+from support import parents
+from support.agents import ConstantAgent
+from rlpool import EpisodeBatcher
+
+if __name__ == "__main__":
+    notes, go = sys.argv[1:]
+    arguments = ConstantAgent, {}, parents.create_env, {"notes": notes}
+    batcher = EpisodeBatcher(4, 6, *arguments, n_workers=8)
+    print("started", flush=True)
+    while not os.path.exists(go):
+        pass
+    for number in range(4):  # closing them takes as long as a worker needs to end
+        file = os.memfd_create(f"slow-{number}")
+        os.posix_fallocate(file, 0, 2**28)
+    files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
+    random.Random(1).shuffle(files)
+    for number, fd in enumerate(files):
+        try:
+            os.dup2(fd, 500 + number)
+        except OSError:
+            pass  # the one that listed them
+        else:
+            os.close(fd)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_in_whatever_order_the_callers_files_are_closed(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    script = run_script(SCATTERED, str(notes), str(tmp_path / "go"))
+    script.wait_for_line("started")
+    script.family += [psutil.Process(int(path.name)) for path in notes.iterdir()]
+    (tmp_path / "go").touch()
+    script.finish()
+    assert script.returncode == -signal.SIGKILL, script.stderr
+    assert not script.left_after(GONE_S)
+
+
 # Forks ----------------------------------------------------------------------------------------
 
 
