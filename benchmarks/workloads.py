@@ -34,7 +34,6 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     GymEnvInf,
-    TemporalDictTensor,
     VecEnv,
     VectorGymEnv,
     sample_categorical,
@@ -261,17 +260,10 @@ class PolicyAgent(Agent):
     def __init__(self, make_policy: Callable[[], Any]) -> None:
         self.policy = seeded_policy(make_policy)
         self.n_noise = self.policy.n_noise
-        self._no_state = DictTensor({})
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> tuple[DictTensor, DictTensor, DictTensor]:
-        output = self.policy(observation["frame"], observation["noise"])
-        return self._no_state, DictTensor(output), self._no_state
+    def __call__(self, observation: DictTensor) -> dict[str, torch.Tensor]:
+        output: dict[str, torch.Tensor] = self.policy(observation["frame"], observation["noise"])
+        return output
 
     def update(self, info: Mapping[str, torch.Tensor]) -> None:
         self.policy.load_state_dict(info)

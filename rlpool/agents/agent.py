@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 
-_DEFINE_CALL = (
-    "define __call__(self, state, observation, agent_info=None, history=None) in its class"
-)
+_GIVEN = ("state", "observation", "agent_info", "history")
+"""What a call can take, in the order of calls that take it by position."""
+
+_DEFINE_CALL = "define __call__(self, observation) in its class, of a module forward"
 
 AgentStep = tuple[DictTensor | None, DictTensor, DictTensor | None]
-"""What a call returns: the state it started from, its outputs, the state after it."""
+"""The state from which a step started, its outputs, and the state after it."""
 
 
 class Agent:
-    """Chooses the actions of a batch of lanes. Subclass it and implement ``__call__``.
+    """Chooses the actions of a batch of lanes. Subclass it and define ``__call__``.
 
-    An instance lives in each worker process (or in the caller's with ``n_workers=0``) and runs
-    there under ``torch.inference_mode`` with one torch thread.
+    A subclass that is an ``nn.Module``, too, defines ``forward`` instead. An instance lives in each
+    worker process (or in the caller's with ``n_workers=0``) and runs there under
+    ``torch.inference_mode`` with one torch thread.
+
+    What a call takes is what its signature names, in any order; it is passed by keyword:
+
+    - ``observation``: a ``DictTensor`` of the environments' keys, ``reward``, ``terminated``,
+      ``truncated``, ``done``, ``initial_state``, ``last_action``, and ``noise`` if ``n_noise``,
+      each ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone anything
+      you keep outside the state. What is changed in place changes nothing that is recorded.
+    - ``state``: a ``DictTensor``, the state that the call before returned, row by row, in float32
+      where it returned bfloat16; for rows that start an episode that of ``initial_state``. An agent
+      that does not override ``initial_state`` is called with ``None`` for all rows that start.
+    - ``agent_info``: a ``DictTensor``, each episode's row of ``execute(agent_info=...)``, ``None``
+      if it was not given.
+    - ``history``: a ``TemporalDictTensor``, all previous steps of the same episodes: the keys of a
+      trajectory, with lengths of 0 at the first step. A copy. ``None`` unless it is required.
+
+    A signature with other names is called by position: ``(state, observation, agent_info,
+    history)``.
+
+    A call returns one row per row of the observation, as one of:
+
+    - ``outputs``: a dict or ``DictTensor`` with at least ``action`` (for nested action spaces
+      ``action/...``), of an agent without a memory.
+    - ``(outputs, next_state)``: with the state after the step, of an agent with ``initial_state``.
+    - ``(state, outputs, next_state)``: with the state from which the step started, too, which such
+      an agent makes itself where it is called with ``state=None``.
+
+    Outputs and states are stored in the trajectory under their keys, those in bfloat16 as float32.
+    Shapes and dtypes must never change, but what is float32 at first may be a half precision later,
+    as autocast has it.
 
     A call always gets one row per lane of the worker, even when fewer episodes are left than
     there are lanes: rows of idle lanes are copies of a running one (observation, state, infos,
@@ -42,60 +73,22 @@ class Agent:
         >>> class Coin(Agent):
         ...     n_noise = 1
         ...
-        ...     def __call__(self, state, observation, agent_info=None, history=None):
-        ...         action = (observation["noise"][:, 0] < 0.5).long()
-        ...         return DictTensor(), DictTensor({"action": action}), DictTensor()
+        ...     def __call__(self, observation):
+        ...         return {"action": (observation["noise"][:, 0] < 0.5).long()}
         >>> evaluate(Coin(), create_env, n_episodes=3).returns
         tensor([10., 10., 10.])
     """
 
     n_noise: int = 0
 
-    def __call__(
-        self,
-        state: DictTensor | Any,
-        observation: DictTensor,
-        agent_info: DictTensor | Any = None,
-        history: TemporalDictTensor | Any = None,
-    ) -> AgentStep:
-        """Choose one action per row.
-
-        Args:
-            state: The new state that this agent returned one step before, row by row, in float32
-                where it returned bfloat16. ``None`` means that all rows start an episode; rows that
-                start get a separate call, unless the agent overrides ``initial_state`` or keeps no
-                state.
-            observation: The environments' keys, ``reward``, ``terminated``, ``truncated``,
-                ``done``, ``initial_state``, ``last_action`` and ``noise`` if ``n_noise``, each
-                ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone
-                anything you keep outside the state. What is changed in place changes nothing that
-                is recorded.
-            agent_info: Each episode's row of ``execute(agent_info=...)``, ``None`` if it was not
-                given.
-            history: All previous steps of the same episodes, if ``require_history()``: the keys
-                of a trajectory, with lengths of 0 at the first step. A copy.
-
-        Returns:
-            ``(state, output, new_state)``: the state the call started from (initialised where it
-            got ``None``), the outputs with at least ``action`` (for nested action spaces
-            ``action/...``), and the state after the step. An agent without a memory returns an
-            empty ``DictTensor``, or ``None``, as both states. Outputs and states are stored in the
-            trajectory under their keys, those in bfloat16 as float32. Shapes and dtypes must never
-            change, but what is float32 at first may be a half precision later, as autocast has it.
-        """
-        # The next class in the order of bases, such as nn.Module, may have one.
-        call = getattr(super(), "__call__", None)  # noqa: B004  (of the next class)
-        if call is None:
-            what = f"{type(self).__name__} does not say how to choose actions"
-            raise NotImplementedError(compose(what, fix=_DEFINE_CALL))
-        result: AgentStep = call(state, observation, agent_info, history)
-        return result
+    if TYPE_CHECKING:
+        __call__: Callable[..., Any]
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
         """The state of rows that start an episode, for agents that override this.
 
-        Overriding it saves a call whenever lanes start at different times, since the agent is
-        never called with ``state=None`` then.
+        An agent that overrides it is never called with ``state=None``, which saves a call whenever
+        lanes start at different times.
 
         Args:
             agent_info: The rows' ``agent_info``, ``[n, ...]``, or ``None``.
@@ -114,7 +107,10 @@ class Agent:
         return type(self).initial_state is not Agent.initial_state
 
     def require_history(self) -> bool:
-        """Whether ``__call__`` needs ``history``. Called once."""
+        """Whether calls need ``history``. Called once.
+
+        An agent that does not override it needs it if its call names ``history`` without a default.
+        """
         return False
 
     if TYPE_CHECKING:
@@ -122,16 +118,18 @@ class Agent:
     else:
 
         def update(self, info: Any) -> None:
-            """Apply the object passed to ``batcher.update(info)``, such as a state dict.
+            """Apply the object passed to ``batcher.update(info)``, of a module its state dict.
 
             Args:
                 info: The caller's object. Its tensors may be views of memory that is released after
                     the call: copy them, as ``load_state_dict`` does.
             """
-            raise UsageError(
-                f"{type(self).__name__} does not implement update(info)",
-                fix="define update(self, info), for instance self.model.load_state_dict(info)",
-            )
+            if not isinstance(self, nn.Module):
+                raise UsageError(
+                    f"{type(self).__name__} does not implement update(info)",
+                    fix="define update(self, info), for instance self.model.load_state_dict(info)",
+                )
+            self.load_state_dict(info)
 
         def to(self, *arguments: Any, **named: Any) -> Any:
             """Move the agent to a device, as ``nn.Module.to``, if it is a module."""
@@ -152,48 +150,144 @@ class Agent:
         """Release the agent's resources. Called once, when the worker ends."""
 
 
-def refuse_no_agent(agent: Any, called: str = "agent is") -> None:
-    """Raise unless an object is an agent that can be called.
-
-    The method called is ``__call__`` or, if ``nn.Module`` provides that, ``forward``.
+class _Adapted(Agent):
+    """An agent that is called by position, whatever the other one takes.
 
     Args:
-        agent: The object.
+        made: The other one, an ``Agent`` or any callable.
+        named: Parameters of its call, which are passed by keyword; ``None`` passes all by position.
+    """
+
+    def __init__(self, made: Any, named: list[inspect.Parameter] | None) -> None:
+        self._made = made
+        self._takes_all = named is None
+        self._names = [each.name for each in named or ()]
+        self._places = [_GIVEN.index(name) for name in self._names]
+        self._needs_history = any(p.name == "history" and p.default is p.empty for p in named or ())
+        self.n_noise = getattr(made, "n_noise", 0)
+        if isinstance(made, Agent):
+            for name in ("initial_state", "makes_initial_states", "update", "seed", "close"):
+                setattr(self, name, getattr(made, name))
+            if type(made).require_history is not Agent.require_history:
+                self._needs_history = made.require_history()
+        elif isinstance(made, nn.Module):
+            self.update = made.load_state_dict
+
+    def __call__(self, *given: Any) -> Any:
+        if self._takes_all:
+            return self._made(*given)
+        taken = map(given.__getitem__, self._places)
+        return self._made(**dict(zip(self._names, taken, strict=True)))
+
+    def require_history(self) -> bool:
+        return self._needs_history
+
+
+def as_agent(made: Any, called: str = "agent is") -> Agent:
+    """An agent that is called by position: what a user made, or one that calls it.
+
+    Args:
+        made: An ``Agent``, an ``nn.Module``, or another callable.
         called: How errors begin.
 
     Raises:
-        SpecError: If it is a class, something else, or an agent that cannot be called.
+        SpecError: If it is a class, or cannot be called as an agent.
     """
-    if isinstance(agent, type):
-        fix = f"an instance is needed: {agent.__name__}(...)"
-        raise SpecError(f"{called} the class {agent.__name__}, not an Agent", fix=fix)
-    kind, method, fix = type(agent), "__call__", _DEFINE_CALL
-    if not isinstance(agent, Agent):
-        fix = "make it an instance of a subclass of rlpool.Agent: class MyAgent(Agent, nn.Module)"
-        raise SpecError(f"{called} {kind.__name__}, not an Agent", fix=fix)
-    if isinstance(agent, nn.Module) and "_modules" not in vars(agent):
+    kind = type(made)
+    if isinstance(made, type):
+        fix = f"an instance is needed: {made.__name__}(...)"
+        raise SpecError(f"{called} the class {made.__name__}, not an agent", fix=fix)
+    if isinstance(made, nn.Module) and "_modules" not in vars(made):
         what = f"{kind.__name__}.__init__ does not call that of nn.Module"
         raise SpecError(what, fix="call super().__init__() first in it")
-    if kind.__call__ in (Agent.__call__, nn.Module.__call__):
-        method = "forward"
-        forward = agent.forward if isinstance(agent, nn.Module) else nn.Module.forward
-        if getattr(forward, "__func__", forward) is nn.Module.forward:
-            agents = (k for k in kind.__mro__ if issubclass(k, Agent) and k is not Agent)
-            if any("__call__" in vars(k) for k in agents):
-                fix += ", or put nn.Module last in its bases: its __call__ hides the agent's"
+    derives, function, method = isinstance(made, Agent), made, ""
+    if not callable(made):
+        if derives:
+            raise SpecError(f"{kind.__name__} does not say how to choose actions", fix=_DEFINE_CALL)
+        fix = "make it a module, a function of observation, or an instance of an rlpool.Agent"
+        raise SpecError(f"{called} {kind.__name__}, not an agent", fix=fix)
+    if kind.__call__ is nn.Module.__call__:
+        function, method, fix = made.forward, ".forward", _DEFINE_CALL
+        if getattr(function, "__func__", function) is nn.Module.forward:
+            if any("__call__" in vars(k) for k in kind.__mro__ if issubclass(k, Agent)):
+                fix = "put nn.Module last in its bases: its __call__ hides the agent's"
             raise SpecError(f"{kind.__name__} does not say how to choose actions", fix=fix)
-    function = getattr(agent, method)
-    try:
-        inspect.signature(function).bind(None, None, None, None)
-    except ValueError:
-        pass  # it has no signature that is known
-    except TypeError:
-        what = f"{kind.__name__}.{method} takes {inspect.signature(function)}"
-        raise SpecError(f"{what}, not the four arguments of agents", fix=fix) from None
-    n_noise = agent.n_noise
+    for name in ("n_noise", "initial_state", "require_history") if not derives else ():
+        if hasattr(made, name):
+            fix = f"derive it from rlpool.Agent, too: class {kind.__name__}(nn.Module, Agent)"
+            raise SpecError(f"{called} {kind.__name__}, which has {name}, but is no Agent", fix=fix)
+    name = getattr(made, "__name__", kind.__name__) + method
+    n_noise = made.n_noise if derives else 0
     if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
         what = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"
         raise SpecError(what, fix="set n_noise to an int of at least 0")
+    named = _named_by(function, name)
+    takes_all = named is None or tuple(p.name for p in named) == _GIVEN
+    if derives and takes_all and not (named and named[-1].default is named[-1].empty):
+        return made  # type: ignore[no-any-return]
+    return _Adapted(made, named)
+
+
+def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter] | None:
+    """Parameters of a call that are passed by keyword, ``None`` if all are passed by position.
+
+    Raises:
+        SpecError: If neither is possible.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return None  # it has none that is known
+    every = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [p for p in every if p.name in _GIVEN and p.kind in by_keyword]
+    others = [p for p in every if p not in named]
+    is_moved = any(p in named and _GIVEN.index(p.name) != place for place, p in enumerate(every))
+    if others and not is_moved:
+        with suppress(TypeError):
+            signature.bind(*_GIVEN)
+            return None
+    if named and all(p.default is not p.empty or p.kind is p.VAR_POSITIONAL for p in others):
+        return named
+    fix = "let it name what it needs of observation, state, agent_info and history"
+    raise SpecError(f"{name} takes {signature}, not what agents are called with", fix=fix)
+
+
+def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
+    """What a call returned, with both of its states.
+
+    Args:
+        returned: What it returned.
+        state: What it was given.
+
+    Raises:
+        SpecError: If that is none of what a call may return.
+    """
+    n_values = len(returned) if isinstance(returned, tuple | list) else 1
+    if n_values == 3:
+        return returned  # type: ignore[no-any-return]
+    if n_values == 2:
+        outputs, after = returned
+        if state is None and not DictTensor(after).empty():
+            what = "the agent returned a next state, but does not say which is the first"
+            raise SpecError(what, fix="define initial_state(self, agent_info, n) in its class")
+        return state, outputs, after
+    if not isinstance(returned, DictTensor | Mapping):
+        several = f" of {n_values}" if isinstance(returned, tuple | list) else ""
+        what = f"the agent returned {type(returned).__name__}{several}, not its outputs"
+        raise SpecError(what, fix='return {"action": actions}')
+    if state is not None and not state.empty():
+        raise SpecError("the agent returned no next state", fix="return (outputs, next_state)")
+    return None, returned, None  # type: ignore[return-value]
+
+
+def is_agent(thing: Any) -> bool:
+    """Whether something is an agent, rather than what makes one."""
+    if isinstance(thing, Agent | nn.Module):
+        return True
+    with suppress(TypeError, ValueError):  # it cannot be called, or has no signature
+        return not isinstance(thing, type) and "observation" in inspect.signature(thing).parameters
+    return False
 
 
 def refuse_no_factory(name: str, function: Any) -> None:
@@ -202,12 +296,11 @@ def refuse_no_factory(name: str, function: Any) -> None:
     Raises:
         SpecError: With the name of the argument.
     """
-    is_agent = isinstance(function, Agent | nn.Module)
-    if callable(function) and not is_agent:
+    if callable(function) and not is_agent(function):
         return
     what, fix = f"{function!r:.80}", f"pass a function as {name}"
-    if is_agent or hasattr(function, "step"):
-        what = f"an object, {type(function).__name__}"
+    if is_agent(function) or hasattr(function, "step"):
+        what = f"an object, {getattr(function, '__name__', type(function).__name__)}"
         fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
             "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
         )

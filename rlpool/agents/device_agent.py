@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from rlpool.agents.agent import Agent, AgentStep, refuse_no_agent
+from rlpool.agents.agent import Agent, agent_step, as_agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.rows import checked_device
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 
 
 class DeviceAgent(Agent):
@@ -34,56 +33,48 @@ class DeviceAgent(Agent):
         tensor([10., 10., 10.])
     """
 
-    def __init__(self, agent: Agent, device: torch.device | str) -> None:
-        refuse_no_agent(agent)
-        self.agent = agent
+    def __init__(self, agent: Any, device: torch.device | str) -> None:
+        self.agent, self._called = agent, as_agent(agent)
         self.device = checked_device(device)
-        self.n_noise = agent.n_noise
+        self.n_noise = self._called.n_noise
         self._passes_on = self.device.type == "cpu"
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> AgentStep:
-        """Call the agent on its device."""
+    def __call__(self, *given: DictTensor | None) -> Any:
+        """Call the agent on its device, with what agents are called with by position."""
         if self._passes_on:
-            return self.agent(state, observation, agent_info, history)
-        given = (state, observation, agent_info, history)
+            return self._called(*given)
         moved: Any = [None if each is None else each.to(self.device) for each in given]
-        result: Any = self.agent(*moved)
-        is_whole = isinstance(result, tuple | list) and len(result) == 3  # else the caller raises
-        if is_whole and torch.is_inference_mode_enabled():
-            result = tuple(None if each is None else each.to("cpu") for each in result)
-        return result  # type: ignore[no-any-return]
+        result = self._called(*moved)
+        if not torch.is_inference_mode_enabled():
+            return result
+        parts = agent_step(result, moved[0])
+        return tuple(None if each is None else DictTensor(each).to("cpu") for each in parts)
 
     def makes_initial_states(self) -> bool:
         """Whether the agent, or a subclass of this class, makes its initial states itself."""
         is_own = type(self).initial_state is not DeviceAgent.initial_state
-        return is_own or self.agent.makes_initial_states()
+        return is_own or self._called.makes_initial_states()
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
         """The agent's initial state."""
         info = None if agent_info is None else agent_info.to(self.device)
-        state = self.agent.initial_state(info, n)
+        state = self._called.initial_state(info, n)
         if state is None or not torch.is_inference_mode_enabled():
             return state
         return state.to(torch.device("cpu"))
 
     def require_history(self) -> bool:
         """Whether the agent requires a history."""
-        return self.agent.require_history()
+        return self._called.require_history()
 
     def update(self, info: Any) -> None:
         """Update the agent."""
-        self.agent.update(info)
+        self._called.update(info)
 
     def seed(self, seed: int) -> None:
         """Seed the agent."""
-        self.agent.seed(seed)
+        self._called.seed(seed)
 
     def close(self) -> None:
         """Close the agent."""
-        self.agent.close()
+        self._called.close()

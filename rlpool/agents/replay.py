@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from rlpool.agents.agent import Agent, refuse_no_agent
+from rlpool.agents.agent import Agent, agent_step, as_agent
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.rows import as_signed, instance, kind, taken
 from rlpool.data.specs import join_key
@@ -64,15 +64,14 @@ def replay_agent(
         the earliest: steps before a window are not available.
 
     Example:
-        >>> class Linear(torch.nn.Module, Agent):
+        >>> class Linear(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.net = torch.nn.Linear(1, 2)
         ...
-        ...     def __call__(self, state, observation, agent_info=None, history=None):
+        ...     def forward(self, observation):
         ...         logits = self.net(observation["frame"])
-        ...         output = DictTensor({"action": logits.argmax(1), "logits": logits})
-        ...         return DictTensor(), output, DictTensor()
+        ...         return {"action": logits.argmax(1), "logits": logits}
         >>> batcher = EpisodeBatcher(8, 4, Linear, {}, create_env, n_workers=0, seeds=0)
         >>> batcher.execute(2)
         >>> logits = replay_agent(Linear(), batcher.get())["logits"]
@@ -80,7 +79,7 @@ def replay_agent(
         (torch.Size([2, 4, 2]), True)
     """
     check_choice("state", state, ("recompute", "stored"))
-    refuse_no_agent(agent)
+    agent = as_agent(agent)
     if not instance(trajectories, TemporalDictTensor, "trajectories").lengths.any():
         raise SpecError("the trajectories have no steps", fix="leave empty trajectories out")
     replay = _Replay(agent, trajectories)
@@ -152,9 +151,7 @@ class _Replay:
         return self._called(self._n_rows, state, observation, self._agent_info, history)
 
     def _called(self, n_rows: int, *inputs: Any) -> tuple[DictTensor, ...]:
-        returned: Any = self._agent(*inputs)
-        if not isinstance(returned, tuple | list) or len(returned) != 3:
-            raise _misfit(type(returned).__name__, n_rows)
+        returned = agent_step(self._agent(*inputs), inputs[0])
         before, output, after = (self._as_collected(part, n_rows) for part in returned)
         return before, output, after
 
@@ -163,7 +160,8 @@ class _Replay:
         steps, tensors = self._trajectories, dict(DictTensor(part).items())
         for key, tensor in tensors.items():
             if tensor.shape[:1] != (n_rows,):
-                raise _misfit(f"{key!r} of shape {list(tensor.shape)}", n_rows)
+                what = f"the agent returned {key!r} of shape {list(tensor.shape)} for {n_rows} rows"
+                raise SpecError(what, fix="return one row for each row of the observation")
             if tensor.is_floating_point() and tensor.dtype.itemsize == 2 and key in steps:
                 tensors[key] = tensor.to(torch.promote_types(tensor.dtype, steps[key].dtype))
         return DictTensor._wrap(tensors)
@@ -207,10 +205,3 @@ class _Replay:
             padded[key] = tensor.new_zeros((*self._is_first.shape, *tensor.shape[1:]))
             as_signed(padded[key]).index_put_(self._places, as_signed(tensor))
         return TemporalDictTensor(padded, self._trajectories.lengths, self._trajectories.info)
-
-
-def _misfit(what: str, n_rows: int) -> SpecError:
-    return SpecError(
-        f"the agent returned {what} for {n_rows} rows",
-        fix="return (state before the step, output, state after it), one row per lane",
-    )

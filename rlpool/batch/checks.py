@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from rlpool.agents.agent import Agent
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
@@ -25,7 +24,7 @@ ShowProgress = bool | Show
 State = dict[str, int]
 
 CreateEnv = Callable[..., VecEnv]
-CreateAgent = Callable[..., Agent]
+CreateAgent = Callable[..., Any]
 Seeds = int | Sequence[int] | None
 
 

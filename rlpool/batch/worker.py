@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.agents.agent import Agent, refuse_no_agent
+from rlpool.agents.agent import Agent, as_agent
 from rlpool.batch.messages import (
     Credit,
     Episodes,
@@ -174,15 +174,14 @@ class Collector(Server):
         if watches_infos:
             env.watch_infos(self._control.seen_keys)
 
-        agent = called(self._here, "create_agent", lambda: create_agent(**agent_args))
-        if isinstance(agent, Agent):
-            called(self._here, "agent.seed", agent.seed, seed)
-        if hasattr(agent, "close"):
-            self._closers.append(agent.close)
+        made = called(self._here, "create_agent", lambda: create_agent(**agent_args))
+        if hasattr(made, "close"):
+            self._closers.append(made.close)
         try:
-            refuse_no_agent(agent, "create_agent returned")
+            agent = as_agent(made, "create_agent returned")
         except SpecError as error:
             raise WorkerStartupError(error.what, where=self._here, fix=error.fix) from None
+        called(self._here, "agent.seed", agent.seed, seed)
         self.env, self.agent = env, agent
         env.lane_in_use = self._control.lane
         env.report_failures()

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium
@@ -18,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlpool.agents.agent import Agent, refuse_no_agent
+from rlpool.agents.agent import Agent, as_agent, is_agent
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.checks import CreateEnv
 from rlpool.data.infos import Info, Infos, as_infos, options_of, part_of
@@ -59,7 +62,7 @@ the number of episodes; and their size does not depend on the number of workers.
 
 @also_takes(seed="seeds")
 def evaluate(
-    agent: Agent,
+    agent: Any,
     create_env: CreateEnv,
     n_episodes: int | None = None,
     *,
@@ -140,7 +143,7 @@ def evaluate(
         >>> evaluation.returns, evaluation.returns.mean()
         (tensor([ 3.,  6., 10.]), tensor(6.3333))
     """
-    refuse_no_agent(agent)
+    as_agent(agent)
     given = None if episode_seeds is None else checked_seeds(episode_seeds, n_episodes)
     n_episodes = len(given) if given else n_episodes
     n_episodes = whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds")
@@ -376,7 +379,7 @@ def verify(
         }
     if any(entry["error"] for entry in entries):
         n_workers = n_workers or 1
-    agent = create_agent if isinstance(create_agent, Agent) else create_agent()
+    agent = create_agent if is_agent(create_agent) else create_agent()
     arguments |= {"env_args": env_args, "n_workers": n_workers, "check_repeatable": False}
     again = evaluate(agent, create_env, **arguments)
     found = differences(protocol, again.protocol)
@@ -393,7 +396,7 @@ def verify(
 
 
 def _protocol_of(
-    agent: Agent,
+    agent: Any,
     environment: Mapping[str, Any],
     env_args: Mapping[str, Any] | None,
     rows: Infos,
@@ -414,7 +417,7 @@ def _protocol_of(
         **arguments,
         "env_args": plain(env_args or {}),
         "environment": dict(environment),
-        "agent": type(agent).__qualname__,
+        "agent": getattr(agent, "__qualname__", type(agent).__qualname__),
         "parameters": _digest_of(agent),
         "agent_info": dtypes[0],
         "env_info": dtypes[1],
@@ -428,7 +431,7 @@ def _protocol_of(
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object consists of, by path: of agents, modules, dicts, lists and tuples."""
+    """What agents, modules, functions, dicts, lists and tuples consist of, by path."""
     seen: set[int] = set()
     left = [("", value)]
     while left:
@@ -440,6 +443,12 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
             held = part
         elif isinstance(part, list | tuple):
             held = dict(enumerate(part))
+        elif isinstance(part, partial):
+            held = {"func": part.func, "args": part.args, "keywords": part.keywords}
+        elif isinstance(part, MethodType):
+            held = {"self": part.__self__}
+        elif isinstance(part, FunctionType):
+            held = inspect.getclosurevars(part).nonlocals
         if held and id(part) in seen:
             continue
         seen.add(id(part))
@@ -481,7 +490,7 @@ def _copied(agent: Any, n_workers: int) -> Any:
     Raises:
         SpecError: If it cannot be copied.
     """
-    if n_workers:
+    if n_workers or not isinstance(agent, Agent | nn.Module):  # copy takes functions as they are
         fix = "leave out in its __getstate__ what it does not need for acting"
         return pickled({"agent": agent}, agent, fix=fix, copies=True)
     try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.agents.agent import Agent
+from rlpool.agents.agent import Agent, agent_step
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.specs import TensorSpec, fitted, is_action, row_specs
@@ -282,20 +282,18 @@ class AgentDriver:
     ) -> tuple[Part, Part, Part]:
         """Call the agent; returns its initial state if ``state`` is None, outputs, new state."""
         result: Any = self.agent(state, observation, agent_info, history)
-        if not isinstance(result, tuple | list) or len(result) != 3:
-            n_values = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-            raise SpecError(
-                f"the agent returned {type(result).__name__}{n_values}, not three values",
-                fix='with output = DictTensor({"action": actions}): '
-                "return (state, output, new_state)",
-            )
-        output = self._read("output", result[1])
+        has_no_state = self._expected.get("state") == {}
+        if has_no_state and type(result) in (dict, DictTensor):
+            first, outputs, after = None, result, None
+        elif type(result) is tuple and len(result) == 3:
+            first, outputs, after = result
+        else:
+            first, outputs, after = agent_step(result, state)
+        output = self._read("output", outputs)
         for key, dtype in self.converted_actions.items():
             fitted(f"the action {key!r}", output[key], dtype)
-        before = self._read("state", result[0]) if state is None else {}
-        after = result[2]
-        has_no_state = self._expected.get("state") == {} and type(after) is DictTensor
-        if has_no_state and not after._tensors:
+        before = self._read("state", first) if state is None else {}
+        if has_no_state and (after is None or (type(after) is DictTensor and not after._tensors)):
             return before, output, {}
         return before, output, self._read("state", after)
 
@@ -306,12 +304,9 @@ class AgentDriver:
         runs twice per step: the first part is the fast path for results in the dtypes stored.
         """
         expected = self._expected.get(name)
-        if (
-            expected is not None
-            and type(value) is DictTensor
-            and len(value._tensors) == len(expected)
-        ):
-            arrays, tensors = {}, value._tensors
+        tensors = value._tensors if type(value) is DictTensor else value
+        if expected is not None and type(tensors) is dict and len(tensors) == len(expected):
+            arrays = {}
             try:
                 for key, (shape, dtype) in expected.items():
                     array = arrays[key] = tensors[key].numpy()
@@ -319,7 +314,7 @@ class AgentDriver:
                         break
                 else:
                     return arrays
-            except (KeyError, RuntimeError, TypeError):
+            except (AttributeError, KeyError, RuntimeError, TypeError):
                 pass  # converted or refused below
         arrays = _as_arrays(value, name, self.n_rows)
         if expected is None:
@@ -361,8 +356,8 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, NDArray]:
         return {}
     if not isinstance(value, DictTensor | Mapping):
         raise SpecError(
-            f"the agent's {name} should be a DictTensor, got {type(value).__name__}",
-            fix='return (state, DictTensor({"action": actions}), new_state)',
+            f"the agent's {name} should be a dict of tensors, got {type(value).__name__}",
+            fix='return {"action": actions}, with a memory ({"action": actions}, next_state)',
         )
     return {
         key: _as_array(tensor, f"{key!r} in the agent's {name}", n_lanes)

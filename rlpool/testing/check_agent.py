@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from gymnasium.wrappers import TimeLimit
 
-from rlpool.agents.agent import Agent, refuse_no_agent
+from rlpool.agents.agent import Agent, agent_step, as_agent, is_agent
 from rlpool.agents.device_agent import DeviceAgent
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.data.dict_tensor import DictTensor
@@ -52,7 +52,7 @@ class Recorder(DeviceAgent):
         """Call the agent."""
         given, returned = _copied(inputs), super().__call__(*inputs)
         with suppress(TypeError, ValueError, AttributeError):  # the batcher refuses it
-            self.calls.append((given, _copied(inputs), _results(returned)))
+            self.calls.append((given, _copied(inputs), _results(returned, inputs[0])))
         return returned
 
 
@@ -71,9 +71,9 @@ class AgentChecks(Checks):
     def make(self, number: int = 0) -> Any:
         """Make an agent as worker ``number`` would."""
         made = super().make(number)
-        refuse_no_agent(made)
-        made.seed(worker_seed(self.root, number))
-        return made
+        agent = as_agent(made)
+        agent.seed(worker_seed(self.root, number))
+        return agent
 
     def calls(self, n_lanes: int, n_runs: int = 1) -> list[tuple[Any, Any, Tensors]]:
         """The calls of an agent by a batcher whose lanes end at any time.
@@ -163,16 +163,17 @@ def _tensors(names: Sequence[str], parts: Sequence[Any]) -> Tensors:
     return {f"{name}/{key}": tensor for name, part in given for key, tensor in part.items()}
 
 
-def _results(returned: Any) -> Tensors:
+def _results(returned: Any, state: DictTensor | None) -> Tensors:
     """What a call returned, copied: the agent may use the memory again."""
-    tensors = _tensors(("state", "output", "new_state"), returned)
+    tensors = _tensors(("state", "output", "new_state"), agent_step(returned, state))
     return {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
 
 
 def _call(agent: Agent, inputs: Sequence[Any], rows: Any = slice(None)) -> Tensors:
     """What an agent returns for copies of arguments, as in a worker."""
     with torch.inference_mode():
-        returned = _results(agent(*_copied(inputs)))
+        given = _copied(inputs)
+        returned = _results(agent(*given), given[0])
     return {key: tensor[rows] for key, tensor in returned.items()}
 
 
@@ -190,7 +191,7 @@ def check_agent(
 
     Reported are, the first of each kind:
 
-    - an exception, or a result that is not ``(state, output, new_state)`` with one row per lane
+    - an exception, or a result that is not one of an agent, with one row per lane
       and the same keys, shapes and dtypes in every call;
     - an action outside of a discrete action space;
     - results of a row that depend on other rows, bit by bit;
@@ -218,7 +219,7 @@ def check_agent(
     Example:
         >>> check_agent(create_agent, CountingEnv)
     """
-    checks = AgentChecks(agent, agent_args, seed, isinstance(agent, Agent))
+    checks = AgentChecks(agent, agent_args, seed, is_agent(agent))
     checks.envs = EnvChecks(env, env_args, seed, options, _N_STEPS)
     checks.envs.made = checks.made  # closed together
     checks.agent_info = info_rows("agent_info", agent_info, None)

@@ -81,7 +81,7 @@ class Plan:
     signal_s: float = 0.15
     template_s: float = 8.0
     signals_per_result: int = 20
-    at_starting: float = 0.1
+    at_starting: float = 0.05
     rounds: int = 10
     sizes: tuple[int, ...] = (1, 12, 100, 400)
     timeout_s: float = 2.0

@@ -81,7 +81,7 @@ def test_what_is_no_agent_and_devices_that_are_not_there_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for agent, device, named in (
-        (torch.nn.Linear(1, 1), "cpu", "Agent"),
+        (torch.nn.Linear(1, 1), "cpu", "Linear.forward takes"),
         (StepCounter(), "gpu", "'gpu'"),
         (StepCounter(), "cuda", "'cuda'"),
     ):

@@ -201,11 +201,11 @@ AgentError: agent.update: ConstantAgent does not implement update(info)
 
 WorkerStartupError: Bare does not say how to choose actions
   where: worker 0
-  fix:   define __call__(self, state, observation, agent_info=None, history=None) in its class
+  fix:   define __call__(self, observation) in its class, of a module forward
 
-WorkerStartupError: create_agent returned Linear, not an Agent
+WorkerStartupError: Linear.forward takes (input: torch.Tensor) -> torch.Tensor, not what agents are called with
   where: worker 0
-  fix:   make it an instance of a subclass of rlpool.Agent: class MyAgent(Agent, nn.Module)
+  fix:   let it name what it needs of observation, state, agent_info and history
 
 WorkerStartupError: create_env returned CountingEnv, not a VecEnv
   where: worker 0

@@ -223,7 +223,7 @@ class WrongAgent(FeedForwardAgent):
 @pytest.mark.parametrize(
     ("agent", "changes", "named"),
     [
-        (WrongAgent(lambda result: result[1]), {}, "the agent returned"),
+        (WrongAgent(lambda result: result[1]["action"]), {}, "the agent returned"),
         (WrongAgent(lambda result: [part[:1] for part in result]), {}, "the agent returned"),
         (RecurrentAgent, {}, "agent is "),
         (RecurrentAgent(), {"state": "zero"}, "'stored'"),

@@ -109,7 +109,7 @@ def mean(observation: DictTensor) -> torch.Tensor:
 
 ERRORS: list[tuple[str, Any]] = [
     ("returns", acting(raises)),
-    ("returns", returning(lambda state, observation: action_of(observation))),
+    ("returns", returning(lambda state, observation: zeros(observation))),
     ("returns", acting(lambda o: zeros(o) if o["initial_state"].any() else zeros(o).int())),
     ("returns", acting(lambda o: zeros(o) if len(o["frame"]) > 1 else zeros(o).int())),
     ("returns", acting(lambda o: zeros(o).float())),
