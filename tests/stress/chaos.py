@@ -81,7 +81,7 @@ class Plan:
     signal_s: float = 0.15
     template_s: float = 8.0
     signals_per_result: int = 20
-    at_starting: float = 0.05
+    at_starting: float = 0.1
     rounds: int = 10
     sizes: tuple[int, ...] = (1, 12, 100, 400)
     timeout_s: float = 2.0
@@ -148,8 +148,12 @@ class Chaos:
             self.n_workers += n_workers
             # Steps that take a while give more time to be hit in the middle of an episode.
             env_args |= {"notes": self._notes, "mean_s": self._plan.strike_s, "sleep_s": 5e-4}
+            # A worker that fails three times before all are ready is given up.
+            self._n_since_result = self._plan.signals_per_result - 2
         arguments = (16, 12, RecurrentAgent, {}, create_rough, env_args, n_workers, seed)
-        return kind(*arguments, **(self._options if disturbed else {}))
+        opened = kind(*arguments, **(self._options if disturbed else {}))
+        self._n_since_result = 0
+        return opened
 
     def _episodes(self, seed: int) -> None:
         with (
