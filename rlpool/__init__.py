@@ -51,6 +51,7 @@ from rlpool.meta.trials import VariBadWrapper, make_env, make_parallel_env
 from rlpool.observe.stats import Stats
 from rlpool.pool.pool import Pool
 from rlpool.record.repeat import Replay, replay
+from rlpool.training.normalizers import RewardNormalizer, RunningNormalizer
 from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
 from rlpool.training.statistics import (
     EndedEpisodes,
@@ -94,7 +95,9 @@ __all__ = [
     "ParallelEnvManager",
     "Pool",
     "Replay",
+    "RewardNormalizer",
     "RlpoolError",
+    "RunningNormalizer",
     "SpecError",
     "Stats",
     "Summary",

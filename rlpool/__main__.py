@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; returns the exit code.
+    """Run a command, or list all of them; returns the exit code.
 
     Args:
         arguments: What follows ``python -m rlpool``.
@@ -25,10 +25,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlpool")
     version = f"rlpool {sys.modules['rlpool'].__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    commands = parser.add_subparsers(metavar="command", dest="command")
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
-    run, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
+    command = parser.parse_args(arguments[:1]).command
+    if command is None:
+        parser.print_help()
+        return 0
+    run, _ = COMMANDS[command]
     return run(arguments[1:])
 
 

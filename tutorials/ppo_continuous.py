@@ -11,7 +11,6 @@ References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
     Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
     estimation".
-    Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance" (equation 2.1).
 """
 
 from pathlib import Path
@@ -24,10 +23,10 @@ from torch import nn
 from rlpool import (
     Agent,
     Batcher,
-    DictTensor,
     EpisodeStatistics,
     GymEnvInf,
-    discounted_returns,
+    RewardNormalizer,
+    RunningNormalizer,
     gae,
     normal_log_probability,
     sample_normal,
@@ -44,54 +43,21 @@ N_EPOCHS, N_MINIBATCHES = 10, 32  # how often and in how many parts to learn fro
 DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
 CLIP = 0.2  # how far the probability of an action, and a value, may move per window
 VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
-LIMIT = 10.0  # of normalised observations and rewards
-
-
-class Normalizer(nn.Module):
-    """Subtracts a running mean (or not), and divides by the running standard deviation."""
-
-    count: torch.Tensor
-    mean: torch.Tensor
-    variance: torch.Tensor
-
-    def __init__(self, size, centered=True):
-        super().__init__()
-        self.centered = centered
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
-
-    def include(self, values):
-        """Take more values ``[n, size]`` into account."""
-        values = values.double()
-        difference, n = values.mean(0) - self.mean, len(values)
-        total = self.count + n
-        squares = self.variance * self.count + values.var(0, correction=0) * n
-        self.variance.copy_((squares + difference**2 * self.count * n / total) / total)
-        self.mean += difference * n / total
-        self.count += n
-
-    def forward(self, values):
-        mean = self.mean.float() if self.centered else 0.0
-        return ((values - mean) / (self.variance.float() + 1e-8).sqrt()).clamp(-LIMIT, LIMIT)
 
 
 class ActorCritic(nn.Module, Agent):
     def __init__(self, n_inputs, n_actions):
         super().__init__()
         self.n_noise = n_actions  # random numbers per step, the same in every run
-        self.normalizer = Normalizer(n_inputs)
+        self.normalizer = RunningNormalizer(n_inputs)
         self.actor = make_network(n_inputs, n_actions, last_gain=0.01)
         self.log_std = nn.Parameter(torch.zeros(n_actions))
         self.critic = make_network(n_inputs, 1, last_gain=1.0)
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         mean = self.actor(self.normalizer(observation["frame"]))
         action, log_probability = sample_normal(mean, self.log_std, observation["noise"])
-        output = {"action": action, "log_probability": log_probability}
-        return DictTensor(), DictTensor(output), DictTensor()
-
-    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+        return {"action": action, "log_probability": log_probability}
 
 
 def make_network(n_inputs, n_outputs, last_gain):
@@ -108,14 +74,14 @@ def create_env(seed, env_id, n_envs, render_mode=None):
     return GymEnvInf([gym.wrappers.ClipAction(env) for env in envs], seed)
 
 
-def learn(agent, reward_scale, optimizer, window):
+def learn(agent, reward_normalizer, optimizer, window):
     """Learn from one window; returns the losses of the last minibatch."""
     with torch.no_grad():
         frame, next_frame = (agent.normalizer(window[key]) for key in ("frame", "_frame"))
         value, next_value = agent.critic(frame).squeeze(-1), agent.critic(next_frame).squeeze(-1)
         reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
-        reward_scale.include(discounted_returns(reward, done, DISCOUNT).flatten())
-        reward = reward_scale(reward)
+        reward_normalizer.update(reward, done)
+        reward = reward_normalizer(reward)
         advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
     parts = [frame, window["action"], window["log_probability"], value, advantage]
     parts = [part.flatten(0, 1) for part in (*parts, advantage + value)]
@@ -126,7 +92,7 @@ def learn(agent, reward_scale, optimizer, window):
             (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
             optimizer.step()
-    agent.normalizer.include(window["frame"].flatten(0, 1))  # used from the next window on
+    agent.normalizer.update(window["frame"])  # used from the next window on
     return losses
 
 
@@ -162,7 +128,7 @@ def main():
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
     sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": env.action_space.shape[0]}
-    agent, reward_scale = ActorCritic(**sizes), Normalizer((), centered=False)
+    agent, reward_normalizer = ActorCritic(**sizes), RewardNormalizer(N_ENVS, DISCOUNT)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
     episodes = EpisodeStatistics()
     progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
@@ -176,15 +142,15 @@ def main():
         Batcher(
             n_timesteps=N_STEPS,
             n_workers=arguments.n_workers,
-            seeds=arguments.seed,
+            seed=arguments.seed,
             create_agent=ActorCritic,
             agent_args=sizes,
             create_env=create_env,
             env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
         ) as batcher,
     ):
-        parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}
-        parts |= {"batcher": batcher}
+        parts = {"agent": agent, "reward_normalizer": reward_normalizer}
+        parts |= {"optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
         batcher.reset()  # a run that goes on begins new episodes
@@ -195,7 +161,7 @@ def main():
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()
-            losses = learn(agent, reward_scale, optimizer, window)
+            losses = learn(agent, reward_normalizer, optimizer, window)
             progress["n_steps"] += BATCH_SIZE
             returns = episodes.update(window).returns.tolist()
             progress["steps"] += [progress["n_steps"]] * len(returns)

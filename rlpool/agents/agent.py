@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError, UsageError
@@ -16,6 +16,8 @@ _GIVEN = ("state", "observation", "agent_info", "history")
 """What a call can take, in the order of calls that take it by position."""
 
 _DEFINE_CALL = "define __call__(self, observation) in its class, of a module forward"
+
+Tensors = DictTensor | Mapping[str, Tensor]
 
 AgentStep = tuple[DictTensor | None, DictTensor, DictTensor | None]
 """The state from which a step started, its outputs, and the state after it."""
@@ -84,7 +86,7 @@ class Agent:
     if TYPE_CHECKING:
         __call__: Callable[..., Any]
 
-    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> Tensors | None:
         """The state of rows that start an episode, for agents that override this.
 
         An agent that overrides it is never called with ``state=None``, which saves a call whenever
@@ -95,7 +97,7 @@ class Agent:
             n: Number of rows.
 
         Returns:
-            The state, ``[n, ...]``.
+            The state, ``[n, ...]``, a dict or ``DictTensor``.
         """
         return None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlpool.agents.agent import Agent, agent_step, as_agent
+from rlpool.agents.agent import Agent, Tensors, agent_step, as_agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.rows import checked_device
 
@@ -55,13 +55,13 @@ class DeviceAgent(Agent):
         is_own = type(self).initial_state is not DeviceAgent.initial_state
         return is_own or self._called.makes_initial_states()
 
-    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> Tensors | None:
         """The agent's initial state."""
         info = None if agent_info is None else agent_info.to(self.device)
         state = self._called.initial_state(info, n)
         if state is None or not torch.is_inference_mode_enabled():
             return state
-        return state.to(torch.device("cpu"))
+        return DictTensor(state).to(torch.device("cpu"))
 
     def require_history(self) -> bool:
         """Whether the agent requires a history."""

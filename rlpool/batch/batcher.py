@@ -46,8 +46,9 @@ class EpisodeBatcher(BatcherBase):
             four for each environment of a worker. If a request has
             more episodes, or episodes are longer than a slot, full slots are copied out while
             ``get`` waits.
-        create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
-            and classes defined in a script or notebook are fine.
+        create_agent: Called as ``create_agent(**agent_args)`` in every worker: an ``Agent``, a
+            module or another callable. Lambdas, closures and classes defined in a script or
+            notebook are fine.
         agent_args: Keyword arguments of ``create_agent``. Tensors in shared memory, and whatever
             else processes of ``torch.multiprocessing`` share, are shared with the workers, here
             as in ``env_args`` and closures; all else is copied.
@@ -61,9 +62,9 @@ class EpisodeBatcher(BatcherBase):
             differs from worker to worker.
         n_workers: Number of worker processes; 0 runs everything in this process while ``get``
             waits: for debuggers and profilers, with the same results.
-        seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
-            ``None`` draws one and logs it. Environments and agents get seeds below 2**31; the first
-            2**31 episodes of a batcher have different ones.
+        seeds: Also ``seed``. A non-negative int, or a list with one per worker; hashed into one
+            root seed. ``None`` draws one and logs it. Environments and agents get seeds below
+            2**31; the first 2**31 episodes of a batcher have different ones.
         timeout: Seconds without a step of any environment after which a worker counts as
             hanging, ``None`` for never. Must be longer than the slowest single ``reset``, ``step``
             or call of the agent.
@@ -347,9 +348,9 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         agent_args: Keyword arguments of ``create_agent``.
         create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
         env_args: Keyword arguments of ``create_env``.
-        seeds: As for ``EpisodeBatcher``.
-        agent_rows: As for ``EpisodeBatcher``.
-        progress: As for ``EpisodeBatcher``.
+        seeds: Also ``seed``. A non-negative int; ``None`` draws one and logs it.
+        agent_rows: Call the agent with this many rows; by default with one per environment.
+        progress: Whether ``get`` shows a bar, or a function that it calls; see ``get``.
 
     Example:
         >>> with MonoThreadEpisodeBatcher(create_agent, {}, create_env) as batcher:

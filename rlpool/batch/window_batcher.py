@@ -29,20 +29,28 @@ class Batcher(BatcherBase):
     Args:
         n_timesteps: Steps per window.
         n_slots: Ignored; accepted because ``EpisodeBatcher`` takes it.
-        create_agent: As for ``EpisodeBatcher``.
-        agent_args: As for ``EpisodeBatcher``.
-        create_env: As for ``EpisodeBatcher``.
-        env_args: As for ``EpisodeBatcher``.
-        n_workers: As for ``EpisodeBatcher``.
-        seeds: As for ``EpisodeBatcher``, but lanes that restart on their own share no seed for
-            2**30 steps of all lanes together, resets included.
-        timeout: As for ``EpisodeBatcher``.
-        agent_rows: As for ``EpisodeBatcher``.
-        progress: As for ``EpisodeBatcher``.
-        **policy: As for ``EpisodeBatcher``. The successor of a worker restores every running
-            episode by repeating its recorded actions; if that does not lead to the same
-            observation, ``get`` raises ``EnvError``. If the agent requires a history, the failure
-            is reported, and ``reset`` goes on with new workers.
+        create_agent: Called as ``create_agent(**agent_args)`` in every worker: an ``Agent``, a
+            module or another callable.
+        agent_args: Keyword arguments of ``create_agent``.
+        create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, without ``seed``
+            if it takes none: a ``GymEnvInf``, or another ``VecEnv``.
+        env_args: Keyword arguments of ``create_env``.
+        n_workers: Number of worker processes; 0 runs everything in this process while ``get``
+            waits, with the same results.
+        seeds: Also ``seed``. A non-negative int, or a list with one per worker; ``None`` draws one
+            and logs it. Lanes that restart on their own share no seed for 2**30 steps of all lanes
+            together, resets included.
+        timeout: Seconds without a step of any environment after which a worker counts as hanging;
+            ``None`` for never.
+        agent_rows: Call the agent with this many rows, so that results are the same for any number
+            of environments per worker; by default with one for each of them.
+        progress: Whether ``get`` shows a bar, or a function that it calls; see ``get``.
+        **policy: What happens when workers fail, by the names and with the defaults of
+            ``EpisodeBatcher``: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
+            ``max_episode_restarts``, ``max_episodes_per_worker``, ``start_method``. The successor
+            of a worker restores every running episode by repeating its recorded actions; if that
+            does not lead to the same observation, ``get`` raises ``EnvError``. If the agent
+            requires a history, the failure is reported, and ``reset`` goes on with new workers.
 
     Example:
         >>> def create_endless_env(seed):

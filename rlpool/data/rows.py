@@ -231,9 +231,9 @@ def kind(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{device}"
 
 
-def table(title: str, entries: Iterable[tuple[str, Tensor]]) -> str:
-    """Aligned lines of key, dtype and shape."""
-    shapes = [(key, kind(tensor)) for key, tensor in entries]
+def table(title: str, entries: Iterable[tuple[str, Tensor]], **notes: str) -> str:
+    """Aligned lines of key, dtype and shape, and what is noted of a key."""
+    shapes = [(key, f"{kind(tensor)}{notes.get(key, '')}") for key, tensor in entries]
     width = max(len(key) for key, _ in shapes)
     return "\n".join([title, *(f"  {key:{width}}  {shape}" for key, shape in shapes)])
 

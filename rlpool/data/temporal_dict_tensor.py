@@ -498,6 +498,36 @@ class TemporalDictTensor(DictTensorBase):
         """
         return agent_axis.joined(self, values, group)
 
+    def unpadded(self, key: str, n_values: str) -> list[list[Tensor]]:
+        """Values of different lengths, such as texts, of each step of each row.
+
+        Args:
+            key: Of values ``[B, T, L, ...]``, of which each step has used the first ones.
+            n_values: Key of how many, integers ``[B, T]`` or ``[B, T, 1]`` from 0 to L.
+
+        Returns:
+            Per row one tensor ``[n, ...]`` for each of its steps, views.
+
+        Raises:
+            KeyError: If a key is missing.
+            SpecError: If numbers and values do not fit.
+
+        Example:
+            >>> text, n = torch.tensor([[[7, 8, 0], [9, 0, 0]]]), torch.tensor([[2, 1]])
+            >>> TemporalDictTensor({"text": text, "n": n}).unpadded("text", "n")
+            [[tensor([7, 8]), tensor([9])]]
+        """
+        values, numbers = self[key], self[n_values]
+        numbers = numbers.squeeze(2) if numbers.shape[2:] == (1,) else numbers
+        used = numbers[base.steps_within(self._lengths, self.n_timesteps())]
+        fits = values.ndim > 2 and numbers.ndim == 2 and not used.is_floating_point()
+        if not fits or (len(used) and not 0 <= used.min() <= used.max() <= values.shape[2]):
+            what = f"{n_values!r} is {base.kind(self[n_values])}, {key!r} is {base.kind(values)}"
+            fix = f"{n_values!r} says how many of the L values {key!r} [B, T, L, ...] has: 0 to L"
+            raise SpecError(what, fix=fix)
+        rows = zip(values, numbers.tolist(), self._lengths.tolist(), strict=True)
+        return [[row[step, : ns[step]] for step in range(length)] for row, ns, length in rows]
+
     def to_tensordict(self) -> Any:
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
 
@@ -537,7 +567,9 @@ class TemporalDictTensor(DictTensorBase):
 
     def __repr__(self) -> str:
         info = self._info.prepend_key("info/").items()
-        return base.table("TemporalDictTensor", [*self.items(), ("lengths", self._lengths), *info])
+        entries = [*self.items(), ("lengths", self._lengths), *info]
+        notes = {"reward": "  before the step; _reward: earned by it"} if "_reward" in self else {}
+        return base.table("TemporalDictTensor", entries, **notes)
 
 
 def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> TemporalDictTensor:

@@ -103,8 +103,8 @@ def evaluate(
         env_args: As for ``EpisodeBatcher``.
         n_workers: As for ``EpisodeBatcher``; at least one with ``on_env_error="restart"``, since
             what is restarted is a worker.
-        seeds: A non-negative int, from which all seeds derive, apart from those of training: a
-            batcher made with the same one runs other episodes.
+        seeds: Also ``seed``. A non-negative int, from which all seeds derive, apart from those of
+            training: a batcher made with the same one runs other episodes.
         agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
             the agent greedy, say.
         env_info: Likewise.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlpool import WorkerDiedError, doctor
-from rlpool.__main__ import main
+from rlpool.__main__ import COMMANDS, main
 from rlpool.doctor import Check, examine
 
 from support.machines import limit_descriptors, machine
@@ -88,7 +88,10 @@ def test_the_exit_code_says_whether_something_is_missing(
     limit_descriptors(monkeypatch, 32)
     assert main(["doctor", "--n-workers", "20"]) == 1
     assert "FAIL  file descriptors" in capsys.readouterr().out
-    for arguments in ("", "nurse", "doctor --n-workers 0"):
+    assert main([]) == 0
+    assert "python -m rlpool" in (listed := capsys.readouterr().out)
+    assert all(f"    {command} " in listed for command in COMMANDS)
+    for arguments in ("nurse", "doctor --n-workers 0"):
         with pytest.raises(SystemExit) as caught:
             main(arguments.split())
         assert (caught.value.code, capsys.readouterr().out) == (2, "")

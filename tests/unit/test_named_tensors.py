@@ -302,6 +302,32 @@ def test_to_moves_everything_or_is_the_same_object(make: Any) -> None:
 # Pickles, pytrees, printing -----------------------------------------------------------------------
 
 
+def test_printed_steps_say_which_reward_is_which() -> None:
+    steps = {"reward": ZERO(1, 2), "_reward": ZERO(1, 2)}
+    first = repr(TemporalDictTensor(steps)).splitlines()[1]
+    assert first == "  reward   float32 [1, 2]  before the step; _reward: earned by it"
+    assert "earned" not in repr(TemporalDictTensor({"reward": ZERO(1, 2)}))
+
+
+def test_values_of_different_lengths_come_without_padding_as_views() -> None:
+    texts = torch.arange(24).view(2, 3, 4)
+    numbers = torch.tensor([[4, 0, 1], [2, 9, 9]])
+    steps = TemporalDictTensor(
+        {"text": texts, "n": numbers, "n1": numbers[..., None], "value": texts[..., None] / 2},
+        torch.tensor([3, 1]),
+    )
+    for n in ("n", "n1"):
+        wanted = [[[0, 1, 2, 3], [], [8]], [[12, 13]]]
+        found = steps.unpadded("text", n)
+        assert [[text.tolist() for text in row] for row in found] == wanted
+        assert address(found[1][0]) == address(texts[1])
+    assert steps.unpadded("value", "n")[0][2].tolist() == [[4.0]]
+    assert steps[:0].unpadded("text", "n") == []
+    for values, n in (("text", "text"), ("text", "value"), ("n", "n"), ("n1", "n")):
+        with pytest.raises(SpecError, match=f"'{n}' is "):
+            steps.unpadded(values, n)
+
+
 def test_a_view_pickles_its_values_and_not_the_storage() -> None:
     block = torch.arange(8000.0).view(1000, 8)
     for view in (
