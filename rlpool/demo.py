@@ -14,13 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 import gymnasium
 import torch
 from torch import nn
 
-from rlpool.agents.agent import Agent, AgentStep
+from rlpool.agents.agent import Agent
 from rlpool.agents.sampling import categorical_log_probability, sample_categorical
 from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
@@ -45,22 +44,11 @@ class ActorCritic(nn.Module, Agent):
         self.actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
         self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> AgentStep:
+    def forward(self, observation: DictTensor) -> dict[str, torch.Tensor]:
         """Choose an action for every row; runs in the workers."""
         logits = self.actor(observation["frame"])
         action, log_probability = sample_categorical(logits, observation["noise"])
-        output = {"action": action, "log_probability": log_probability}
-        return DictTensor(), DictTensor(output), DictTensor()
-
-    def update(self, info: Any) -> None:
-        """Take over the parameters that ``batcher.update`` sends."""
-        self.load_state_dict(info)
+        return {"action": action, "log_probability": log_probability}
 
 
 def create_env(seed: int, n_envs: int) -> GymEnvInf:
@@ -102,7 +90,7 @@ def run(seconds: float) -> None:
         create_env=create_env,
         env_args={"n_envs": N_ENVS // n_workers},
         n_workers=n_workers,
-        seeds=1,
+        seed=1,
     ) as batcher:
         batcher.reset()
         began_s = shown_s = time.monotonic()

@@ -235,11 +235,10 @@ class AgentError(WorkerError):
     """The agent's call, ``initial_state``, ``update`` or ``seed`` raised.
 
     Example:
-        >>> class Broken(Agent):
-        ...     def __call__(self, state, observation, agent_info=None, history=None):
-        ...         return 1 / 0
+        >>> def broken(observation):
+        ...     return 1 / 0
         >>> try:
-        ...     evaluate(Broken(), create_env, n_episodes=1)
+        ...     evaluate(broken, create_env, n_episodes=1)
         ... except AgentError as error:
         ...     print(error.what)
         the agent raised ZeroDivisionError: division by zero
@@ -250,11 +249,10 @@ class AgentSpecError(AgentError, SpecError):
     """The agent returned a value of a wrong shape, dtype or structure.
 
     Example:
-        >>> class Short(Agent):
-        ...     def __call__(self, state, observation, agent_info=None, history=None):
-        ...         return DictTensor(), DictTensor({"action": torch.zeros(1)}), DictTensor()
+        >>> def one_row(observation):
+        ...     return {"action": torch.zeros(1)}
         >>> try:
-        ...     evaluate(Short(), create_env, n_episodes=1)  # calls it with 16 rows
+        ...     evaluate(one_row, create_env, n_episodes=1)  # calls it with 16 rows
         ... except AgentSpecError as error:
         ...     print(error.what)
         the agent: 'action' in the agent's output should have 16 rows, got shape [1]

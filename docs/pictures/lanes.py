@@ -24,7 +24,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv
+from rlpool import EpisodeBatcher, GymEnv
 
 N_WORKERS, N_LANES = 3, 3
 N_EPISODES = 24  # of each request
@@ -76,10 +76,9 @@ class NotedEnv(gym.Env):
         return np.zeros(1, np.float32), 1.0, has_ended, False, {}
 
 
-class Still(Agent):
-    def __call__(self, state, observation, agent_info=None, history=None):
-        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
-        return DictTensor(), DictTensor({"action": action}), DictTensor()
+class Still(torch.nn.Module):
+    def forward(self, observation):
+        return {"action": torch.zeros(observation.n_elems(), dtype=torch.int64)}
 
 
 def create_env(seed, notes):
@@ -111,7 +110,7 @@ def run() -> tuple[list[Bar], list[float]]:
             create_env=create_env,
             env_args={"notes": str(notes)},
             n_workers=N_WORKERS,
-            seeds=0,
+            seed=0,
         ) as batcher:
             start_s = time.monotonic()
             for request, row in enumerate(lengths):

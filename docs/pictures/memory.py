@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor
+from rlpool import EpisodeBatcher, GymEnv, TemporalDictTensor
 
 LENGTHS = [12, 33, 7, 40, 21, 28, 5, 17]  # steps of the episodes
 LONG, SHORT = 40, 16  # steps of a slot in the two runs
@@ -42,10 +42,9 @@ class WorkerEnv(gym.Env):
         return self.worker, 1.0, self.t == self.length, False, {}
 
 
-class Still(Agent):
-    def __call__(self, state, observation, agent_info=None, history=None):
-        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
-        return DictTensor(), DictTensor({"action": action}), DictTensor()
+class Still(torch.nn.Module):
+    def forward(self, observation):
+        return {"action": torch.zeros(observation.n_elems(), dtype=torch.int64)}
 
 
 def create_env(seed):
@@ -56,7 +55,7 @@ def collect(n_timesteps: int) -> TemporalDictTensor:
     """Run all episodes, in slots of so many steps."""
     factories = {"create_agent": Still, "create_env": create_env}
     with EpisodeBatcher(
-        n_timesteps, len(LENGTHS), **factories, n_workers=N_WORKERS, seeds=0
+        n_timesteps, len(LENGTHS), **factories, n_workers=N_WORKERS, seed=0
     ) as batcher:
         batcher.execute(len(LENGTHS), env_info={"length": LENGTHS})
         episodes = batcher.get()

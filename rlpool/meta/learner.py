@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from rlpool.agents.agent import Agent
+from rlpool.agents.agent import Agent, as_agent
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError, UsageError
@@ -87,7 +87,11 @@ def collect_rollouts_parallel(
     if random_actions:
         agent: Agent = RandomAgent(space)
         n_rows = 1  # they depend on no other row
-    elif not isinstance(agent := learner.agent, Agent):
+    elif isinstance(agent := learner.agent, Agent) or (
+        callable(agent) and not hasattr(agent, "act")
+    ):
+        agent = as_agent(agent)
+    else:
         agent = ActingAgent(agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
     rollout, lengths = Rollout(agent, lanes, agent_rows=max(lanes.n_lanes, n_rows)), list[int]()
 
@@ -114,7 +118,8 @@ class Learner:
     """The parts that collecting rollouts needs; subclass it to add the learning.
 
     Args:
-        agent: An ``rlpool.Agent``, or an object with ``act`` (see ``ActingAgent``).
+        agent: An ``rlpool.Agent``, a module or another callable like one, or an object with
+            ``act`` (see ``ActingAgent``).
         policy_storage: Stores what was collected. It is called with these keywords,
             or, if its parameters have other names, in this order:
             ``add_sample(observation, action, reward, terminal, next_observation)`` for each

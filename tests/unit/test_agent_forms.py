@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from rlpool import (
     Agent,
     DictTensor,
     EpisodeBatcher,
+    Learner,
     SpecError,
     TemporalDictTensor,
     evaluate,
+    make_env,
     replay_agent,
 )
 from rlpool.agents.device_agent import DeviceAgent
@@ -266,6 +269,18 @@ def test_modules_and_functions_are_evaluated_and_checked() -> None:
     assert len(digests) == 2
     with pytest.raises(SpecError, match="create_agent is an object, policy"):
         collect(policy)
+
+
+def test_a_learner_takes_a_function() -> None:
+    def policy(observation: DictTensor) -> Any:
+        return {"action": zeros(observation) + 1}
+
+    storage = Mock()
+    env = make_env("CartPole-v1", episodes_per_task=1)
+    learner = Learner(policy, storage, env, seed=0)
+    assert learner.collect_rollouts_parallel(2) == storage.add_sample.call_count
+    actions = {call.kwargs["action"].item() for call in storage.add_sample.call_args_list}
+    assert actions == {1}
 
 
 # What is refused
