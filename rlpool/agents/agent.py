@@ -156,12 +156,13 @@ class _Adapted(Agent):
     """An agent that is called by position, whatever the other one takes.
 
     Args:
+        call: Calls the other one.
         made: The other one, an ``Agent`` or any callable.
         named: Parameters of its call, which are passed by keyword; ``None`` passes all by position.
     """
 
-    def __init__(self, made: Any, named: list[inspect.Parameter] | None) -> None:
-        self._made = made
+    def __init__(self, call: Any, made: Any, named: list[inspect.Parameter] | None) -> None:
+        self._call = call
         self._takes_all = named is None
         self._names = [each.name for each in named or ()]
         self._places = [_GIVEN.index(name) for name in self._names]
@@ -177,9 +178,9 @@ class _Adapted(Agent):
 
     def __call__(self, *given: Any) -> Any:
         if self._takes_all:
-            return self._made(*given)
+            return self._call(*given)
         taken = map(given.__getitem__, self._places)
-        return self._made(**dict(zip(self._names, taken, strict=True)))
+        return self._call(**dict(zip(self._names, taken, strict=True)))
 
     def require_history(self) -> bool:
         return self._needs_history
@@ -195,6 +196,7 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
     Raises:
         SpecError: If it is a class, or cannot be called as an agent.
     """
+    call, made = made, getattr(made, "_orig_mod", made)  # of what torch.compile has made of it
     kind = type(made)
     if isinstance(made, type):
         fix = f"an instance is needed: {made.__name__}(...)"
@@ -225,9 +227,10 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
         raise SpecError(what, fix="set n_noise to an int of at least 0")
     named = _named_by(function, name)
     takes_all = named is None or tuple(p.name for p in named) == _GIVEN
-    if derives and takes_all and not (named and named[-1].default is named[-1].empty):
+    is_whole = takes_all and not (named and named[-1].default is named[-1].empty)
+    if derives and is_whole and call is made:
         return made  # type: ignore[no-any-return]
-    return _Adapted(made, named)
+    return _Adapted(call, made, named)
 
 
 def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter] | None:

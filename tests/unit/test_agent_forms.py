@@ -22,6 +22,7 @@ from rlpool import (
     make_env,
     replay_agent,
 )
+from rlpool.agents.agent import as_agent
 from rlpool.agents.device_agent import DeviceAgent
 from rlpool.errors import AgentError, WorkerStartupError
 from rlpool.evaluation.evaluate import verify
@@ -269,6 +270,20 @@ def test_modules_and_functions_are_evaluated_and_checked() -> None:
     assert len(digests) == 2
     with pytest.raises(SpecError, match="create_agent is an object, policy"):
         collect(policy)
+
+
+def test_a_compiled_module_is_what_was_compiled() -> None:
+    made = torch.compile(ModuleFirst(Notes()), backend="eager")
+    with EpisodeBatcher(
+        8, 3, lambda: made, {}, create_counting, {}, n_workers=0, seed=1
+    ) as batcher:
+        batcher.execute(3)
+        batcher.get()
+    assert made.note.seen[-1] == {"observation": "DictTensor", "state": "DictTensor"}
+    net = torch.compile(NetAgent(-1.0), backend="eager")
+    agent = as_agent(net)
+    agent.update(NetAgent(1.0).state_dict())
+    assert net.net.bias[1] == 1.0
 
 
 def test_a_learner_takes_a_function() -> None:
