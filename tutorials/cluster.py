@@ -27,10 +27,10 @@ from torch import nn
 
 from rlpool import (
     Agent,
-    DictTensor,
     EpisodeBatcher,
     GymEnv,
     categorical_log_probability,
+    episode_returns,
     sample_categorical,
 )
 
@@ -50,14 +50,10 @@ class ActorCriticAgent(nn.Module, Agent):
         self.actor = nn.Sequential(nn.Linear(4, n_hidden), nn.Tanh(), nn.Linear(n_hidden, 2))
         self.critic = nn.Sequential(nn.Linear(4, n_hidden), nn.Tanh(), nn.Linear(n_hidden, 1))
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         logits = self.actor(observation["frame"])
         action, log_probability = sample_categorical(logits, observation["noise"])
-        output = {"action": action, "log_probability": log_probability}
-        return DictTensor(), DictTensor(output), DictTensor()
-
-    def update(self, info):
-        self.load_state_dict(info)
+        return {"action": action, "log_probability": log_probability}
 
 
 # Both travel to the nodes with this file's code: only what they import must be installed there.
@@ -120,7 +116,7 @@ def train(agent, batcher, arguments):
         batcher.update(agent.state_dict())
         batcher.execute(arguments.n_episodes)
         episodes = batcher.get()
-        average_returns.append(episodes["_reward"].sum(1).mean().item())
+        average_returns.append(episode_returns(episodes).mean().item())
         progress.set_postfix({"average return": f"{average_returns[-1]:.0f}"})
         if fmean(average_returns[-3:]) >= arguments.target:
             break
@@ -164,7 +160,7 @@ def main():
     common = {
         "n_timesteps": 500,
         "n_slots": 4 * arguments.n_episodes,
-        "seeds": arguments.seed,
+        "seed": arguments.seed,
         "create_agent": create_agent,
         "create_env": create_env,
     }

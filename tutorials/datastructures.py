@@ -18,7 +18,7 @@ import pickle
 
 import torch
 
-from rlpool import DictTensor, TemporalDictTensor, masked_dicttensor
+from rlpool import DictTensor, TemporalDictTensor, episode_returns, masked_dicttensor
 
 
 def tensors_of_a_batch() -> DictTensor:
@@ -92,7 +92,7 @@ def mean_return(trajectories: TemporalDictTensor) -> float:
     baseline = torch.full_like(trajectories["_reward"], 0.5)  # a network's output, everywhere
     advantage = (trajectories["_reward"] - baseline) * trajectories.mask()
     assert advantage[1].tolist() == [3.5, 0, 0, 0, 0]
-    return float(trajectories["_reward"].sum(1).mean())
+    return float(episode_returns(trajectories).mean())
 
 
 def views_and_files(trajectories: TemporalDictTensor) -> int:

@@ -19,7 +19,7 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from rlpool import Agent, Batcher, DictTensor, EpisodeStatistics, GymEnvInf, Pool, evaluate
+from rlpool import Agent, Batcher, EpisodeStatistics, GymEnvInf, Pool, evaluate
 
 import running
 
@@ -44,14 +44,12 @@ class QNetwork(nn.Module, Agent):
         layers = nn.Linear(n_inputs, 120), nn.Linear(120, 84), nn.Linear(84, n_actions)
         self.model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation, agent_info):
         values = self.model(observation["frame"])
         explore, where = observation["noise"].unbind(1)
         is_random = explore < agent_info["epsilon"]
         action = torch.where(is_random, (where * values.shape[1]).long(), values.argmax(1))
-        return DictTensor(), DictTensor({"action": action}), DictTensor()
-
-    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+        return {"action": action}
 
 
 def create_env(seed, env_id, n_envs=1, render_mode=None):

@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from rlpool import (
-    Agent,
-    DictTensor,
     EpisodeBatcher,
     Evaluation,
     GymEnv,
@@ -36,7 +34,7 @@ ENV_ID, N_INPUTS, N_ACTIONS = "HalfCheetah-v5", 17, 6
 LEARNING_RATE, NOISE = 0.05, 0.1  # of a step, and of the policies around the current one
 
 
-class Linear(nn.Module, Agent):
+class Linear(nn.Module):
     """Actions are linear in the observation; ``agent_info`` may give every row its own weights."""
 
     def __init__(self, weights=None):
@@ -45,13 +43,13 @@ class Linear(nn.Module, Agent):
             torch.zeros(N_ACTIONS, N_INPUTS) if weights is None else weights
         )
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation, agent_info):
         frame = observation["frame"]
         if agent_info is None:
             action = frame @ self.weights.T
         else:
             action = (agent_info["weights"] @ frame[:, :, None])[:, :, 0]
-        return DictTensor(), DictTensor({"action": action.clamp(-1, 1)}), DictTensor()
+        return {"action": action.clamp(-1, 1)}
 
 
 def create_env(seed, n_steps, n_envs=8):
@@ -97,7 +95,7 @@ def main():
         create_env=create_env,
         env_args=env_args,
         n_workers=arguments.n_workers,
-        seeds=arguments.seed,
+        seed=arguments.seed,
     ) as batcher:
         for iteration in tqdm(range(arguments.n_iterations), "search"):
             weights = search(weights, batcher, arguments.n_directions)

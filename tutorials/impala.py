@@ -23,7 +23,6 @@ from torch import nn
 
 from rlpool import (
     Agent,
-    DictTensor,
     EpisodeBatcher,
     GymEnv,
     categorical_log_probability,
@@ -48,14 +47,10 @@ class ActorCritic(nn.Module, Agent):
         self.body = nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh())
         self.actor, self.critic = nn.Linear(64, n_actions), nn.Linear(64, 1)
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         logits = self.actor(self.body(observation["frame"]))
         action, log_probability = sample_categorical(logits, observation["noise"])
-        output = {"action": action, "log_probability": log_probability}
-        return DictTensor(), DictTensor(output), DictTensor()
-
-    def update(self, info):  # in the workers: what batcher.update() sends
-        self.load_state_dict(info)
+        return {"action": action, "log_probability": log_probability}
 
 
 def create_env(seed, env_id, n_envs=8, render_mode=None):
@@ -125,7 +120,7 @@ def main():
             create_env=create_env,
             env_args={"env_id": arguments.env_id},
             n_workers=arguments.n_workers,
-            seeds=arguments.seed,
+            seed=arguments.seed,
         ) as batcher,
     ):
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}

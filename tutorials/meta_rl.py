@@ -31,7 +31,6 @@ from torch import nn
 from rlpool import (
     AGENT_ARCHS,
     Agent,
-    DictTensor,
     GymEnv,
     Learner,
     gae,
@@ -117,14 +116,14 @@ class ActorCritic(nn.Module, Agent):
 
     def initial_state(self, agent_info, n):
         """The memory is empty when a rollout begins, that is a trial, not an episode."""
-        return DictTensor({"hidden": torch.zeros(n, self.critic.in_features)})
+        return {"hidden": torch.zeros(n, self.critic.in_features)}
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation, state):
         inputs = (observation["frame"], observation["last_action"], observation["reward"])
         inputs = (part.unsqueeze(1) for part in inputs)  # one step
         mean, _, hidden = self.evaluate(*inputs, state["hidden"].unsqueeze(0))
         action, _ = sample_normal(mean[:, 0], self.log_std, observation["noise"])
-        return state, DictTensor({"action": action}), DictTensor({"hidden": hidden[0]})
+        return {"action": action}, {"hidden": hidden[0]}
 
     def evaluate(self, frame, last_action, reward, hidden=None):
         """Means and values of T steps of B trials, everything ``[B, T, ...]``."""

@@ -25,7 +25,6 @@ from torch import nn
 
 from rlpool import (
     Agent,
-    DictTensor,
     EpisodeBatcher,
     categorical_log_probability,
     episode_returns,
@@ -58,15 +57,14 @@ class Team(nn.Module, Agent):
         critic_size = STATE_SIZE if is_central else OBSERVATION_SIZE
         self.critic = make_network(critic_size + N_AGENTS, 1, last_gain=1.0)
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         logits = self.logits(observation["frame"])  # [B, A, 5]
         noise = observation["noise"].flatten()
         action, log_probability = sample_categorical(logits.flatten(0, 1), noise)
-        output = {
+        return {
             "action": action.view(-1, N_AGENTS),
             "log_probability": log_probability.view(-1, N_AGENTS),
         }
-        return DictTensor(), DictTensor(output), DictTensor()
 
     def logits(self, frame):
         return self.actor(with_number(frame))
@@ -75,9 +73,6 @@ class Team(nn.Module, Agent):
         """Of each agent [..., A]: from what it sees itself, or from what all of them see."""
         seen = state.unsqueeze(-2).expand(*frame.shape[:-1], -1) if self.is_central else frame
         return self.critic(with_number(seen)).squeeze(-1)
-
-    def update(self, parameters):
-        self.load_state_dict(parameters)
 
 
 def with_number(frame):

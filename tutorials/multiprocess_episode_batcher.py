@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
 
-from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, sample_categorical
+from rlpool import Agent, EpisodeBatcher, GymEnv, episode_returns, sample_categorical
 
 import running
 
@@ -57,33 +57,32 @@ class LeftwardAgent(Agent):
     def __init__(self, n_agents):
         self.n_agents = n_agents
 
-    def __call__(self, state, observation, agent_info=None, history=None):
-        n_rows = observation.n_elems()
-        # Without agent_info in execute() there is none here.
-        ids = torch.zeros(n_rows).long() if agent_info is None else agent_info["agent_id"]
-        # None says that all these rows start an episode.
-        if state is None:
-            state = DictTensor({"timestep": torch.zeros(n_rows).long()})
+    def initial_state(self, agent_info, n):
+        return {"timestep": torch.zeros(n).long()}
+
+    def __call__(self, observation, state, agent_info):
+        ids = agent_info["agent_id"]
         left = (ids + 1) / (self.n_agents + 1)
         logits = torch.stack([left, 1.0 - left], dim=1).log()
         action, _ = sample_categorical(logits, observation["noise"])
-        output = DictTensor({"action": action, "agent_id": ids, "left": left})
-        return state, output, DictTensor({"timestep": state["timestep"] + 1})
+        # What it did, and what it remembers in the next step.
+        outputs = {"action": action, "agent_id": ids, "left": left}
+        return outputs, {"timestep": state["timestep"] + 1}
 
 
 class CarefulAgent(LeftwardAgent):
     """For CartPole: pushes to where the pole falls, and now and then the other way."""
 
-    def __call__(self, state, observation, agent_info=None, history=None):
-        state, output, new_state = super().__call__(state, observation, agent_info)
+    def __call__(self, observation, state, agent_info):
+        outputs, next_state = super().__call__(observation, state, agent_info)
         angle, angular_velocity = observation["frame"][:, 2], observation["frame"][:, 3]
         careful = (angle + 0.5 * angular_velocity > 0).long()
-        is_careless = observation["noise"][:, 0] < 0.5 * output["left"]
-        output.set("action", torch.where(is_careless, 1 - careful, careful))
-        return state, output, new_state
+        is_careless = observation["noise"][:, 0] < 0.5 * outputs["left"]
+        outputs["action"] = torch.where(is_careless, 1 - careful, careful)
+        return outputs, next_state
 
 
-# These functions run in the workers. The first also gets a seed, for what reset() cannot seed.
+# These functions run in the workers. The seed is for what reset() cannot seed.
 
 
 def create_env(seed, max_episode_steps, n_envs=4):
@@ -92,10 +91,6 @@ def create_env(seed, max_episode_steps, n_envs=4):
 
 def create_cartpole(seed, n_envs=8):
     return GymEnv([gym.make("CartPole-v1") for _ in range(n_envs)], seed)
-
-
-def create_agent(n_agents):
-    return LeftwardAgent(n_agents)
 
 
 def get_with_progress(batcher, description):
@@ -111,27 +106,29 @@ def get_with_progress(batcher, description):
 
 
 def average_return(trajectories):
-    return trajectories["_reward"].sum(dim=1).mean().item()
+    return episode_returns(trajectories).mean().item()
 
 
 def main():
     parser = running.Parser(__doc__)
     parser.add_number("--n-episodes", least=1, default=32, help="on the windy line")
-    parser.add_number("--n-cartpole-episodes", least=4, default=500)
+    parser.add_number("--n-cartpole-episodes", least=4, default=100)
     parser.add_number("--n-workers", "--n-threads", least=0, default=2, help="worker processes")
     arguments = parser.parse_args()
     n, n_workers = arguments.n_episodes, arguments.n_workers
 
+    print(f"One request asks for {n} episodes, and {n_workers} worker processes run them.")
+    print("Row i of a result is the episode of agent i on environment i, whichever worker ran it.")
     # One agent and one environment per episode.
-    agent_info = DictTensor({"agent_id": torch.arange(n)})
-    env_info = DictTensor({"env_id": torch.arange(n)})
+    agent_info = {"agent_id": torch.arange(n)}
+    env_info = {"env_id": torch.arange(n)}
 
     with EpisodeBatcher(
         n_timesteps=100,  # steps in a slot
-        n_slots=128,  # slots, which bound the memory
+        n_slots=64,  # slots, which bound the memory
         n_workers=n_workers,
-        seeds=0,
-        create_agent=create_agent,
+        seed=0,
+        create_agent=LeftwardAgent,
         agent_args={"n_agents": n},
         create_env=create_env,
         env_args={"max_episode_steps": 100},
@@ -140,7 +137,7 @@ def main():
         batcher.execute(n_episodes=n, agent_info=agent_info, env_info=env_info)
         first = get_with_progress(batcher, "windy line")
 
-        # Row i is the episode of agent i on environment i, whichever worker ran it.
+        # Row i is the episode of row i of the infos.
         assert torch.equal(first["env_id"][:, 0], env_info["env_id"])
         assert torch.equal(first["agent_id"][:, 0], agent_info["agent_id"])
         # "reward" came with the observation of a step, before there was an action; "_reward" is
@@ -163,16 +160,16 @@ def main():
 
     # On CartPole-v1, env_info are the bounds of its random first state, options of its reset().
     n = arguments.n_cartpole_episodes
-    agent_info = DictTensor({"agent_id": torch.arange(n)})
+    agent_info = {"agent_id": torch.arange(n)}
     width = torch.linspace(0.01, 0.2, n)
-    env_info = DictTensor({"low": -width, "high": width})
+    env_info = {"low": -width, "high": width}
     with EpisodeBatcher(
         # Episodes are up to 500 steps long, and there are more of them than slots: slots are
         # emptied and reused while get() waits.
         n_timesteps=100,
-        n_slots=128,
+        n_slots=64,
         n_workers=n_workers,
-        seeds=42,
+        seed=42,
         create_agent=CarefulAgent,
         agent_args={"n_agents": n},
         create_env=create_cartpole,
@@ -186,6 +183,8 @@ def main():
     most, least = average_return(episodes[: n // 4]), average_return(episodes[-n // 4 :])
     print(f"average return of the most careful quarter {most:.1f}, of the least {least:.1f}")
     assert most > least
+    print("Expected, and so it is: row i has the ids i, and careful agents balance for longer.")
+    print("Next: read docs/tour.md, or run tutorials/reinforce.py, which learns from episodes.")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from torch import nn
 
 from rlpool import (
     Agent,
-    DictTensor,
     EpisodeBatcher,
     GymEnv,
     categorical_log_probability,
+    episode_returns,
     replay_agent,
     sample_categorical,
 )
@@ -31,24 +31,17 @@ import running
 class PolicyAgent(nn.Module, Agent):
     n_noise = 1
 
-    def __init__(self, is_greedy):
+    def __init__(self, is_greedy=False):
         super().__init__()
         self.is_greedy = is_greedy
         self.model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         logits = self.model(observation["frame"])
         action, _ = sample_categorical(logits, observation["noise"])
         if self.is_greedy:
             action = logits.argmax(dim=1)
-        return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
-
-    def update(self, info):
-        self.load_state_dict(info)
-
-
-def create_agent(is_greedy=False):
-    return PolicyAgent(is_greedy)
+        return {"action": action, "logits": logits}
 
 
 def create_env(seed, n_envs=8):
@@ -60,8 +53,8 @@ def create_batcher(n_episodes, seed, is_greedy):
         n_timesteps=500,
         n_slots=2 * n_episodes,
         n_workers=1,
-        seeds=seed,
-        create_agent=create_agent,
+        seed=seed,
+        create_agent=PolicyAgent,
         agent_args={"is_greedy": is_greedy},
         create_env=create_env,
     )
@@ -82,7 +75,7 @@ def learn(agent, optimizer, episodes):
 
 
 def average_return(episodes):
-    return episodes["_reward"].sum(dim=1).mean().item()
+    return episode_returns(episodes).mean().item()
 
 
 def main():
@@ -95,7 +88,7 @@ def main():
 
     torch.set_num_threads(1)  # the workers need the other cores
     torch.manual_seed(0)
-    agent = create_agent()
+    agent = PolicyAgent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
     epoch_of_version = {}
     evaluations = {}

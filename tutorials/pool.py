@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, Pool, replay_agent
+from rlpool import Agent, EpisodeBatcher, GymEnv, Pool, replay_agent
 
 
 class Walker:
@@ -108,16 +108,12 @@ class RecurrentAgent(nn.Module, Agent):
         self.memory, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
 
     def initial_state(self, agent_info, n):
-        return DictTensor({"hidden": torch.zeros(n, 8)})
+        return {"hidden": torch.zeros(n, 8)}
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation, state):
         hidden = self.memory(observation["frame"], state["hidden"])
         action = (2 * observation["noise"][:, 0]).long()
-        output = DictTensor({"action": action, "values": self.head(hidden)})
-        return state, output, DictTensor({"hidden": hidden})
-
-    def update(self, info):
-        self.load_state_dict(info)
+        return {"action": action, "values": self.head(hidden)}, {"hidden": hidden}
 
 
 def create_env(seed):
@@ -126,7 +122,7 @@ def create_env(seed):
 
 def fill_from_batcher(pool, agent):
     """What a batcher returns goes into the pool: every step becomes a transition."""
-    with EpisodeBatcher(30, 64, RecurrentAgent, create_env=create_env, seeds=0) as batcher:
+    with EpisodeBatcher(30, 64, RecurrentAgent, create_env=create_env, seed=0) as batcher:
         batcher.update(agent.state_dict())
         batcher.execute(n_episodes=64)
         trajectories = batcher.get()

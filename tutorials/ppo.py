@@ -22,7 +22,6 @@ from torch import nn
 from rlpool import (
     Agent,
     Batcher,
-    DictTensor,
     EpisodeStatistics,
     GymEnvInf,
     categorical_log_probability,
@@ -51,13 +50,10 @@ class ActorCritic(nn.Module, Agent):
         self.actor = make_network(n_inputs, n_actions, last_gain=0.01)
         self.critic = make_network(n_inputs, 1, last_gain=1.0)
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         logits = self.actor(observation["frame"])
         action, log_probability = sample_categorical(logits, observation["noise"])
-        output = {"action": action, "log_probability": log_probability}
-        return DictTensor(), DictTensor(output), DictTensor()
-
-    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+        return {"action": action, "log_probability": log_probability}
 
 
 def make_network(n_inputs, n_outputs, last_gain):
@@ -140,7 +136,7 @@ def main():
         Batcher(
             n_timesteps=N_STEPS,
             n_workers=arguments.n_workers,
-            seeds=arguments.seed,
+            seed=arguments.seed,
             create_agent=ActorCritic,
             agent_args=sizes,
             create_env=create_env,

@@ -27,11 +27,11 @@ from torch import nn
 from rlpool import (
     Agent,
     Batcher,
-    DictTensor,
     EpisodeBatcher,
     EpisodeStatistics,
     VectorGymEnv,
     categorical_log_probability,
+    episode_returns,
     gae,
     sample_categorical,
 )
@@ -68,19 +68,16 @@ class ActorCritic(nn.Module, Agent):
             nn.init.zeros_(layer.bias)
         self.to(memory_format=LAYOUT)
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         logits, value = self.logits_and_value(observation["frame"])
         action, log_probability = sample_categorical(logits, observation["noise"])
-        output = {"action": action, "log_probability": log_probability, "value": value}
-        return DictTensor(), DictTensor(output), DictTensor()
+        return {"action": action, "log_probability": log_probability, "value": value}
 
     def logits_and_value(self, frame):
         pixels = frame.to(torch.float32, memory_format=LAYOUT).div_(255)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.uses_bfloat16):
             hidden = self.network(pixels)
         return self.actor(hidden.float()), self.critic(hidden.float()).squeeze(-1)
-
-    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
 class SeededLanes(gymnasium.vector.VectorWrapper):
@@ -162,7 +159,7 @@ def film(agent, sizes, env_id, folder):
         batcher.execute(1)
         episode = batcher.get()
     frames = episode["frame"][0, :, -1, :, :, None].expand(-1, -1, -1, 3)
-    path = Path(folder) / f"episode-return-{episode['_reward'].sum():.0f}.mp4"
+    path = Path(folder) / f"episode-return-{episode_returns(episode).item():.0f}.mp4"
     path.parent.mkdir(parents=True, exist_ok=True)
     ImageSequenceClip(list(frames.numpy()), fps=15).write_videofile(str(path), logger=None)
     print(f"film of an episode: {path}")
@@ -211,7 +208,7 @@ def main():
         Batcher(
             n_timesteps=N_STEPS,
             n_workers=arguments.n_workers,
-            seeds=arguments.seed,
+            seed=arguments.seed,
             create_agent=ActorCritic,
             agent_args=sizes,
             create_env=create_env,

@@ -25,12 +25,12 @@ from torch import nn
 from rlpool import (
     Agent,
     Batcher,
-    DictTensor,
     EpisodeStatistics,
     GymEnvInf,
+    RewardNormalizer,
+    RunningNormalizer,
     TemporalDictTensor,
     categorical_log_probability,
-    discounted_returns,
     evaluate,
     gae,
     replay_agent,
@@ -53,37 +53,7 @@ N_EPOCHS = 10  # how often to learn from each window
 DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
 CLIP = 0.2  # how far the probability of an action may move per window
 VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
-LIMIT = 10.0  # of normalised observations and rewards
 N_HIDDEN = 64
-
-
-class Normalizer(nn.Module):
-    """Subtracts a running mean (or not), and divides by the running standard deviation."""
-
-    count: torch.Tensor
-    mean: torch.Tensor
-    variance: torch.Tensor
-
-    def __init__(self, size, centered=True):
-        super().__init__()
-        self.centered = centered
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
-
-    def include(self, values):
-        """Take more values ``[n, size]`` into account."""
-        values = values.double()
-        difference, n = values.mean(0) - self.mean, len(values)
-        total = self.count + n
-        squares = self.variance * self.count + values.var(0, correction=0) * n
-        self.variance.copy_((squares + difference**2 * self.count * n / total) / total)
-        self.mean += difference * n / total
-        self.count += n
-
-    def forward(self, values):
-        mean = self.mean.float() if self.centered else 0.0
-        return ((values - mean) / (self.variance.float() + 1e-8).sqrt()).clamp(-LIMIT, LIMIT)
 
 
 class Memory(nn.Module):
@@ -106,13 +76,13 @@ class RecurrentActorCritic(nn.Module, Agent):
 
     def __init__(self, n_inputs, n_actions):
         super().__init__()
-        self.normalizer = Normalizer(n_inputs)
+        self.normalizer = RunningNormalizer(n_inputs)
         self.actor, self.critic = Memory(n_inputs, n_actions), Memory(n_inputs, 1)
 
     def initial_state(self, agent_info, n):
-        return DictTensor({"actor": torch.zeros(n, N_HIDDEN), "critic": torch.zeros(n, N_HIDDEN)})
+        return {"actor": torch.zeros(n, N_HIDDEN), "critic": torch.zeros(n, N_HIDDEN)}
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation, state, agent_info):
         frame = self.normalizer(observation["frame"])
         logits, actor = self.actor(frame, state["actor"])
         value, critic = self.critic(frame, state["critic"])
@@ -121,9 +91,7 @@ class RecurrentActorCritic(nn.Module, Agent):
             action = torch.where(agent_info["is_greedy"], logits.argmax(-1), action)
         output = {"action": action, "log_probability": log_probability}
         output |= {"logits": logits, "value": value.squeeze(-1)}
-        return state, DictTensor(output), DictTensor({"actor": actor, "critic": critic})
-
-    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+        return output, {"actor": actor, "critic": critic}
 
 
 # What can be seen in one picture, 1, and the velocities, 0.
@@ -152,7 +120,7 @@ def losses_of(agent, sequences):
     return {"policy": -gain.mean(), "value": error.mean()}
 
 
-def learn(agent, reward_scale, optimizer, window):
+def learn(agent, reward_normalizer, optimizer, window):
     """Learn from one window; returns the losses of the last gradient step."""
     with torch.no_grad():
         # "_frame" and "_critic" are what follows a step, also where the next step has another
@@ -161,8 +129,8 @@ def learn(agent, reward_scale, optimizer, window):
         hidden = window["_critic"].flatten(0, 1)
         value, next_value = window["value"], agent.critic(next_frame, hidden)[0].view(N_ENVS, -1)
         reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
-        reward_scale.include(discounted_returns(reward, done, DISCOUNT).flatten())
-        reward = reward_scale(reward)
+        reward_normalizer.update(reward, done)
+        reward = reward_normalizer(reward)
         advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
         window.set("advantage", (advantage - advantage.mean()) / (advantage.std() + 1e-8))
         window.set("target", advantage + value)
@@ -177,7 +145,7 @@ def learn(agent, reward_scale, optimizer, window):
             (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
             optimizer.step()
-    agent.normalizer.include(window["frame"].flatten(0, 1))  # used from the next window on
+    agent.normalizer.update(window["frame"])  # used from the next window on
     return losses
 
 
@@ -204,7 +172,7 @@ def main():
     n_actions = int(gym.make(arguments.env_id).action_space.n)
     sizes = {"n_inputs": len(VISIBLE[arguments.env_id]), "n_actions": n_actions}
     agent, episodes = RecurrentActorCritic(**sizes), EpisodeStatistics()
-    reward_scale = Normalizer((), centered=False)
+    reward_normalizer = RewardNormalizer(N_ENVS, DISCOUNT)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
     progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
     writer = None
@@ -217,14 +185,14 @@ def main():
         Batcher(
             n_timesteps=N_STEPS,
             n_workers=arguments.n_workers,
-            seeds=arguments.seed,
+            seed=arguments.seed,
             create_agent=RecurrentActorCritic,
             agent_args=sizes,
             create_env=create_env,
             env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_workers)},
         ) as batcher,
     ):
-        parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}
+        parts = {"agent": agent, "reward_normalizer": reward_normalizer, "optimizer": optimizer}
         parts |= {"batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
@@ -236,7 +204,7 @@ def main():
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()
-            losses = learn(agent, reward_scale, optimizer, window)
+            losses = learn(agent, reward_normalizer, optimizer, window)
             progress["n_steps"] += BATCH_SIZE
             returns = episodes.update(window).returns.tolist()
             progress["steps"] += [progress["n_steps"]] * len(returns)
@@ -252,7 +220,7 @@ def main():
         running.save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
         if arguments.evaluate and not ctrl_c.is_pressed:
-            greedy = {"agent_info": {"is_greedy": True}, "seeds": arguments.seed}
+            greedy = {"agent_info": {"is_greedy": True}, "seed": arguments.seed}
             greedy["env_args"] = {"env_id": arguments.env_id, "n_envs": N_ENVS}
             evaluation = evaluate(agent, create_env, arguments.evaluate, **greedy)
             progress["evaluation"] = evaluation.returns.tolist()

@@ -23,7 +23,6 @@ from torch import nn
 
 from rlpool import (
     Agent,
-    DictTensor,
     EpisodeBatcher,
     GymEnv,
     categorical_log_probability,
@@ -37,7 +36,6 @@ import running
 # Chosen for CartPole-v1: the first that we tried, and good enough to see how learning goes.
 LEARNING_RATE = 1e-2
 N_EPISODES = 32  # per gradient step
-N_ENVS = 8  # per worker
 
 
 class Policy(nn.Module, Agent):
@@ -47,17 +45,14 @@ class Policy(nn.Module, Agent):
         super().__init__()
         self.model = nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, n_actions))
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation):
         logits = self.model(observation["frame"])
         action, _ = sample_categorical(logits, observation["noise"])
-        # This agent remembers nothing: the states around its outputs are empty.
-        return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
-
-    update = nn.Module.load_state_dict  # runs in the workers, with what batcher.update() got here
+        return {"action": action, "logits": logits}
 
 
-def create_env(seed, env_id, render_mode=None):
-    return GymEnv([gym.make(env_id, render_mode=render_mode) for _ in range(N_ENVS)], seed)
+def create_env(seed, env_id, n_envs=8, render_mode=None):
+    return GymEnv([gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)], seed)
 
 
 def learn(agent, optimizer, episodes):
@@ -118,7 +113,7 @@ def main():
             n_timesteps=env.spec.max_episode_steps,  # one slot per episode
             n_slots=2 * N_EPISODES,
             n_workers=arguments.n_workers,
-            seeds=arguments.seed,
+            seed=arguments.seed,
             create_agent=Policy,
             agent_args=sizes,
             create_env=create_env,
@@ -130,7 +125,7 @@ def main():
             progress = running.load_checkpoint(arguments.checkpoint, parts)
         bar = tqdm(desc="REINFORCE", unit=" steps", initial=progress["n_steps"])
         while progress["n_epochs"] < arguments.n_epochs and not ctrl_c.is_pressed:
-            batcher.update(agent.state_dict())
+            batcher.update(agent.state_dict())  # the agents of the workers load it
             batcher.execute(N_EPISODES)
             episodes = batcher.get()
             loss = learn(agent, optimizer, episodes)
@@ -154,7 +149,7 @@ def main():
     print(f"average return of the last 100 episodes: {average:.1f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
     if arguments.video:
-        running.film(agent, create_env, arguments.video, {"env_id": arguments.env_id})
+        running.film(agent, create_env, arguments.video, {"env_id": arguments.env_id, "n_envs": 1})
 
 
 if __name__ == "__main__":

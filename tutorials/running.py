@@ -172,8 +172,8 @@ def film(agent, create_env, folder, env_args, agent_info=None):
     """Write a film of an episode into a folder; ``create_env`` takes a ``render_mode``."""
 
     def filmed(env):
-        # Number 0 is the reset that shows which observations there are.
-        return gym.wrappers.RecordVideo(env, folder, episode_trigger=lambda number: number > 0)
+        # From the first step on: some resets only show which observations there are.
+        return gym.wrappers.RecordVideo(env, folder, step_trigger=lambda step: step == 1)
 
     def create_filmed_env(seed, **env_args):
         env = create_env(seed=seed, **env_args, render_mode="rgb_array")

@@ -22,16 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlpool import (
-    Agent,
-    Batcher,
-    DictTensor,
-    EpisodeStatistics,
-    GymEnvInf,
-    Pool,
-    evaluate,
-    sample_tanh_normal,
-)
+from rlpool import Agent, Batcher, EpisodeStatistics, GymEnvInf, Pool, evaluate, sample_tanh_normal
 
 import running
 
@@ -75,15 +66,13 @@ class Actor(nn.Module, Agent):
         mean, log_std = self.model(frame).chunk(2, -1)
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation, agent_info):
         mean, log_std = self.distribution(observation["frame"])
         exploration, noise = agent_info["exploration"].unsqueeze(1), observation["noise"]
         action, _ = sample_tanh_normal(mean, log_std, noise)
         action = torch.where(exploration == GREEDY, mean.tanh(), action)
         action = torch.where(exploration == UNIFORM, 2 * noise - 1, action)
-        return DictTensor(), DictTensor({"action": action}), DictTensor()
-
-    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+        return {"action": action}
 
 
 def create_env(seed, env_id, n_envs=1, render_mode=None):

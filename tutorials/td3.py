@@ -24,16 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlpool import (
-    Agent,
-    Batcher,
-    DictTensor,
-    EpisodeStatistics,
-    GymEnvInf,
-    Pool,
-    evaluate,
-    sample_normal,
-)
+from rlpool import Agent, Batcher, EpisodeStatistics, GymEnvInf, Pool, evaluate, sample_normal
 
 import running
 
@@ -85,15 +76,13 @@ class Actor(nn.Module, Agent):
         self.n_noise = n_actions  # random numbers per step, the same in every run
         self.model = nn.Sequential(make_network(n_inputs, hidden, n_actions), nn.Tanh())
 
-    def __call__(self, state, observation, agent_info=None, history=None):
+    def forward(self, observation, agent_info):
         action, noise = self.model(observation["frame"]), observation["noise"]
         exploration = agent_info["exploration"].unsqueeze(1)
         noisy, _ = sample_normal(action, torch.tensor(math.log(EXPLORATION_NOISE)), noise)
         action = torch.where(exploration == NOISY, noisy.clamp(-1, 1), action)
         action = torch.where(exploration == UNIFORM, 2 * noise - 1, action)
-        return DictTensor(), DictTensor({"action": action}), DictTensor()
-
-    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+        return {"action": action}
 
 
 def create_env(seed, env_id, n_envs=1, render_mode=None):

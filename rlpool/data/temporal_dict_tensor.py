@@ -349,7 +349,8 @@ class TemporalDictTensor(DictTensorBase):
 
         Args:
             parts: Batches with the same keys, dtypes, step shapes, info keys and device. An empty
-                list gives an empty ``TemporalDictTensor``.
+                list gives an empty ``TemporalDictTensor``. The ``first_step`` of windows is left
+                out unless all of them have it, as later slices have not.
 
         Raises:
             SpecError: If the parts differ.
@@ -372,7 +373,11 @@ class TemporalDictTensor(DictTensorBase):
             for part in batches
         ]
         tensors = cat_named(steps, "part")._tensors
-        info = cat_named([part._info for part in batches], "the info of part")
+        infos = [copy(part._info) for part in batches]
+        if not all("first_step" in info for info in infos):
+            for info in infos:
+                info._tensors.pop("first_step", None)
+        info = cat_named(infos, "the info of part")
         return TemporalDictTensor._wrap(tensors, torch.cat([p._lengths for p in batches]), info)
 
     def set(self, key: str, tensor: Tensor) -> None:

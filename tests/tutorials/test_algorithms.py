@@ -41,7 +41,7 @@ SAME_BITS = ("meta_rl", "multi_agent", "reinforce")
 """Nothing is in flight or in the middle of an episode where these are saved."""
 
 # No other test runs these.
-ELSEWHERE_NOT_RUN = ("dqn", "impala", "meta_rl", "multi_agent")
+ELSEWHERE_NOT_RUN = ("dqn", "impala", "meta_rl", "multi_agent", "ppo_continuous", "ppo_recurrent")
 
 # Flags with which a script ends before any episode does: these run once by default, not thrice.
 SHORT = {

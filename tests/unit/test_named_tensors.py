@@ -302,6 +302,15 @@ def test_to_moves_everything_or_is_the_same_object(make: Any) -> None:
 # Pickles, pytrees, printing -----------------------------------------------------------------------
 
 
+def test_slices_of_a_window_can_be_joined() -> None:
+    window = steps_of([4, 4], 4)
+    window.info.set("first_step", torch.tensor([7, 9]))
+    parts = [window.temporal_slice(0, 2), window.temporal_slice(2, 4)]
+    assert list(TemporalDictTensor.cat(parts).info) == ["task"]
+    assert "first_step" in parts[0].info
+    assert TemporalDictTensor.cat(parts[:1] * 2).info["first_step"].tolist() == [7, 9, 7, 9]
+
+
 def test_printed_steps_say_which_reward_is_which() -> None:
     steps = {"reward": ZERO(1, 2), "_reward": ZERO(1, 2)}
     first = repr(TemporalDictTensor(steps)).splitlines()[1]
