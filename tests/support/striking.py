@@ -90,7 +90,8 @@ class Strike:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
             last, self._last[frame] = self._last.get(frame, ""), self._name(frame)
-            if last.startswith(_CHECKING):
+            # Where a generator ends that is thrown away, no line, CPython does not look either.
+            if last.startswith(_CHECKING) and frame.f_lineno is not None:
                 self._count(frame)
         elif event == "exception":
             self._last[frame] = ""
