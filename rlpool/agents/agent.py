@@ -127,8 +127,9 @@ class Agent:
                     the call: copy them, as ``load_state_dict`` does.
             """
             if not isinstance(self, nn.Module):
+                name = getattr(self, "_called", type(self).__name__)
                 raise UsageError(
-                    f"{type(self).__name__} does not implement update(info)",
+                    f"{name} does not implement update(info)",
                     fix="define update(self, info), for instance self.model.load_state_dict(info)",
                 )
             self.load_state_dict(info)
@@ -158,11 +159,14 @@ class _Adapted(Agent):
     Args:
         call: Calls the other one.
         made: The other one, an ``Agent`` or any callable.
+        name: What errors call it.
         named: Parameters of its call, which are passed by keyword; ``None`` passes all by position.
     """
 
-    def __init__(self, call: Any, made: Any, named: list[inspect.Parameter] | None) -> None:
-        self._call = call
+    def __init__(
+        self, call: Any, made: Any, name: str, named: list[inspect.Parameter] | None
+    ) -> None:
+        self._call, self._called = call, name
         self._takes_all = named is None
         self._names = [each.name for each in named or ()]
         self._places = [_GIVEN.index(name) for name in self._names]
@@ -216,9 +220,10 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
             if any("__call__" in vars(k) for k in kind.__mro__ if issubclass(k, Agent)):
                 fix = "put nn.Module last in its bases: its __call__ hides the agent's"
             raise SpecError(f"{kind.__name__} does not say how to choose actions", fix=fix)
-    for name in ("n_noise", "initial_state", "require_history") if not derives else ():
+    for name in ("n_noise", "initial_state", "require_history", "update") if not derives else ():
         if hasattr(made, name):
-            fix = f"derive it from rlpool.Agent, too: class {kind.__name__}(nn.Module, Agent)"
+            bases = "nn.Module, Agent" if isinstance(made, nn.Module) else "Agent"
+            fix = f"derive it from rlpool.Agent: class {kind.__name__}({bases})"
             raise SpecError(f"{called} {kind.__name__}, which has {name}, but is no Agent", fix=fix)
     name = getattr(made, "__name__", kind.__name__) + method
     n_noise = made.n_noise if derives else 0
@@ -230,7 +235,7 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
     is_whole = takes_all and not (named and named[-1].default is named[-1].empty)
     if derives and is_whole and call is made:
         return made  # type: ignore[no-any-return]
-    return _Adapted(call, made, named)
+    return _Adapted(call, made, name, named)
 
 
 def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter] | None:
@@ -255,6 +260,8 @@ def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter
     if named and all(p.default is not p.empty or p.kind is p.VAR_POSITIONAL for p in others):
         return named
     fix = "let it name what it needs of observation, state, agent_info and history"
+    if not every:
+        fix = "an agent is needed, not what makes one: call it first"
     raise SpecError(f"{name} takes {signature}, not what agents are called with", fix=fix)
 
 
@@ -271,7 +278,7 @@ def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
     n_values = len(returned) if isinstance(returned, tuple | list) else 1
     if n_values == 3:
         return returned  # type: ignore[no-any-return]
-    if n_values == 2:
+    if n_values == 2 and all(isinstance(p, DictTensor | Mapping | None) for p in returned):
         outputs, after = returned
         if state is None and not DictTensor(after).empty():
             what = "the agent returned a next state, but does not say which is the first"
@@ -280,7 +287,8 @@ def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
     if not isinstance(returned, DictTensor | Mapping):
         several = f" of {n_values}" if isinstance(returned, tuple | list) else ""
         what = f"the agent returned {type(returned).__name__}{several}, not its outputs"
-        raise SpecError(what, fix='return {"action": actions}')
+        fix = 'return {"action": actions, ...}, with a memory (outputs, next_state), two such dicts'
+        raise SpecError(what, fix=fix)
     if state is not None and not state.empty():
         raise SpecError("the agent returned no next state", fix="return (outputs, next_state)")
     return None, returned, None  # type: ignore[return-value]
@@ -305,8 +313,9 @@ def refuse_no_factory(name: str, function: Any) -> None:
         return
     what, fix = f"{function!r:.80}", f"pass a function as {name}"
     if is_agent(function) or hasattr(function, "step"):
-        what = f"an object, {getattr(function, '__name__', type(function).__name__)}"
-        fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
-            "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
-        )
+        its_name = getattr(function, "__name__", None)
+        what = f"an object, {its_name or type(function).__name__}"
+        made = "lambda: policy" if its_name else "MyAgent, agent_args={...}"
+        made = made if name == "create_agent" else "lambda seed: GymEnv(...)"
+        fix = f"pass the function or class that makes it, which every worker calls: {name}={made}"
     raise SpecError(f"{name} is {what}", fix=fix)

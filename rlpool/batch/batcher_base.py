@@ -47,7 +47,7 @@ from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.observe.stats import Stats
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, FailurePolicy
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, BatcherOptions, policy_of
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
         n_slots = optional_number("n_slots", n_slots, 1)
         agent_rows = optional_number("agent_rows", agent_rows, 1)
         options: Any = policy  # without the second names, which also_takes has replaced
-        failure_policy, timeout = FailurePolicy(**options), checked_timeout(timeout)
+        failure_policy = policy_of(self._NAME, options)
+        timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             refuse_no_factory(name, function)
         self._root = root_from(checked_batcher_seeds(seeds, n_workers))

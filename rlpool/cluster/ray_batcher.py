@@ -38,7 +38,7 @@ from rlpool.machine.pickling import why_not
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Unpadded, trajectories_of
-from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.failure_policy import policy_of
 from rlpool.workers.payload import unpacked_copy
 
 _LOG = logging.getLogger("rlpool")
@@ -96,7 +96,7 @@ class RayEpisodeBatcher(EpisodeBatcher):
         bound = inspect.signature(EpisodeBatcher).bind(*arguments, **named)
         bound.apply_defaults()
         given = bound.arguments
-        FailurePolicy(**given["policy"])  # refuses what is wrong
+        policy_of("RayEpisodeBatcher", given["policy"])  # refuses what is wrong
         given |= given.pop("policy")
         self._progress = checked_progress(given.pop("progress"))
         self._root = root_from(checked_batcher_seeds(given.pop("seeds")))

@@ -355,9 +355,10 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, NDArray]:
     if value is None:
         return {}
     if not isinstance(value, DictTensor | Mapping):
+        example = '{"action": actions}' if name == "output" else '{"hidden": hidden}'
         raise SpecError(
             f"the agent's {name} should be a dict of tensors, got {type(value).__name__}",
-            fix='return {"action": actions}, with a memory ({"action": actions}, next_state)',
+            fix=f"give each tensor a name: {example}",
         )
     return {
         key: _as_array(tensor, f"{key!r} in the agent's {name}", n_lanes)
@@ -381,6 +382,6 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> NDArray:
     if array.shape[:1] != (n_lanes,):
         raise SpecError(
             f"{name} should have {n_lanes} rows, got shape {list(array.shape)}",
-            fix="return one row for each row of the observation",
+            fix=f"return one row for each lane, {n_lanes}",
         )
     return array

@@ -24,7 +24,7 @@ from rlpool.manager.channel import Report
 from rlpool.manager.lanes import Lanes
 from rlpool.manager.remote import Remote
 from rlpool.observe.stats import Stats
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy, PolicyOptions
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, PolicyOptions, policy_of
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         **policy: Unpack[PolicyOptions],
     ) -> None:
         refuse_during_import()
-        failure_policy = FailurePolicy(**policy)
+        failure_policy = policy_of("ParallelEnvManager", policy)
         env_fns = _checked_functions(env_fns)
         whole_number("envs_per_worker", envs_per_worker, 1)
         timeout = checked_timeout(timeout)

@@ -50,6 +50,10 @@ _ADVICE = {
     "DictTensor": _ONE_TENSOR,
     "does not require grad": "agents collect without gradients: compute the loss from the result, "
     "with replay_agent(agent, trajectories)",
+    "'NoneType' object is not subscriptable": "agent_info is None in a request without it; state is "
+    "None where episodes start, unless the agent defines initial_state",
+    "loading state_dict": "send the parameters of a module like that of create_agent",
+    "parameter_and_buffer_dicts": "give it a dict: dict(agent_info.items())",
     "Module.__init__()": "call super().__init__() first in its __init__",
 }
 """Words of exceptions that agents raise, and what to do about them."""
@@ -151,7 +155,7 @@ def text_of(error: BaseException) -> str:
 def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened in one line, and what to do about it."""
     if isinstance(error, SpecError | UsageError):
-        return f"{who}: {error.what}", error.fix
+        return error.what if error.what.startswith(who) else f"{who}: {error.what}", error.fix
     fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""
     raised = described(error)
     if "agent" in who:

@@ -128,7 +128,8 @@ class RewardNormalizer(nn.Module):
 
     Attributes:
         discounted_return: float64 ``[n_lanes]``, a buffer: each lane's return so far; 0 where an
-            episode begins.
+            episode begins. Not a part of ``state_dict()``, since a resumed ``Batcher`` begins new
+            episodes; after a ``reset`` call ``discounted_return.zero_()``.
         statistics: The ``RunningNormalizer`` of all these returns.
 
     Raises:
@@ -153,7 +154,8 @@ class RewardNormalizer(nn.Module):
         self._discount = real_number("discount", discount, "from 0 to 1")
         self._clip = real_number("clip", clip, "above 0")
         self.statistics = RunningNormalizer(())
-        self.register_buffer("discounted_return", torch.zeros(n_lanes, dtype=torch.float64))
+        zeros = torch.zeros(n_lanes, dtype=torch.float64)
+        self.register_buffer("discounted_return", zeros, persistent=False)
 
     def forward(self, reward: Tensor) -> Tensor:
         """Normalised rewards: a new tensor of the shape and dtype of ``reward``."""

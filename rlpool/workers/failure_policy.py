@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -103,6 +104,19 @@ class PolicyOptions(TypedDict, total=False):
     max_episode_restarts: int | None
     max_episodes_per_worker: int | None
     start_method: str
+
+
+def policy_of(owner: str, options: Mapping[str, Any]) -> FailurePolicy:
+    """The policy that keywords of a class describe.
+
+    Raises:
+        SpecError: If a value is wrong.
+        TypeError: If there is no such keyword.
+    """
+    for name in options:
+        if name not in PolicyOptions.__annotations__:
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+    return FailurePolicy(**options)
 
 
 class BatcherOptions(PolicyOptions, total=False):
