@@ -50,8 +50,8 @@ _ADVICE = {
     "DictTensor": _ONE_TENSOR,
     "does not require grad": "agents collect without gradients: compute the loss from the result, "
     "with replay_agent(agent, trajectories)",
-    "'NoneType' object is not subscriptable": "agent_info is None in a request without it; state is "
-    "None where episodes start, unless the agent defines initial_state",
+    "'NoneType' object is not subscriptable": "agent_info is None in a request without it; state "
+    "is None where episodes start, unless the agent defines initial_state",
     "loading state_dict": "send the parameters of a module like that of create_agent",
     "parameter_and_buffer_dicts": "give it a dict: dict(agent_info.items())",
     "Module.__init__()": "call super().__init__() first in its __init__",

@@ -268,10 +268,13 @@ def test_modules_and_functions_are_evaluated_and_checked() -> None:
         check_agent(agent, CountingEnv)
     digests = {evaluate(Net(b), create_counting, 1).protocol["parameters"] for b in (0.0, 1.0)}
     assert len(digests) == 2
-    with pytest.raises(SpecError, match="create_agent is an object, policy"):
+    with pytest.raises(SpecError, match=r"create_agent is an object, policy[^$]*lambda: policy"):
         collect(policy)
+    with pytest.raises(SpecError, match="call it first"):
+        evaluate(lambda: net, create_counting, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # on Python 3.13.0
 def test_a_compiled_module_is_what_was_compiled() -> None:
     made = torch.compile(ModuleFirst(Notes()), backend="eager")
     with EpisodeBatcher(
@@ -311,6 +314,12 @@ class Silent(Agent):
     pass
 
 
+class Updates:
+    def __call__(self, observation: DictTensor) -> Any: ...
+
+    def update(self, info: Any) -> None: ...
+
+
 def needs_more(observation: Any, temperature: float) -> Any: ...
 
 
@@ -322,7 +331,8 @@ NO_AGENTS: list[tuple[Any, str]] = [
     (lambda frame: frame, "<lambda> takes"),
     (lambda: None, "<lambda> takes"),
     (needs_more, "needs_more takes"),
-    (Noisy(), "which has n_noise, but is no Agent"),
+    (Noisy(), r"which has n_noise, but is no Agent[^$]*Noisy\(nn.Module, Agent\)"),
+    (Updates(), r"which has update, but is no Agent[^$]*Updates\(Agent\)"),
 ]
 
 
@@ -337,6 +347,11 @@ class Forgets(Sums):
         return self.step(state, observation)[0]
 
 
+class Unnamed(Pair):
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> Any:
+        return torch.zeros(n)
+
+
 class NoFirst(Agent):
     def __call__(self, observation: DictTensor, state: Any) -> Any:
         return {"action": zeros(observation)}, {"sum": observation["reward"]}
@@ -349,6 +364,9 @@ class NoFirst(Agent):
         (NoFirst, "but does not say which is the first"),
         (lambda: lambda observation: zeros(observation), "the agent returned Tensor, not its"),
         (lambda: lambda observation: (1, 2, 3, 4), "the agent returned tuple of 4"),
+        (lambda: lambda observation: (zeros(observation),) * 2, "^the agent returned tuple of 2"),
+        (lambda: lambda observation, state: state["sum"], "defines initial_state"),
+        (Unnamed, "agent.initial_state: .* got Tensor[^$]*hidden"),
     ],
 )
 def test_what_is_no_result_is_refused(agent: Any, words: str) -> None:

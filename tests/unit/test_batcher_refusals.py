@@ -11,7 +11,14 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
-from rlpool import Batcher, EpisodeBatcher, SpecError, UsageError, VectorGymEnv
+from rlpool import (
+    Batcher,
+    EpisodeBatcher,
+    ParallelEnvManager,
+    SpecError,
+    UsageError,
+    VectorGymEnv,
+)
 
 from support.agents import BinaryAgent, StepCounter
 from support.envs import assert_same_tensors, create_counting
@@ -137,3 +144,13 @@ def test_blocks_larger_than_the_machine_are_refused_wherever_their_size_is_learn
             needy.execute(2, env_info={"length": [1, 1], "id": [0, 1]})
             with pytest.raises(SpecError, match="lower n_slots or n_timesteps"):
                 needy.get()
+
+
+def test_a_keyword_that_does_not_exist_is_named_with_the_class() -> None:
+    for make, name in (
+        (lambda **options: EpisodeBatcher(4, **options), "EpisodeBatcher"),
+        (lambda **options: Batcher(4, **options), "Batcher"),
+        (lambda **options: ParallelEnvManager([lambda: 1], **options), "ParallelEnvManager"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected .*'num_workerz'"):
+            make(num_workerz=2)
