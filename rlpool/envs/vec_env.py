@@ -372,7 +372,8 @@ class VecEnv(ABC):
         ended = []
         for row in ends:
             ended.append(lanes[row])
-            self.flags[:3, lanes[row]] = terminated[row], truncated[row], True
+            # As bools: of a tensor, old NumPy and torch warn.
+            self.flags[:3, lanes[row]] = bool(terminated[row]), bool(truncated[row]), True
         if ended and self._infos is not None and self._infos.is_watching:
             self._infos.report_seen(self.seen_keys)
         return ended

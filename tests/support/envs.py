@@ -19,6 +19,15 @@ from rlpool import GymEnv, GymEnvInf
 COUNTING_SPACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 MANY = 1_000_000
 
+
+def small_discrete(n: int, start: int = 0) -> spaces.Discrete:
+    """A ``Discrete`` of int8, which the constructor takes from Gymnasium 1.2 on."""
+    space = spaces.Discrete(n, start=start)
+    space.dtype, space.start = np.dtype(np.int8), np.int8(start)
+    space.n = np.int8(n)
+    return space
+
+
 Script = Mapping[Any, Callable[[], Any]]
 """``{(episode, step): function}``, or ``{step: function}``: what to do then, -1 in a reset.
 

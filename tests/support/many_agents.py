@@ -12,6 +12,8 @@ from gymnasium import spaces
 
 from rlpool import Agent, DictTensor, TemporalDictTensor
 
+from support.envs import small_discrete
+
 Life = tuple[int, int, str]
 """The step at which an agent is born, its number of steps, and how it ends."""
 
@@ -49,7 +51,7 @@ class Lives:
     def action_space(self, agent: str) -> Any:
         if agent.startswith("big"):
             return spaces.Box(-1, 1, (2,))
-        return spaces.Discrete(4, start=1, dtype=np.int8)
+        return small_discrete(4, start=1)
 
     def reset(self, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
         self.rng, self.t = np.random.default_rng(seed), 0

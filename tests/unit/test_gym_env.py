@@ -19,7 +19,7 @@ from rlpool.envs.columns import as_array
 
 from support.agents import ConstantAgent, FunctionAgent
 from support.by_hand import Episode, Shown, assert_same, played, stored
-from support.envs import CountingEnv, SpaceEnv, ValueEnv
+from support.envs import CountingEnv, SpaceEnv, ValueEnv, small_discrete
 from support.scripted import leaves
 
 gymnasium.register_envs(ale_py)
@@ -41,7 +41,7 @@ SPACES: dict[str, Any] = {
     "tuple": spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float64)]),
 }
 MADE = {name: partial(SpaceEnv, space, space, 4) for name, space in SPACES.items()}
-MADE["discrete int8"] = partial(SpaceEnv, spaces.Discrete(5, start=1, dtype=np.int8), BIT, 4)
+MADE["discrete int8"] = partial(SpaceEnv, small_discrete(5, start=1), BIT, 4)
 REAL = ("CartPole-v1", "Blackjack-v1", "HalfCheetah-v5", "ALE/Breakout-v5")
 MADE |= {name: partial(gymnasium.make, name) for name in REAL}
 

@@ -18,7 +18,7 @@ from rlpool.envs.vec_env import LaneError
 from rlpool.workers.logs import SAID
 from rlpool.workers.worker_process import install_fast_checks
 
-from support.envs import SpaceEnv, ValueEnv
+from support.envs import SpaceEnv, ValueEnv, small_discrete
 from support.vector_envs import OwnVectorEnv
 
 KINDS: dict[str, Any] = {
@@ -34,7 +34,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 ACTED = {
     "start": Discrete(2, start=5),
-    "small": Discrete(3, dtype=np.int8),
+    "small": small_discrete(3),
     "many": MultiDiscrete([2, 3]),
     "bits": spaces.MultiBinary(2),
 }

@@ -18,7 +18,7 @@ from rlpool import EpisodeBatcher, GymEnv, VectorGymEnv, WorkerStartupError
 from rlpool.envs.vec_env import LaneError
 
 from support.agents import ConstantAgent
-from support.envs import CountingEnv, EchoEnv, SpaceEnv
+from support.envs import CountingEnv, EchoEnv, SpaceEnv, small_discrete
 from support.fragile import RecurrentAgent
 from support.scripted import told
 from support.vector_envs import ArrayEnv, Noted, OwnVectorEnv
@@ -42,7 +42,7 @@ def counting(*lengths: int, kind: Any = CountingEnv) -> OwnVectorEnv:
 EVERY = spaces.Dict(
     deep=spaces.Dict(a=spaces.Box(-1, 1, ()), c=spaces.MultiBinary(3)),
     image=spaces.Box(0, 255, (4, 4), np.uint8),
-    pair=spaces.Tuple((spaces.Discrete(3, start=5, dtype=np.int8), spaces.MultiDiscrete([2, 3]))),
+    pair=spaces.Tuple((small_discrete(3, start=5), spaces.MultiDiscrete([2, 3]))),
     wide=spaces.Box(-1, 1, (2, 3), np.float64),
 )
 
