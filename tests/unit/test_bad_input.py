@@ -135,6 +135,7 @@ USES: dict[str, tuple[type[Exception], ...]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")  # of NumPy, for an Array
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of NumPy 2.0 for torch 2.6
 @pytest.mark.parametrize("use", USES)
 def test_what_does_not_fit_is_refused_with_an_error_of_rlpool(use: str) -> None:
     functions = (islice, masked_dicttensor, masked_tensor, setitem)
