@@ -91,7 +91,8 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
     with without_handlers():
         run_source(PROGRAMS[name], program_folder)
     output, errors = capfd.readouterr()
-    assert errors == "" or has_envpool  # which warns of its own spaces
+    has_failures = name == "docs/failures.md-0"  # on purpose
+    assert errors == "" or has_failures or has_envpool  # which warns of its own spaces
     assert output
     if name in QUOTED:
         assert says(QUOTED[name], output), output
