@@ -44,8 +44,9 @@ class Agent:
     - ``history``: a ``TemporalDictTensor``, all previous steps of the same episodes: the keys of a
       trajectory, with lengths of 0 at the first step. A copy. ``None`` unless it is required.
 
-    A signature with other names is called by position: ``(state, observation, agent_info,
-    history)``.
+    Parameters with other names keep their defaults, unless the signature takes four arguments in
+    the order ``(state, observation, agent_info, history)``, some of them under other names: these
+    are passed by position.
 
     A call returns one row per row of the observation, as one of:
 
@@ -309,10 +310,11 @@ def refuse_no_factory(name: str, function: Any) -> None:
     Raises:
         SpecError: With the name of the argument.
     """
-    if callable(function) and not is_agent(function):
+    is_made = is_agent(function)
+    if callable(function) and not is_made:
         return
     what, fix = f"{function!r:.80}", f"pass a function as {name}"
-    if is_agent(function) or hasattr(function, "step"):
+    if is_made or hasattr(function, "step"):
         its_name = getattr(function, "__name__", None)
         what = f"an object, {its_name or type(function).__name__}"
         made = "lambda: policy" if its_name else "MyAgent, agent_args={...}"

@@ -22,7 +22,7 @@ _AGENT_INFO = join_key("agent_info", "")
 
 
 def replay_agent(
-    agent: Agent, trajectories: TemporalDictTensor, *, state: StateSource = "recompute"
+    agent: Any, trajectories: TemporalDictTensor, *, state: StateSource = "recompute"
 ) -> TemporalDictTensor:
     """Call an agent again on every step of collected trajectories, with gradients.
 

@@ -514,8 +514,7 @@ class TemporalDictTensor(DictTensorBase):
             Per row one tensor ``[n, ...]`` for each of its steps, views.
 
         Raises:
-            KeyError: If a key is missing.
-            SpecError: If numbers and values do not fit.
+            KeyError, SpecError: If a key is missing, or numbers and values do not fit.
 
         Example:
             >>> text, n = torch.tensor([[[7, 8, 0], [9, 0, 0]]]), torch.tensor([[2, 1]])

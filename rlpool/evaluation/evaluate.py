@@ -430,6 +430,10 @@ def _protocol_of(
     }
 
 
+_PARAMETERS = (Agent, nn.Module, Tensor)
+"""What a function takes of global variables, of all that they may be."""
+
+
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """What agents, modules, functions, dicts, lists and tuples consist of, by path."""
     seen: set[int] = set()
@@ -448,7 +452,9 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(part, MethodType):
             held = {"self": part.__self__}
         elif isinstance(part, FunctionType):
-            held = inspect.getclosurevars(part).nonlocals
+            used = inspect.getclosurevars(part)  # global in a script, else of the function around
+            held = {k: v for k, v in used.globals.items() if isinstance(v, _PARAMETERS)}
+            held |= used.nonlocals
         if held and id(part) in seen:
             continue
         seen.add(id(part))

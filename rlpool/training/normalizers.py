@@ -31,7 +31,7 @@ class RunningNormalizer(nn.Module):
         count: float64 ``[]``, a buffer: how many values were taken into account.
 
     Raises:
-        SpecError: If a size is no number, or ``clip`` is not above 0.
+        SpecError: If a size is not a number from 0 on, or ``clip`` is not above 0.
 
     Example:
         >>> normalizer = RunningNormalizer(2)

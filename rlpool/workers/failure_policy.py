@@ -111,7 +111,7 @@ def policy_of(owner: str, options: Mapping[str, Any]) -> FailurePolicy:
 
     Raises:
         SpecError: If a value is wrong.
-        TypeError: If there is no such keyword.
+        TypeError: For an unknown keyword.
     """
     for name in options:
         if name not in PolicyOptions.__annotations__:

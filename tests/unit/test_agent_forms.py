@@ -48,7 +48,7 @@ def collect(create_agent: Any, n_workers: int = 0, **infos: Any) -> TemporalDict
 
 
 class Notes:
-    """Notes the kinds of what it is told, and acts.
+    """Records the type of each argument, and acts.
 
     Attributes:
         seen: Of every call by name.
@@ -267,6 +267,13 @@ def test_modules_and_functions_are_evaluated_and_checked() -> None:
     for agent in (net.eval(), policy, lambda: policy):
         check_agent(agent, CountingEnv)
     digests = {evaluate(Net(b), create_counting, 1).protocol["parameters"] for b in (0.0, 1.0)}
+    assert len(digests) == 2
+    digests = set()
+    for bias in (0.0, 1.0):  # of a script, whose policy is a global variable
+        script: dict[str, Any] = {"net": Net(bias), "__name__": "__main__"}
+        exec("def policy(observation): assert not net.training; return net(observation)", script)
+        digests.add(evaluate(script["policy"], create_counting, 1).protocol["parameters"])
+        assert script["net"].training
     assert len(digests) == 2
     with pytest.raises(SpecError, match=r"create_agent is an object, policy[^$]*lambda: policy"):
         collect(policy)
