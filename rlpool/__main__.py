@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 
 from rlpool import demo, doctor
+from rlpool.machine.platform import end_without_reader
 from rlpool.observe import top
 
 COMMANDS = {
@@ -37,5 +37,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop early
+    end_without_reader()  # such as head, which may stop early
     sys.exit(main(sys.argv[1:]))

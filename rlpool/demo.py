@@ -25,7 +25,7 @@ from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.gym_env import GymEnvInf
-from rlpool.machine.limits import n_cores
+from rlpool.machine.platform import IS_LINUX, n_cores
 from rlpool.training.returns import gae
 from rlpool.training.statistics import EpisodeStatistics
 
@@ -83,12 +83,12 @@ def run(seconds: float) -> None:
     agent, episodes = ActorCritic(), EpisodeStatistics()
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3)
     returns = list[float]()
-    n_workers = min(2, n_cores())
+    n_workers = min(2, n_cores()) if IS_LINUX else 0
     with Batcher(
         n_timesteps=N_STEPS,
         create_agent=ActorCritic,
         create_env=create_env,
-        env_args={"n_envs": N_ENVS // n_workers},
+        env_args={"n_envs": N_ENVS // max(1, n_workers)},
         n_workers=n_workers,
         seed=1,
     ) as batcher:

@@ -14,27 +14,25 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cloudpickle
 import gymnasium
 import numpy as np
 import torch
 
+from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.machine.imports import refuse_during_import
-from rlpool.machine.limits import (
-    ROOT,
-    WORKER_DESCRIPTORS,
-    memory_bounds,
-    n_cores,
-    n_free_descriptors,
-    worker_count,
-)
+from rlpool.machine.limits import WORKER_DESCRIPTORS, n_free_descriptors, worker_count
+from rlpool.machine.platform import HAS_ORDERED_STORES, IS_LINUX, ROOT, memory_bounds, n_cores
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.workers.process_start import why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
+
+_FULL = 1024
+"""Numbers of an observation: they fill many lines of a cache."""
 
 _TIMEOUT_S = 120.0
 """A worker without progress for this long counts as hanging."""
@@ -74,6 +72,13 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
     has_enough = n_workers <= n_cores()
     yield Check("cores", OK, what) if has_enough else Check("cores", WARN, what, fix)
 
+    if not IS_LINUX:
+        fix = "n_workers=0 gives the same bits in one process"
+        yield Check("worker processes", WARN, "they need Linux", fix)
+        return
+    if not HAS_ORDERED_STORES:
+        fix = "python -m rlpool doctor --hand-overs 60; please report its verdict"
+        yield Check("processor", WARN, f"nobody has tested {platform.machine()} yet", fix)
     if why := why_spawned():
         what = f"workers are spawned, not forked from a template: {why}"
         fix = "it only costs time and memory; docs/start_methods.md says what a template needs"
@@ -105,6 +110,41 @@ def _worker() -> Check:
     return Check("worker process", OK, what)
 
 
+class _FullEnv(gymnasium.Env[Any, Any]):
+    """Shows the number of its steps so far, many times over: part of an old value stands out."""
+
+    observation_space = gymnasium.spaces.Box(0, np.inf, (_FULL,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+        self.t = 0
+        return np.zeros(_FULL, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Any]:
+        self.t += 1
+        return np.full(_FULL, self.t, np.float32), float(self.t), False, False, {}
+
+
+def hand_overs(seconds: float) -> Check:
+    """Hand observations and actions over between processes, and count those that are wrong.
+
+    Args:
+        seconds: For how long.
+    """
+    n_steps = n_wrong = 0
+    with ParallelEnvManager([_FullEnv] * 4, envs_per_worker=2, timeout=_TIMEOUT_S) as env:
+        env.reset()
+        actions = DictTensor({"action": torch.zeros(4, dtype=torch.int64)})
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            n_steps += 1
+            (after, _), _ = env.step(actions)
+            n_wrong += int((after["frame"] != n_steps).any() or (after["reward"] != n_steps).any())
+    what = f"{n_wrong} of {n_steps} steps of 4 environments in 2 workers on {platform.machine()}"
+    what += " showed a value that was not the last one"
+    return Check("hand-overs", FAIL if n_wrong else OK, what, "report it" if n_wrong else "")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m rlpool doctor``; returns the exit code, 1 if a check failed.
 
@@ -114,10 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "print what this machine offers to workers, and which limit would be hit"
     parser = argparse.ArgumentParser(prog="python -m rlpool doctor", description=text)
     help_text = "worker processes (default: all cores but two)"
-    parser.add_argument("--n-workers", type=int, default="auto", metavar="N", help=help_text)
+    parser.add_argument("--n-workers", type=int, metavar="N", help=help_text)
+    help_text = "instead, step environments in workers for so long and count wrong values"
+    parser.add_argument("--hand-overs", type=float, metavar="SECONDS", help=help_text)
     options = parser.parse_args(arguments)
     try:
-        checks = [*examine(worker_count(options.n_workers))]
+        n_workers = worker_count("auto" if options.n_workers is None else options.n_workers)
+        each = [hand_overs(options.hand_overs)] if options.hand_overs else examine(n_workers)
+        checks = [*each]
     except SpecError as error:
         parser.exit(2, f"python -m rlpool doctor: {error.what}\n")
     width = max(len(check.name) for check in checks)

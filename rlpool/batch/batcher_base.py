@@ -44,6 +44,7 @@ from rlpool.machine.arguments import (
 from rlpool.machine.calls import CrashOnly, whole
 from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.machine.platform import require_linux
 from rlpool.observe.stats import Stats
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -125,6 +126,9 @@ class BatcherBase(CrashOnly, ProcessOwner):
         rest = agent_rows, self._WATCHES_INFOS, self._max_steps
         self._recipe = Recipe(n_workers, given, rest, self._NAME)
         if n_workers:
+            require_linux(
+                f"n_workers={n_workers}", "n_workers=0 gives the same bits in one process"
+            )
             check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers")
         # Not methods of this object: a batcher that is dropped, as when a notebook's cell is run
         # again, ends its workers at once only if nothing refers back to it.

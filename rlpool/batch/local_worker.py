@@ -107,7 +107,8 @@ class LocalWorker:
     def fileno(self) -> int:
         """A descriptor that can always be read: whoever asks need not wait for anybody else."""
         if self._fd < 0:
-            self._fd = os.eventfd(1, os.EFD_CLOEXEC)
+            self._fd, other = os.pipe()
+            os.close(other)  # so there is an end of file to read
         return self._fd
 
     def wait_until(self, is_over: Callable[[], bool], until_s: float = 0.0) -> None:

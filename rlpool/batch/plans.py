@@ -16,8 +16,8 @@ lane that is ready takes the next of them.
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from rlpool.agents.noise import NoiseStarts
@@ -26,6 +26,7 @@ from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Lane, Plan
+from rlpool.machine.platform import NO_LOCK
 from rlpool.record.tape import Tape
 from rlpool.seeding import noise_keys
 from rlpool.slots.blocks import Block, Layout
@@ -54,8 +55,7 @@ class Claims:
         control: The control arrays of its block, see ``Layout.control``.
         n_episodes: Episodes of the request.
         first: Number of the first one.
-        lock_fd: Descriptor of a file that all workers lock to make a claim; ``None`` if there is
-            only one worker.
+        lock: What all workers lock to make a claim; nothing if there is only one worker.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Claims:
         control: Mapping[str, NDArray],
         n_episodes: int,
         first: int,
-        lock_fd: int | None = None,
+        lock: AbstractContextManager[None] = NO_LOCK,
     ) -> None:
         self._n_episodes = n_episodes
         self._n_workers, self._n_lanes = control["claim"].shape
@@ -71,7 +71,7 @@ class Claims:
         self._rows = [control["claim"][:, lane].data for lane in lanes]
         self._starts = [(lane - first) % self._n_lanes for lane in lanes]
         self._divisor = 4 * self._n_workers
-        self._lock_fd = lock_fd
+        self._lock = lock
 
     def make(self, worker: int, lane: int) -> list[int]:
         """Claim the next episodes of a row, several at once while many are left; the next one last.
@@ -80,16 +80,13 @@ class Claims:
         """
         if self._end(lane) >= self._n_episodes:
             return []
-        if self._lock_fd is not None:
-            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX)
-        first, stride = self._end(lane), self._n_lanes
-        n_left = -(-(self._n_episodes - first) // stride)
-        n_claimed = min(n_left, max(1, min(MAX_CLAIM, n_left // self._divisor)))
-        stop = first + n_claimed * stride
-        if n_claimed > 0:
-            self._rows[lane][worker] = (stop << _COUNT_BITS) + n_claimed
-        if self._lock_fd is not None:
-            fcntl.lockf(self._lock_fd, fcntl.LOCK_UN)
+        with self._lock:
+            first, stride = self._end(lane), self._n_lanes
+            n_left = -(-(self._n_episodes - first) // stride)
+            n_claimed = min(n_left, max(1, min(MAX_CLAIM, n_left // self._divisor)))
+            stop = first + n_claimed * stride
+            if n_claimed > 0:
+                self._rows[lane][worker] = (stop << _COUNT_BITS) + n_claimed
         return list(range(first, stop, stride))[::-1]
 
     def _end(self, lane: int) -> int:
@@ -118,7 +115,7 @@ class Site:
 
     Attributes:
         place: Which worker it is.
-        lock_fd: What workers lock to claim episodes, see ``Claims``.
+        lock: What workers lock to claim episodes, see ``Claims``.
         recycling: Says when it should begin no further episode.
         send: Sends a message to the caller.
         read: Reads messages of the caller, waiting for one if told so; False if there was none.
@@ -127,7 +124,7 @@ class Site:
     """
 
     place: Place
-    lock_fd: int | None
+    lock: AbstractContextManager[None]
     recycling: Recycling
     send: Callable[[object], None]
     read: Callable[[bool], bool]
@@ -154,13 +151,10 @@ class RequestPlan(Plan):
 
     def ends(self) -> bool:
         """Note that this worker's part is over; returns whether to report that."""
-        over, lock_fd = self.arrays.control["over"], self._site.lock_fd
-        if lock_fd is not None:
-            fcntl.lockf(lock_fd, fcntl.LOCK_EX)
-        over[self.worker] = REPORTED if self.has_reported else SILENT
-        is_last = bool(over.all())
-        if lock_fd is not None:
-            fcntl.lockf(lock_fd, fcntl.LOCK_UN)
+        over = self.arrays.control["over"]
+        with self._site.lock:
+            over[self.worker] = REPORTED if self.has_reported else SILENT
+            is_last = bool(over.all())
         return is_last or self.has_reported
 
     @property
@@ -213,7 +207,7 @@ class EpisodePlan(RequestPlan):
             self._claimed = [list(share)[::-1]] * step.n_lanes  # one list for all lanes
             self._exhausted.update(range(step.n_lanes))
         else:
-            self._claims = Claims(self.arrays.control, n_rows, first, site.lock_fd)
+            self._claims = Claims(self.arrays.control, n_rows, first, site.lock)
             for number in reversed(message.again):
                 self._claimed[(first + number) % step.n_lanes].append(number)
         self._recycling = site.recycling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.machine.own_state import seed_generators
+from rlpool.machine.platform import NO_LOCK, FileLock
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import advise_to_debug, agent_error
 from rlpool.record.repeat import take_over
@@ -67,12 +68,12 @@ def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
         control_fd: Descriptor of the shared record.
     """
     # A second descriptor stays open for locking the file behind it.
-    lock_fd = os.dup(control_fd) if place.n_workers > 1 else None
+    lock = FileLock(os.dup(control_fd)) if place.n_workers > 1 else NO_LOCK
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # where that is not allowed
             # A worker that is woken does not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    make_collector = partial(Collector, place, pipe, lock_fd=lock_fd)
+    make_collector = partial(Collector, place, pipe, lock=lock)
     run(make_collector, shared, place, control_fd)
 
 
@@ -86,7 +87,7 @@ class Collector(Server):
         place: Which worker it is.
         link: The line to the caller.
         control: The worker's part of the shared record.
-        lock_fd: What workers lock to claim episodes, see ``Claims``.
+        lock: What workers lock to claim episodes, see ``Claims``.
         notice: Is called when episodes have ended; ``None`` in a process of its own.
 
     Attributes:
@@ -99,7 +100,7 @@ class Collector(Server):
         place: Place,
         link: Pipe,
         control: WorkerRecord,
-        lock_fd: int | None = None,
+        lock: AbstractContextManager[None] = NO_LOCK,
         notice: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(place, link, control)
@@ -112,7 +113,7 @@ class Collector(Server):
         self._failed_update: WorkerError | None = None
         self._next: tuple[Run, Memory | None] | None = None  # to be run
         self._plans: dict[int, RequestPlan] = {}  # that run, by the number of their request
-        self._site = Site(place, lock_fd, self._recycling, link.send, self._read, notice)
+        self._site = Site(place, lock, self._recycling, link.send, self._read, notice)
 
     # What the caller has sent --------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from rlpool.machine.arguments import also_takes, keywords, real_number, whole_nu
 from rlpool.machine.imports import import_extra
 from rlpool.machine.own_state import Settings, torch_settings, use_settings
 from rlpool.machine.pickling import why_not
+from rlpool.machine.platform import require_linux
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Unpadded, trajectories_of
@@ -93,6 +94,7 @@ class RayEpisodeBatcher(EpisodeBatcher):
         resources: Mapping[str, float] | None = None,
         **named: Any,
     ) -> None:
+        require_linux("RayEpisodeBatcher", "EpisodeBatcher(n_workers=0) collects in one process")
         bound = inspect.signature(EpisodeBatcher).bind(*arguments, **named)
         bound.apply_defaults()
         given = bound.arguments

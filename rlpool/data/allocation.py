@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from rlpool.data.specs import TensorSpec, numpy_dtype
 from rlpool.data.storage import Memory, allocate
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
+from rlpool.machine.platform import HAS_ORDERED_STORES, NO_LOCK, FileLock
 
 _WORD_BYTES = 8  # after the values: the start of the window
 
@@ -88,7 +88,9 @@ class Allocation:
     @property
     def visible(self) -> View:
         """The rows that the window shows now."""
-        return self.layout.rows(self._start[0], self.layout.window)
+        with NO_LOCK if HAS_ORDERED_STORES else self.locked():
+            start = self._start[0]
+        return self.layout.rows(start, self.layout.window)
 
     def rotate(self) -> None:
         """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""
@@ -106,18 +108,10 @@ class Allocation:
         with self.locked():
             self._start[0] = self.layout.full_size - self.layout.window
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """A section in which no other process rotates; UsageError after ``close``."""
         memory = self.open_memory()
-        if memory.kind == "local":
-            yield
-            return
-        fcntl.lockf(memory.fd, fcntl.LOCK_EX)  # the kernel releases it when a process dies
-        try:
-            yield
-        finally:
-            fcntl.lockf(memory.fd, fcntl.LOCK_UN)
+        return NO_LOCK if memory.kind == "local" else FileLock(memory.fd)
 
     def close(self) -> None:
         """Release the memory; repeatable."""

@@ -4,14 +4,14 @@
 kind        what it is                                                    other processes
 ==========  ============================================================  ==================
 ``local``   ordinary memory of this process                               cannot see it
-``shared``  a ``memfd``: has no name, so that nothing can be left         map the same pages
+``shared``  anonymous: has no name, so that nothing can be left           map the same pages
             behind, and does not count towards the size of ``/dev/shm``
 ``memmap``  an unlinked file on disk, for more than the memory holds      map the same pages
 ==========  ============================================================  ==================
 
 Untouched pages cost nothing. Pickled memory arrives in another process as a mapping of the same
 pages: a pickle names the sending process and its descriptor, and the receiver opens the file
-through ``/proc``. This needs no server, no thread and no further descriptor per pickle, and a
+by that. This needs no server, no thread and no further descriptor per pickle, and a
 pickle can be received any number of times, as long as its sender has the memory. A page after the
 contents of the file holds a random name, by which a receiver recognises the file.
 """
@@ -36,7 +36,14 @@ from rlpool.data.specs import TensorSpec
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import human, memory_bounds
+from rlpool.machine.platform import (
+    IS_LINUX,
+    anonymous_file,
+    file_of,
+    human,
+    memory_bounds,
+    require_linux,
+)
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
@@ -64,6 +71,8 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
         SpecError: If there is no such kind, or not enough memory or disk space.
     """
     check_choice("storage", storage, KINDS)
+    if storage != "local":
+        require_linux(f"storage={storage!r}", 'use storage="local"')
     if storage == "memmap":
         where = tempfile.gettempdir() if directory is None else directory
         try:
@@ -135,7 +144,7 @@ class Memory:
     @classmethod
     def local(cls, n_bytes: int) -> Memory:
         """Memory of this process; of much of it each page is taken when it is first used."""
-        if n_bytes < _MUCH:  # mapping it would take longer
+        if n_bytes < _MUCH or not IS_LINUX:  # mapping it would take longer
             return cls("local", n_bytes, torch.from_numpy(np.zeros(n_bytes, np.uint8)))
         # No page is reserved: more than the machine has is given to those who use part of it.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -147,7 +156,12 @@ class Memory:
 
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
-        """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
+        """Anonymous shared memory; ``fd`` stays open until ``close_fd``.
+
+        Where there are no workers to share it with, it is memory of this process.
+        """
+        if not IS_LINUX:
+            return cls.local(n_bytes)
         with InterruptsHeld():  # else the descriptor might stay open
             return cls("shared", n_bytes, fd=anonymous_file(name))
 
@@ -216,7 +230,7 @@ def _received(kind: str, n_bytes: int, pid: int, fd: int, name: bytes) -> Memory
     known = _mapped_here.get(name)
     if known is not None and known._fd >= 0:
         return known
-    path = f"/proc/{pid}/fd/{fd}"
+    path = file_of(fd, pid)
     try:
         # Opening anything else, such as a pipe, could block or have side effects.
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -246,14 +260,9 @@ def _refused(error: OSError, what: str) -> SpecError:
     )
 
 
-def anonymous_file(name: str) -> int:
-    """Descriptor of a new, unnamed file in memory."""
-    return os.memfd_create(name, os.MFD_CLOEXEC)
-
-
 def _map(fd: int, n_bytes: int, *, private: bool = False) -> torch.Tensor:
     # torch closes its descriptor after mapping; mmap.mmap() would keep one open per block.
-    path, size = f"/proc/self/fd/{fd}", max(1, n_bytes)  # zero bytes cannot be mapped
+    path, size = file_of(fd), max(1, n_bytes)  # zero bytes cannot be mapped
     mapped = torch.from_file(path, shared=not private, size=size, dtype=torch.uint8, device="cpu")
     return mapped[:n_bytes]
 

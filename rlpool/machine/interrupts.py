@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGALRM))
+from rlpool.machine.platform import HELD_SIGNALS
 
 _PATIENCE_S = 1.0
 """A section takes microseconds to milliseconds. One that takes longer is stuck and may be
@@ -72,7 +72,7 @@ class InterruptsHeld:
             return
         self._deadline = time.monotonic() + _PATIENCE_S
         try:
-            for number in _SIGNALS:
+            for number in HELD_SIGNALS:
                 handler = _get_handler(number)
                 # Not the default (an int), nor ignored, nor held by an outer section already.
                 if callable(handler) and not _is_held(handler):

@@ -6,22 +6,22 @@ The limits of control groups are those of version 2.
 from __future__ import annotations
 
 import logging
-import os
-import resource
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
+from rlpool.machine.platform import (
+    human,
+    max_descriptors,
+    memory_bounds,
+    n_cores,
+    n_open_descriptors,
+)
 
 _LOG = logging.getLogger("rlpool")
 
 _ONCE = {"once": ""}
 """Of a warning that a program needs only once, as the machine is the same for all batchers."""
-
-ROOT = Path("/")
-"""Where ``/proc`` and ``/sys`` are; another directory stands for another machine."""
 
 _LARGEST_KEYS = 8
 """A message names the largest keys; an observation may have hundreds."""
@@ -37,54 +37,6 @@ _SPARE_DESCRIPTORS = 32
 
 Advice = Callable[[int], str]
 """Which arguments to lower so that a number of bytes is enough."""
-
-
-def human(n_bytes: int) -> str:
-    """A size for messages, such as ``"1.5 GiB"``."""
-    size, units = float(n_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if size >= 1000 else f"{size:.3g} {units[0]}"
-
-
-class Bound(NamedTuple):
-    """A limit of memory: who sets it, how much there is, and how much is free without swapping."""
-
-    name: str
-    total: int
-    free: int
-
-    def __str__(self) -> str:
-        return f"{human(self.free)} of the {human(self.total)} that {self.name} are free"
-
-
-def memory_bounds(root: Path = ROOT) -> list[Bound]:
-    """What limits memory: the machine, and the containers around this process."""
-    file = root / "proc/meminfo"
-    total, free = _kilobytes(file, "MemTotal"), _kilobytes(file, "MemAvailable")
-    bounds = [Bound("this machine has", total, free)]
-    for group in _control_groups(root):
-        limit = _read(group / "memory.max").strip()
-        if not limit.isdecimal():  # "max", or no such file
-            continue
-        used = int(_read(group / "memory.current") or 0)
-        # The kernel's own estimate, MemAvailable, counts half of the active page cache as free.
-        used -= int(_field(group / "memory.stat", "inactive_file") or 0)
-        used -= int(_field(group / "memory.stat", "active_file") or 0) // 2
-        name = f"the control group of this process allows ({group / 'memory.max'})"
-        bounds.append(Bound(name, int(limit), max(0, int(limit) - max(0, used))))
-    return bounds
-
-
-def n_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use, by its affinity and the quotas of its control groups."""
-    n = len(os.sched_getaffinity(0))
-    for group in _control_groups(root):
-        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
-        if quota.isdecimal():  # else "max", or no such file
-            n = min(n, -(-int(quota) // int(period)))
-    return max(1, n)
 
 
 def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the slots") -> None:
@@ -107,74 +59,6 @@ def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the
     if total > least.free:
         text = "%s may take up to %s, but only %s: %s if memory runs out"
         _LOG.warning(text, what, takes, least, advice(least.free), extra=_ONCE)
-
-
-def stat_fields(pid: int | str | None) -> list[str]:
-    """What the kernel says of a process, its state first; empty if there is no such process."""
-    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-
-
-def process_activity(pid: int | None) -> int:
-    """CPU time and page faults of a process: a number that grows while it does anything.
-
-    Returns:
-        At least 1; 0 where the system does not provide it.
-    """
-    fields = stat_fields(pid)
-    # Minor and major faults, user and system time.
-    return 1 + sum(int(fields[n]) for n in (7, 9, 11, 12)) if fields else 0
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process without shared blocks; 0 if it is unknown."""
-    file = Path(f"/proc/{pid}/status")
-    return _kilobytes(file, "RssAnon") + _kilobytes(file, "RssFile")
-
-
-def n_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since its start; 0 if unknown."""
-    return int(_field(ROOT / "proc/vmstat", "oom_kill") or 0)
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, or waits for its parent to notice its end."""
-    fields = stat_fields(pid)
-    return not fields or fields[0] in "ZX"
-
-
-def _kilobytes(file: Path, name: str) -> int:
-    """A size that a file of the kernel gives in kilobytes, in bytes; 0 if it is not there."""
-    return int(_field(file, name) or 0) * 1024
-
-
-def _field(file: Path, name: str) -> str:
-    """The first word after a name in a file of the kernel; ``""`` if it is not there."""
-    for words in map(str.split, _read(file).splitlines()):
-        if len(words) > 1 and words[0].rstrip(":") == name:
-            return words[1]
-    return ""
-
-
-def _read(file: Path) -> str:
-    """The text of a file of the kernel; ``""`` if it cannot be read."""
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
-    """Directories of this process's control group and of those above it.
-
-    A container sees its own group as the topmost directory; the path may be the host's, which does
-    not exist here.
-    """
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        hierarchy, _, path = line.partition("::")
-        if hierarchy == "0":
-            own = PurePosixPath("" if ".." in path else path.lstrip("/"))
-            for directory in (own, *own.parents):
-                yield root / "sys/fs/cgroup" / directory
 
 
 def _by_key(bytes_of_key: Mapping[str, int]) -> str:
@@ -240,10 +124,4 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
 
 def n_free_descriptors() -> int:
     """Descriptors that this process may open for workers."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(0, limit - n_open_descriptors() - _SPARE_DESCRIPTORS)
-
-
-def n_open_descriptors() -> int:
-    """Descriptors that this process has open."""
-    return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
+    return max(0, max_descriptors() - n_open_descriptors() - _SPARE_DESCRIPTORS)

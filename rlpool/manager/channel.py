@@ -14,8 +14,9 @@ of its own lanes, the caller sees all of them::
     writing            [n_workers]    whether a worker has begun to write observations
     asleep                            who has to be woken: every worker, then the caller
 
-There are no locks: a worker touches the rows of lanes that have something to do, the caller all
-others.
+A worker touches the rows of lanes that have something to do, the caller all others. So there are no
+locks, except where stores may become visible in another order: there ``todo`` is read and written
+under a lock of the kernel.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rlpool.data.specs import FLAGS, REWARD_SPEC, Declaration, Structure, Tensor
 from rlpool.data.storage import Memory, NDArray, carve
 from rlpool.envs.columns import fitted_rows
 from rlpool.errors import EnvError, SpecError, WorkerError
+from rlpool.machine.platform import HAS_ORDERED_STORES, FileLock
 from rlpool.record.tape import Tape
 
 Actions = Mapping[str, NDArray]
@@ -82,6 +84,7 @@ class Buffers:
     Args:
         specs: Their specs, in order.
         memory: The memory that they are in.
+        lock_fd: Descriptor of a file that all processes can lock.
         lanes: The lanes that this process sees, all by default.
 
     Attributes:
@@ -90,6 +93,8 @@ class Buffers:
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
         todo: uint8 ``[lanes]``: what each lane has to do.
+        look: Returns ``todo`` as bytes; what was written before it was posted is visible then.
+        post: Takes lanes and what they have to do, after all that belongs to it was written.
         failed: uint8 ``[lanes]``: 1 if what a lane had to do failed, until the caller has read why.
         seed: int64 ``[lanes]``: seeds of resets.
         writing: One int64 per worker, and below, as memoryviews, which are read faster.
@@ -97,7 +102,11 @@ class Buffers:
     """
 
     def __init__(
-        self, specs: Mapping[str, TensorSpec], memory: Memory, lanes: slice = slice(None)
+        self,
+        specs: Mapping[str, TensorSpec],
+        memory: Memory,
+        lock_fd: int,
+        lanes: slice = slice(None),
     ) -> None:
         arrays = {key: array[0] for key, array in carve(memory.root(), specs, 1).items()}
         self.observation, self.action = (
@@ -107,6 +116,10 @@ class Buffers:
         self.reward, self.todo, self.failed, self.seed = (arrays[key][lanes] for key in _PER_LANE)
         self.flags = arrays["flags"][:, lanes]
         self.writing, self.asleep = arrays["writing"].data, arrays["asleep"].data
+        self.look, self.post = self.todo.data.tobytes, self.todo.__setitem__
+        if not HAS_ORDERED_STORES:
+            lock = FileLock(lock_fd)
+            self.look, self.post = lock.around(self.look), lock.around(self.post)
 
 
 def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None:

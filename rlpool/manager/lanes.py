@@ -22,6 +22,7 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
+from rlpool.machine.platform import require_linux
 from rlpool.manager.channel import (
     ANSWER,
     CALL_OF,
@@ -117,6 +118,7 @@ class Lanes(CrashOnly):
         starts = range(0, n_lanes, envs_per_worker)
         self.lanes_of = [range(s, min(s + envs_per_worker, n_lanes)) for s in starts]
         self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
+        require_linux("ParallelEnvManager", "GymEnv steps its environments in one process")
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
         check_workers(len(self.lanes_of), _DESCRIPTORS_EACH, advice)
         self.root = root
@@ -163,6 +165,8 @@ class Lanes(CrashOnly):
             runs.append((run, Setup(functions.data, self._options, lanes.start), None))
         self.crew = Crew(runs, self.root, self._policy, self._timeout_s, self, self._done)
         self.stats_reader = StatsReader(self.crew.control)
+        if self._mapped is not None:
+            self._map(*self._mapped)
         try:
             self.crew.control.name = "ParallelEnvManager"
             self.crew.start()
@@ -178,21 +182,23 @@ class Lanes(CrashOnly):
         sizes = carved_bytes(specs, 1)
         check_size(sizes, lambda _: "use fewer environments", "the observations")
         memory = Memory.shared(sum(sizes.values()), "rlpool-buffers")
-        self.buffers = Buffers(specs, memory)
+        self._mapped = specs, memory
+        self._map(specs, memory)
+        for worker in range(len(self.lanes_of)):
+            self._brief(worker)
+
+    def _map(self, specs: Mapping[str, TensorSpec], memory: Memory) -> None:
+        self.buffers = Buffers(specs, memory, self.crew.control.fd)
         self._todo, self._failed = self.buffers.todo.data, self.buffers.failed.data
         self.tapes.bind(self.buffers.action)
         for cell, wake in enumerate((*self._wakes, self._done)):
             wake.share(self.buffers.asleep[cell : cell + 1])
-        self._mapped = specs, memory
-        for worker in range(len(self.lanes_of)):
-            self._brief(worker)
 
     def begin_again(self) -> None:
         """Begin with new workers, whatever an interrupted call has left."""
         self.crew.abort()
         self.crew.close()
         self._forget()
-        self.tapes.bind(self.buffers.action)
         self.buffers.todo[:] = self.buffers.failed[:] = IDLE
         self._start()
         self.is_interrupted = False
@@ -246,11 +252,11 @@ class Lanes(CrashOnly):
     def _post(self, lanes: list[int], todo: Any) -> None:
         """Write what lanes have to do where their workers look for it."""
         if len(lanes) == self.n_lanes:
-            self.buffers.todo[:] = todo
+            self.buffers.post(slice(None), todo)
             for wake in self._wakes:
                 wake.signal()
         else:
-            self.buffers.todo[lanes] = todo
+            self.buffers.post(lanes, todo)
             for worker in {self.worker_of[lane] for lane in lanes}:
                 self._wakes[worker].signal()
 
@@ -288,9 +294,10 @@ class Lanes(CrashOnly):
         if not min_ready and self.stepping:
             self._look()  # for callers that never wait
         wanted = min(min_ready, len(self.stepping))
-        todo, failed, lanes = self._todo, self._failed, list[int]()
+        look, failed, lanes = self.buffers.look, self._failed, list[int]()
 
         def are_enough() -> bool:
+            todo = look()
             lanes[:] = [lane for lane in self.stepping if not todo[lane]]
             has_failed = any(failed[lane] or lane in self._errors for lane in lanes)
             return has_failed or len(lanes) >= wanted
@@ -303,11 +310,11 @@ class Lanes(CrashOnly):
 
     def _wait_for_lanes(self, lanes: Sequence[int]) -> None:
         """Wait until lanes have done what they have to do, and it is known what failed."""
-        todo, failed, idle = self._todo, self._failed, self._idle
+        look, failed, idle = self.buffers.look, self._failed, self._idle
         if len(lanes) == self.n_lanes:
-            self._wait_for(lambda: todo.tobytes() == idle)
+            self._wait_for(lambda: look() == idle)
         else:
-            self._wait_for(lambda: not any(todo[lane] for lane in lanes))
+            self._wait_for(lambda: not any(map(look().__getitem__, lanes)))
         if failed.tobytes() != idle:
             self.wait_until(lambda: not any(failed[lane] for lane in lanes))
 

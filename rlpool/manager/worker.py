@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import select
 from collections.abc import Callable, Sequence
@@ -70,7 +71,9 @@ def main(shared: Shared, wake: Wake, done: Wake, place: Place, pipe: Pipe, contr
         pipe: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
     """
-    make_server = partial(EnvServer, place, pipe, wake=wake, done=done)
+    # A second descriptor stays open for locking the file behind it.
+    lock_fd = os.dup(control_fd)
+    make_server = partial(EnvServer, place, pipe, wake=wake, done=done, lock_fd=lock_fd)
     run(make_server, shared, place, control_fd)
 
 
@@ -144,12 +147,20 @@ class EnvServer(Server):
         control: Its part of the shared record.
         wake: What it waits for, in addition to its pipe.
         done: Is signalled when lanes have done what they had to do.
+        lock_fd: See ``Buffers``.
     """
 
     def __init__(
-        self, place: Place, pipe: Pipe, control: WorkerRecord, wake: Wake, done: Wake
+        self,
+        place: Place,
+        pipe: Pipe,
+        control: WorkerRecord,
+        wake: Wake,
+        done: Wake,
+        lock_fd: int,
     ) -> None:
         super().__init__(place, pipe, control)
+        self._lock_fd = lock_fd
         self._wake = wake
         self._done = done
         self._calls: dict[int, Call] = {}  # by lane, until they are carried out
@@ -174,13 +185,13 @@ class EnvServer(Server):
         if not isinstance(message, Begin) or memory is None:
             return
         buffers = self._begin(message, memory)
-        wake, pipe, todo, idle = self._wake, self._link, buffers.todo.data, bytes(len(self._all))
+        wake, pipe, look, idle = self._wake, self._link, buffers.look, bytes(len(self._all))
         poller = select.poll()
         poller.register(pipe.fileno(), select.POLLIN)
         poller.register(wake.fd, select.POLLIN)
         wake.begin()
         while True:
-            asked = todo.tobytes()
+            asked = look()
             if asked != idle:
                 if not self._carry_out(buffers, asked):
                     return
@@ -198,7 +209,7 @@ class EnvServer(Server):
         env, me = self._env, self._place.worker
         for lane, tape in message.tapes.items():
             self._restore(lane, tape)
-        buffers = Buffers(message.specs, memory, self._lanes)
+        buffers = Buffers(message.specs, memory, self._lock_fd, self._lanes)
         self._wake.share(buffers.asleep[me : me + 1])
         self._done.share(buffers.asleep[-1:])
         env.place(buffers.observation, buffers.reward, buffers.flags)
@@ -288,7 +299,7 @@ class EnvServer(Server):
             self._send(failure)
         elif result is not None:
             self._reply(lanes[0], result)
-        buffers.todo[rows] = IDLE
+        buffers.post(rows, IDLE)
         buffers.writing[self._place.worker] = 0
         self._done.signal()
         return True

@@ -8,8 +8,8 @@ One anonymous file holds all of it, as int64 words::
 
 Workers write their progress and what their lanes run, the caller all the rest. Nobody waits for
 anybody: every number is a word of its own. The caller watches the progress (``Crew``), and
-reads the rest for errors and ``stats()``; ``python -m rlpool top`` finds the file by its name
-through ``/proc``.
+reads the rest for errors and ``stats()``; ``python -m rlpool top`` finds the file by its
+name.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from rlpool.data.storage import NDArray
-from rlpool.machine.limits import has_ended, resident_bytes
+from rlpool.machine.platform import has_ended, resident_bytes
 from rlpool.observe.control import (
     MAX_REQUESTS,
     MAX_SHOWN_LANES,

@@ -1,13 +1,12 @@
 """``python -m rlpool top``: what a running program's workers do, seen from outside.
 
-It reads the record that the program's workers share anyway, through ``/proc``: nothing is sent to
+It reads the record that the program's workers share anyway, through the kernel: nothing is sent to
 the program, which neither waits nor notices.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import time
@@ -18,7 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from rlpool.errors import RlpoolError, UsageError
-from rlpool.machine.limits import has_ended, human
+from rlpool.machine.platform import (
+    anonymous_files,
+    command_of,
+    has_ended,
+    human,
+    own_processes,
+    require_linux,
+)
 from rlpool.observe.control import FILE_NAME, FORMAT, HEADER_WORDS, Control, Head
 from rlpool.observe.stats import LaneStats, Stats, StatsReader, WorkerStats
 
@@ -74,12 +80,11 @@ class Program:
         """
         readers = {}
         try:
-            for file in Path(f"/proc/{self.pid}/fd").iterdir():
+            for file in anonymous_files(self.pid, FILE_NAME):
                 with suppress(OSError):  # closed meanwhile
-                    if os.readlink(file).startswith(f"/memfd:{FILE_NAME} "):
-                        number = file.stat().st_ino
-                        if reader := self._readers.get(number) or _reader_of(file, self.pid):
-                            readers[number] = reader
+                    number = file.stat().st_ino
+                    if reader := self._readers.get(number) or _reader_of(file, self.pid):
+                        readers[number] = reader
         except OSError:
             if not has_ended(self.pid):
                 what = f"process {self.pid} belongs to another user, or may not be looked at"
@@ -97,12 +102,10 @@ class Program:
 def programs() -> list[int]:
     """Processes of this user that have a batcher or a ``ParallelEnvManager``."""
     found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        pid = int(directory.name)
-        with suppress(UsageError, OSError):
-            if directory.stat().st_uid == os.getuid():
-                Program(pid)
-                found.append(pid)
+    for pid in own_processes():
+        with suppress(UsageError):
+            Program(pid)
+            found.append(pid)
     return sorted(found)
 
 
@@ -137,12 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--once", action="store_true", help="print it once, half a second's worth")
     options = parser.parse_args(arguments)
     try:
+        require_linux("python -m rlpool top", "call stats() in the program itself")
         if options.pid is None:
             sys.stdout.write("     pid  command\n")
             for pid in programs():
-                with suppress(OSError):  # it has ended
-                    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-                    sys.stdout.write(f"{pid:>8}  {command.strip()}\n")
+                sys.stdout.write(f"{pid:>8}  {command_of(pid)}\n")
         else:
             _show(Program(options.pid), options.once)
     except RlpoolError as error:

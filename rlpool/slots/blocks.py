@@ -21,7 +21,6 @@ stored as well.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from rlpool.data.specs import FLAGS, TensorSpec, is_action, refuse_collisions
 from rlpool.data.storage import Memory, NDArray, carved_bytes
 from rlpool.errors import SpecError
 from rlpool.machine.limits import check_size
+from rlpool.machine.platform import at_fork
 from rlpool.seeding import Seeding
 
 NOISE_KEY = "noise"
@@ -421,4 +421,4 @@ def _note_fork() -> None:
         block.is_forked |= block.is_held and block.memory.kind != "local"
 
 
-os.register_at_fork(before=_note_fork)
+at_fork(before=_note_fork)

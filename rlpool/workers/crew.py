@@ -36,8 +36,8 @@ from rlpool.errors import (
 )
 from rlpool.machine.imports import missing_guard_error
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import n_oom_kills, process_activity
 from rlpool.machine.own_state import torch_settings
+from rlpool.machine.platform import n_oom_kills, process_activity
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.logs import Logs

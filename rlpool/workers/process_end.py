@@ -7,7 +7,6 @@ holds the GIL. A thread does so where a process that the caller forked keeps the
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import signal
@@ -19,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from rlpool.machine.platform import kill_group, kill_when_closed, stat_fields
 from rlpool.workers.wire import CallerPipe, Close
 
 CLOSE_S = 1.5
@@ -91,10 +91,10 @@ def reap(process: SpawnProcess) -> None:
 def _end_group_of(process: SpawnProcess) -> None:
     # A number is not used again while a group of that number lives. If another process has it now,
     # nothing of the worker's group is left.
-    if process.pid is None or os.path.exists(f"/proc/{process.pid}"):
+    if process.pid is None or stat_fields(process.pid):
         return
     with suppress(OSError):  # mostly there is nothing
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
     # The first process of a container inherits them, and nobody else would reap them.
     deadline_s = time.monotonic() + _REAP_S
     with suppress(ChildProcessError):
@@ -116,18 +116,6 @@ _PARENT_CHECK_S = 1.0
 """How often a worker checks that its parent is still the same."""
 
 
-def kill_when_closed(fd: int, pid: int) -> None:
-    """Let the kernel kill a process when the other end of a pair of sockets is closed.
-
-    Args:
-        fd: One end of a pair that carries no data.
-        pid: The process, whoever has the descriptor; a negative number means a process group.
-    """
-    fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | fcntl.FASYNC)
-
-
 def end_with_parent() -> None:
     """End this worker and its process group when its parent ends, and the group with the worker."""
     parent = multiprocessing.parent_process()
@@ -144,6 +132,6 @@ def end_with_parent() -> None:
         while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):
             if os.getppid() != parent.pid:
                 break
-        os.killpg(0, signal.SIGKILL)
+        kill_group(0)
 
     threading.Thread(target=watch, name="rlpool-parent-watch", daemon=True).start()

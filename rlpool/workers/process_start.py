@@ -31,8 +31,8 @@ from typing import Any
 
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
+from rlpool.machine.platform import at_fork, kill_when_closed
 from rlpool.workers.logs import current_levels
-from rlpool.workers.process_end import kill_when_closed
 from rlpool.workers.template_handle import Template, UnsafeError
 from rlpool.workers.wire import CallerPipe, Inherited, pipe_ends
 from rlpool.workers.worker_process import Place, WorkerMain, run_connected
@@ -247,9 +247,9 @@ class _ForkingPopen(_Popen):
 
 _template = Template()
 atexit.register(_template.shutdown)
-os.register_at_fork(
+at_fork(
     before=_one_at_a_time.acquire,
     after_in_parent=_one_at_a_time.release,
     after_in_child=_one_at_a_time.release,
 )
-os.register_at_fork(after_in_child=_template.after_fork)
+at_fork(after_in_child=_template.after_fork)

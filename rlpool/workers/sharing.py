@@ -30,6 +30,7 @@ import torch.multiprocessing.reductions
 from rlpool.errors import SpecError, WorkerStartupError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.pickling import why_not
+from rlpool.machine.platform import file_of
 from rlpool.workers.template_handle import UnsafeError
 
 _LOG = logging.getLogger("rlpool")
@@ -294,7 +295,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if path is None:
             if _mp.get_sharing_strategy() == "file_system":
                 raise TypeError("torch.multiprocessing.set_sharing_strategy: use 'file_descriptor'")
-            path = f"/proc/{os.getpid()}/fd/{storage._share_fd_cpu_()[0]}"
+            path = file_of(storage._share_fd_cpu_()[0], os.getpid())
         return torch.UntypedStorage.from_file, (path, True, storage.nbytes())
 
 

@@ -30,14 +30,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver, spawn
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from rlpool.errors import described
-from rlpool.machine.limits import stat_fields
+from rlpool.machine.platform import n_threads, set_title
 
 _BOOT = """\
 import gc, json, sys
@@ -157,9 +156,9 @@ def _refuse_if_unsafe() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     deadline_s = time.monotonic() + _THREAD_END_S
-    while (n_threads := len(os.listdir("/proc/self/task"))) > 1:
+    while (n := n_threads()) > 1:
         if time.monotonic() > deadline_s:
-            raise OSError(f"it has {n_threads} threads")
+            raise OSError(f"it has {n} threads")
         time.sleep(0.001)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise OSError("it has a CUDA context")
@@ -280,28 +279,3 @@ def fork_orphan(caller: socket.socket) -> bool:
     except OSError as error:
         os._exit(error.errno or errno.EAGAIN)
     os._exit(0)
-
-
-_MAX_COMM_BYTES = 15
-_ARG_START = 45  # in /proc/self/stat, counted from the field after the name
-
-
-def set_title(title: str) -> None:
-    """Rename this process, where that is possible.
-
-    Args:
-        title: ASCII. The kernel keeps 15 bytes as the short name: the end of the title stays whole,
-            as it tells workers apart.
-    """
-    words = title.encode()
-    head, _, tail = words.rpartition(b"-")
-    short = head[: _MAX_COMM_BYTES - 1 - len(tail)] + b"-" + tail
-    with suppress(OSError, ValueError, IndexError):  # not Linux, or not allowed
-        Path("/proc/self/comm").write_bytes(short)
-        start, end = map(int, stat_fields("self")[_ARG_START : _ARG_START + 2])
-        if 0 < start < end:
-            # The command line is read from this process's memory. It is shown up to its first zero
-            # if its last byte is not zero.
-            ctypes.memset(start, 0, end - start)
-            ctypes.memmove(start, words, min(len(words), end - start - 2))
-            ctypes.memset(end - 1, 1, 1)

@@ -8,7 +8,7 @@ A few differences remain:
   such as adding warning filters. The garbage collector does not list their objects.
 - Workers of one template share addresses and the hashes of strings, unless ``PYTHONHASHSEED`` is
   set, which fixes the hashes in spawned workers as well.
-- ``/proc/<pid>/environ`` shows the variables that the template was started with. Cgroup,
+- The kernel shows the environment variables that the template was started with. Cgroup,
   namespaces, scheduling, I/O priority, and NUMA policy are those that the caller had then.
 - At the end of a worker, environments and agent are deleted, ``atexit`` handlers run and files are
   flushed, but other objects and libraries are not finalized.
@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import pickle
-import resource
 import select
 import signal
 import socket
@@ -32,10 +31,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import spawn, util
-from pathlib import Path
 from typing import Any
 
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
+from rlpool.machine.platform import file_of, inherited
 from rlpool.workers.template import BOOT, MAX_MESSAGE_BYTES
 
 _LOG = logging.getLogger("rlpool")
@@ -49,35 +48,23 @@ _FORK_S = 20.0
 _MAX_TRIES = 3
 """How many templates in a row may end without a worker started before workers are spawned."""
 
-_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
-
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 _VOLATILE = b"PYTEST_CURRENT_TEST"
 """A variable that changes all the time and means nothing to the libraries of a worker."""
 
-_INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Umask", "SigIgn")
-"""Beginnings of the lines of ``/proc/thread-self/status`` that a new process inherits."""
-
 
 def identity() -> tuple[Any, ...]:
     """What a process inherits and a running one cannot take over.
 
-    The interpreter and its flags, search path, working directory, environment variables, session,
-    privileges, umask, ignored signals, nice value, cores, and limits.
+    The interpreter and its flags, search path, environment variables, and what ``inherited`` says.
     """
-    status = Path("/proc/thread-self/status").read_text().splitlines()
     return (
         spawn.get_executable(),
         tuple(util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
         tuple(_search_path()),
-        os.readlink("/proc/self/cwd"),  # which works for a directory that was removed, too
         frozenset(item for item in os.environb.items() if item[0] != _VOLATILE),
-        os.getsid(0),
-        tuple(line for line in status if line.startswith(_INHERITED)),
-        os.getpriority(os.PRIO_PROCESS, 0),
-        frozenset(os.sched_getaffinity(0)),
-        tuple(map(resource.getrlimit, _LIMITS)),
+        *inherited(),
     )
 
 
@@ -294,5 +281,5 @@ def why_impossible() -> str:
     """Why this platform allows no template; ``""`` where it does."""
     if getattr(sys, "frozen", False):
         return "this program is frozen, so its interpreter cannot be started separately"
-    is_complete = all(os.path.exists(f"/proc/self/fd/{fd}") for fd in range(3))
+    is_complete = all(os.path.exists(file_of(fd)) for fd in range(3))
     return "" if is_complete else "a standard stream of this process is closed"

@@ -9,7 +9,8 @@ looks at shared memory first, and says there when it sleeps; only then is a syst
       look again, sleep  <------ eventfd ------    yes: write
 
 If either does not see yet what the other has just written, nobody is woken. So the first sleep is
-short, and another look follows it.
+short, and another look follows it. On processors that reorder stores the descriptor is always
+written.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.platform import HAS_ORDERED_STORES
 from rlpool.workers.wire import Inherited
 
 _ONE = (1).to_bytes(8, "little")
@@ -65,7 +67,8 @@ class Wake:
         Args:
             asleep: One element, the same in both processes; the one that waits writes it.
         """
-        self._asleep = asleep
+        if HAS_ORDERED_STORES:
+            self._asleep = asleep
 
     def signal(self) -> None:
         """Wake the process that waits, unless it will look again before it sleeps."""

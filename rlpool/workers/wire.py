@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import array
 import errno
-import fcntl
 import os
 import pickle
 import select
 import socket
-import sys
-import termios
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -31,8 +28,9 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import Any
 
-from rlpool.data.storage import Memory, anonymous_file
+from rlpool.data.storage import Memory
 from rlpool.errors import WorkerError
+from rlpool.machine.platform import anonymous_file, n_unread_bytes
 
 Message = Any
 
@@ -298,7 +296,7 @@ class Pipe:
         words, files = packet = _packed(message)
         has_turn = self._lock.acquire(timeout=_LOCK_S)
         try:
-            has_room = self._n_unread_bytes() + len(words) <= self._max_unread_bytes
+            has_room = n_unread_bytes(self._socket.fileno()) + len(words) <= self._max_unread_bytes
             if has_turn and has_room and not files:
                 self._write(packet)
             else:
@@ -307,11 +305,6 @@ class Pipe:
         finally:
             if has_turn:
                 self._lock.release()
-
-    def _n_unread_bytes(self) -> int:
-        """What the kernel keeps for the caller, its own bookkeeping included."""
-        words = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4))
-        return int.from_bytes(words, sys.byteorder)
 
     def _write(self, packet: Packet) -> None:
         number, self._n_dropped = self._n_dropped, 0

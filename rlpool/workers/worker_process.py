@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import functools
 import gc
 import io
 import os
 import pickle
-import signal
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gymnasium.spaces import Discrete, MultiDiscrete
 
-from rlpool.data.storage import Memory, anonymous_file
+from rlpool.data.storage import Memory
 from rlpool.errors import Where, WorkerError, WorkerStartupError, described
 from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
 from rlpool.machine.own_state import Settings, seed_generators, use_settings
+from rlpool.machine.platform import (
+    STACKS_SIGNAL,
+    anonymous_file,
+    anonymous_files,
+    append_only,
+    set_title,
+)
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix
 from rlpool.seeding import worker_seed
@@ -34,15 +38,11 @@ from rlpool.workers.failure_policy import FailurePolicy, Recycling
 from rlpool.workers.logs import Levels, PipeHandler, connect
 from rlpool.workers.process_end import end_with_parent
 from rlpool.workers.sharing import Shared, begin_main_module
-from rlpool.workers.template import is_forked, set_title
+from rlpool.workers.template import is_forked
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready
 
 _STACKS_FILE = "rlpool-stacks"
 """The name by which the file is found among a worker's descriptors."""
-
-_STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a worker write its stacks. Nothing else uses this number: not the C library, which takes
-the first real-time signals, nor Python, nor CUDA."""
 
 _STACKS_S = 1.0
 """How long a worker may take to write them."""
@@ -115,8 +115,8 @@ def _write_open_files() -> None:
 def _write_stacks_on_signal() -> None:
     """Let ``stacks_of`` see what this process is doing, even if C code never releases the GIL."""
     fd = anonymous_file(_STACKS_FILE)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
-    faulthandler.register(_STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+    append_only(fd)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def stacks_of(process: SpawnProcess | None) -> str:
@@ -124,16 +124,15 @@ def stacks_of(process: SpawnProcess | None) -> str:
     if process is None or not process.is_alive():
         return ""
     try:
-        files = [f"/proc/{process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{process.pid}/fd")]
-        file = next(f for f in files if os.readlink(f).startswith(f"/memfd:{_STACKS_FILE}"))
-        os.kill(process.pid or 0, _STACKS_SIGNAL)
+        file = next(anonymous_files(process.pid, _STACKS_FILE))
+        os.kill(process.pid or 0, STACKS_SIGNAL)
         size, until_s = 0, time.monotonic() + _STACKS_S
         while time.monotonic() < until_s:
             time.sleep(_STACKS_PAUSE_S)
-            before, size = size, os.stat(file).st_size
+            before, size = size, file.stat().st_size
             if size and size == before:
                 break
-        return Path(file).read_text(errors="replace")
+        return file.read_text(errors="replace")
     except (OSError, StopIteration):  # it is starting, or gone
         return ""
 

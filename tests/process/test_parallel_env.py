@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from process.watching import Script
 
 from rlpool import (
     ParallelEnvManager,
@@ -49,6 +50,37 @@ def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
     """Ask one environment through its remote; returns what it answers."""
     manager.remotes[lane].send(request)
     return manager.remotes[lane].recv()[1]
+
+
+UNORDERED = """
+import torch
+import rlpool
+from support.unordered import LockingEnv, locks
+
+if __name__ == "__main__":
+    rlpool.preload("support.unordered")
+    array = rlpool.Array((1,), "int64", full_size=2, storage="shared")
+    with rlpool.ParallelEnvManager([LockingEnv] * 2, info_keys=["locks"]) as env:
+        env.reset()
+        before, there = len(locks), [0, 0]
+        for step in range(1, 6):
+            (after, _), _ = env.step(rlpool.DictTensor({"action": torch.zeros(2).long()}))
+            assert after["reward"].tolist() == [step, step]
+            here, before = len(locks) - before, len(locks)
+            last, there = there, after["locks"].tolist()
+            # Where steps are posted, and looked for; and once more at the end.
+            assert here >= 4, here
+            assert min(now - then for now, then in zip(there, last)) >= 4, (last, there)
+        assert array[0] == 0 and len(locks) > before
+"""
+
+
+def test_where_stores_are_reordered_words_are_handed_over_under_a_lock(
+    run_script: Callable[..., Script],
+) -> None:
+    script = run_script(UNORDERED)
+    script.finish()
+    assert script.returncode == 0, script.stderr
 
 
 # By hand --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from process.watching import Script, Struck, wait_until
 
 import rlpool
 from rlpool import EpisodeBatcher, ParallelEnvManager
-from rlpool.machine.limits import has_ended
+from rlpool.machine.platform import has_ended
 from rlpool.observe import top
 
 from support.envs import CountingEnv

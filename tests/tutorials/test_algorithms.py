@@ -137,6 +137,12 @@ def assert_goes_on(name: str, saved: Any, whole: Any) -> None:
         assert equal, key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_script_runs_without_workers(name: str, program_folder: Path) -> None:
+    run(name, program_folder, *(["--n-workers=0"] if name != "meta_rl" else []))
+
+
 @pytest.mark.parametrize("name", variants(["ppo"], SMALL))
 def test_a_run_leaves_a_film_and_a_log_of_tensorboard(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]

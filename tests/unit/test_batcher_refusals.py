@@ -134,6 +134,7 @@ def test_wrong_arguments_are_refused_by_name(kind: Any) -> None:
     gc.collect()  # there is nothing to close
 
 
+@pytest.mark.linux
 @pytest.mark.promise("I8")
 def test_blocks_larger_than_the_machine_are_refused_wherever_their_size_is_learned() -> None:
     sizes = {"n_timesteps": 10**9, "n_slots": 10**6}

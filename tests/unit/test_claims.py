@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlpool.batch.plans import MAX_CLAIM, Claims
+from rlpool.machine.platform import FileLock
 
 pytestmark = pytest.mark.promise("I1")
 
@@ -40,6 +41,7 @@ def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
     assert sorted(claimed) == list(range(n_episodes))
 
 
+@pytest.mark.linux
 def test_a_claim_begins_where_those_end_that_were_made_while_it_waited_for_the_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -53,6 +55,6 @@ def test_a_claim_begins_where_those_end_that_were_made_while_it_waited_for_the_l
             others.extend(Claims(control, 99, 0).make(1, 0))
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    own = Claims(control, 99, 0, lock_fd=9).make(0, 0)
+    own = Claims(control, 99, 0, lock=FileLock(9)).make(0, 0)
     assert calls == [fcntl.LOCK_EX, fcntl.LOCK_UN]
     assert min(own) == max(others) + 1

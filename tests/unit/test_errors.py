@@ -282,11 +282,13 @@ def error_of(call: Callable[[], Any]) -> RlpoolError:
     return caught.value
 
 
+@pytest.mark.linux
 def test_messages_say_what_happened_where_and_what_to_do() -> None:
     said = [f"{type(error).__name__}: {error}" for error in map(error_of, CALLS)]
     assert said == MESSAGES.strip().split("\n\n")
 
 
+@pytest.mark.linux
 def test_advice_fits_the_case() -> None:
     for call, kind, part in ADVICE:
         error = error_of(call)

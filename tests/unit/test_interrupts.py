@@ -39,6 +39,7 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
+@pytest.mark.linux
 def test_handlers_run_at_the_end_of_the_section_and_may_raise(handled: list[int]) -> None:
     seen_within = [0]
 

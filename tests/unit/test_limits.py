@@ -11,14 +11,8 @@ import pytest
 from rlpool import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher, SpecError, worker_count
 from rlpool.data.storage import Memory
 from rlpool.machine import limits
-from rlpool.machine.limits import (
-    Bound,
-    check_size,
-    check_workers,
-    human,
-    memory_bounds,
-    n_cores,
-)
+from rlpool.machine.limits import check_size, check_workers
+from rlpool.machine.platform import Bound, human, memory_bounds, n_cores
 
 from support.agents import StepCounter
 from support.envs import create_counting
@@ -76,6 +70,7 @@ def test_memory_that_is_not_free_is_warned_of_or_refused(
     assert (human(1023), human(1536), human(5000 << 40)) == ("1023 B", "1.5 KiB", "5000 TiB")
 
 
+@pytest.mark.linux
 def test_batchers_refuse_before_they_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
     bound_to(monkeypatch, Bound("this machine has", 102_400, 102_400))
     monkeypatch.setattr(MonoThreadEpisodeBatcher, "_N_TIMESTEPS", 10_000)
@@ -93,6 +88,7 @@ def test_batchers_refuse_before_they_allocate(monkeypatch: pytest.MonkeyPatch) -
 # Workers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(
     ("quota", "expected"),
     [("max 100000", 64), ("150000 100000", 2), ("1000 100000", 1), ("", 64)],
@@ -109,6 +105,7 @@ def test_cores_are_those_of_affinity_and_container(
         worker_count("many")  # type: ignore[arg-type]
 
 
+@pytest.mark.linux
 def test_more_workers_than_twice_the_cores_are_worth_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,6 +117,7 @@ def test_more_workers_than_twice_the_cores_are_worth_one_warning(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.linux
 def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "n_open_descriptors", lambda: 48)
     limit_descriptors(monkeypatch, 120)

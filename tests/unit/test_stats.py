@@ -17,6 +17,7 @@ from rlpool import (
     Stats,
     UsageError,
 )
+from rlpool.machine.platform import IS_LINUX
 from rlpool.observe.control import MAX_REQUESTS
 
 from support.agents import StepCounter
@@ -63,7 +64,7 @@ def test_a_finished_request_is_counted_and_its_lanes_are_idle() -> None:
         assert (stats.n_steps, stats.n_episodes, stats.restarts) == (35, 7, 0)
         (worker,) = stats.workers
         assert (worker.pid, worker.state, worker.restarts) == (os.getpid(), "alive", 0)
-        assert worker.rss_bytes > 0
+        assert worker.rss_bytes > 0 or not IS_LINUX
         assert lanes_of(stats) == [("idle", None, None, None)] * 2
         assert stats.steps_per_s > 0
     with pytest.raises(UsageError, match="closed"):

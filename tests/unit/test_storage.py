@@ -14,7 +14,7 @@ import pytest
 
 from rlpool.data.storage import Memory, allocate
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.limits import memory_bounds
+from rlpool.machine.platform import memory_bounds
 
 from support import named_memory
 from support.machines import limit_disk
@@ -54,6 +54,7 @@ def test_memory_that_is_not_available_is_refused_with_the_reason(arguments: Any,
         allocate(*arguments[:2], directory=arguments[2])
 
 
+@pytest.mark.linux
 def test_attached_memory_is_the_same_memory_unless_it_is_private() -> None:
     before, in_shm = open_descriptors(), named_memory.names()
     memory = Memory.shared(100)

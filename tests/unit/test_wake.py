@@ -12,6 +12,8 @@ import pytest
 
 from rlpool.workers.wake import Wake
 
+pytestmark = pytest.mark.linux
+
 LONG_S = 3600.0
 
 

@@ -13,7 +13,7 @@ import pytest
 from rlpool.data.storage import Memory
 from rlpool.workers.wire import CallerPipe, Pipe, pipe_ends
 
-pytestmark = pytest.mark.promise("I4")
+pytestmark = [pytest.mark.linux, pytest.mark.promise("I4")]
 
 Ends = tuple[CallerPipe, Pipe, socket.socket]
 

@@ -1,0 +1,347 @@
+"""What the operating system offers: the one module that knows which system it is.
+
+Worker processes and shared memory need Linux. Whatever runs in one process works everywhere; what
+does not is refused by ``require_linux``. Where a function is for Linux only, its callers run in
+workers, or start them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from rlpool.errors import UsageError
+
+IS_LINUX = sys.platform == "linux"
+
+if sys.platform == "linux":
+    import fcntl
+    import resource
+    import termios
+
+HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Whether all cores see what one writes in the order in which it does. On other processors, what
+one process writes and another reads is handed over under a ``FileLock``."""
+
+HELD_SIGNALS = tuple(
+    int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+)
+"""Signals whose handlers may raise anywhere: those of Ctrl-C, of managers of jobs, of timers."""
+
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
+"""Makes a worker write its stacks. Nothing else uses this number: not the C library, which takes
+the first real-time signals, nor Python, nor CUDA."""
+
+ROOT = Path("/")
+"""Where ``/proc`` and ``/sys`` are; another directory stands for another machine."""
+
+
+def require_linux(what: str, fix: str) -> None:
+    """Refuse what needs Linux on another system.
+
+    Args:
+        what: What was asked for, the subject of the message.
+        fix: What works here.
+
+    Raises:
+        UsageError: If this is not Linux.
+    """
+    if not IS_LINUX:
+        raise UsageError(f"{what} needs Linux, and this is {platform.system()}", fix=fix)
+
+
+# Files and locks ----------------------------------------------------------------------------------
+
+
+def anonymous_file(name: str) -> int:
+    """Descriptor of a new file in memory, without a place in any directory."""
+    return os.memfd_create(name, os.MFD_CLOEXEC)
+
+
+def anonymous_files(pid: int | None, name: str) -> Iterator[Path]:
+    """The files of that name that a process has open; OSError if it may not be looked at."""
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(file) == f"/memfd:{name} (deleted)":
+                yield file
+
+
+def file_of(fd: int, pid: int | str = "self") -> str:
+    """The path of a process's descriptor, by which another process can open its file."""
+    return f"/proc/{pid}/fd/{fd}"
+
+
+NO_LOCK: AbstractContextManager[None] = nullcontext()
+"""Instead of a ``FileLock`` where there is nobody to lock out."""
+
+
+class FileLock:
+    """A ``with`` section that one process runs at a time; the kernel ends it when that one dies.
+
+    Args:
+        fd: Descriptor of a file that all of them lock.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that calls another one within the section."""
+
+        def called_alone(*arguments: Any) -> Any:
+            with self:
+                return call(*arguments)
+
+        return called_alone
+
+
+def append_only(fd: int) -> None:
+    """Let every write go to the end of the file."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+
+
+def n_unread_bytes(fd: int) -> int:
+    """What the kernel keeps for the reader of a socket, its own bookkeeping included."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
+def max_descriptors() -> int:
+    """Descriptors that this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def n_open_descriptors() -> int:
+    """Descriptors that this process has open."""
+    return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+def kill_when_closed(fd: int, pid: int) -> None:
+    """Let the kernel kill a process when the other end of a pair of sockets is closed.
+
+    Args:
+        fd: One end of a pair that carries no data.
+        pid: The process, whoever has the descriptor; a negative number means a process group.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | fcntl.FASYNC)
+
+
+def kill_group(group: int) -> None:
+    """Kill a process group; 0 is that of this process."""
+    os.killpg(group, signal.SIGKILL)
+
+
+def end_without_reader() -> None:
+    """Let this process end when nobody reads its output any more, as commands do."""
+    if IS_LINUX:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def at_fork(**calls: Callable[[], object]) -> None:
+    """As ``os.register_at_fork``; does nothing where there are no forks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**calls)
+
+
+_INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Umask", "SigIgn")
+"""Beginnings of the lines of ``/proc/thread-self/status`` that a new process inherits."""
+
+
+def inherited() -> tuple[Any, ...]:
+    """What a process inherits and a running one cannot take over.
+
+    The working directory, session, privileges, umask, ignored signals, nice value, cores, and
+    limits.
+    """
+    status = Path("/proc/thread-self/status").read_text().splitlines()
+    limits = sorted({getattr(resource, name) for name in dir(resource) if name[:7] == "RLIMIT_"})
+    return (
+        os.readlink("/proc/self/cwd"),  # which works for a directory that was removed, too
+        tuple(line for line in status if line.startswith(_INHERITED)),
+        os.getsid(0),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        frozenset(os.sched_getaffinity(0)),
+        tuple(map(resource.getrlimit, limits)),
+    )
+
+
+_MAX_COMM_BYTES = 15
+_ARG_START = 45  # in /proc/self/stat, counted from the field after the name
+
+
+def set_title(title: str) -> None:
+    """Rename this process, where that is possible.
+
+    Args:
+        title: ASCII. The kernel keeps 15 bytes as the short name: the end of the title stays whole,
+            as it tells workers apart.
+    """
+    words = title.encode()
+    head, _, tail = words.rpartition(b"-")
+    short = head[: _MAX_COMM_BYTES - 1 - len(tail)] + b"-" + tail
+    with suppress(OSError, ValueError, IndexError):  # not allowed
+        Path("/proc/self/comm").write_bytes(short)
+        start, end = map(int, stat_fields("self")[_ARG_START : _ARG_START + 2])
+        if 0 < start < end:
+            # The command line is read from this process's memory. It is shown up to its first zero
+            # if its last byte is not zero.
+            ctypes.memset(start, 0, end - start)
+            ctypes.memmove(start, words, min(len(words), end - start - 2))
+            ctypes.memset(end - 1, 1, 1)
+
+
+def own_processes() -> Iterator[int]:
+    """The processes of this user."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if directory.stat().st_uid == os.getuid():
+                yield int(directory.name)
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; ``""`` if there is no such process."""
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+
+
+def n_threads() -> int:
+    """Threads of this process, those of libraries included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def stat_fields(pid: int | str | None) -> list[str]:
+    """What the kernel says of a process, its state first; empty if there is no such process."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def process_activity(pid: int | None) -> int:
+    """CPU time and page faults of a process: a number that grows while it does anything.
+
+    Returns:
+        At least 1; 0 where the system does not provide it.
+    """
+    fields = stat_fields(pid)
+    # Minor and major faults, user and system time.
+    return 1 + sum(int(fields[n]) for n in (7, 9, 11, 12)) if fields else 0
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process without shared blocks; 0 if it is unknown."""
+    file = Path(f"/proc/{pid}/status")
+    return _kilobytes(file, "RssAnon") + _kilobytes(file, "RssFile")
+
+
+def n_oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory since its start; 0 if unknown."""
+    return int(_field(ROOT / "proc/vmstat", "oom_kill") or 0)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, or waits for its parent to notice its end."""
+    fields = stat_fields(pid)
+    return IS_LINUX and (not fields or fields[0] in "ZX")
+
+
+# The machine --------------------------------------------------------------------------------------
+
+
+def human(n_bytes: int) -> str:
+    """A size for messages, such as ``"1.5 GiB"``."""
+    size, units = float(n_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if size >= 1000 else f"{size:.3g} {units[0]}"
+
+
+class Bound(NamedTuple):
+    """A limit of memory: who sets it, how much there is, and how much is free without swapping."""
+
+    name: str
+    total: int
+    free: int
+
+    def __str__(self) -> str:
+        return f"{human(self.free)} of the {human(self.total)} that {self.name} are free"
+
+
+def memory_bounds(root: Path = ROOT) -> list[Bound]:
+    """What limits memory: the machine, and the containers around this process.
+
+    Nothing is known of systems other than Linux.
+    """
+    file = root / "proc/meminfo"
+    total, free = _kilobytes(file, "MemTotal"), _kilobytes(file, "MemAvailable")
+    bounds = [Bound("this machine has", total or sys.maxsize, free or sys.maxsize)]
+    for group in _control_groups(root):
+        limit = _read(group / "memory.max").strip()
+        if not limit.isdecimal():  # "max", or no such file
+            continue
+        used = int(_read(group / "memory.current") or 0)
+        # The kernel's own estimate, MemAvailable, counts half of the active page cache as free.
+        used -= int(_field(group / "memory.stat", "inactive_file") or 0)
+        used -= int(_field(group / "memory.stat", "active_file") or 0) // 2
+        name = f"the control group of this process allows ({group / 'memory.max'})"
+        bounds.append(Bound(name, int(limit), max(0, int(limit) - max(0, used))))
+    return bounds
+
+
+def n_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use, by its affinity and the quotas of its control groups."""
+    n = len(os.sched_getaffinity(0)) if IS_LINUX else os.cpu_count() or 1
+    for group in _control_groups(root):
+        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+        if quota.isdecimal():  # else "max", or no such file
+            n = min(n, -(-int(quota) // int(period)))
+    return max(1, n)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """Directories of this process's control group and of those above it.
+
+    A container sees its own group as the topmost directory; the path may be the host's, which does
+    not exist here.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, _, path = line.partition("::")
+        if hierarchy == "0":
+            own = PurePosixPath("" if ".." in path else path.lstrip("/"))
+            for directory in (own, *own.parents):
+                yield root / "sys/fs/cgroup" / directory
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    """A size that a file of the kernel gives in kilobytes, in bytes; 0 if it is not there."""
+    return int(_field(file, name) or 0) * 1024
+
+
+def _field(file: Path, name: str) -> str:
+    """The first word after a name in a file of the kernel; ``""`` if it is not there."""
+    for words in map(str.split, _read(file).splitlines()):
+        if len(words) > 1 and words[0].rstrip(":") == name:
+            return words[1]
+    return ""
+
+
+def _read(file: Path) -> str:
+    """The text of a file of the kernel; ``""`` if it cannot be read."""
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
