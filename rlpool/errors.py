@@ -85,7 +85,8 @@ class RlpoolError(Exception):
     def __init__(self, what: str, *, where: Where | str = "", fix: str = "") -> None:
         self.what = what
         self.fix = fix
-        super().__init__(compose(what, where=str(where), fix=fix))
+        # Not super(): what follows in a subclass, such as LaneError, may take other arguments.
+        Exception.__init__(self, compose(what, where=str(where), fix=fix))
 
 
 class UsageError(RlpoolError, RuntimeError):
