@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import signature_of
 
 _GIVEN = ("state", "observation", "agent_info", "history")
 """What a call can take, in the order of calls that take it by position."""
@@ -246,7 +247,7 @@ def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter
         SpecError: If neither is possible.
     """
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except ValueError:
         return None  # it has none that is known
     every = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -300,7 +301,7 @@ def is_agent(thing: Any) -> bool:
     if isinstance(thing, Agent | nn.Module):
         return True
     with suppress(TypeError, ValueError):  # it cannot be called, or has no signature
-        return not isinstance(thing, type) and "observation" in inspect.signature(thing).parameters
+        return not isinstance(thing, type) and "observation" in signature_of(thing).parameters
     return False
 
 

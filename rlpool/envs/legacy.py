@@ -18,7 +18,6 @@ A task comes before the reset, and the environment is seeded before the task, si
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import signature_of
 from rlpool.seeding import stream_seed
 
 _GYMNASIUMS = {"seed": None, "options": None}  # arguments of reset, and their defaults
@@ -110,7 +110,7 @@ def modernised(env: Any, *, with_tasks: bool = True) -> Any:
         ``env`` itself if nothing has to be adapted.
     """
     is_wrapper = isinstance(env, gymnasium.Wrapper)
-    if is_wrapper and _OTHERS.isdisjoint(inspect.signature(env.reset).parameters):
+    if is_wrapper and _OTHERS.isdisjoint(signature_of(env.reset).parameters):
         env.env = modernised(env.env, with_tasks=with_tasks)
         if _GYMNASIUMS.keys() <= reset_arguments(env).keys():
             return env
@@ -148,7 +148,7 @@ def _refused_options(env: Any, options: Mapping[str, Any]) -> SpecError:
     """The error for options that no argument of ``reset`` takes."""
     signature = "()"
     with suppress(TypeError, ValueError):  # compiled code need not tell
-        signature = str(inspect.signature(env.reset))
+        signature = str(signature_of(env.reset))
     if "**" in signature and hasattr(getattr(env, "env", None), "reset"):
         return _refused_options(env.env, options)  # to which a wrapper passes everything on
     return SpecError(
@@ -169,7 +169,7 @@ def reset_arguments(env: Any) -> dict[str, Any]:
         Name to what the environment gets unless something is given: its own default, or ``None``.
     """
     try:
-        parameters = inspect.signature(env.reset).parameters
+        parameters = signature_of(env.reset).parameters
     except (TypeError, ValueError):  # compiled code need not tell
         return {}
     defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}

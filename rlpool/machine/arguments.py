@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 from rlpool.errors import SpecError
 
+if sys.version_info >= (3, 14):
+    import annotationlib
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _LIMITS = {
@@ -136,6 +139,13 @@ def also_takes(**meant: str) -> Callable[[FunctionT], FunctionT]:
     return decorated
 
 
+def signature_of(function: Callable[..., Any], **options: Any) -> inspect.Signature:
+    """``inspect.signature``, also where annotations name what only type checkers import."""
+    if sys.version_info >= (3, 14):  # which evaluates annotations when they are looked at
+        options["annotation_format"] = annotationlib.Format.STRING
+    return inspect.signature(function, **options)
+
+
 def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = True) -> bool:
     """Whether a function, class or callable object can be called with a keyword argument.
 
@@ -147,7 +157,7 @@ def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = 
     """
     for follow_wrapped in (False, True):
         try:
-            parameters = inspect.signature(function, follow_wrapped=follow_wrapped).parameters
+            parameters = signature_of(function, follow_wrapped=follow_wrapped).parameters
         except (TypeError, ValueError):
             return otherwise
         if name in parameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import EpisodeBatcher, MonoThreadEpisodeBatcher, Pool, make_parallel_env
+from rlpool import EpisodeBatcher, GymEnv, MonoThreadEpisodeBatcher, Pool, make_parallel_env
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import (
     called_with_seed,
@@ -22,6 +23,7 @@ from rlpool.machine.arguments import (
 )
 
 from support.agents import ConstantAgent
+from support.envs import CountingEnv
 from support.examples import create_env
 
 FACTORIES: Any = {"create_agent": ConstantAgent, "create_env": create_env}
@@ -84,6 +86,28 @@ def test_a_factory_gets_a_seed_if_it_takes_one() -> None:
     assert called_with_seed(takes, 5, {"seed": 9}) == (9, 1)  # one among the arguments comes first
     assert takes_keyword(dict, "seed")  # what has no signature may take anything
     assert not takes_keyword(dict, "seed", otherwise=False)
+
+
+ANNOTATED = """
+def policy(observation: Missing) -> Missing:
+    return {"action": observation["frame"][:, 0].long()}
+
+class Env(CountingEnv):
+    def reset(self, *, seed: Missing = None, options: Missing = None) -> Missing:
+        return super().reset(seed=seed, options=options)
+
+def create_env(seed: Missing) -> Missing:
+    return GymEnv([Env()], seed)
+"""
+
+
+def test_annotations_may_name_what_only_type_checkers_import() -> None:
+    # Without this module's `annotations` from the future, where Python does not need it.
+    is_lazy = sys.version_info >= (3, 14)
+    names: dict[str, Any] = {"CountingEnv": CountingEnv, "GymEnv": GymEnv}
+    exec(compile(ANNOTATED, "program", "exec", dont_inherit=is_lazy), names)
+    create = {"create_agent": lambda: names["policy"], "create_env": names["create_env"]}
+    assert len(seeds_of(EpisodeBatcher(8, 4, **create, n_workers=0, seed=5))) == 4
 
 
 def test_numbers_may_be_scalars_of_every_library() -> None:

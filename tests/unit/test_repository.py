@@ -80,8 +80,8 @@ def test_four_core_dependencies_and_every_direct_one_is_bounded_and_pinned() -> 
 
 
 def test_the_library_imports_nothing_but_its_dependencies() -> None:
-    # The annotations of keywords need what torch brings along.
-    allowed = CORE | {"rlpool", "typing_extensions"} | set(sys.stdlib_module_names)
+    # The annotations of keywords need what torch brings along. annotationlib is Python's from 3.14.
+    allowed = CORE | {"rlpool", "typing_extensions", "annotationlib"} | set(sys.stdlib_module_names)
     optional = {"batch": {"tqdm"}, "integrations": {"minari", "stable_baselines3"}}
     foreign = set()
     for path in (REPOSITORY / "rlpool").rglob("*.py"):
