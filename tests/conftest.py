@@ -85,8 +85,8 @@ def no_process_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process alive, and end that process so that the next can pass.
 
     Processes of fixtures that live longer than the test are there before it and do not count,
-    nor do the two that live as long as this one: the tracker that ``multiprocessing`` keeps, and
-    the template from which workers are forked.
+    nor do those that live as long as this one: the tracker and the fork server that
+    ``multiprocessing`` keeps, and the template from which workers are forked.
     """
     before = started()
     yield

@@ -87,9 +87,10 @@ def add_to_memory() -> tuple[Callable[[], Any], Callable[[], list[float]]]:
     return add, read
 
 
-def add_to_value() -> tuple[Callable[[], Any], Callable[[], int]]:
-    value, lock, queue = SPAWN.Value("i", 0), SPAWN.Lock(), SPAWN.Queue()
-    ours, theirs = SPAWN.Pipe()
+def add_to_value(method: str) -> tuple[Callable[[], Any], Callable[[], int]]:
+    context: Any = multiprocessing.get_context(method)
+    value, lock, queue = context.Value("i", 0), context.Lock(), context.Queue()
+    ours, theirs = context.Pipe()
 
     def add() -> None:
         with lock:
@@ -125,12 +126,14 @@ def test_memory_is_shared_with_workers_and_their_successors_and_given_back(
     assert "workers are spawned" not in caplog.text
 
 
-@pytest.mark.parametrize("is_killed", variants([False], [True]))
+@pytest.mark.parametrize(
+    ("method", "is_killed"), variants([("forkserver", False)], [("spawn", True)])
+)
 def test_queues_locks_values_and_pipes_reach_workers_that_are_spawned_for_it(
-    is_killed: bool, caplog: pytest.LogCaptureFixture
+    method: str, is_killed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    add, read = add_to_value()
+    add, read = add_to_value(method)
     with open_batcher(add) as batcher:
         assert read() == 1
         if is_killed:

@@ -151,11 +151,13 @@ def test_the_notebook_of_the_array_prints_what_it_says(run: Run) -> None:
     ]
     printed = re.findall(r"Array\((\[.*?\]), storage", output, re.DOTALL)
     numbers_of = [[float(text) for text in re.findall(r"-?\d+", each)] for each in printed]
-    assert numbers_of == [np.ravel(values).tolist() for values in shown]
+    expected = [np.ravel(values).tolist() for values in shown]
+    # A process that is not forked, as is the default since Python 3.14, imports the program first.
+    assert numbers_of in (expected, expected[:-1] + expected)
     assert "\n[6. 6. 6. 6. 6.]\n" in output  # the sum of an ndarray
-    expected = np.zeros((5, 4), np.int32)
-    expected[[1, 3], [0, 2]] = 42
-    np.testing.assert_array_equal(shared, expected)
+    written = np.zeros((5, 4), np.int32)
+    written[[1, 3], [0, 2]] = 42
+    np.testing.assert_array_equal(shared, written)
 
 
 # Parallel environments -------------------------------------------------------------------------

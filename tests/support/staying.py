@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -13,7 +15,10 @@ _NAMES = ("multiprocessing.resource_tracker", "rlpool-template", "rlpool.workers
 
 
 def stays(process: psutil.Process) -> bool:
-    """Whether a child is the tracker of ``multiprocessing`` or the template of workers."""
+    """Whether a child is the tracker or fork server of ``multiprocessing``, or the template."""
+    own_fork_server: Any = forkserver._forkserver
+    if process.pid == own_fork_server._forkserver_pid:  # what it forks has the same command line
+        return True
     try:
         return any(name in part for part in process.cmdline() for name in _NAMES)
     except psutil.Error:
