@@ -150,11 +150,12 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
 
 
 def _refuse_if_unsafe() -> None:
-    """Raise ``OSError`` if this process should not be forked."""
+    """Raise ``OSError`` if this process cannot or should not be forked."""
     pid = os.fork()  # OpenBLAS ends its threads before, and starts them again when it computes
     if not pid:
         os._exit(0)
-    os.waitpid(pid, 0)
+    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        raise OSError(f"a fork of it fails (exit code {code})")
     deadline_s = time.monotonic() + _THREAD_END_S
     while (n := n_threads()) > 1:
         if time.monotonic() > deadline_s:

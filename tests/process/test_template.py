@@ -34,6 +34,7 @@ from rlpool.workers.template_handle import Template
 
 from support.envs import CountingEnv
 from support.faults import EXIT_CODE, create_agent, create_env, faults_at
+from support.variants import variants
 
 pytestmark = [
     pytest.mark.promise("I10"),
@@ -171,6 +172,25 @@ def test_only_three_templates_that_die_in_a_row_are_given_up(
     assert templates.ready()
     assert len(tries.read_text()) == 6
     templates.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("forks_fail", "why"),
+    variants(
+        [("os.register_at_fork(after_in_child=lambda: os._exit(3))", "exit code 3")],
+        [("os.fork = lambda: os.kill(os.getpid(), 10**9)", "Invalid argument")],
+    ),
+)
+def test_workers_are_spawned_where_a_template_cannot_fork(
+    forks_fail: str, why: str, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import os\n{forks_fail}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with open_batcher(1) as batcher:
+        collect(batcher)
+    (message,) = caplog.messages
+    assert "workers are spawned" in message
+    assert why in message
 
 
 # What else goes on in the caller ---------------------------------------------------------------
