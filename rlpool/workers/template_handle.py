@@ -194,6 +194,8 @@ class Template:
         """
         self.end()
         self._fits, kind, module, text = None, "importing", "", ""
+        with _adopting_orphans():
+            pass  # what the system refuses here, it would refuse for every worker
         try:
             self._start_process()
             while kind == "importing":

@@ -28,7 +28,7 @@ from process.watching import in_new, is_running, n_descriptors, wait_until, work
 import rlpool
 from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, SpecError
 from rlpool.errors import WorkerDiedError
-from rlpool.workers import process_start
+from rlpool.workers import process_start, template_handle
 from rlpool.workers.process_start import prepare
 from rlpool.workers.template_handle import Template
 
@@ -191,6 +191,17 @@ def test_workers_are_spawned_where_a_template_cannot_fork(
     (message,) = caplog.messages
     assert "workers are spawned" in message
     assert why in message
+
+
+def test_no_template_is_started_where_its_workers_could_not_be_adopted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_start, "_template", Template())
+    monkeypatch.setattr(template_handle, "_PR_SET_CHILD_SUBREAPER", 10**6)
+    before = children()
+    prepare("auto")
+    assert "adopt" in process_start.why_spawned()
+    assert children() == before
 
 
 # What else goes on in the caller ---------------------------------------------------------------
