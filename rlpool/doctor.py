@@ -153,15 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     text = "print what this machine offers to workers, and which limit would be hit"
     parser = argparse.ArgumentParser(prog="python -m rlpool doctor", description=text)
-    help_text = "worker processes (default: all cores but two)"
-    parser.add_argument("--n-workers", type=int, metavar="N", help=help_text)
+    default, help_text = worker_count("auto"), "worker processes (default: all cores but two)"
+    parser.add_argument("--n-workers", type=int, default=default, metavar="N", help=help_text)
     help_text = "instead, step environments in workers for so long and count wrong values"
     parser.add_argument("--hand-overs", type=float, metavar="SECONDS", help=help_text)
     options = parser.parse_args(arguments)
     try:
-        n_workers = worker_count("auto" if options.n_workers is None else options.n_workers)
-        each = [hand_overs(options.hand_overs)] if options.hand_overs else examine(n_workers)
-        checks = [*each]
+        n_workers, seconds = worker_count(options.n_workers), options.hand_overs
+        checks = [hand_overs(seconds)] if seconds else [*examine(n_workers)]
     except SpecError as error:
         parser.exit(2, f"python -m rlpool doctor: {error.what}\n")
     width = max(len(check.name) for check in checks)
