@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TREES = ("rlpool", "tests", "benchmarks", "tutorials")
 PACKAGE = "rlpool"
 
-TREE_BUDGETS = {"rlpool": 17_100, "tests": 19_000, "benchmarks": 3_000}
+TREE_BUDGETS = {"rlpool": 17_200, "tests": 19_000, "benchmarks": 3_000}
 MODULE_BUDGET = 130  # modules of the package, each package's ``__init__`` apart
 ROOM_BUDGETS = {
     ("batch", "workers", "manager", "cluster"): 4_300,

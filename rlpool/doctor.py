@@ -27,11 +27,12 @@ from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.limits import WORKER_DESCRIPTORS, n_free_descriptors, worker_count
 from rlpool.machine.platform import HAS_ORDERED_STORES, IS_LINUX, ROOT, memory_bounds, n_cores
 from rlpool.manager.parallel_env import ParallelEnvManager
+from rlpool.testing.counting_env import CountingEnv
 from rlpool.workers.process_start import why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
-_FULL = 1024
+_N_COPIES = 1024
 """Numbers of an observation: they fill many lines of a cache."""
 
 _TIMEOUT_S = 120.0
@@ -110,19 +111,11 @@ def _worker() -> Check:
     return Check("worker process", OK, what)
 
 
-class _FullEnv(gymnasium.Env[Any, Any]):
+def _wide_env() -> gymnasium.Env[Any, Any]:
     """Shows the number of its steps so far, many times over: part of an old value stands out."""
-
-    observation_space = gymnasium.spaces.Box(0, np.inf, (_FULL,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
-        self.t = 0
-        return np.zeros(_FULL, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Any]:
-        self.t += 1
-        return np.full(_FULL, self.t, np.float32), float(self.t), False, False, {}
+    space = gymnasium.spaces.Box(0.0, np.inf, (_N_COPIES,), np.float32)
+    repeat = partial(np.repeat, repeats=_N_COPIES)
+    return gymnasium.wrappers.TransformObservation(CountingEnv(sys.maxsize), repeat, space)
 
 
 def hand_overs(seconds: float) -> Check:
@@ -132,7 +125,7 @@ def hand_overs(seconds: float) -> Check:
         seconds: For how long.
     """
     n_steps = n_wrong = 0
-    with ParallelEnvManager([_FullEnv] * 4, envs_per_worker=2, timeout=_TIMEOUT_S) as env:
+    with ParallelEnvManager([_wide_env] * 4, envs_per_worker=2, timeout=_TIMEOUT_S) as env:
         env.reset()
         actions = DictTensor({"action": torch.zeros(4, dtype=torch.int64)})
         until_s = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""``python -m rlpool demo``."""
+"""``python -m rlpool demo``, and what ``doctor`` hands over between processes."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def test_the_demo_learns_and_says_what_ran_and_what_comes_next(
     assert len(returns) >= 4
     assert returns[-1] > 2 * returns[0]
     assert out.endswith("docs/tour.md goes through a first program of your own.\n")
+
+
+def test_doctor_hands_over_between_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--hand-overs", "0.1"]) == 0
+    assert capfd.readouterr().out.startswith("ok    hand-overs  0 of ")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlpool import WorkerDiedError, doctor
 from rlpool.__main__ import COMMANDS, main
@@ -80,6 +81,21 @@ def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch, root: Path) 
     ):
         monkeypatch.setattr(FakeManager, "error", error)
         assert [*examine(1, root)][-1] == Check("worker process", "FAIL", what, fix)
+
+
+class LateManager(FakeManager):
+    """Shows after a step what was there before it."""
+
+    def step(self, _: Any) -> Any:
+        return ({"frame": torch.zeros(4, 9), "reward": torch.zeros(4)}, None), None
+
+
+def test_hand_overs_that_show_old_values_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ParallelEnvManager", LateManager)
+    check = doctor.hand_overs(0.001)
+    n_wrong, _, n_steps, *_ = check.what.split()
+    assert (check.status, n_wrong) == ("FAIL", n_steps)
+    assert check.fix
 
 
 def test_the_exit_code_says_whether_something_is_missing(
