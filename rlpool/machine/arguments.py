@@ -142,7 +142,7 @@ def also_takes(**meant: str) -> Callable[[FunctionT], FunctionT]:
 def signature_of(function: Callable[..., Any], **options: Any) -> inspect.Signature:
     """``inspect.signature``, also where annotations name what only type checkers import."""
     if sys.version_info >= (3, 14):  # which evaluates annotations when they are looked at
-        options["annotation_format"] = annotationlib.Format.STRING
+        options["annotation_format"] = annotationlib.Format.FORWARDREF
     return inspect.signature(function, **options)
 
 
