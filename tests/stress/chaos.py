@@ -1,6 +1,6 @@
 """Whether all data arrive while workers are killed, stopped, recycled and starved all the time.
 
-    python tests/stress/chaos.py --minutes 10 [--seed 0] [--workers 4]
+    python tests/stress/chaos.py --minutes 10 [--seed 0] [--workers 4] [--slowness 1]
 
 Batchers are opened, collect and are closed, in turns: an ``EpisodeBatcher``, whose requests are
 often larger than its slots and whose longest episodes take several of them, with a new policy for
@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,9 +297,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
+    help_text = "makes failures so many times rarer and the timeout longer, for an emulator"
+    parser.add_argument("--slowness", type=float, default=1.0, help=help_text)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    report = run(Plan(seconds=60 * args.minutes, seed=args.seed, n_workers=args.workers))
+    plan = Plan(seconds=60 * args.minutes, seed=args.seed, n_workers=args.workers)
+    times = ("strike_s", "signal_s", "template_s", "timeout_s")
+    slower = {name: getattr(plan, name) * args.slowness for name in times}
+    report = run(replace(plan, **slower))
     versions = {"rlpool": rlpool.__version__, "torch": torch.__version__}
     print(json.dumps({**report, "seed": args.seed, "versions": versions}), flush=True)
     sys.exit(0 if report["is_sound"] else 1)
