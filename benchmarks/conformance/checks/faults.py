@@ -1,0 +1,287 @@
+"""Faults: what the caller hears, and what is left. Each check has a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.conformance.checks import (
+    Library,
+    alternating,
+    check,
+    equal,
+    error_of,
+    holds,
+    numbers,
+    text_of,
+)
+from benchmarks.conformance.envs import STEP
+from benchmarks.conformance.interface import Collector
+
+MESSAGE = "no goal number 17"
+FOREVER = 10**6
+
+
+def collect(collector: Collector, library: Library) -> None:
+    """Whatever the library can collect, long enough for a fault to strike."""
+    if library.has("window"):
+        collector.window(20)
+        collector.window(20)
+    else:
+        collector.episodes(16)
+
+
+def attempt(library: Library, **env_args: object) -> None:
+    """Make a collector, collect, close."""
+    with library.open(**env_args) as collector:
+        collect(collector, library)
+
+
+def struck(library: Library, fault: str, **more: object) -> BaseException:
+    """The error that the caller gets if one environment fails once, in its 13th step."""
+    script = {"fault": fault, "after": 12, "once": library.file("once"), **more}
+    return error_of(lambda: attempt(library, **script))
+
+
+@check("faults", "Farama-Foundation/Gymnasium#177")
+def exception_reaches_the_caller(library: Library) -> None:
+    """An exception of an environment is an error of the call, soon, neither a hang nor nothing."""
+    struck(library, "raise")
+
+
+@check("faults", "Farama-Foundation/Gymnasium#182")
+def exception_names_its_cause(library: Library) -> None:
+    """The error, or one of its causes, has the text of the environment's exception.
+
+    A broken pipe or an end of file is what the user gets instead, and nothing to search for.
+    """
+    text = text_of(struck(library, "raise"))
+    holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
+
+
+@check("faults", "Farama-Foundation/Gymnasium#1119")
+def exception_names_its_line(library: Library) -> None:
+    """The error, its causes or their tracebacks name the file of the environment that raised."""
+    error = struck(library, "raise")
+    files, cause = [text_of(error)], error
+    while cause is not None:
+        trace = cause.__traceback__
+        while trace is not None:
+            files.append(trace.tb_frame.f_code.co_filename)
+            trace = trace.tb_next
+        cause = cause.__cause__ or cause.__context__
+    holds(
+        "envs.py in the error or its traceback",
+        any("conformance/envs.py" in each for each in files),
+    )
+
+
+@check("faults", "ray-project/ray#16605")
+def exception_in_reset_names_its_cause(library: Library) -> None:
+    """The same holds for an exception of a later `reset`."""
+    text = text_of(struck(library, "raise", where="reset", once=""))
+    holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
+
+
+@check("faults", "alex-petrenko/sample-factory#137")
+def exception_in_the_constructor_names_its_cause(library: Library) -> None:
+    """The same holds for an exception of an environment's constructor."""
+    text = text_of(struck(library, "raise", where="init", once=""))
+    holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
+
+
+@check("faults", "python/cpython#79492")
+def unpicklable_exception_reaches_the_caller(library: Library) -> None:
+    """An exception that cannot be pickled is an error like any other."""
+    struck(library, "unpicklable")
+
+
+@check("faults", "ray-project/ray#4358")
+def new_collector_works_after_an_exception(library: Library) -> None:
+    """After the error and `close`, another collector in the same process works."""
+    struck(library, "raise")
+    attempt(library)
+
+
+@check("faults", "StanfordVL/BEHAVIOR-1K#361")
+def sys_exit_is_noticed(library: Library) -> None:
+    """An environment that calls `sys.exit` is an error, neither a hang nor a normal result."""
+    struck(library, "sys_exit")
+
+
+@check("faults", "DLR-RM/stable-baselines3#1890", "workers")
+def exit_of_a_worker_is_noticed(library: Library) -> None:
+    """A process that ends by itself (`os._exit`, as C libraries do) is an error, or is replaced."""
+    survives_or_raises(library, "os_exit")
+
+
+@check("faults", "thu-ml/tianshou#504", "workers")
+def killed_worker_is_noticed(library: Library) -> None:
+    """A process that is killed, as for lack of memory, is an error soon, or is replaced."""
+    survives_or_raises(library, "kill")
+
+
+def survives_or_raises(library: Library, fault: str) -> None:
+    """Any end in time will do: one that hangs runs into the deadline."""
+    script = {"fault": fault, "after": 12, "once": library.file("once")}
+    try:
+        attempt(library, **script)
+    except Exception as error:
+        print(f"the call raised {text_of(error)}")
+    holds("the fault to strike", os.path.exists(script["once"]))
+
+
+@check("faults", "ray-project/ray#23739", "workers")
+def run_survives_a_killed_worker(library: Library) -> None:
+    """One killed process does not end the run: the call, or the next one, returns right data.
+
+    Long runs on shared machines see this now and then.
+    """
+    script = {"fault": "kill", "after": 12, "once": library.file("once"), "lengths": (5,)}
+    with library.open(alternating, **script) as collector:
+        try:
+            collect(collector, library)
+        except Exception as error:
+            print(f"the first call raised {text_of(error)}")
+        holds("the fault to strike", os.path.exists(script["once"]))
+        streams = collector.window(20) if library.has("window") else collector.episodes(8)
+        for stream in streams:
+            steps = numbers(stream.observation)[:, STEP]
+            paid = stream.reward % 1000
+            equal("rewards of the steps after", paid, steps + 1)
+
+
+@check("faults", "ray-project/ray#12978", "workers")
+def worker_killed_between_calls_is_noticed(library: Library) -> None:
+    """A process that dies between two calls is an error of the next one, or is replaced."""
+    log = library.file("log")
+    with library.open(log=log) as collector:
+        collect(collector, library)
+        workers = processes_in(log)
+        holds("processes of the library", len(workers) > 0)
+        workers[-1].kill()
+        time.sleep(0.5)
+        try:
+            collect(collector, library)
+        except Exception as error:
+            print(f"the call raised {text_of(error)}")
+
+
+@check("faults", "chainer/chainerrl#389", "workers")
+def hang_is_noticed(library: Library) -> None:
+    """A step that never returns is an error, or is replaced, within a limit that the user sets."""
+    survives_or_raises(library, "hang")
+
+
+@check(
+    "faults",
+    "DeNA/HandyRL#269",
+    "workers",
+    signal=signal.SIGINT,
+    leaves_nothing=True,
+)
+def interrupt_ends_a_hang(library: Library) -> None:
+    """Ctrl-C while an environment hangs ends the program, and leaves nothing."""
+    with library.open(fault="hang", after=12) as collector:
+        library.ready()
+        collect(collector, library)
+
+
+@check("faults", "HorizonRobotics/alf#1456", signal=signal.SIGINT, leaves_nothing=True)
+def interrupt_ends_the_run(library: Library) -> None:
+    """Ctrl-C while steps are collected ends the program, and leaves nothing."""
+    with library.open() as collector:
+        collect(collector, library)
+        library.ready()
+        for _ in range(FOREVER):
+            collect(collector, library)
+
+
+@check("faults", "ikostrikov/pytorch-a2c-ppo-acktr-gail#119", leaves_nothing=True)
+def nothing_is_left_after_close(library: Library) -> None:
+    """After `close`, before the program ends, no process of the library runs environments."""
+    log = library.file("log")
+    attempt(library, log=log)
+    time.sleep(1)
+    left = [each.pid for each in processes_in(log)]
+    equal("processes that ran environments and still do", left, [])
+
+
+def processes_in(log: str) -> list[psutil.Process]:
+    """Other processes that have run environments and are still there."""
+    lines = Path(log).read_text(encoding="utf-8").splitlines()
+    pids = {int(line.split()[2]) for line in lines if line.startswith("start")} - {os.getpid()}
+    alive = [psutil.Process(pid) for pid in sorted(pids) if psutil.pid_exists(pid)]
+    return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@check("faults", "openai/gym#1544", leaves_nothing=True)
+def nothing_is_left_after_an_exception(library: Library) -> None:
+    """A program that an environment's exception ends, without `close`, leaves nothing."""
+    script = {"fault": "raise", "after": 12, "once": library.file("once")}
+    collector = library.make(**script)
+    error_of(collect, collector, library)
+
+
+@check("faults", "hill-a/stable-baselines#570", leaves_nothing=True)
+def nothing_is_left_without_close(library: Library) -> None:
+    """A program that forgets `close` ends and leaves nothing."""
+    collect(library.make(), library)
+
+
+@check(
+    "faults",
+    "buildingamind/NewbornEmbodiedTuringTest#30",
+    signal=signal.SIGKILL,
+    leaves_nothing=True,
+)
+def nothing_is_left_after_the_caller_is_killed(library: Library) -> None:
+    """If the program is killed, its processes end, and no shared memory stays.
+
+    A scheduler or the kernel does that, and the next job finds a full machine.
+    """
+    collector = library.make()
+    collect(collector, library)
+    library.ready()
+    for _ in range(FOREVER):
+        collect(collector, library)
+
+
+@check("faults", "hill-a/stable-baselines#898")
+def environments_are_closed(library: Library) -> None:
+    """`close` closes every environment: videos are written, simulators end."""
+    log = library.file("log")
+    attempt(library, log=log)
+    time.sleep(1)
+    lines = Path(log).read_text(encoding="utf-8").splitlines()
+    holds(f"at least 4 calls of close, not {lines.count('close')}", lines.count("close") >= 4)
+
+
+@check("faults", "pytorch/rl#2644")
+def descriptors_do_not_grow(library: Library) -> None:
+    """Collectors that are opened and closed leave no file descriptor open."""
+    counts = []
+    for _ in range(4):
+        attempt(library)
+        gc.collect()
+        counts.append(psutil.Process().num_fds())
+    holds(f"as many open descriptors after 2 as after 4, not {counts}", counts[3] <= counts[1])
+
+
+@check("faults", "ray-project/ray#8469")
+def memory_does_not_grow(library: Library) -> None:
+    """Memory of the caller stays the same over many windows whose data it drops."""
+    with library.open(shape=(1000,)) as collector:
+        sizes = []
+        for n in (10, 10, 10):
+            for _ in range(n):
+                collect(collector, library)
+            gc.collect()
+            sizes.append(psutil.Process().memory_info().rss / 2**20)
+    text = ", ".join(f"{size:.0f}" for size in sizes)
+    holds(f"less than 4 MB more after 10 more rounds, not {text} MB", sizes[2] - sizes[1] < 4)

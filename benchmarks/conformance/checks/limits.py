@@ -1,0 +1,119 @@
+"""Limits of containers and of callers. Each check has a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import signal
+import threading
+from typing import Any
+
+from benchmarks.conformance.checks import Library, check, equal, holds, zeros
+from benchmarks.conformance.checks.faults import FOREVER, attempt, collect
+from benchmarks.conformance.envs import NUMBERED, make
+from benchmarks.conformance.interface import Job
+
+FRAMES = {"dtype": "uint8", "shape": (84, 84, 4), "lengths": (50,)}
+
+
+@check("limits", "ray-project/ray#14616", shm_mb=64)
+def small_shared_memory(library: Library) -> None:
+    """64 MB of /dev/shm, as in a container, are enough for 8 environments with stacked frames.
+
+    29 MB of observations in windows of 128 steps, an ordinary PPO on images. Filling /dev/shm is a
+    bus error, which nobody can catch.
+    """
+    with library.open(job={"n_envs": 8}, **FRAMES) as collector:
+        if library.has("window"):
+            collector.window(128)
+            steps = [len(stream) for stream in collector.window(128)]
+        else:
+            steps = [len(episode) for episode in collector.episodes(16)]
+    holds(f"steps, not {steps}", min(steps) > 0)
+
+
+@check("limits", "DLR-RM/rl-baselines3-zoo#516")
+def few_descriptors(library: Library) -> None:
+    """256 file descriptors, the default of some systems, are enough for 16 environments."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    attempt(library, job={"n_envs": 16, "n_workers": 4})
+
+
+def in_another_process(adapter: Any, folder: str, queue: Any) -> None:
+    """What the daemonic process runs."""
+    try:
+        attempt(Library(adapter, folder, lambda: None))
+        queue.put("")
+    except BaseException as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+@check("limits", "pytorch/rl#3198")
+def daemonic_caller(library: Library) -> None:
+    """Collecting works in a daemonic process, such as one of a `multiprocessing.Pool`.
+
+    Sweeps and schedulers start programs there.
+    """
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    arguments = (library.adapter, library.folder, queue)
+    process = context.Process(target=in_another_process, args=arguments, daemon=True)
+    process.start()
+    process.join()
+    holds("an answer of the daemonic process", not queue.empty())
+    equal("its error", queue.get(), "")
+
+
+@check("limits", "minerllabs/minerl#378")
+def environment_starts_processes(library: Library) -> None:
+    """Environments may use `multiprocessing` themselves, as wrappers of simulators do."""
+    attempt(library, forks=True)
+
+
+@check(
+    "limits",
+    "facebookresearch/CompilerGym#326",
+    signal=signal.SIGKILL,
+    leaves_nothing=True,
+)
+def processes_of_environments_end_with_the_caller(library: Library) -> None:
+    """Simulators that environments started end as well if the program is killed."""
+    collector = library.make(helper=True)
+    collect(collector, library)
+    library.ready()
+    for _ in range(FOREVER):
+        collect(collector, library)
+
+
+@check("limits", "RLinf/RLinf#932")
+def works_in_a_thread(library: Library) -> None:
+    """Collecting works outside of the main thread, where servers and notebooks run it."""
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            attempt(library)
+        except BaseException as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    equal("errors", errors, [])
+
+
+class ClosureJob(Job):
+    """A job whose environments are made by a function that no import finds."""
+
+    @property
+    def make_env(self) -> Any:
+        env_id, env_args = self.env_id, self.env_args
+        return lambda: make(env_id, **env_args)
+
+
+@check("limits", "eloialonso/iris#4")
+def environments_from_a_closure(library: Library) -> None:
+    """Environments may be made by a lambda, as in most examples."""
+    collector = library.adapter(ClosureJob(NUMBERED, {}, zeros))
+    collect(collector, library)
+    collector.close()

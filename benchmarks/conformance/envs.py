@@ -1,0 +1,183 @@
+"""Scripted environments: every observation says which episode and step it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+NUMBERED = "conformance/Numbered-v0"
+TAG, EPISODE, STEP = 0, 1, 2  # what the first three numbers of an observation are
+SHORT, LONG = 2, 40  # the lengths of random episodes, equally likely
+
+
+class Unpicklable(Exception):
+    """An exception that no other process can be sent."""
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("this exception cannot be pickled")
+
+
+class Numbered(gym.Env):
+    """Shows ``[tag, episode, step]`` plus ``base`` and pays the number of the step.
+
+    The tag is drawn from the environment's generator at each reset, or is the option ``level``.
+    Episodes are counted from 0 in the life of the environment, steps from 0 in the episode. The
+    reward of a step is its number, from 1, plus 1,000 times the action, plus ``base_reward``.
+
+    Args:
+        lengths: Of episodes, in turn; "random" draws ``SHORT`` or ``LONG``.
+        ends: With "terminated", "truncated" or "both" flags.
+        dtype: Of observations.
+        shape: Of observations, of which the first three numbers count.
+        base: Added to observations.
+        base_reward: Added to rewards.
+        reuse: Return the same array and the same info each time, changed in place.
+        global_random: Draw the tag from NumPy's global generator.
+        slow_s: How long a step takes in episodes with an odd tag.
+        slow_file: Only the first environment to step, which creates this file, is slow, always.
+        fault: What goes wrong: a key of ``FAULTS``.
+        where: In "init", "reset" or "step".
+        after: How many steps of this environment go well before.
+        once: The fault strikes only whoever creates this file.
+        log: A file for a line per first step of an episode, with the tag and the process, and one
+            per ``close``.
+        helper: Start a process that ``close`` ends.
+        forks: Compute each reset in a process of ``multiprocessing``.
+    """
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...] | str = (3, 5),
+        ends: str = "truncated",
+        dtype: str = "float32",
+        shape: tuple[int, ...] = (3,),
+        base: float = 0,
+        base_reward: float = 0.0,
+        reuse: bool = False,
+        global_random: bool = False,
+        slow_s: float = 0.0,
+        slow_file: str = "",
+        fault: str = "",
+        where: str = "step",
+        after: int = 0,
+        once: str = "",
+        log: str = "",
+        helper: bool = False,
+        forks: bool = False,
+    ) -> None:
+        self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
+        kind = np.dtype(dtype).kind
+        low, high = (-np.inf, np.inf) if kind == "f" else (0, np.iinfo(dtype).max)
+        self.observation_space = gym.spaces.Box(low, high, shape, np.dtype(dtype))
+        self.action_space = gym.spaces.Discrete(2)
+        self.episode, self.steps_taken = -1, 0
+        self._observation, self._info = np.zeros(shape, dtype), {}
+        self.helper = subprocess.Popen(["sleep", "600"]) if helper else None
+        self._strike("init")
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        super().reset(seed=seed)
+        self._strike("reset")
+        if self.forks:
+            process = multiprocessing.Process(target=time.sleep, args=(0,))
+            process.start()
+            process.join()
+        draw = np.random.randint if self.global_random else self.np_random.integers
+        self.tag = (options or {}).get("level", int(draw(1, 2**20)))
+        self.episode, self.step_number = self.episode + 1, 0
+        if self.lengths == "random":
+            self.length = LONG if self.tag % 4 < 2 else SHORT
+        else:
+            self.length = self.lengths[self.episode % len(self.lengths)]
+        return self._observe(), self._inform()
+
+    def step(self, action: Any) -> tuple:
+        if self.step_number == 0 and self.log:
+            _append(self.log, f"start {self.tag} {os.getpid()}")
+        if self.steps_taken == 0:
+            self.is_slow = bool(self.slow_file) and _creates(self.slow_file)
+        if self.is_slow or (self.slow_s and not self.slow_file and self.tag % 2):
+            time.sleep(self.slow_s)
+        if self.steps_taken >= self.after:
+            self._strike("step")
+        self.step_number, self.steps_taken = self.step_number + 1, self.steps_taken + 1
+        has_ended = self.step_number >= self.length
+        reward = self.step_number + 1000.0 * int(action) + self.base_reward
+        terminated = has_ended and self.ends in ("terminated", "both")
+        truncated = has_ended and self.ends in ("truncated", "both")
+        return self._observe(), reward, terminated, truncated, self._inform()
+
+    def close(self) -> None:
+        if self.helper is not None:
+            self.helper.kill()
+            self.helper.wait()
+        if self.log:
+            _append(self.log, "close")
+
+    def _observe(self) -> np.ndarray:
+        observation = self._observation if self.reuse else np.zeros_like(self._observation)
+        numbers = np.array([self.tag, self.episode, self.step_number]) + self.base
+        limit = 256 if self.dtype == "uint8" else None
+        observation.reshape(-1)[:3] = numbers % limit if limit else numbers
+        return observation
+
+    def _inform(self) -> dict[str, int]:
+        info = self._info if self.reuse else {}
+        info.clear()
+        info["step"] = self.step_number
+        if self.step_number == 2:
+            info["rare"] = 7
+        return info
+
+    def _strike(self, where: str) -> None:
+        if self.fault and where == self.where and (not self.once or _creates(self.once)):
+            FAULTS[self.fault]()
+
+
+def _creates(path: str) -> bool:
+    """Whether this is the first call with the path, in any process."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+def _append(path: str, line: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def _raise() -> None:
+    raise ValueError("no goal number 17")
+
+
+def _raise_unpicklable() -> None:
+    raise Unpicklable("no goal number 17")
+
+
+FAULTS = {
+    "raise": _raise,
+    "unpicklable": _raise_unpicklable,
+    "sys_exit": lambda: sys.exit(3),
+    "os_exit": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(600),
+}
+
+
+def make(env_id: str, **arguments: Any) -> gym.Env:
+    """``gymnasium.make``; unpickling this function registers the environments."""
+    return gym.make(env_id, disable_env_checker=True, **arguments)
+
+
+gym.register(NUMBERED, entry_point=Numbered)

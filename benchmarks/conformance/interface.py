@@ -1,0 +1,150 @@
+"""What an adapter of a library implements, in terms of NumPy.
+
+The library is used as its own documentation recommends. The adapter translates arguments and
+results and repairs nothing: if the library lacks the final observation, so does the result.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+
+from benchmarks.conformance import envs
+
+CAPABILITIES = {
+    "environments": "runs Gymnasium environments written in Python",
+    "window": "collects the next steps of every environment",
+    "episodes": "collects a number of complete episodes",
+    "evaluate": "evaluates a policy over a number of episodes",
+    "infos": "returns the infos of environments",
+    "options": "passes options to `reset`",
+    "seed": "takes a seed",
+    "workers": "steps environments in other processes",
+    "worker_count": "takes the number of processes apart from that of environments",
+    "frame_stack": "stacks frames",
+    "n_step": "computes n-step returns",
+    "targets": "computes targets of a value function",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run. All of it can be pickled."""
+
+    env_id: str
+    env_args: dict[str, Any]
+    """Keyword arguments of ``gymnasium.make``."""
+    policy: Callable[[np.ndarray], np.ndarray]
+    """Maps observations, one row per environment, to integer actions; keeps no state."""
+    n_envs: int = 4
+    """Environments in all."""
+    n_workers: int = 2
+    """Processes that share them; a library that has one per environment takes ``n_envs``."""
+    seed: int | None = 0
+    options: dict[str, Any] | None = None
+    """For ``reset``, from the first episode on."""
+    info_keys: Sequence[str] = ("step", "rare")
+    """Integers that infos may hold, for libraries that need to know in advance."""
+    frame_stack: int = 1
+    """How many frames the library's own stacking shows in place of the observation."""
+    timeout_s: float = 4.0
+    """The limit for a step that hangs, where the library lets its user set one."""
+
+    @property
+    def make_env(self) -> Callable[[], gym.Env]:
+        """Makes one environment, in any process."""
+        return partial(envs.make, self.env_id, **self.env_args)
+
+
+@dataclass
+class Steps:
+    """Consecutive transitions of one environment in the order in which they happened, ``[T, ...]``.
+
+    The arrays are those of the library, without a copy where it hands out arrays or tensors. Steps
+    that it marks as padding or as a mere reset are left out. A field that it does not return is
+    None.
+    """
+
+    observation: np.ndarray
+    action: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    next_observation: np.ndarray | None
+    """What the library says came after the step."""
+    info: list[dict[str, Any]] | None = None
+    """What came with each step."""
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+    def __getitem__(self, part: slice | np.ndarray) -> Steps:
+        values = [getattr(self, field.name) for field in fields(self)]
+        return Steps(*(None if value is None else value[part] for value in values))
+
+    @classmethod
+    def stack(cls, rows: Sequence[tuple]) -> Steps:
+        """Of one tuple per step, with the fields in their order."""
+        *columns, infos = zip(*rows, strict=True)
+        return cls(*map(np.stack, columns), list(infos))
+
+
+class Collector:
+    """One library's way to collect. Adapters inherit and implement what the library has."""
+
+    package = ""
+    """The distribution whose version is shown."""
+    lacks: ClassVar[dict[str, str]] = {}
+    """Capabilities that the library does not have, and why: checks that need them are grey."""
+    intended: ClassVar[dict[str, str]] = {}
+    """Checks whose failure the library documents as intended: a quotation and its address."""
+    start_s = 5.0
+    """What the library may take to start, in seconds, on top of each deadline."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def window(self, n_steps: int) -> list[Steps]:
+        """The next steps of every environment, in an order of environments that stays.
+
+        Environments restart by themselves and go on from window to window.
+        """
+        raise NotImplementedError
+
+    def episodes(self, n: int) -> list[Steps]:
+        """Complete episodes, in the order of the library; each request begins new ones."""
+        raise NotImplementedError
+
+    def evaluate(self, n: int) -> list[float]:
+        """The returns of ``n`` episodes by the library's own function.
+
+        One number, their mean, where the library returns no more than that.
+        """
+        raise NotImplementedError
+
+    def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
+        """A window by way of the library's n-step returns, its transitions in any order.
+
+        ``reward`` is the discounted sum, ``next_observation`` what it is bootstrapped from.
+        """
+        raise NotImplementedError
+
+    def targets(
+        self, n_steps: int, value: Callable[[np.ndarray], np.ndarray], gamma: float
+    ) -> list[tuple[Steps, np.ndarray]]:
+        """A window and the library's targets of a value function for each step, with lambda 1."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close by the library's own means."""
+
+    @classmethod
+    def version(cls) -> str:
+        """Of the library."""
+        return importlib.metadata.version(cls.package)
