@@ -49,10 +49,10 @@ class Job:
     seed: int | None = 0
     options: dict[str, Any] | None = None
     """For ``reset``, from the first episode on."""
-    info_keys: Sequence[str] = ("step", "rare")
-    """Integers that infos may hold, for libraries that need to know in advance."""
+    info_keys: Sequence[str] = ()
+    """Integers of infos that are wanted, for libraries that need to know in advance."""
     frame_stack: int = 1
-    """How many frames the library's own stacking shows in place of the observation."""
+    """How many frames the library's stacking shows, along the first axis, the oldest first."""
     timeout_s: float = 4.0
     """The limit for a step that hangs, where the library lets its user set one."""
 
@@ -113,7 +113,8 @@ class Collector:
     def window(self, n_steps: int) -> list[Steps]:
         """The next steps of every environment, in an order of environments that stays.
 
-        Environments restart by themselves and go on from window to window.
+        Environments restart by themselves and go on from window to window. All windows of one
+        collector have the same number of steps.
         """
         raise NotImplementedError
 

@@ -8,10 +8,9 @@ import signal
 import threading
 from typing import Any
 
-from benchmarks.conformance.checks import Library, check, equal, holds, zeros
-from benchmarks.conformance.checks.faults import FOREVER, attempt, collect
-from benchmarks.conformance.envs import NUMBERED, make
-from benchmarks.conformance.interface import Job
+from benchmarks.conformance import expect
+from benchmarks.conformance.checks import Library, check
+from benchmarks.conformance.checks.faults import attempt, collect_forever
 
 FRAMES = {"dtype": "uint8", "shape": (84, 84, 4), "lengths": (50,)}
 
@@ -29,7 +28,7 @@ def small_shared_memory(library: Library) -> None:
             steps = [len(stream) for stream in collector.window(128)]
         else:
             steps = [len(episode) for episode in collector.episodes(16)]
-    holds(f"steps, not {steps}", min(steps) > 0)
+    expect.holds(f"steps, not {steps}", min(steps) > 0)
 
 
 @check("limits", "DLR-RM/rl-baselines3-zoo#516")
@@ -60,8 +59,8 @@ def daemonic_caller(library: Library) -> None:
     process = context.Process(target=in_another_process, args=arguments, daemon=True)
     process.start()
     process.join()
-    holds("an answer of the daemonic process", not queue.empty())
-    equal("its error", queue.get(), "")
+    expect.holds("an answer of the daemonic process", not queue.empty())
+    expect.equal("its error", queue.get(), "")
 
 
 @check("limits", "minerllabs/minerl#378")
@@ -70,19 +69,10 @@ def environment_starts_processes(library: Library) -> None:
     attempt(library, forks=True)
 
 
-@check(
-    "limits",
-    "facebookresearch/CompilerGym#326",
-    signal=signal.SIGKILL,
-    leaves_nothing=True,
-)
+@check("limits", "facebookresearch/CompilerGym#326", signal=signal.SIGKILL, leaves_nothing=True)
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
     """Simulators that environments started end as well if the program is killed."""
-    collector = library.make(helper=True)
-    collect(collector, library)
-    library.ready()
-    for _ in range(FOREVER):
-        collect(collector, library)
+    collect_forever(library.make(helper=True), library)
 
 
 @check("limits", "RLinf/RLinf#932")
@@ -99,21 +89,4 @@ def works_in_a_thread(library: Library) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join()
-    equal("errors", errors, [])
-
-
-class ClosureJob(Job):
-    """A job whose environments are made by a function that no import finds."""
-
-    @property
-    def make_env(self) -> Any:
-        env_id, env_args = self.env_id, self.env_args
-        return lambda: make(env_id, **env_args)
-
-
-@check("limits", "eloialonso/iris#4")
-def environments_from_a_closure(library: Library) -> None:
-    """Environments may be made by a lambda, as in most examples."""
-    collector = library.adapter(ClosureJob(NUMBERED, {}, zeros))
-    collect(collector, library)
-    collector.close()
+    expect.equal("errors", errors, [])

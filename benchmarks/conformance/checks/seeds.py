@@ -7,25 +7,17 @@ import sys
 
 import numpy as np
 
-from benchmarks.conformance.checks import (
-    PART,
-    Library,
-    check,
-    collected,
-    cut,
-    equal,
-    holds,
-    leaning,
-    numbers,
-)
+from benchmarks.conformance import data, expect
+from benchmarks.conformance.checks import Library, check
 from benchmarks.conformance.envs import TAG
 
-CARTPOLE = (leaning, "CartPole-v1")
+NUMPY_STATE = np.random.get_state
+CARTPOLE = (data.leaning, "CartPole-v1")
 
 
-def data(library: Library, **job: object) -> list[np.ndarray]:
+def observed(library: Library, **job: object) -> list[np.ndarray]:
     """All observations of CartPole, one array per environment or episode."""
-    streams = collected(library, *CARTPOLE, job=job, max_episode_steps=8)
+    streams = data.collected(library, *CARTPOLE, job=job, max_episode_steps=8)
     return [np.asarray(stream.observation, np.float32) for stream in streams]
 
 
@@ -33,7 +25,7 @@ def begins(library: Library, **job: object) -> list[list[bytes]]:
     """What each environment showed first in its episodes."""
     arguments = {"job": job, "max_episode_steps": 4}
     with library.open(*CARTPOLE, **arguments) as collector:
-        pieces = [cut(stream) for stream in collector.window(2 * PART)]
+        pieces = [data.cut(stream) for stream in collector.window(2 * data.PART)]
     return [
         [np.asarray(piece.observation[0], np.float32).tobytes() for piece in each]
         for each in pieces
@@ -52,45 +44,46 @@ def episodes_differ(library: Library) -> None:
     A seed that is given to every reset repeats one episode forever.
     """
     for shown in begins(library):
-        equal("number of different episodes", len(set(shown)), len(shown))
+        expect.equal("number of different episodes", len(set(shown)), len(shown))
 
 
 @check("seeds", "hill-a/stable-baselines#79", "window", "seed", standard_env=True)
 def environments_differ(library: Library) -> None:
     """With one seed, no two environments run the same episode."""
     shown = [each for episodes in begins(library) for each in episodes]
-    equal("number of different episodes", len(set(shown)), len(shown))
+    expect.equal("number of different episodes", len(set(shown)), len(shown))
 
 
 @check("seeds", "YeWR/EfficientZero#27", "window", "seed", "workers", standard_env=True)
 def workers_differ(library: Library) -> None:
     """With one environment per process, no two processes run the same episode."""
     shown = [each for episodes in begins(library, n_workers=4) for each in episodes]
-    equal("number of different episodes", len(set(shown)), len(shown))
+    expect.equal("number of different episodes", len(set(shown)), len(shown))
 
 
 @check("seeds", "ray-project/ray#18245", "seed", standard_env=True)
 def same_seed_same_data(library: Library) -> None:
     """Two collectors with the same seed return the same observations, bit by bit."""
-    holds("the same data", is_same(data(library, seed=3), data(library, seed=3)))
+    expect.holds("the same data", is_same(observed(library, seed=3), observed(library, seed=3)))
 
 
 @check("seeds", "jxx123/simglucose#10", "seed", standard_env=True)
 def another_seed_other_data(library: Library) -> None:
     """Another seed changes the data."""
-    holds("other data", not is_same(data(library, seed=3), data(library, seed=1234)))
+    expect.holds("other data", not is_same(observed(library, seed=3), observed(library, seed=1234)))
 
 
 @check("seeds", "Farama-Foundation/Minari#172", "seed", standard_env=True)
 def seed_zero_is_a_seed(library: Library) -> None:
     """Seed 0 repeats as any other one does; `if seed:` takes it for none."""
-    holds("the same data", is_same(data(library, seed=0), data(library, seed=0)))
+    expect.holds("the same data", is_same(observed(library, seed=0), observed(library, seed=0)))
 
 
 @check("seeds", "HazyResearch/flash-fft-conv#26", standard_env=True)
 def unseeded_runs_differ(library: Library) -> None:
     """Without a seed, two runs differ. Otherwise ten runs are one run, ten times."""
-    holds("other data", not is_same(data(library, seed=None), data(library, seed=None)))
+    first, second = (observed(library, seed=None) for _ in range(2))
+    expect.holds("other data", not is_same(first, second))
 
 
 @check("seeds", "minerllabs/minerl#244", "seed", "worker_count", standard_env=True)
@@ -99,12 +92,10 @@ def number_of_workers_does_not_matter(library: Library) -> None:
 
     Otherwise no result can be repeated on a machine with another number of cores.
     """
-    one = data(library, n_workers=1)
+    one = observed(library, n_workers=1)
     for n_workers in (2, 4):
-        holds(
-            f"the same data of {n_workers} processes",
-            is_same(one, data(library, n_workers=n_workers)),
-        )
+        more = observed(library, n_workers=n_workers)
+        expect.holds(f"the data of one process from {n_workers}", is_same(one, more))
 
 
 @check("seeds", "kermitt2/delft#41", standard_env=True)
@@ -116,14 +107,15 @@ def global_generators_are_left_alone(library: Library) -> None:
     torch = sys.modules.get("torch")
 
     def states() -> dict[str, str]:
-        draws = {"random": str(random.getstate()), "NumPy": str(np.random.get_state()[1].tolist())}
+        _, key, position, *_ = NUMPY_STATE()
+        draws = {"random": str(random.getstate()), "NumPy": f"{position} {key.tolist()}"}
         return draws | ({"torch": str(torch.get_rng_state().tolist())} if torch else {})
 
     before = states()
-    data(library)
+    observed(library)
     now = states()
     changed = [name for name in before if before[name] != now[name]]
-    equal("generators that were changed", changed, [])
+    expect.equal("generators that were changed", changed, [])
 
 
 @check("seeds", "DLR-RM/stable-baselines3#2268", "window", "seed", standard_env=True)
@@ -135,7 +127,7 @@ def neighbouring_seeds_share_nothing(library: Library) -> None:
     first, second = (
         {each for episodes in begins(library, seed=seed) for each in episodes} for seed in (42, 43)
     )
-    equal("number of common episodes", len(first & second), 0)
+    expect.equal("number of common episodes", len(first & second), 0)
 
 
 @check("seeds", "stepjam/RLBench#92", "window", "workers")
@@ -145,8 +137,8 @@ def global_generators_of_workers_differ(library: Library) -> None:
     Forked processes inherit the same state, so that all of them run the same episodes.
     """
     with library.open(global_random=True, job={"n_workers": 4, "seed": None}) as collector:
-        tags = [numbers(stream.observation)[0, TAG] for stream in collector.window(PART)]
-    equal("number of different tags", len(set(tags)), len(tags))
+        tags = [data.numbers(stream.observation)[0, TAG] for stream in collector.window(data.PART)]
+    expect.equal("number of different tags", len(set(tags)), len(tags))
 
 
 @check("seeds", "TensorAuto/OpenTau#433", "evaluate", "seed")
@@ -156,4 +148,4 @@ def evaluation_is_repeatable(library: Library) -> None:
     for _ in range(2):
         with library.open(lengths="random") as collector:
             results.append(np.sort(collector.evaluate(8)))
-    equal("returns of the second evaluation", results[1], results[0])
+    expect.equal("returns of the second evaluation", results[1], results[0])

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.conformance.checks import (
-    PART,
-    DoesNotApply,
-    Library,
-    after,
-    alternating,
-    check,
-    collected,
-    cut,
-    equal,
-    finished,
-    holds,
-    leaning,
-    numbers,
-    window,
-)
+from benchmarks.conformance import data, expect
+from benchmarks.conformance.checks import Library, check
 from benchmarks.conformance.envs import EPISODE, STEP, TAG
 from benchmarks.conformance.interface import Steps
 
 LENGTHS = (3, 5)
 BIG = 2**24  # the first integer after which float32 skips some
 GAMMA = 0.5
+INFOS = {"info_keys": ("step", "rare")}
 
 
 def length_of(episode: Steps, lengths: tuple[int, ...] = LENGTHS) -> int:
     """How long the script says that an episode is."""
-    return lengths[int(numbers(episode.observation)[0, EPISODE]) % len(lengths)]
+    return lengths[int(data.numbers(episode.observation)[0, EPISODE]) % len(lengths)]
 
 
 @check("values", "Farama-Foundation/Gymnasium#1103")
@@ -39,9 +26,11 @@ def final_observation_at_truncation(library: Library) -> None:
 
     Its value is the bootstrap target; that of a reset observation is another episode's.
     """
-    for episode in finished(library, ends="truncated"):
-        expected = [*numbers(episode.observation)[0, :STEP], length_of(episode)]
-        equal("the observation after the last step", numbers(after(episode))[-1], expected)
+    for episode in data.finished(library, ends="truncated"):
+        expected = [*data.numbers(episode.observation)[0, :STEP], length_of(episode)]
+        expect.equal(
+            "the observation after the last step", data.numbers(data.after(episode))[-1], expected
+        )
 
 
 @check("values", "isaac-sim/IsaacLab#4369")
@@ -50,9 +39,11 @@ def final_observation_at_termination(library: Library) -> None:
 
     Models of dynamics, discriminators and goal relabelling learn from it.
     """
-    for episode in finished(library, ends="terminated"):
-        expected = [*numbers(episode.observation)[0, :STEP], length_of(episode)]
-        equal("the observation after the last step", numbers(after(episode))[-1], expected)
+    for episode in data.finished(library, ends="terminated"):
+        expected = [*data.numbers(episode.observation)[0, :STEP], length_of(episode)]
+        expect.equal(
+            "the observation after the last step", data.numbers(data.after(episode))[-1], expected
+        )
 
 
 @check("values", "Farama-Foundation/Gymnasium#914", standard_env=True)
@@ -61,13 +52,13 @@ def final_observation_of_cartpole(library: Library) -> None:
 
     The same property as above on a standard environment: resets lie within 0.05.
     """
-    streams = collected(library, leaning, "CartPole-v1", job={"n_envs": 8})
-    episodes = [each for stream in streams for each in cut(stream) if each.terminated[-1]]
+    streams = data.collected(library, data.leaning, "CartPole-v1", job={"n_envs": 8})
+    episodes = [each for stream in streams for each in data.cut(stream) if each.terminated[-1]]
     if not episodes:
-        raise DoesNotApply("no episode ended in the steps that were collected")
+        raise expect.DoesNotApply("no episode ended in the steps that were collected")
     for episode in episodes:
-        x, _, angle, _ = np.abs(after(episode)[-1])
-        holds(f"|x| > 2.4 or |angle| > 0.2094, not {x}, {angle}", x > 2.4 or angle > 0.2094)
+        x, _, angle, _ = np.abs(data.after(episode)[-1])
+        expect.holds(f"|x| > 2.4 or |angle| > 0.2094, not {x}, {angle}", x > 2.4 or angle > 0.2094)
 
 
 @check("values", "Farama-Foundation/Gymnasium#1624")
@@ -76,8 +67,8 @@ def rewards_of_all_steps(library: Library) -> None:
 
     In sparse tasks the last reward is the only one that counts.
     """
-    for episode in finished(library):
-        equal("the rewards of an episode", episode.reward, np.arange(length_of(episode)) + 1)
+    for episode in data.finished(library):
+        expect.equal("the rewards of an episode", episode.reward, np.arange(length_of(episode)) + 1)
 
 
 @check("values", "sail-sg/envpool#194")
@@ -86,10 +77,12 @@ def reset_is_not_a_transition(library: Library) -> None:
 
     Such a row has an action that the environment never saw and a reward that it never paid.
     """
-    for stream in collected(library):
-        for piece in cut(stream):
-            steps = numbers(piece.observation)[:, STEP]
-            holds(f"steps {steps.tolist()} without a final one", max(steps) < length_of(piece))
+    for stream in data.collected(library):
+        for piece in data.cut(stream):
+            steps = data.numbers(piece.observation)[:, STEP]
+            expect.holds(
+                f"steps {steps.tolist()} without a final one", max(steps) < length_of(piece)
+            )
 
 
 @check("values", "Farama-Foundation/Gymnasium#1122", "window")
@@ -99,9 +92,9 @@ def windows_follow_each_other(library: Library) -> None:
     A lost or doubled step at a border breaks returns, advantages and recurrent states.
     """
     with library.open(lengths=(40,)) as collector:
-        for stream in window(collector):
-            steps = numbers(stream.observation)[:, STEP]
-            equal("steps of two windows", steps, steps[0] + np.arange(2 * PART))
+        for stream in data.window(collector):
+            steps = data.numbers(stream.observation)[:, STEP]
+            expect.equal("steps of two windows", steps, steps[0] + np.arange(2 * data.PART))
 
 
 @check("values", "Toni-SM/skrl#363")
@@ -110,9 +103,9 @@ def truncation_is_not_termination(library: Library) -> None:
 
     A value function that takes a time limit for the end of the world is wrong near it.
     """
-    for episode in finished(library, ends="truncated"):
+    for episode in data.finished(library, ends="truncated"):
         flags = [episode.terminated[-1], episode.truncated[-1]]
-        equal("terminated, truncated", np.array(flags, bool), [False, True])
+        expect.equal("terminated, truncated", np.array(flags, bool), [False, True])
 
 
 @check("values", "openai/spinningup#233", standard_env=True)
@@ -122,13 +115,13 @@ def time_limit_is_truncation(library: Library) -> None:
     The most common truncation, by Gymnasium's own wrapper or the library's own argument.
     """
     arguments = {"job": {"n_envs": 4}, "max_episode_steps": 6}
-    streams = collected(library, leaning, "CartPole-v1", **arguments)
-    episodes = [each for stream in streams for each in cut(stream)]
+    streams = data.collected(library, data.leaning, "CartPole-v1", **arguments)
+    episodes = [each for stream in streams for each in data.cut(stream)]
     ended = [each for each in episodes if each.terminated[-1] or each.truncated[-1]]
-    holds("episodes that end", len(ended) > 0)
+    expect.holds("episodes that end", len(ended) > 0)
     for episode in ended:
         flags = [int(episode.terminated[-1]), int(episode.truncated[-1]), len(episode)]
-        equal("terminated, truncated, length", flags, [0, 1, 6])
+        expect.equal("terminated, truncated, length", flags, [0, 1, 6])
 
 
 @check("values", "openai/gym#3102")
@@ -137,8 +130,8 @@ def both_flags_mean_termination(library: Library) -> None:
 
     Bootstrapping from a terminal state is wrong, whatever else is true of the step.
     """
-    for episode in finished(library, ends="both"):
-        holds("terminated in the last step", bool(episode.terminated[-1]))
+    for episode in data.finished(library, ends="both"):
+        expect.holds("terminated in the last step", bool(episode.terminated[-1]))
 
 
 @check("values", "cogment/cogment-lab#22")
@@ -147,12 +140,12 @@ def episodes_of_one_step(library: Library) -> None:
 
     Bandits, one-move games, and any agent that fails at once.
     """
-    episodes = finished(library, lengths=(1,), ends="terminated")
-    holds("several episodes of one step", len(episodes) > 4)
+    episodes = data.finished(library, lengths=(1,), ends="terminated")
+    expect.holds("several episodes of one step", len(episodes) > 4)
     for episode in episodes:
-        equal("steps", numbers(episode.observation)[:, STEP], [0])
-        equal("reward", episode.reward, [1])
-        equal("step after the last one", numbers(after(episode))[:, STEP], [1])
+        expect.equal("steps", data.numbers(episode.observation)[:, STEP], [0])
+        expect.equal("reward", episode.reward, [1])
+        expect.equal("step after the last one", data.numbers(data.after(episode))[:, STEP], [1])
 
 
 @check("values", "Farama-Foundation/SuperSuit#116")
@@ -161,10 +154,12 @@ def action_belongs_to_its_observation(library: Library) -> None:
 
     Off by one, an agent learns what it did a step later.
     """
-    for episode in finished(library, alternating):
-        equal("actions", np.ravel(episode.action), alternating(numbers(episode.observation)))
+    for episode in data.finished(library, data.alternating):
+        expect.equal(
+            "actions", np.ravel(episode.action), data.alternating(data.numbers(episode.observation))
+        )
         seen = (np.asarray(episode.reward) // 1000).astype(int)
-        equal("actions that the environment saw", seen, np.ravel(episode.action))
+        expect.equal("actions that the environment saw", seen, np.ravel(episode.action))
 
 
 @check("values", "chainer/chainerrl#386")
@@ -173,9 +168,9 @@ def observations_keep_float64(library: Library) -> None:
 
     Time stamps and coordinates: in float32, neighbouring ones become equal.
     """
-    for stream in collected(library, dtype="float64", base=BIG, lengths=(12,)):
-        steps = numbers(stream.observation)[:6, STEP] - BIG
-        equal("steps", steps - steps[0], np.arange(len(steps)))
+    for stream in data.collected(library, dtype="float64", base=BIG, lengths=(12,)):
+        steps = data.numbers(stream.observation)[:6, STEP] - BIG
+        expect.equal("steps", steps - steps[0], np.arange(len(steps)))
 
 
 @check("values", "DLR-RM/stable-baselines3#40")
@@ -184,20 +179,11 @@ def observations_keep_uint8(library: Library) -> None:
 
     In float32 they take four times the memory, which is the limit of most image agents.
     """
-    for episode in finished(library, dtype="uint8", shape=(4, 4, 3)):
-        holds(f"uint8, not {episode.observation.dtype}", episode.observation.dtype == np.uint8)
-        equal("steps", numbers(episode.observation)[:, STEP], np.arange(len(episode)))
-
-
-@check("values", "thu-ml/tianshou#65")
-def observations_keep_int64(library: Library) -> None:
-    """Integer observations keep their value, however large.
-
-    Identifiers and tokens become others when they pass through float32.
-    """
-    for stream in collected(library, dtype="int64", base=BIG, lengths=(12,)):
-        steps = numbers(stream.observation)[:6, STEP] - BIG
-        equal("steps", steps - steps[0], np.arange(len(steps)))
+    for episode in data.finished(library, dtype="uint8", shape=(4, 4, 3)):
+        expect.holds(
+            f"uint8, not {episode.observation.dtype}", episode.observation.dtype == np.uint8
+        )
+        expect.equal("steps", data.numbers(episode.observation)[:, STEP], np.arange(len(episode)))
 
 
 @check("values", "tensorflow/agents#204")
@@ -206,9 +192,9 @@ def rewards_keep_float64(library: Library) -> None:
 
     Profits and energies: small differences between large numbers are what is learned.
     """
-    for stream in collected(library, base_reward=float(BIG), lengths=(12,)):
+    for stream in data.collected(library, base_reward=float(BIG), lengths=(12,)):
         rewards = np.asarray(stream.reward[:6], np.float64)
-        equal("rewards", rewards - rewards[0], np.arange(len(rewards)))
+        expect.equal("rewards", rewards - rewards[0], np.arange(len(rewards)))
 
 
 @check("values", "openai/gym#3116", "infos")
@@ -217,8 +203,8 @@ def info_of_the_last_step(library: Library) -> None:
 
     Success, return and length are reported there.
     """
-    for episode in finished(library):
-        equal("`step` in the last info", int(episode.info[-1]["step"]), len(episode))
+    for episode in data.finished(library, job=INFOS):
+        expect.equal("`step` in the last info", int(episode.info[-1]["step"]), len(episode))
 
 
 @check("values", "PufferAI/PufferLib#172", "infos")
@@ -227,9 +213,9 @@ def infos_belong_to_their_steps(library: Library) -> None:
 
     Costs, action masks and goals that are shifted by a step or an environment mislead silently.
     """
-    for episode in finished(library):
+    for episode in data.finished(library, job=INFOS):
         steps = [int(info["step"]) for info in episode.info[:-1]]
-        equal("`step` in infos", steps, np.arange(len(steps)) + 1)
+        expect.equal("`step` in infos", steps, np.arange(len(steps)) + 1)
 
 
 @check("values", "pytorch/rl#1518", "infos")
@@ -238,9 +224,9 @@ def rare_info_is_not_repeated(library: Library) -> None:
 
     A success that stays in later rows is counted again.
     """
-    for episode in finished(library):
+    for episode in data.finished(library, job=INFOS):
         rare = [int(info.get("rare") or 0) for info in episode.info]
-        equal("`rare` in infos", rare, [0, 7, *[0] * len(episode)][: len(episode)])
+        expect.equal("`rare` in infos", rare, [0, 7, *[0] * len(episode)][: len(episode)])
 
 
 @check("values", "chainer/chainerrl#157")
@@ -249,17 +235,11 @@ def reused_array_is_copied(library: Library) -> None:
 
     Simulators do. Stored without a copy, all observations become the last one.
     """
-    for episode in finished(library, reuse=True):
-        equal("steps", numbers(episode.observation)[:, STEP], np.arange(len(episode)))
-        equal("steps after", numbers(after(episode))[:, STEP], np.arange(len(episode)) + 1)
-
-
-@check("values", "rail-berkeley/rlkit#98", "infos")
-def reused_info_is_copied(library: Library) -> None:
-    """An environment may return the same info dict each time, changed in place."""
-    for episode in finished(library, reuse=True):
-        steps = [int(info["step"]) for info in episode.info]
-        equal("`step` in infos", steps, np.arange(len(steps)) + 1)
+    for episode in data.finished(library, reuse=True):
+        expect.equal("steps", data.numbers(episode.observation)[:, STEP], np.arange(len(episode)))
+        expect.equal(
+            "steps after", data.numbers(data.after(episode))[:, STEP], np.arange(len(episode)) + 1
+        )
 
 
 @check("values", "PufferAI/PufferLib#161", "window")
@@ -270,11 +250,11 @@ def results_stay_as_they_are(library: Library) -> None:
     """
     with library.open(lengths=(1000,)) as collector:
         first = collector.window(5)
-        before = [numbers(stream.observation).copy() for stream in first]
+        before = [data.numbers(stream.observation).copy() for stream in first]
         collector.window(5)
         collector.window(5)
         for stream, copy in zip(first, before, strict=True):
-            equal("an earlier window", numbers(stream.observation), copy)
+            expect.equal("an earlier window", data.numbers(stream.observation), copy)
 
 
 @check("values", "DLR-RM/stable-baselines3#396", "frame_stack")
@@ -283,31 +263,33 @@ def frame_stack_begins_with_its_episode(library: Library) -> None:
 
     Padding may be zeros or the first frame.
     """
-    for stream in collected(library, job={"frame_stack": 3}, lengths=(4,)):
+    for stream in data.collected(library, job={"frame_stack": 3}, lengths=(4,)):
         frames = np.asarray(stream.observation).reshape(len(stream), 3, 3)
         for stack in frames:
             earlier = stack[:-1][stack[:-1].any(axis=1)]
-            equal("tags of older frames", earlier[:, TAG], np.full(len(earlier), stack[-1, TAG]))
+            expect.equal(
+                "tags of older frames", earlier[:, TAG], np.full(len(earlier), stack[-1, TAG])
+            )
 
 
 @check("values", "DLR-RM/stable-baselines3#1883", "frame_stack")
 def frame_stack_of_the_final_observation(library: Library) -> None:
     """The stack after an episode's last step holds that episode's last frames."""
-    streams = collected(library, job={"frame_stack": 3}, lengths=(4,))
-    ended = [piece for each in streams for piece in cut(each) if piece.truncated[-1]]
-    holds("episodes that end", len(ended) > 0)
+    streams = data.collected(library, job={"frame_stack": 3}, lengths=(4,))
+    ended = [piece for each in streams for piece in data.cut(each) if piece.truncated[-1]]
+    expect.holds("episodes that end", len(ended) > 0)
     for episode in (each for each in ended if len(each) == 4):
-        steps = after(episode)[-1].reshape(3, 3)[:, STEP]
-        equal("steps in the final stack", steps, [2, 3, 4])
+        steps = data.after(episode)[-1].reshape(3, 3)[:, STEP]
+        expect.equal("steps in the final stack", steps, [2, 3, 4])
 
 
 def n_step_rows(library: Library) -> Steps:
     """Returns over three steps, of episodes of four steps all of which were collected."""
     with library.open(lengths=(4,)) as collector:
         rows = collector.n_step(14, 3, GAMMA)
-    tags, steps = numbers(rows.observation)[:, [TAG, STEP]].T
+    tags, steps = data.numbers(rows.observation)[:, [TAG, STEP]].T
     is_whole = np.array([len(set(steps[tags == tag])) == 4 for tag in tags])
-    holds("n-step returns of whole episodes", is_whole.any())
+    expect.holds("n-step returns of whole episodes", is_whole.any())
     return rows[is_whole]
 
 
@@ -315,29 +297,31 @@ def n_step_rows(library: Library) -> Steps:
 def n_step_return_stops_at_the_end(library: Library) -> None:
     """An n-step return adds the rewards of its own episode only, also at a truncation."""
     rows = n_step_rows(library)
-    for (*_, step), reward in zip(numbers(rows.observation), rows.reward, strict=True):
+    for (*_, step), reward in zip(data.numbers(rows.observation), rows.reward, strict=True):
         paid = np.arange(step + 1, 5)[:3]
-        equal(f"return from step {step}", reward, (paid * GAMMA ** np.arange(len(paid))).sum())
+        expect.equal(
+            f"return from step {step}", reward, (paid * GAMMA ** np.arange(len(paid))).sum()
+        )
 
 
 @check("values", "ray-project/ray#18358", "n_step")
 def n_step_observation_is_of_the_same_episode(library: Library) -> None:
     """An n-step return is bootstrapped from n steps later, or from the episode's last one."""
     rows = n_step_rows(library)
-    expected = numbers(rows.observation).copy()
+    expected = data.numbers(rows.observation).copy()
     expected[:, STEP] = np.minimum(expected[:, STEP] + 3, 4)
-    equal("observations to bootstrap from", numbers(after(rows)), expected)
+    expect.equal("observations to bootstrap from", data.numbers(data.after(rows)), expected)
 
 
 def last_targets(library: Library, ends: str) -> list[tuple[int, float]]:
     """Lengths of episodes and their last steps' targets, where an observation is worth its step."""
     with library.open(lengths=(4,), ends=ends) as collector:
-        pairs = collector.targets(14, lambda rows: 100.0 * numbers(rows)[:, STEP], GAMMA)
+        pairs = collector.targets(14, lambda rows: 100.0 * data.numbers(rows)[:, STEP], GAMMA)
     found = []
     for steps, target in pairs:
         ended = np.flatnonzero(steps.terminated | steps.truncated)
         found += [(4, float(target[row])) for row in ended]
-    holds("targets of steps that end an episode", len(found) > 0)
+    expect.holds("targets of steps that end an episode", len(found) > 0)
     return found
 
 
@@ -345,27 +329,27 @@ def last_targets(library: Library, ends: str) -> list[tuple[int, float]]:
 def truncation_is_bootstrapped(library: Library) -> None:
     """The target of a truncated step is its reward plus the discounted value of what came after."""
     for length, target in last_targets(library, "truncated"):
-        equal("target", round(target, 3), length + GAMMA * 100 * length)
+        expect.equal("target", round(target, 3), length + GAMMA * 100 * length)
 
 
 @check("values", "Toni-SM/skrl#364", "targets")
 def termination_is_not_bootstrapped(library: Library) -> None:
     """The target of a terminated step is its reward."""
     for length, target in last_targets(library, "terminated"):
-        equal("target", round(target, 3), length)
+        expect.equal("target", round(target, 3), length)
 
 
 @check("values", "Farama-Foundation/Gymnasium#787", "options")
 def options_reach_the_first_episodes(library: Library) -> None:
     """The options of `reset` are those of the first episode of every environment."""
-    for stream in collected(library, job={"options": {"level": 7}}):
-        equal("the level of the first episode", numbers(stream.observation)[0, TAG], 7)
+    for stream in data.collected(library, job={"options": {"level": 7}}):
+        expect.equal("the level of the first episode", data.numbers(stream.observation)[0, TAG], 7)
 
 
 @check("values", "DLR-RM/stable-baselines3#2229", "options", "window")
 def options_hold_in_later_episodes(library: Library) -> None:
     """Episodes that begin by themselves have the options that are in force."""
     with library.open(job={"options": {"level": 7}}) as collector:
-        for stream in window(collector):
-            levels = numbers(stream.observation)[:, TAG]
-            equal("levels of all episodes", levels, np.full(len(stream), 7))
+        for stream in data.window(collector):
+            levels = data.numbers(stream.observation)[:, TAG]
+            expect.equal("levels of all episodes", levels, np.full(len(stream), 7))

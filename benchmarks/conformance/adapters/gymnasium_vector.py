@@ -1,0 +1,73 @@
+"""Gymnasium's vector environments, with the loop of https://farama.org/Vector-Autoreset-Mode."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+
+from benchmarks.conformance.interface import Collector, Job, Steps
+
+
+def stacked(make_env: Any, n: int) -> gym.Env:
+    """An environment with the wrapper for stacked frames."""
+    return gym.wrappers.FrameStackObservation(make_env(), n)
+
+
+class Sync(Collector):
+    package = "gymnasium"
+    lacks: ClassVar[dict[str, str]] = {
+        "episodes": "steps environments, has no function that collects episodes",
+        "evaluate": "has no function that evaluates a policy",
+        "workers": "steps environments in the caller's process",
+        "worker_count": "steps environments in the caller's process",
+        "n_step": "computes no n-step returns",
+        "targets": "computes no targets",
+    }
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        make_env = job.make_env
+        if job.frame_stack > 1:
+            make_env = partial(stacked, make_env, job.frame_stack)
+        self.envs = self.vectorise([make_env] * job.n_envs)
+        self.observation, _ = self.envs.reset(seed=job.seed, options=job.options)
+        self.starts = np.zeros(job.n_envs, bool)
+
+    def vectorise(self, env_fns: list) -> gym.vector.VectorEnv:
+        return gym.vector.SyncVectorEnv(env_fns)
+
+    def step(self, action: np.ndarray) -> tuple:
+        return self.envs.step(action)
+
+    def window(self, n_steps: int) -> list[Steps]:
+        rows: list[list[tuple]] = [[] for _ in range(self.job.n_envs)]
+        for _ in range(n_steps):
+            observation, action = self.observation, self.job.policy(self.observation)
+            after, reward, terminated, truncated, infos = self.step(action)
+            for i in np.flatnonzero(~self.starts):
+                info = {key: infos[key][i] for key in infos if infos.get(f"_{key}", self.starts)[i]}
+                row = (observation, action, reward, terminated, truncated, after)
+                rows[i].append((*(each[i] for each in row), info))
+            self.observation, self.starts = after, terminated | truncated
+        return [Steps.stack(each) for each in rows]
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class Async(Sync):
+    lacks: ClassVar[dict[str, str]] = Sync.lacks | {"worker_count": "has a process per environment"}
+    del lacks["workers"]
+
+    def vectorise(self, env_fns: list) -> gym.vector.VectorEnv:
+        return gym.vector.AsyncVectorEnv(env_fns)
+
+    def step(self, action: np.ndarray) -> tuple:
+        self.envs.step_async(action)
+        return self.envs.step_wait(timeout=self.job.timeout_s)
+
+    def close(self) -> None:
+        self.envs.close(timeout=self.job.timeout_s)

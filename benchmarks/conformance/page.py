@@ -1,0 +1,5 @@
+"""Write docs/conformance.md from results."""
+
+
+def write(results, path):
+    pass

@@ -1,0 +1,168 @@
+"""Run a process of checks with deadlines, and see what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.conformance.checks.every import CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = {"values": 60, "selection": 60, "seeds": 60, "faults": 20, "limits": 20}
+IMPORT_S = 60  # until the first check begins
+SIGNAL_AFTER_S = 2  # from ``ready`` to the signal
+END_S = 12  # from the last check, or the signal, to the end of the process
+LEFT_S = 5  # from the end of the process to that of all others
+MOUNT = 'mount -t tmpfs -o size="$1"m tmpfs /dev/shm && shift && exec "$@"'
+
+
+@functools.cache
+def namespace() -> tuple[str, ...]:
+    """A command that runs another one with a /dev/shm of its own; empty where none may."""
+    for options in (["--mount"], ["--user", "--map-root-user", "--mount"]):
+        command = ("unshare", *options, "sh", "-c", MOUNT, "sh")
+        with contextlib.suppress(OSError):
+            if subprocess.run([*command, "64", "true"], capture_output=True).returncode == 0:
+                return command
+    return ()
+
+
+def with_shared_memory(shm_mb: int) -> list[str]:
+    """A prefix that limits /dev/shm, or where it cannot, the size of any file below 64 MB."""
+    if namespace():
+        return [*namespace(), str(shm_mb)]
+    return ["prlimit", f"--fsize={shm_mb * 2**20}"] if shm_mb < 1024 else []
+
+
+class Watched:
+    """A process that runs some checks of a library, and all that it starts."""
+
+    def __init__(self, python: str, library: str, names: list[str]) -> None:
+        self.names, self.cells, self.about = names, {}, {}
+        self.token, self.started = uuid.uuid4().hex, time.monotonic()
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.report, self.log = (Path(self.folder.name) / name for name in ("report", "log"))
+        self.first = CHECKS[names[0]]
+        command = [python, "-m", "benchmarks.conformance.cell", library, str(self.report), *names]
+        with self.log.open("w", encoding="utf-8") as log:
+            self.process = subprocess.Popen(
+                with_shared_memory(self.first.shm_mb) + command,
+                env={**os.environ, "CONFORMANCE": self.token, "PYTHONPATH": str(ROOT)},
+                cwd=self.folder.name,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.current, self.since, self.signalled, self.n_read = "", self.started, False, 0
+        self.shm, self.shm_before = -1, set()
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """The cells of all checks that began, the last of which may have hung."""
+        while self.process.poll() is None:
+            self.read()
+            limit = self.limit()
+            if time.monotonic() - self.since > limit:
+                self.settle("red", f"still running after {limit:.0f} s")
+                break
+            time.sleep(0.02)
+        self.read()
+        if self.process.poll() is not None:
+            self.judge_end()
+        self.end()
+        return self.cells
+
+    def limit(self) -> float:
+        """Seconds that may pass since the last event."""
+        if self.signalled or (self.about and not self.current):
+            return END_S
+        if not self.about:
+            return IMPORT_S
+        return DEADLINE_S[CHECKS[self.current].group] + self.about["start_s"]
+
+    def read(self) -> None:
+        """Take in what the process has reported."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = self.report.read_text(encoding="utf-8").split("\n")[:-1]
+            for line in lines[self.n_read :]:
+                self.take(json.loads(line))
+            self.n_read = len(lines)
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event."""
+        self.since, kind = time.monotonic(), event.pop("event")
+        if kind == "adapter":
+            self.about = event
+            shm = f"/proc/{self.process.pid}/root/dev/shm"
+            self.shm = os.open(shm, os.O_RDONLY | os.O_DIRECTORY)  # outlives the process
+            self.shm_before = set(os.listdir(self.shm))
+        elif kind == "begin":
+            self.current = event["check"]
+        elif kind == "end":
+            self.cells[event.pop("check")] = event
+            self.current = ""
+        elif kind == "ready":
+            time.sleep(SIGNAL_AFTER_S)
+            self.since, self.signalled = time.monotonic(), True
+            number = CHECKS[self.current].signal
+            send = os.kill if number == signal.SIGKILL else os.killpg  # as a terminal does
+            send(self.process.pid, number)
+
+    def settle(self, status: str, message: str) -> None:
+        """The cell of the check that is running, or of the only one that has run."""
+        name = self.current or self.names[0]
+        seconds = round(time.monotonic() - self.since, 1)
+        self.cells[name] = {"status": status, "message": message, "seconds": seconds}
+
+    def judge_end(self) -> None:
+        """After the process has ended: was it meant to, and what is left?"""
+        if (self.current and not self.signalled) or not self.about:
+            self.settle("red", f"the process ended with code {self.process.returncode}")
+        elif self.current:
+            self.settle("green", "")
+        cell = self.cells.get(self.names[0], {})
+        if self.first.leaves_nothing and cell.get("status") == "green":
+            until = time.monotonic() + LEFT_S
+            while (left := self.left()) and time.monotonic() < until:
+                time.sleep(0.1)
+            if left:
+                self.settle("red", f"left {LEFT_S} s after the end: {', '.join(left)}")
+
+    def left(self) -> list[str]:
+        """Processes and files in /dev/shm that are left."""
+        found = []
+        for pid in self.marked():
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/cmdline").read_bytes()[:60].replace(bytes(1), b" ")
+                found.append(f"process `{name.decode(errors='replace')}`")
+        files = sorted(set(os.listdir(self.shm)) - self.shm_before)
+        return found + [f"/dev/shm/{name}" for name in files]
+
+    def marked(self) -> list[int]:
+        """Processes that inherited the token of this run."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"CONFORMANCE={self.token}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def end(self) -> None:
+        """End all that is left, whatever it is."""
+        while pids := self.marked():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+        self.process.wait()
+        if self.shm >= 0:
+            os.close(self.shm)
