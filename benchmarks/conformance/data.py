@@ -26,7 +26,7 @@ def leaning(observation: np.ndarray) -> np.ndarray:
 
 
 def numbers(observation: np.ndarray) -> np.ndarray:
-    """Tag, episode and step of each observation of ``Numbered``, ``[T, 3]``."""
+    """Tag, length and step of each observation of ``Numbered``, ``[T, 3]``."""
     return np.asarray(observation).reshape(len(observation), -1)[:, :3]
 
 

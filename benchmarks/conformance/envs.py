@@ -1,4 +1,4 @@
-"""Scripted environments: every observation says which episode and step it belongs to."""
+"""A scripted environment: every observation says which episode and step it belongs to."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import gymnasium as gym
 import numpy as np
 
 NUMBERED = "conformance/Numbered-v0"
-TAG, EPISODE, STEP = 0, 1, 2  # what the first three numbers of an observation are
-SHORT, LONG = 2, 40  # the lengths of random episodes, equally likely
+TAG, LENGTH, STEP = 0, 1, 2  # what the first three numbers of an observation are
+SHORT, LONG = 2, 40  # lengths of episodes that differ much
 
 
 class Unpicklable(Exception):
@@ -28,14 +28,14 @@ class Unpicklable(Exception):
 
 
 class Numbered(gym.Env):
-    """Shows ``[tag, episode, step]`` plus ``base`` and pays the number of the step.
+    """Shows ``[tag, length, step]`` plus ``base`` and pays the number of the step.
 
-    The tag is drawn from the environment's generator at each reset, or is the option ``level``.
-    Episodes are counted from 0 in the life of the environment, steps from 0 in the episode. The
-    reward of a step is its number, from 1, plus 1,000 times the action, plus ``base_reward``.
+    The tag is drawn from the environment's generator at each reset, or is the option ``level``. It
+    decides about the rest of the episode. Steps are counted from 0. The reward of a step is its
+    number, from 1, plus 1,000 times the action, plus ``base_reward``.
 
     Args:
-        lengths: Of episodes, in turn; "random" draws ``SHORT`` or ``LONG``.
+        lengths: Of episodes, all equally likely.
         ends: With "terminated", "truncated" or "both" flags.
         dtype: Of observations.
         shape: Of observations, of which the first three numbers count.
@@ -57,7 +57,7 @@ class Numbered(gym.Env):
 
     def __init__(
         self,
-        lengths: tuple[int, ...] | str = (3, 5),
+        lengths: tuple[int, ...] = (3, 5),
         ends: str = "truncated",
         dtype: str = "float32",
         shape: tuple[int, ...] = (3,),
@@ -80,7 +80,7 @@ class Numbered(gym.Env):
         low, high = (-np.inf, np.inf) if kind == "f" else (0, np.iinfo(dtype).max)
         self.observation_space = gym.spaces.Box(low, high, shape, np.dtype(dtype))
         self.action_space = gym.spaces.Discrete(2)
-        self.episode, self.steps_taken = -1, 0
+        self.steps_taken = 0
         self._observation, self._info = np.zeros(shape, dtype), {}
         self.helper = subprocess.Popen(["sleep", "600"]) if helper else None
         self._strike("init")
@@ -94,11 +94,7 @@ class Numbered(gym.Env):
             process.join()
         draw = np.random.randint if self.global_random else self.np_random.integers
         self.tag = (options or {}).get("level", int(draw(1, 2**20)))
-        self.episode, self.step_number = self.episode + 1, 0
-        if self.lengths == "random":
-            self.length = LONG if self.tag % 4 < 2 else SHORT
-        else:
-            self.length = self.lengths[self.episode % len(self.lengths)]
+        self.length, self.step_number = self.lengths[self.tag // 2 % len(self.lengths)], 0
         return self._observe(), self._inform()
 
     def step(self, action: Any) -> tuple:
@@ -126,7 +122,7 @@ class Numbered(gym.Env):
 
     def _observe(self) -> np.ndarray:
         observation = self._observation if self.reuse else np.zeros_like(self._observation)
-        numbers = np.array([self.tag, self.episode, self.step_number]) + self.base
+        numbers = np.array([self.tag, self.length, self.step_number]) + self.base
         limit = 256 if self.dtype == "uint8" else None
         observation.reshape(-1)[:3] = numbers % limit if limit else numbers
         return observation

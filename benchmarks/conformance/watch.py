@@ -72,7 +72,8 @@ class Watched:
             self.read()
             limit = self.limit()
             if time.monotonic() - self.since > limit:
-                self.settle("red", f"still running after {limit:.0f} s")
+                if self.current or self.first.leaves_nothing or not self.about:
+                    self.settle("red", f"still running after {limit:.0f} s")
                 break
             time.sleep(0.02)
         self.read()

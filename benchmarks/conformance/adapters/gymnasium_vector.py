@@ -26,6 +26,10 @@ class Sync(Collector):
         "n_step": "computes no n-step returns",
         "targets": "computes no targets",
     }
+    intended: ClassVar[dict[str, str]] = {
+        "neighbouring_seeds_share_nothing": "“`int` - `[seed, seed+1, ..., seed+n]`” "
+        "(https://gymnasium.farama.org/api/vector/sync_vector_env/)"
+    }
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -61,6 +65,10 @@ class Sync(Collector):
 class Async(Sync):
     lacks: ClassVar[dict[str, str]] = Sync.lacks | {"worker_count": "has a process per environment"}
     del lacks["workers"]
+    intended: ClassVar[dict[str, str]] = Sync.intended | {
+        "environment_starts_processes": "“`daemon=True` prevents subprocesses to spawn children” "
+        "(https://gymnasium.farama.org/api/vector/async_vector_env/)"
+    }
 
     def vectorise(self, env_fns: list) -> gym.vector.VectorEnv:
         return gym.vector.AsyncVectorEnv(env_fns)

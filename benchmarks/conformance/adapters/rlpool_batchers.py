@@ -92,7 +92,7 @@ class Batchers(Collector):
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
         pool = rlpool.Pool(pool_size=1000, seed=0)
         pool.extend(self.collect(n_steps))
-        batch = pool.sample(500, n_step=n, discount=gamma)
+        batch = pool.sample(len(pool), n_step=n, discount=gamma)
         names = ("frame", "action", "n_step_return", "_terminated", "_truncated", "_frame")
         return Steps(*(batch[name].numpy() for name in names))
 
@@ -112,4 +112,4 @@ class Batchers(Collector):
 
     @classmethod
     def version(cls) -> str:
-        return "this checkout"
+        return f"{rlpool.__version__} (this checkout)"

@@ -69,7 +69,13 @@ def environment_starts_processes(library: Library) -> None:
     attempt(library, forks=True)
 
 
-@check("limits", "facebookresearch/CompilerGym#326", signal=signal.SIGKILL, leaves_nothing=True)
+@check(
+    "limits",
+    "facebookresearch/CompilerGym#326",
+    "workers",
+    signal=signal.SIGKILL,
+    leaves_nothing=True,
+)
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
     """Simulators that environments started end as well if the program is killed."""
     collect_forever(library.make(helper=True), library)

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.conformance import data, expect
 from benchmarks.conformance.checks import Library, check
-from benchmarks.conformance.envs import LONG, SHORT, STEP, TAG
+from benchmarks.conformance.envs import LENGTH, LONG, SHORT, STEP, TAG
 from benchmarks.conformance.interface import Steps
 
 MANY = {"n_envs": 8}
@@ -32,7 +32,7 @@ def as_many_episodes_as_requested(library: Library) -> None:
 def episodes_are_complete(library: Library) -> None:
     """Each episode has all of its steps, from the reset to the one that ends it, and no others."""
     for episode in requests(library, 9, 1, lengths=(2, 7, 4))[0]:
-        length = (2, 7, 4)[int(data.numbers(episode.observation)[0, 1]) % 3]
+        length = data.numbers(episode.observation)[0, LENGTH]
         expect.equal("steps", data.numbers(episode.observation)[:, STEP], np.arange(length))
         expect.equal("number of episodes in one", len(data.cut(episode)), 1)
 
@@ -44,7 +44,7 @@ def short_episodes_are_not_favoured(library: Library) -> None:
     Half of them are. Whoever takes those that end first takes the short ones, which are failures in
     one task and successes in the other.
     """
-    found = requests(library, 8, 6, job=MANY, lengths="random")
+    found = requests(library, 8, 6, job=MANY, lengths=(SHORT, LONG))
     lengths = [len(episode) for request in found for episode in request]
     long = np.mean(np.array(lengths) > (SHORT + LONG) / 2)
     expect.holds(f"at least 25 % of long episodes, not {long:.0%} of {len(lengths)}", long >= 0.25)
@@ -110,7 +110,7 @@ def evaluation_does_not_depend_on_the_number_of_environments(library: Library) -
     scores = []
     for n_envs in (1, 16):
         job = {"n_envs": n_envs, "n_workers": 1}
-        with library.open(job=job, lengths="random") as collector:
+        with library.open(job=job, lengths=(SHORT, LONG)) as collector:
             scores.append(np.mean([np.mean(collector.evaluate(16)) for _ in range(4)]))
     deviation = LONG * (LONG + 1) / 4 / 64**0.5  # of the mean of 64 episodes
     text = f"scores that differ by chance, not {scores[0]:.0f} and {scores[1]:.0f}"
