@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,11 @@ def window(collector: Collector) -> list[Steps]:
 
 def join(first: Steps, second: Steps) -> Steps:
     """Two pieces that follow each other, as one."""
-    values = []
-    for name in ("observation", "action", "reward", "terminated", "truncated", "next_observation"):
-        pair = [getattr(first, name), getattr(second, name)]
-        values.append(None if pair[0] is None else np.concatenate(pair))
-    infos = None if first.info is None or second.info is None else [*first.info, *second.info]
-    return Steps(*values, infos)
+    pairs = [(getattr(first, f.name), getattr(second, f.name)) for f in fields(Steps)]
+    *arrays, infos = (None if pair[0] is None else pair for pair in pairs)
+    return Steps(
+        *(pair and np.concatenate(pair) for pair in arrays), infos and [*infos[0], *infos[1]]
+    )
 
 
 def collected(library: Library, *args: Any, **arguments: Any) -> list[Steps]:

@@ -153,27 +153,23 @@ def _append(path: str, line: str) -> None:
         file.write(line + "\n")
 
 
-def _raise() -> None:
-    raise ValueError("no goal number 17")
-
-
-def _raise_unpicklable() -> None:
-    raise Unpicklable("no goal number 17")
+def _raise(kind: type[Exception]) -> None:
+    raise kind("no goal number 17")
 
 
 FAULTS = {
-    "raise": _raise,
-    "unpicklable": _raise_unpicklable,
+    "raise": lambda: _raise(ValueError),
+    "unpicklable": lambda: _raise(Unpicklable),
     "sys_exit": lambda: sys.exit(3),
-    "os_exit": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(600),
 }
 
 
-def make(env_id: str, **arguments: Any) -> gym.Env:
+def make(env_id: str, frame_stack: int = 1, **arguments: Any) -> gym.Env:
     """``gymnasium.make``; unpickling this function registers the environments."""
-    return gym.make(env_id, disable_env_checker=True, **arguments)
+    env = gym.make(env_id, disable_env_checker=True, **arguments)
+    return env if frame_stack == 1 else gym.wrappers.FrameStackObservation(env, frame_stack)
 
 
 gym.register(NUMBERED, entry_point=Numbered)

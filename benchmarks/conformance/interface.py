@@ -17,49 +17,45 @@ import numpy as np
 
 from benchmarks.conformance import envs
 
-CAPABILITIES = {
-    "environments": "runs Gymnasium environments written in Python",
-    "window": "collects the next steps of every environment",
-    "episodes": "collects a number of complete episodes",
-    "evaluate": "evaluates a policy over a number of episodes",
-    "infos": "returns the infos of environments",
-    "options": "passes options to `reset`",
-    "seed": "takes a seed",
-    "workers": "steps environments in other processes",
-    "worker_count": "takes the number of processes apart from that of environments",
-    "frame_stack": "stacks frames",
-    "n_step": "computes n-step returns",
-    "targets": "computes targets of a value function",
-}
-
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run. All of it can be pickled."""
+    """What is to be run. All of it can be pickled.
+
+    Attributes:
+        env_id: Of the environment.
+        env_args: Keyword arguments of ``gymnasium.make``.
+        policy: Maps observations, one row per environment, to int64 actions; keeps no state.
+        n_envs: Environments in all.
+        n_workers: Processes that share them; a library with one per environment takes ``n_envs``.
+        seed: Of the run.
+        options: For ``reset``, from the first episode on.
+        info_keys: Integers of infos that are wanted, for libraries that need to know in advance.
+        frame_stack: How many frames the library's stacking shows, along the first axis, the oldest
+            first.
+        timeout_s: The limit for a step that hangs, where the library lets its user set one.
+    """
 
     env_id: str
     env_args: dict[str, Any]
-    """Keyword arguments of ``gymnasium.make``."""
     policy: Callable[[np.ndarray], np.ndarray]
-    """Maps observations, one row per environment, to integer actions; keeps no state."""
     n_envs: int = 4
-    """Environments in all."""
     n_workers: int = 2
-    """Processes that share them; a library that has one per environment takes ``n_envs``."""
     seed: int | None = 0
     options: dict[str, Any] | None = None
-    """For ``reset``, from the first episode on."""
-    info_keys: Sequence[str] = ()
-    """Integers of infos that are wanted, for libraries that need to know in advance."""
+    info_keys: tuple[str, ...] = ()
     frame_stack: int = 1
-    """How many frames the library's stacking shows, along the first axis, the oldest first."""
     timeout_s: float = 4.0
-    """The limit for a step that hangs, where the library lets its user set one."""
 
     @property
     def make_env(self) -> Callable[[], gym.Env]:
         """Makes one environment, in any process."""
         return partial(envs.make, self.env_id, **self.env_args)
+
+    @property
+    def make_stacked_env(self) -> Callable[[], gym.Env]:
+        """The same with Gymnasium's stack of frames, for libraries that recommend it."""
+        return partial(envs.make, self.env_id, frame_stack=self.frame_stack, **self.env_args)
 
 
 @dataclass
@@ -67,8 +63,9 @@ class Steps:
     """Consecutive transitions of one environment in the order in which they happened, ``[T, ...]``.
 
     The arrays are those of the library, without a copy where it hands out arrays or tensors. Steps
-    that it marks as padding or as a mere reset are left out. A field that it does not return is
-    None.
+    that it marks as padding or as a mere reset are left out. ``next_observation`` is what the
+    library says came after the step, ``info`` what came with it, as one dict per step; both are
+    None where it returns no such thing.
     """
 
     observation: np.ndarray
@@ -77,9 +74,7 @@ class Steps:
     terminated: np.ndarray
     truncated: np.ndarray
     next_observation: np.ndarray | None
-    """What the library says came after the step."""
     info: list[dict[str, Any]] | None = None
-    """What came with each step."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -96,16 +91,23 @@ class Steps:
 
 
 class Collector:
-    """One library's way to collect. Adapters inherit and implement what the library has."""
+    """One library's way to collect. Adapters inherit and implement what the library has.
+
+    Attributes:
+        package: The distribution whose version is shown.
+        lacks: Capabilities that the library does not have, and why: checks that need them are grey.
+            "environments" (it runs Gymnasium environments written in Python), "window", "episodes",
+            "evaluate", "n_step" and "targets" (the methods below), "infos" (in results), "options"
+            (of ``reset``), "seed", "workers" (processes that step environments), "worker_count" (a
+            number of processes apart from that of environments), "frame_stack".
+        intended: Checks whose failure the library documents as intended: a quotation, an address.
+        start_s: What the library may take to start, in seconds, on top of each deadline.
+    """
 
     package = ""
-    """The distribution whose version is shown."""
     lacks: ClassVar[dict[str, str]] = {}
-    """Capabilities that the library does not have, and why: checks that need them are grey."""
     intended: ClassVar[dict[str, str]] = {}
-    """Checks whose failure the library documents as intended: a quotation and its address."""
     start_s = 5.0
-    """What the library may take to start, in seconds, on top of each deadline."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -116,31 +118,26 @@ class Collector:
         Environments restart by themselves and go on from window to window. All windows of one
         collector have the same number of steps.
         """
-        raise NotImplementedError
 
     def episodes(self, n: int) -> list[Steps]:
         """Complete episodes, in the order of the library; each request begins new ones."""
-        raise NotImplementedError
 
     def evaluate(self, n: int) -> list[float]:
         """The returns of ``n`` episodes by the library's own function.
 
         One number, their mean, where the library returns no more than that.
         """
-        raise NotImplementedError
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
         """A window by way of the library's n-step returns, its transitions in any order.
 
         ``reward`` is the discounted sum, ``next_observation`` what it is bootstrapped from.
         """
-        raise NotImplementedError
 
     def targets(
         self, n_steps: int, value: Callable[[np.ndarray], np.ndarray], gamma: float
     ) -> list[tuple[Steps, np.ndarray]]:
         """A window and the library's targets of a value function for each step, with lambda 1."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close by the library's own means."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -28,12 +29,10 @@ MOUNT = 'mount -t tmpfs -o size="$1"m tmpfs /dev/shm && shift && exec "$@"'
 @functools.cache
 def namespace() -> tuple[str, ...]:
     """A command that runs another one with a /dev/shm of its own; empty where none may."""
-    for options in (["--mount"], ["--user", "--map-root-user", "--mount"]):
-        command = ("unshare", *options, "sh", "-c", MOUNT, "sh")
-        with contextlib.suppress(OSError):
-            if subprocess.run([*command, "64", "true"], capture_output=True).returncode == 0:
-                return command
-    return ()
+    options = ["-m"] if os.geteuid() == 0 else ["-Urm"]
+    command = ("unshare", *options, "sh", "-c", MOUNT, "sh")
+    works = shutil.which("unshare") and subprocess.call([*command, "64", "true"]) == 0
+    return command if works else ()
 
 
 def with_shared_memory(shm_mb: int) -> list[str]:

@@ -1,4 +1,8 @@
-"""One module per library, with a subclass of ``Collector`` per way to collect."""
+"""One module per library, with a subclass of ``Collector`` per way to collect.
+
+``LIBRARIES`` names the columns: the module of each, after which its file of requirements is named
+too, and its class.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ LIBRARIES = {
     "gymnasium_async": "gymnasium_vector:Async",
     "rlpool": "rlpool_batchers:Batchers",
 }
-"""The name of each column: its module, which names the file of requirements too, and its class."""
 
 
 def load(name: str) -> type[Collector]:

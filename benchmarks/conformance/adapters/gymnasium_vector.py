@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
 
 from benchmarks.conformance.interface import Collector, Job, Steps
-
-
-def stacked(make_env: Any, n: int) -> gym.Env:
-    """An environment with the wrapper for stacked frames."""
-    return gym.wrappers.FrameStackObservation(make_env(), n)
 
 
 class Sync(Collector):
@@ -33,10 +27,7 @@ class Sync(Collector):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        make_env = job.make_env
-        if job.frame_stack > 1:
-            make_env = partial(stacked, make_env, job.frame_stack)
-        self.envs = self.vectorise([make_env] * job.n_envs)
+        self.envs = self.vectorise([job.make_stacked_env] * job.n_envs)
         self.observation, _ = self.envs.reset(seed=job.seed, options=job.options)
         self.starts = np.zeros(job.n_envs, bool)
 

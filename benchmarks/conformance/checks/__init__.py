@@ -21,25 +21,30 @@ ALONE = ("faults", "limits")  # groups whose checks have a process of their own 
 
 @dataclass(frozen=True)
 class Check:
-    """One property. ``function`` gets a ``Library``; what ends it tells the result."""
+    """One property.
+
+    Attributes:
+        function: Gets a ``Library``; how it ends is the result.
+        group: A key of ``GROUPS``.
+        thread: Where the property hurt somebody.
+        needs: Capabilities of the library.
+        signal: Sent to the process once it has called ``ready``, which then has to end.
+        leaves_nothing: Whether processes or files in /dev/shm that outlive the process by some
+            seconds are red.
+        shm_mb: The size of /dev/shm.
+    """
 
     function: Callable[[Library], None]
     group: str
     thread: str
     needs: tuple[str, ...]
     signal: signal.Signals | None = None
-    """Sent to the process once it has called ``ready``, which then has to end."""
     leaves_nothing: bool = False
-    """Whether processes or files in /dev/shm that outlive the process by 5 s are red."""
     shm_mb: int = 4096
-    """The size of /dev/shm."""
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__
 
     @property
     def text(self) -> str:
+        """The property and why it matters."""
         return " ".join((self.function.__doc__ or "").split())
 
 
@@ -78,11 +83,8 @@ class Library:
     @contextlib.contextmanager
     def open(self, *args: Any, **arguments: Any) -> Iterator[Collector]:
         """A collector that is closed at the end."""
-        collector = self.make(*args, **arguments)
-        try:
+        with contextlib.closing(self.make(*args, **arguments)) as collector:
             yield collector
-        finally:
-            collector.close()
 
     def file(self, name: str) -> str:
         """A path that does not exist yet."""

@@ -97,12 +97,6 @@ def sys_exit_is_noticed(library: Library) -> None:
     struck(library, "sys_exit")
 
 
-@check("faults", "DLR-RM/stable-baselines3#1890", "workers")
-def exit_of_a_worker_is_noticed(library: Library) -> None:
-    """A process that ends by itself (`os._exit`, as C libraries do) is an error, or is replaced."""
-    survives_or_raises(library, "os_exit")
-
-
 @check("faults", "thu-ml/tianshou#504", "workers")
 def killed_worker_is_noticed(library: Library) -> None:
     """A process that is killed, as for lack of memory, is an error soon, or is replaced."""
@@ -242,12 +236,11 @@ def descriptors_do_not_grow(library: Library) -> None:
 @check("faults", "ray-project/ray#8469")
 def memory_does_not_grow(library: Library) -> None:
     """Memory of the caller stays the same over many windows whose data it drops."""
+    sizes = []
     with library.open(shape=(1000,)) as collector:
-        sizes = []
-        for n in (10, 10, 10):
-            for _ in range(n):
-                collect(collector, library)
+        for _ in range(30):
+            collect(collector, library)
             gc.collect()
             sizes.append(psutil.Process().memory_info().rss / 2**20)
-    grown = sizes[2] - sizes[1]
+    grown = sizes[29] - sizes[19]
     expect.holds(f"less than 4 MB more after 10 more rounds, not {grown:.0f} MB", grown < 4)

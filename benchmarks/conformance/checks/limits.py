@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import signal
-import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.conformance import expect
 from benchmarks.conformance.checks import Library, check
 from benchmarks.conformance.checks.faults import attempt, collect_forever
+from benchmarks.conformance.interface import Collector
 
 FRAMES = {"dtype": "uint8", "shape": (84, 84, 4), "lengths": (50,)}
 
@@ -38,29 +38,19 @@ def few_descriptors(library: Library) -> None:
     attempt(library, job={"n_envs": 16, "n_workers": 4})
 
 
-def in_another_process(adapter: Any, folder: str, queue: Any) -> None:
+def attempt_there(adapter: type[Collector], folder: str) -> None:
     """What the daemonic process runs."""
-    try:
-        attempt(Library(adapter, folder, lambda: None))
-        queue.put("")
-    except BaseException as error:
-        queue.put(f"{type(error).__name__}: {error}")
+    attempt(Library(adapter, folder, lambda: None))
 
 
 @check("limits", "pytorch/rl#3198")
 def daemonic_caller(library: Library) -> None:
-    """Collecting works in a daemonic process, such as one of a `multiprocessing.Pool`.
+    """Collecting works in a daemonic process, such as those of a `multiprocessing.Pool`.
 
     Sweeps and schedulers start programs there.
     """
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    arguments = (library.adapter, library.folder, queue)
-    process = context.Process(target=in_another_process, args=arguments, daemon=True)
-    process.start()
-    process.join()
-    expect.holds("an answer of the daemonic process", not queue.empty())
-    expect.equal("its error", queue.get(), "")
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(attempt_there, (library.adapter, library.folder))
 
 
 @check("limits", "minerllabs/minerl#378")
@@ -84,15 +74,5 @@ def processes_of_environments_end_with_the_caller(library: Library) -> None:
 @check("limits", "RLinf/RLinf#932")
 def works_in_a_thread(library: Library) -> None:
     """Collecting works outside of the main thread, where servers and notebooks run it."""
-    errors: list[str] = []
-
-    def run() -> None:
-        try:
-            attempt(library)
-        except BaseException as error:
-            errors.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    expect.equal("errors", errors, [])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(attempt, library).result()

@@ -19,17 +19,20 @@ def length_of(episode: Steps) -> int:
     return int(data.numbers(episode.observation)[0, LENGTH])
 
 
+def ends_with_its_own_observation(library: Library, ends: str) -> None:
+    for episode in data.finished(library, ends=ends):
+        own = data.numbers(episode.observation)[0]
+        last = data.numbers(data.after(episode))[-1]
+        expect.equal("tag, length, step after the last one", last, [*own[:STEP], own[LENGTH]])
+
+
 @check("values", "Farama-Foundation/Gymnasium#1103")
 def final_observation_at_truncation(library: Library) -> None:
     """The last next observation of a truncated episode is its own, not that of the reset after it.
 
     Its value is the bootstrap target; that of a reset observation is another episode's.
     """
-    for episode in data.finished(library, ends="truncated"):
-        expected = [*data.numbers(episode.observation)[0, :STEP], length_of(episode)]
-        expect.equal(
-            "the observation after the last step", data.numbers(data.after(episode))[-1], expected
-        )
+    ends_with_its_own_observation(library, "truncated")
 
 
 @check("values", "isaac-sim/IsaacLab#4369")
@@ -38,11 +41,7 @@ def final_observation_at_termination(library: Library) -> None:
 
     Models of dynamics, discriminators and goal relabelling learn from it.
     """
-    for episode in data.finished(library, ends="terminated"):
-        expected = [*data.numbers(episode.observation)[0, :STEP], length_of(episode)]
-        expect.equal(
-            "the observation after the last step", data.numbers(data.after(episode))[-1], expected
-        )
+    ends_with_its_own_observation(library, "terminated")
 
 
 @check("values", "Farama-Foundation/Gymnasium#914", standard_env=True)
@@ -51,10 +50,9 @@ def final_observation_of_cartpole(library: Library) -> None:
 
     The same property as above on a standard environment: resets lie within 0.05.
     """
-    streams = data.collected(library, data.leaning, "CartPole-v1", job={"n_envs": 8})
+    streams = data.collected(library, None, "CartPole-v1")  # falls within 10 steps
     episodes = [each for stream in streams for each in data.cut(stream) if each.terminated[-1]]
-    if not episodes:
-        raise expect.DoesNotApply("no episode ended in the steps that were collected")
+    expect.holds("episodes that end", len(episodes) > 0)
     for episode in episodes:
         x, _, angle, _ = np.abs(data.after(episode)[-1])
         expect.holds(f"|x| > 2.4 or |angle| > 0.2094, not {x}, {angle}", x > 2.4 or angle > 0.2094)
@@ -121,16 +119,6 @@ def time_limit_is_truncation(library: Library) -> None:
     for episode in ended:
         flags = [int(episode.terminated[-1]), int(episode.truncated[-1]), len(episode)]
         expect.equal("terminated, truncated, length", flags, [0, 1, 6])
-
-
-@check("values", "openai/gym#3102")
-def both_flags_mean_termination(library: Library) -> None:
-    """An episode that terminates at its time limit is flagged terminated.
-
-    Bootstrapping from a terminal state is wrong, whatever else is true of the step.
-    """
-    for episode in data.finished(library, ends="both"):
-        expect.holds("terminated in the last step", bool(episode.terminated[-1]))
 
 
 @check("values", "cogment/cogment-lab#22")
@@ -256,86 +244,49 @@ def results_stay_as_they_are(library: Library) -> None:
             expect.equal("an earlier window", data.numbers(stream.observation), copy)
 
 
-@check("values", "DLR-RM/stable-baselines3#396", "frame_stack")
-def frame_stack_begins_with_its_episode(library: Library) -> None:
-    """The library's stacked frames never show a frame of the episode before.
-
-    Padding may be zeros or the first frame.
-    """
-    for stream in data.collected(library, job={"frame_stack": 3}, lengths=(4,)):
-        frames = np.asarray(stream.observation).reshape(len(stream), 3, 3)
-        for stack in frames:
-            earlier = stack[:-1][stack[:-1].any(axis=1)]
-            expect.equal(
-                "tags of older frames", earlier[:, TAG], np.full(len(earlier), stack[-1, TAG])
-            )
-
-
 @check("values", "DLR-RM/stable-baselines3#1883", "frame_stack")
-def frame_stack_of_the_final_observation(library: Library) -> None:
-    """The stack after an episode's last step holds that episode's last frames."""
+def frame_stacks_stay_in_their_episode(library: Library) -> None:
+    """No stack shows a frame of another episode, and that after the last step shows the last ones.
+
+    Stacks may begin with zeros or with the first frame.
+    """
     streams = data.collected(library, job={"frame_stack": 3}, lengths=(4,))
-    ended = [piece for each in streams for piece in data.cut(each) if piece.truncated[-1]]
-    expect.holds("episodes that end", len(ended) > 0)
-    for episode in (each for each in ended if len(each) == 4):
-        steps = data.after(episode)[-1].reshape(3, 3)[:, STEP]
-        expect.equal("steps in the final stack", steps, [2, 3, 4])
-
-
-def n_step_rows(library: Library) -> Steps:
-    """Returns over three steps, of episodes of four steps all of which were collected."""
-    with library.open(lengths=(4,)) as collector:
-        rows = collector.n_step(14, 3, GAMMA)
-    tags, steps = data.numbers(rows.observation)[:, [TAG, STEP]].T
-    is_whole = np.array([len(set(steps[tags == tag])) == 4 for tag in tags])
-    expect.holds("n-step returns of whole episodes", is_whole.any())
-    return rows[is_whole]
+    for episode in (piece for stream in streams for piece in data.cut(stream)):
+        tags = np.asarray(episode.observation).reshape(len(episode), 3, 3)[..., TAG]
+        expect.holds(f"one tag in {tags.tolist()}", set(tags.flat) <= {0, tags[0, -1]})
+        if episode.truncated[-1] and len(episode) == 4:
+            steps = data.after(episode)[-1].reshape(3, 3)[:, STEP]
+            expect.equal("steps in the final stack", steps, [2, 3, 4])
 
 
 @check("values", "younggyoseo/FastTD3#6", "n_step")
-def n_step_return_stops_at_the_end(library: Library) -> None:
-    """An n-step return adds the rewards of its own episode only, also at a truncation."""
-    rows = n_step_rows(library)
-    for (*_, step), reward in zip(data.numbers(rows.observation), rows.reward, strict=True):
-        paid = np.arange(step + 1, 5)[:3]
-        expect.equal(
-            f"return from step {step}", reward, (paid * GAMMA ** np.arange(len(paid))).sum()
-        )
-
-
-@check("values", "ray-project/ray#18358", "n_step")
-def n_step_observation_is_of_the_same_episode(library: Library) -> None:
-    """An n-step return is bootstrapped from n steps later, or from the episode's last one."""
-    rows = n_step_rows(library)
-    expected = data.numbers(rows.observation).copy()
-    expected[:, STEP] = np.minimum(expected[:, STEP] + 3, 4)
-    expect.equal("observations to bootstrap from", data.numbers(data.after(rows)), expected)
-
-
-def last_targets(library: Library, ends: str) -> list[tuple[int, float]]:
-    """Lengths of episodes and their last steps' targets, where an observation is worth its step."""
-    with library.open(lengths=(4,), ends=ends) as collector:
-        pairs = collector.targets(14, lambda rows: 100.0 * data.numbers(rows)[:, STEP], GAMMA)
-    found = []
-    for steps, target in pairs:
-        ended = np.flatnonzero(steps.terminated | steps.truncated)
-        found += [(4, float(target[row])) for row in ended]
-    expect.holds("targets of steps that end an episode", len(found) > 0)
-    return found
+def n_step_returns_stay_in_their_episode(library: Library) -> None:
+    """An n-step return adds up its own episode's rewards, and is bootstrapped from that episode."""
+    with library.open(lengths=(4,)) as collector:
+        rows = collector.n_step(14, 3, GAMMA)
+    shown, later = data.numbers(rows.observation), data.numbers(data.after(rows))
+    whole = [each for each in shown if sum(shown[:, TAG] == each[TAG]) == 4]
+    expect.holds("returns from all four steps of an episode", len(whole) > 0)
+    for now, then, found in zip(shown, later, rows.reward, strict=True):
+        if any(now[TAG] == each[TAG] for each in whole):
+            paid = np.arange(now[STEP] + 1, 5)[:3]
+            expect.equal("return", found, (paid * GAMMA ** np.arange(len(paid))).sum())
+            expect.equal("bootstrapped from", then, [*now[:STEP], min(now[STEP] + 3, 4)])
 
 
 @check("values", "Toni-SM/skrl#449", "targets")
-def truncation_is_bootstrapped(library: Library) -> None:
-    """The target of a truncated step is its reward plus the discounted value of what came after."""
-    for length, target in last_targets(library, "truncated"):
-        expect.equal("target", round(target, 3), length + GAMMA * 100 * length)
+def only_truncation_is_bootstrapped(library: Library) -> None:
+    """A truncated step's target has the discounted value of what came after, no other end's has.
 
-
-@check("values", "Toni-SM/skrl#364", "targets")
-def termination_is_not_bootstrapped(library: Library) -> None:
-    """The target of a terminated step is its reward."""
-    for length, target in last_targets(library, "terminated"):
-        expect.equal("target", round(target, 3), length)
+    The value of an observation is 100 times its step here.
+    """
+    for ends, target in (("truncated", 4 + GAMMA * 400), ("terminated", 4)):
+        with library.open(lengths=(4,), ends=ends) as collector:
+            pairs = collector.targets(14, lambda rows: 100.0 * data.numbers(rows)[:, STEP], GAMMA)
+        found = [t[s.terminated | s.truncated] for s, t in pairs]
+        expect.holds("targets of steps that end an episode", sum(map(len, found)) > 0)
+        for each in np.concatenate(found):
+            expect.equal(f"the target of a {ends} step", round(float(each), 3), target)
 
 
 @check("values", "Farama-Foundation/Gymnasium#787", "options")
