@@ -24,8 +24,10 @@ RESULTS = HERE / "results.json"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlpool-conformance"
 
 
-def environment(library: str, python: str, cache: Path) -> str:
+def environment(library: str, python: str, cache: Path | None) -> str:
     """The interpreter of a library's own environment, which is made where it does not exist."""
+    if cache is None:
+        return python
     module = LIBRARIES[library].partition(":")[0]
     requirements = HERE / "requirements" / f"{module}.txt"
     folder, wanted = cache / module, requirements.read_text(encoding="utf-8")
@@ -40,33 +42,22 @@ def environment(library: str, python: str, cache: Path) -> str:
 def run(python: str, library: str, names: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Cells of checks that share a process, or several where one hangs or ends it."""
     cells: dict[str, Any] = {}
-    about: dict[str, Any] = {}
-    log = ""
-    while names:
-        watched = Watched(python, library, names)
+    while left := [name for name in names if name not in cells]:
+        watched = Watched(python, library, left)
         cells |= watched.run()
-        about = watched.about or about
-        log = watched.log.read_text(encoding="utf-8", errors="replace")
-        done = names[0] if not watched.cells else None
-        names = [name for name in names if name not in cells and name != done]
+    about, log = watched.about, watched.log.read_text(encoding="utf-8", errors="replace")
     for name, cell in cells.items():
         if cell["status"] == "red" and name in about.get("intended", {}):
             cell |= {"status": "intended", "reason": about["intended"][name]}
     return cells, about, log
 
 
-def tasks(names: list[str]) -> list[list[str]]:
-    """Checks by process."""
-    shared = [name for name in names if CHECKS[name].group not in ALONE]
-    return [shared] * bool(shared) + [[n] for n in names if CHECKS[n].group in ALONE]
-
-
 def show(library: str, name: str, python: str) -> int:
     """One cell: the property, what was expected and what came, in at most twenty lines."""
     cells, _, log = run(python, library, [name])
     cell = cells[name]
-    print(f"{library}, {name}: {cell['status']}, {cell['seconds']} s")
-    print(CHECKS[name].text, f"({CHECKS[name].thread})")
+    print(f"{library}, {name}: {cell['status']}, {cell['seconds']:.1f} s")
+    print(CHECKS[name], f"({CHECKS[name].thread})")
     print(cell["message"][:1500])
     print("\n".join(line[:200] for line in log.splitlines()[-14:]))
     return int(cell["status"] == "red")
@@ -79,33 +70,29 @@ def main() -> int:
     parser.add_argument("--check", nargs="+", choices=CHECKS, default=[])
     parser.add_argument("--python", default=sys.executable, help="makes environments (3.11)")
     parser.add_argument("--here", action="store_true", help="run --python itself, as it is")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="a folder for environments")
     arguments = parser.parse_args()
     libraries = list(LIBRARIES) if arguments.all else arguments.library
-    pythons = {
-        each: arguments.python
-        if arguments.here
-        else environment(each, arguments.python, arguments.cache)
-        for each in libraries
-    }
+    cache = None if arguments.here else CACHE
+    pythons = {each: environment(each, arguments.python, cache) for each in libraries}
     if len(libraries) == len(arguments.check) == 1:
         return show(libraries[0], arguments.check[0], pythons[libraries[0]])
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     names = arguments.check or list(CHECKS)
+    shared = [name for name in names if CHECKS[name].group not in ALONE]
+    tasks = [shared] * bool(shared) + [[each] for each in names if each not in shared]
+    about = {"date": dt.date.today().isoformat(), "python": platform.python_version()}
+    results |= {library: {"cells": {}, **about} for library in libraries}
 
     def work(task: tuple[str, list[str]]) -> None:
         library, checks = task
-        cells, about, _ = run(pythons[library], library, checks)
-        column = results.setdefault(library, {"cells": {}})
-        column["version"] = about.get("version", "?")
-        column["date"] = dt.datetime.now(dt.timezone.utc).date().isoformat()
-        column["python"] = platform.python_version()
-        column["cells"] |= cells
+        cells, adapter, _ = run(pythons[library], library, checks)
+        results[library]["version"] = adapter.get("version", "?")
+        results[library]["cells"] |= cells
         for name, cell in cells.items():
-            print(f"{library:20} {name:58} {cell['status']:8} {cell['seconds']:6} s", flush=True)
+            print(f"{library:20} {name:58} {cell['status']:8} {cell['seconds']:6.1f} s", flush=True)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, [(each, task) for each in libraries for task in tasks(names)]))
+        list(pool.map(work, [(each, task) for each in libraries for task in tasks]))
     if not arguments.check:
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         page.write(results, ROOT / "docs" / "conformance.md")

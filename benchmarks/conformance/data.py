@@ -31,19 +31,22 @@ def numbers(observation: np.ndarray) -> np.ndarray:
     return np.asarray(observation).reshape(len(observation), -1)[:, :3]
 
 
+def steps(observation: np.ndarray) -> np.ndarray:
+    """The step of each observation."""
+    return numbers(observation)[:, STEP]
+
+
 def window(collector: Collector) -> list[Steps]:
     """Two windows in a row, joined."""
-    pairs = zip(collector.window(PART), collector.window(PART), strict=True)
-    return [join(first, second) for first, second in pairs]
+    return list(map(join, collector.window(PART), collector.window(PART)))
 
 
 def join(first: Steps, second: Steps) -> Steps:
     """Two pieces that follow each other, as one."""
-    pairs = [(getattr(first, f.name), getattr(second, f.name)) for f in fields(Steps)]
+    pairs = [(getattr(first, each.name), getattr(second, each.name)) for each in fields(Steps)]
     *arrays, infos = (None if pair[0] is None else pair for pair in pairs)
-    return Steps(
-        *(pair and np.concatenate(pair) for pair in arrays), infos and [*infos[0], *infos[1]]
-    )
+    info = infos and [*infos[0], *infos[1]]
+    return Steps(*(pair and np.concatenate(pair) for pair in arrays), info)
 
 
 def collected(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
@@ -66,17 +69,25 @@ def cut(stream: Steps) -> list[Steps]:
     return [piece for piece in pieces if len(piece)]
 
 
+def pieces(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
+    """All that the library can collect, cut at the ends of episodes."""
+    return [each for stream in collected(library, *args, **arguments) for each in cut(stream)]
+
+
+def ended(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
+    """Those pieces that an end closes."""
+    found = pieces(library, *args, **arguments)
+    found = [each for each in found if each.terminated[-1] or each.truncated[-1]]
+    expect.holds("episodes that end among what was collected", found)
+    return found
+
+
 def finished(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
     """Episodes of ``Numbered`` that were collected from their reset to their end."""
-    pieces = [each for stream in collected(library, *args, **arguments) for each in cut(stream)]
-    episodes = [
-        each
-        for each in pieces
-        if each.observation.reshape(len(each), -1)[0, STEP] == arguments.get("base", 0)
-        and (each.terminated | each.truncated)[-1]
-    ]
-    expect.holds("complete episodes among what was collected", len(episodes) > 0)
-    return episodes
+    found = ended(library, *args, **arguments)
+    found = [each for each in found if steps(each.observation)[0] == 0]
+    expect.holds("complete episodes among what was collected", found)
+    return found
 
 
 def after(episode: Steps) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 
 NUMBERED = "conformance/Numbered-v0"
 TAG, LENGTH, STEP = 0, 1, 2  # what the first three numbers of an observation are
+FLAGS = ("terminated", "truncated")
 SHORT, LONG = 2, 40  # lengths of episodes that differ much
 
 
@@ -32,15 +33,14 @@ class Numbered(gym.Env):
 
     The tag is drawn from the environment's generator at each reset, or is the option ``level``. It
     decides about the rest of the episode. Steps are counted from 0. The reward of a step is its
-    number, from 1, plus 1,000 times the action, plus ``base_reward``.
+    number, from 1, plus 1,000 times the action, plus ``base``.
 
     Args:
         lengths: Of episodes, all equally likely.
-        ends: With "terminated", "truncated" or "both" flags.
+        ends: With the flag "terminated" or "truncated".
         dtype: Of observations.
         shape: Of observations, of which the first three numbers count.
-        base: Added to observations.
-        base_reward: Added to rewards.
+        base: Added to observations and rewards.
         reuse: Return the same array and the same info each time, changed in place.
         global_random: Draw the tag from NumPy's global generator.
         slow_s: How long a step takes in episodes with an odd tag.
@@ -61,8 +61,7 @@ class Numbered(gym.Env):
         ends: str = "truncated",
         dtype: str = "float32",
         shape: tuple[int, ...] = (3,),
-        base: float = 0,
-        base_reward: float = 0.0,
+        base: float = 0.0,
         reuse: bool = False,
         global_random: bool = False,
         slow_s: float = 0.0,
@@ -107,11 +106,9 @@ class Numbered(gym.Env):
         if self.steps_taken >= self.after:
             self._strike("step")
         self.step_number, self.steps_taken = self.step_number + 1, self.steps_taken + 1
-        has_ended = self.step_number >= self.length
-        reward = self.step_number + 1000.0 * int(action) + self.base_reward
-        terminated = has_ended and self.ends in ("terminated", "both")
-        truncated = has_ended and self.ends in ("truncated", "both")
-        return self._observe(), reward, terminated, truncated, self._inform()
+        reward = self.step_number + 1000.0 * int(action) + self.base
+        flags = [self.step_number >= self.length and self.ends == flag for flag in FLAGS]
+        return self._observe(), reward, *flags, self._inform()
 
     def close(self) -> None:
         if self.helper is not None:
@@ -123,16 +120,13 @@ class Numbered(gym.Env):
     def _observe(self) -> np.ndarray:
         observation = self._observation if self.reuse else np.zeros_like(self._observation)
         numbers = np.array([self.tag, self.length, self.step_number]) + self.base
-        limit = 256 if self.dtype == "uint8" else None
-        observation.reshape(-1)[:3] = numbers % limit if limit else numbers
+        observation.reshape(-1)[:3] = numbers % 256 if self.dtype == "uint8" else numbers
         return observation
 
     def _inform(self) -> dict[str, int]:
         info = self._info if self.reuse else {}
         info.clear()
         info["step"] = self.step_number
-        if self.step_number == 2:
-            info["rare"] = 7
         return info
 
     def _strike(self, where: str) -> None:

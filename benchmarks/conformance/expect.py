@@ -13,10 +13,6 @@ class Unexpected(Exception):
     """Something else came than was expected: a red cell."""
 
 
-class DoesNotApply(Exception):
-    """The check cannot say anything about this library: a grey cell."""
-
-
 def equal(what: str, got: Any, expected: Any) -> None:
     """Compare numbers or arrays, whatever their dtype."""
     got, expected = np.asarray(got), np.asarray(expected)

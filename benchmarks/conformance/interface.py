@@ -6,6 +6,7 @@ results and repairs nothing: if the library lacks the final observation, so does
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -144,5 +145,31 @@ class Collector:
 
     @classmethod
     def version(cls) -> str:
-        """Of the library."""
-        return importlib.metadata.version(cls.package)
+        """Of the library, or that it is the one of this checkout."""
+        try:
+            return importlib.metadata.version(cls.package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{importlib.import_module(cls.package).__version__}, this checkout"
+
+
+class Stepping(Collector):
+    """A collector over a library that steps environments: adapters set ``observation`` and step."""
+
+    observation: np.ndarray
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, Sequence[tuple | None]]:
+        """What to act on next, and for each environment what came of its action.
+
+        That is ``(reward, terminated, truncated, next_observation, info)``, or None where the
+        library says that the step was a mere reset.
+        """
+
+    def window(self, n_steps: int) -> list[Steps]:
+        rows: list[list[tuple]] = [[] for _ in range(self.job.n_envs)]
+        for _ in range(n_steps):
+            observation, action = self.observation, self.job.policy(self.observation)
+            self.observation, found = self.step(action)
+            for i, each in enumerate(found):
+                if each is not None:
+                    rows[i].append((observation[i], action[i], *each))
+        return [Steps.stack(each) for each in rows]

@@ -27,7 +27,7 @@ def table(results: dict[str, Any]) -> Iterator[str]:
         for name, check in CHECKS.items():
             if check.group == group:
                 url = "https://github.com/" + check.thread.replace("#", "/issues/")
-                yield f"- `{name}`: {check.text} [{check.thread}]({url})"
+                yield f"- `{name}`: {check} [{check.thread}]({url})"
 
 
 def remarks(column: dict[str, Any], name: str) -> Iterator[str]:

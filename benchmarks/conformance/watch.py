@@ -46,37 +46,31 @@ class Watched:
     """A process that runs some checks of a library, and all that it starts."""
 
     def __init__(self, python: str, library: str, names: list[str]) -> None:
-        self.names, self.cells, self.about = names, {}, {}
-        self.token, self.started = uuid.uuid4().hex, time.monotonic()
+        self.names, self.cells, self.about, self.token = names, {}, {}, uuid.uuid4().hex
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.report, self.log = (Path(self.folder.name) / name for name in ("report", "log"))
         self.first = CHECKS[names[0]]
         command = [python, "-m", "benchmarks.conformance.cell", library, str(self.report), *names]
+        command = with_shared_memory(self.first.shm_mb) + command
+        env = {**os.environ, "CONFORMANCE": self.token, "PYTHONPATH": str(ROOT)}
         with self.log.open("w", encoding="utf-8") as log:
-            self.process = subprocess.Popen(
-                with_shared_memory(self.first.shm_mb) + command,
-                env={**os.environ, "CONFORMANCE": self.token, "PYTHONPATH": str(ROOT)},
-                cwd=self.folder.name,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.current, self.since, self.signalled, self.n_read = "", self.started, False, 0
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            more = {"env": env, "cwd": self.folder.name, "start_new_session": True}
+            self.process = subprocess.Popen(command, **streams, **more)
+        self.current, self.since, self.signalled, self.n_read = "", time.monotonic(), False, 0
         self.shm, self.shm_before = -1, set()
 
     def run(self) -> dict[str, dict[str, Any]]:
         """The cells of all checks that began, the last of which may have hung."""
         while self.process.poll() is None:
             self.read()
-            limit = self.limit()
-            if time.monotonic() - self.since > limit:
+            if time.monotonic() - self.since > (limit := self.limit()):
                 if self.current or self.first.leaves_nothing or not self.about:
                     self.settle("red", f"still running after {limit:.0f} s")
                 break
             time.sleep(0.02)
-        self.read()
-        if self.process.poll() is not None:
+        else:
+            self.read()
             self.judge_end()
         self.end()
         return self.cells
@@ -91,20 +85,21 @@ class Watched:
 
     def read(self) -> None:
         """Take in what the process has reported."""
-        with contextlib.suppress(FileNotFoundError):
-            lines = self.report.read_text(encoding="utf-8").split("\n")[:-1]
-            for line in lines[self.n_read :]:
-                self.take(json.loads(line))
-            self.n_read = len(lines)
+        text = self.report.read_text(encoding="utf-8") if self.report.exists() else ""
+        lines = text.split("\n")[:-1]
+        for line in lines[self.n_read :]:
+            self.take(json.loads(line))
+        self.n_read = len(lines)
 
     def take(self, event: dict[str, Any]) -> None:
         """One event."""
         self.since, kind = time.monotonic(), event.pop("event")
         if kind == "adapter":
             self.about = event
-            shm = f"/proc/{self.process.pid}/root/dev/shm"
-            self.shm = os.open(shm, os.O_RDONLY | os.O_DIRECTORY)  # outlives the process
-            self.shm_before = set(os.listdir(self.shm))
+            with contextlib.suppress(OSError):  # it may have ended already
+                shm = f"/proc/{self.process.pid}/root/dev/shm"
+                self.shm = os.open(shm, os.O_RDONLY | os.O_DIRECTORY)  # outlives the process
+                self.shm_before = set(os.listdir(self.shm))
         elif kind == "begin":
             self.current = event["check"]
         elif kind == "end":
@@ -119,13 +114,16 @@ class Watched:
 
     def settle(self, status: str, message: str) -> None:
         """The cell of the check that is running, or of the only one that has run."""
-        name = self.current or self.names[0]
-        seconds = round(time.monotonic() - self.since, 1)
-        self.cells[name] = {"status": status, "message": message, "seconds": seconds}
+        cell = {
+            "status": status,
+            "message": message,
+            "seconds": round(time.monotonic() - self.since, 1),
+        }
+        self.cells[self.current or self.names[0]] = cell
 
     def judge_end(self) -> None:
         """After the process has ended: was it meant to, and what is left?"""
-        if (self.current and not self.signalled) or not self.about:
+        if (self.current and not self.signalled) or not (self.current or self.cells):
             self.settle("red", f"the process ended with code {self.process.returncode}")
         elif self.current:
             self.settle("green", "")
@@ -144,8 +142,8 @@ class Watched:
             with contextlib.suppress(OSError):
                 name = Path(f"/proc/{pid}/cmdline").read_bytes()[:60].replace(bytes(1), b" ")
                 found.append(f"process `{name.decode(errors='replace')}`")
-        files = sorted(set(os.listdir(self.shm)) - self.shm_before)
-        return found + [f"/dev/shm/{name}" for name in files]
+        now = set(os.listdir(self.shm)) if self.shm >= 0 else set()
+        return found + [f"/dev/shm/{name}" for name in sorted(now - self.shm_before)]
 
     def marked(self) -> list[int]:
         """Processes that inherited the token of this run."""

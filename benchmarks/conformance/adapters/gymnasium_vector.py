@@ -7,10 +7,10 @@ from typing import ClassVar
 import gymnasium as gym
 import numpy as np
 
-from benchmarks.conformance.interface import Collector, Job, Steps
+from benchmarks.conformance.interface import Job, Stepping
 
 
-class Sync(Collector):
+class Sync(Stepping):
     package = "gymnasium"
     lacks: ClassVar[dict[str, str]] = {
         "episodes": "steps environments, has no function that collects episodes",
@@ -34,20 +34,18 @@ class Sync(Collector):
     def vectorise(self, env_fns: list) -> gym.vector.VectorEnv:
         return gym.vector.SyncVectorEnv(env_fns)
 
-    def step(self, action: np.ndarray) -> tuple:
+    def call(self, action: np.ndarray) -> tuple:
         return self.envs.step(action)
 
-    def window(self, n_steps: int) -> list[Steps]:
-        rows: list[list[tuple]] = [[] for _ in range(self.job.n_envs)]
-        for _ in range(n_steps):
-            observation, action = self.observation, self.job.policy(self.observation)
-            after, reward, terminated, truncated, infos = self.step(action)
-            for i in np.flatnonzero(~self.starts):
-                info = {key: infos[key][i] for key in infos if infos.get(f"_{key}", self.starts)[i]}
-                row = (observation, action, reward, terminated, truncated, after)
-                rows[i].append((*(each[i] for each in row), info))
-            self.observation, self.starts = after, terminated | truncated
-        return [Steps.stack(each) for each in rows]
+    def step(self, action: np.ndarray) -> tuple:
+        after, reward, terminated, truncated, infos = self.call(action)
+        found: list[tuple | None] = []
+        for i, is_reset in enumerate(self.starts):
+            info = {key: infos[key][i] for key in infos if infos.get(f"_{key}", self.starts)[i]}
+            row = (reward[i], terminated[i], truncated[i], after[i], info)
+            found.append(None if is_reset else row)
+        self.starts = terminated | truncated
+        return after, found
 
     def close(self) -> None:
         self.envs.close()
@@ -64,7 +62,7 @@ class Async(Sync):
     def vectorise(self, env_fns: list) -> gym.vector.VectorEnv:
         return gym.vector.AsyncVectorEnv(env_fns)
 
-    def step(self, action: np.ndarray) -> tuple:
+    def call(self, action: np.ndarray) -> tuple:
         self.envs.step_async(action)
         return self.envs.step_wait(timeout=self.job.timeout_s)
 

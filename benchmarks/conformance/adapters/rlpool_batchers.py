@@ -36,18 +36,19 @@ class Batchers(Collector):
         env_args = {"job": self.job, "kind": kind}
         return {"create_env": create_env, "env_args": env_args, "n_workers": self.job.n_workers}
 
-    def start(self, kind: Any, env_kind: Any, n_timesteps: int) -> None:
-        arguments = {"seed": self.job.seed, "timeout": self.job.timeout_s}
-        agent = partial(act, policy=self.job.policy)
-        arguments |= {"create_agent": lambda: agent, **self.environments(env_kind)}
-        self.batcher = kind(n_timesteps, **arguments)
-
-    def collect(self, n_steps: int) -> Any:
+    def run(self, kind: Any, env_kind: Any, n_timesteps: int, *request: int) -> Any:
+        policy, options = self.job.policy, self.job.options
         if self.batcher is None:
-            self.start(rlpool.Batcher, rlpool.GymEnvInf, n_steps)
-            self.batcher.reset(env_info=self.job.options)
-        self.batcher.execute()
+            arguments = {"seed": self.job.seed, "timeout": self.job.timeout_s}
+            arguments |= {"create_agent": lambda: partial(act, policy=policy)}
+            self.batcher = kind(n_timesteps, **arguments, **self.environments(env_kind))
+            if kind is rlpool.Batcher:
+                self.batcher.reset(env_info=options)
+        self.batcher.execute(*request, env_info=options)
         return self.batcher.get()
+
+    def steps(self, n_steps: int) -> Any:
+        return self.run(rlpool.Batcher, rlpool.GymEnvInf, n_steps)
 
     def rows(self, found: Any) -> list[Steps]:
         rows = []
@@ -58,13 +59,10 @@ class Batchers(Collector):
         return rows
 
     def window(self, n_steps: int) -> list[Steps]:
-        return self.rows(self.collect(n_steps))
+        return self.rows(self.steps(n_steps))
 
     def episodes(self, n: int) -> list[Steps]:
-        if self.batcher is None:
-            self.start(rlpool.EpisodeBatcher, rlpool.GymEnv, 64)
-        self.batcher.execute(n, env_info=self.job.options)
-        return self.rows(self.batcher.get())
+        return self.rows(self.run(rlpool.EpisodeBatcher, rlpool.GymEnv, 64, n))
 
     def evaluate(self, n: int) -> list[float]:
         agent = partial(act, policy=self.job.policy)
@@ -73,24 +71,19 @@ class Batchers(Collector):
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
         pool = rlpool.Pool(pool_size=1000, seed=0)
-        pool.extend(self.collect(n_steps))
+        pool.extend(self.steps(n_steps))
         batch = pool.sample(len(pool), n_step=n, discount=gamma)
         keys = (key.replace("_reward", "n_step_return") for key in COLUMNS)
         return Steps(*(batch[key].numpy() for key in keys))
 
     def targets(self, n_steps: int, value: Any, gamma: float) -> list[tuple[Steps, np.ndarray]]:
-        found = self.collect(n_steps)
-        rows = self.rows(found)
-        now = torch.tensor(np.stack([value(row.observation) for row in rows]))
-        then = torch.tensor(np.stack([value(row.next_observation) for row in rows]))
+        found = self.steps(n_steps)
+        values = [np.stack(list(map(value, found[key].numpy()))) for key in ("frame", "_frame")]
         ends = found["_terminated"], found["_done"]
+        now, then = map(torch.tensor, values)
         target = rlpool.gae(found["_reward"], now, then, *ends, gamma, 1.0) + now
-        return list(zip(rows, target.numpy(), strict=True))
+        return list(zip(self.rows(found), target.numpy(), strict=True))
 
     def close(self) -> None:
         if self.batcher is not None:
             self.batcher.close()
-
-    @classmethod
-    def version(cls) -> str:
-        return f"{rlpool.__version__} (this checkout)"

@@ -42,9 +42,7 @@ class Check:
     leaves_nothing: bool = False
     shm_mb: int = 4096
 
-    @property
-    def text(self) -> str:
-        """The property and why it matters."""
+    def __str__(self) -> str:
         return " ".join((self.function.__doc__ or "").split())
 
 
@@ -72,13 +70,10 @@ class Library:
         return not any(each in self.adapter.lacks for each in capabilities)
 
     def make(
-        self,
-        policy: Callable[[np.ndarray], np.ndarray] | None = None,
-        env_id: str = NUMBERED,
-        job: dict[str, Any] | None = None,
-        **env_args: Any,
+        self, policy: Any = None, env_id: str = NUMBERED, job: Any = (), **env_args: Any
     ) -> Collector:
-        return self.adapter(Job(env_id, env_args, policy or _zeros, **(job or {})))
+        """A collector of a policy, by default action 0, and an environment."""
+        return self.adapter(Job(env_id, env_args, policy or _zeros, **dict(job)))
 
     @contextlib.contextmanager
     def open(self, *args: Any, **arguments: Any) -> Iterator[Collector]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.conformance import data, expect
 from benchmarks.conformance.checks import Library, check
-from benchmarks.conformance.envs import LENGTH, LONG, SHORT, STEP, TAG
+from benchmarks.conformance.envs import LENGTH, LONG, SHORT, TAG
 from benchmarks.conformance.interface import Steps
 
 MANY = {"n_envs": 8}
@@ -40,7 +39,7 @@ def episodes_are_complete(library: Library) -> None:
     expect.equal("number of different episodes", len(tags), len(episodes))
     for episode in episodes:
         length = data.numbers(episode.observation)[0, LENGTH]
-        expect.equal("steps", data.numbers(episode.observation)[:, STEP], np.arange(length))
+        expect.equal("steps", data.steps(episode.observation), np.arange(length))
         expect.holds("an end", (episode.terminated | episode.truncated)[-1])
 
 
@@ -110,15 +109,4 @@ def evaluation_does_not_depend_on_the_number_of_environments(library: Library) -
             scores.append(np.mean([np.mean(collector.evaluate(16)) for _ in range(4)]))
     deviation = LONG * (LONG + 1) / 4 / 64**0.5  # of the mean of 64 episodes
     text = f"scores that differ by chance, not {scores[0]:.0f} and {scores[1]:.0f}"
-    expect.holds(text, abs(scores[0] - scores[1]) < 4 * deviation)
-
-
-@check("selection", "huggingface/lerobot#2850", "evaluate")
-def evaluation_runs_different_episodes(library: Library) -> None:
-    """An evaluation of N episodes on fewer environments runs N different ones."""
-    log = library.file("log")
-    with library.open(lengths=(4,), log=log) as collector:
-        collector.evaluate(12)
-    lines = Path(log).read_text(encoding="utf-8").splitlines()
-    tags = {line.split()[1] for line in lines if line.startswith("start")}
-    expect.holds(f"at least 12 different episodes, not {len(tags)}", len(tags) >= 12)
+    expect.holds(text, abs(scores[0] - scores[1]) < 5 * deviation)

@@ -11,7 +11,7 @@ from benchmarks.conformance.interface import Steps
 
 BIG = 2**24  # the first integer after which float32 skips some
 GAMMA = 0.5
-INFOS = {"info_keys": ("step", "rare")}
+INFOS = {"info_keys": ("step",)}
 
 
 def length_of(episode: Steps) -> int:
@@ -50,10 +50,7 @@ def final_observation_of_cartpole(library: Library) -> None:
 
     The same property as above on a standard environment: resets lie within 0.05.
     """
-    streams = data.collected(library, None, "CartPole-v1")  # falls within 10 steps
-    episodes = [each for stream in streams for each in data.cut(stream) if each.terminated[-1]]
-    expect.holds("episodes that end", len(episodes) > 0)
-    for episode in episodes:
+    for episode in data.ended(library, None, "CartPole-v1"):  # it falls within 10 steps
         x, _, angle, _ = np.abs(data.after(episode)[-1])
         expect.holds(f"|x| > 2.4 or |angle| > 0.2094, not {x}, {angle}", x > 2.4 or angle > 0.2094)
 
@@ -74,12 +71,9 @@ def reset_is_not_a_transition(library: Library) -> None:
 
     Such a row has an action that the environment never saw and a reward that it never paid.
     """
-    for stream in data.collected(library):
-        for piece in data.cut(stream):
-            steps = data.numbers(piece.observation)[:, STEP]
-            expect.holds(
-                f"steps {steps.tolist()} without a final one", max(steps) < length_of(piece)
-            )
+    for piece in data.pieces(library):
+        steps = data.steps(piece.observation)
+        expect.holds(f"no final one in steps {steps.tolist()}", max(steps) < length_of(piece))
 
 
 @check("values", "Farama-Foundation/Gymnasium#1122", "window")
@@ -90,7 +84,7 @@ def windows_follow_each_other(library: Library) -> None:
     """
     with library.open(lengths=(40,)) as collector:
         for stream in data.window(collector):
-            steps = data.numbers(stream.observation)[:, STEP]
+            steps = data.steps(stream.observation)
             expect.equal("steps of two windows", steps, steps[0] + np.arange(2 * data.PART))
 
 
@@ -111,12 +105,7 @@ def time_limit_is_truncation(library: Library) -> None:
 
     The most common truncation, by Gymnasium's own wrapper or the library's own argument.
     """
-    arguments = {"job": {"n_envs": 4}, "max_episode_steps": 6}
-    streams = data.collected(library, data.leaning, "CartPole-v1", **arguments)
-    episodes = [each for stream in streams for each in data.cut(stream)]
-    ended = [each for each in episodes if each.terminated[-1] or each.truncated[-1]]
-    expect.holds("episodes that end", len(ended) > 0)
-    for episode in ended:
+    for episode in data.ended(library, data.leaning, "CartPole-v1", max_episode_steps=6):
         flags = [int(episode.terminated[-1]), int(episode.truncated[-1]), len(episode)]
         expect.equal("terminated, truncated, length", flags, [0, 1, 6])
 
@@ -130,9 +119,9 @@ def episodes_of_one_step(library: Library) -> None:
     episodes = data.finished(library, lengths=(1,), ends="terminated")
     expect.holds("several episodes of one step", len(episodes) > 4)
     for episode in episodes:
-        expect.equal("steps", data.numbers(episode.observation)[:, STEP], [0])
+        expect.equal("steps", data.steps(episode.observation), [0])
         expect.equal("reward", episode.reward, [1])
-        expect.equal("step after the last one", data.numbers(data.after(episode))[:, STEP], [1])
+        expect.equal("step after the last one", data.steps(data.after(episode)), [1])
 
 
 @check("values", "Farama-Foundation/SuperSuit#116")
@@ -142,9 +131,7 @@ def action_belongs_to_its_observation(library: Library) -> None:
     Off by one, an agent learns what it did a step later.
     """
     for episode in data.finished(library, data.alternating):
-        expect.equal(
-            "actions", np.ravel(episode.action), data.alternating(data.numbers(episode.observation))
-        )
+        expect.equal("actions", np.ravel(episode.action), data.steps(episode.observation) % 2)
         seen = (np.asarray(episode.reward) // 1000).astype(int)
         expect.equal("actions that the environment saw", seen, np.ravel(episode.action))
 
@@ -167,10 +154,9 @@ def observations_keep_uint8(library: Library) -> None:
     In float32 they take four times the memory, which is the limit of most image agents.
     """
     for episode in data.finished(library, dtype="uint8", shape=(4, 4, 3)):
-        expect.holds(
-            f"uint8, not {episode.observation.dtype}", episode.observation.dtype == np.uint8
-        )
-        expect.equal("steps", data.numbers(episode.observation)[:, STEP], np.arange(len(episode)))
+        dtype = episode.observation.dtype
+        expect.holds(f"uint8, not {dtype}", dtype == np.uint8)
+        expect.equal("steps", data.steps(episode.observation), np.arange(len(episode)))
 
 
 @check("values", "tensorflow/agents#204")
@@ -179,7 +165,7 @@ def rewards_keep_float64(library: Library) -> None:
 
     Profits and energies: small differences between large numbers are what is learned.
     """
-    for stream in data.collected(library, base_reward=float(BIG), lengths=(12,)):
+    for stream in data.collected(library, base=BIG, dtype="float64", lengths=(12,)):
         rewards = np.asarray(stream.reward[:6], np.float64)
         expect.equal("rewards", rewards - rewards[0], np.arange(len(rewards)))
 
@@ -205,17 +191,6 @@ def infos_belong_to_their_steps(library: Library) -> None:
         expect.equal("`step` in infos", steps, np.arange(len(steps)) + 1)
 
 
-@check("values", "pytorch/rl#1518", "infos")
-def rare_info_is_not_repeated(library: Library) -> None:
-    """A key that an info has in one step only is absent, None or 0 in others.
-
-    A success that stays in later rows is counted again.
-    """
-    for episode in data.finished(library, job=INFOS):
-        rare = [int(info.get("rare") or 0) for info in episode.info]
-        expect.equal("`rare` in infos", rare, [0, 7, *[0] * len(episode)][: len(episode)])
-
-
 @check("values", "chainer/chainerrl#157")
 def reused_array_is_copied(library: Library) -> None:
     """An environment may return the same array each time, changed in place.
@@ -223,10 +198,8 @@ def reused_array_is_copied(library: Library) -> None:
     Simulators do. Stored without a copy, all observations become the last one.
     """
     for episode in data.finished(library, reuse=True):
-        expect.equal("steps", data.numbers(episode.observation)[:, STEP], np.arange(len(episode)))
-        expect.equal(
-            "steps after", data.numbers(data.after(episode))[:, STEP], np.arange(len(episode)) + 1
-        )
+        expect.equal("steps", data.steps(episode.observation), np.arange(len(episode)))
+        expect.equal("steps after", data.steps(data.after(episode)), np.arange(len(episode)) + 1)
 
 
 @check("values", "PufferAI/PufferLib#161", "window")
@@ -250,8 +223,7 @@ def frame_stacks_stay_in_their_episode(library: Library) -> None:
 
     Stacks may begin with zeros or with the first frame.
     """
-    streams = data.collected(library, job={"frame_stack": 3}, lengths=(4,))
-    for episode in (piece for stream in streams for piece in data.cut(stream)):
+    for episode in data.pieces(library, job={"frame_stack": 3}, lengths=(4,)):
         tags = np.asarray(episode.observation).reshape(len(episode), 3, 3)[..., TAG]
         expect.holds(f"one tag in {tags.tolist()}", set(tags.flat) <= {0, tags[0, -1]})
         if episode.truncated[-1] and len(episode) == 4:
@@ -282,7 +254,7 @@ def only_truncation_is_bootstrapped(library: Library) -> None:
     """
     for ends, target in (("truncated", 4 + GAMMA * 400), ("terminated", 4)):
         with library.open(lengths=(4,), ends=ends) as collector:
-            pairs = collector.targets(14, lambda rows: 100.0 * data.numbers(rows)[:, STEP], GAMMA)
+            pairs = collector.targets(14, lambda rows: 100.0 * data.steps(rows), GAMMA)
         found = [t[s.terminated | s.truncated] for s, t in pairs]
         expect.holds("targets of steps that end an episode", sum(map(len, found)) > 0)
         for each in np.concatenate(found):
