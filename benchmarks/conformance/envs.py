@@ -43,7 +43,7 @@ class Numbered(gym.Env):
         base: Added to observations and rewards.
         reuse: Return the same array and the same info each time, changed in place.
         global_random: Draw the tag from NumPy's global generator.
-        slow_s: How long a step takes in episodes with an odd tag.
+        slow_s: How long a step takes in a quarter of the episodes.
         slow_file: Only the first environment to step, which creates this file, is slow, always.
         fault: What goes wrong: a key of ``FAULTS``.
         where: In "init", "reset" or "step".
@@ -101,7 +101,7 @@ class Numbered(gym.Env):
             _append(self.log, f"start {self.tag} {os.getpid()}")
         if self.steps_taken == 0:
             self.is_slow = bool(self.slow_file) and _creates(self.slow_file)
-        if self.is_slow or (self.slow_s and not self.slow_file and self.tag % 2):
+        if self.is_slow or (self.slow_s and not self.slow_file and is_slow(self.tag)):
             time.sleep(self.slow_s)
         if self.steps_taken >= self.after:
             self._strike("step")
@@ -132,6 +132,11 @@ class Numbered(gym.Env):
     def _strike(self, where: str) -> None:
         if self.fault and where == self.where and (not self.once or _creates(self.once)):
             FAULTS[self.fault]()
+
+
+def is_slow(tag: int) -> bool:
+    """Whether an episode is one of those that may be slow."""
+    return tag % 8 >= 6
 
 
 def _creates(path: str) -> bool:
