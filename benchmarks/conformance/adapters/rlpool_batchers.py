@@ -26,35 +26,30 @@ def act(observation: Any, policy: Any) -> dict[str, torch.Tensor]:
 class Batchers(Collector):
     package = "rlpool"
     intended: ClassVar[dict[str, str]] = {
-        "observations_keep_float64": "“Observations in float64 are stored in float32.” "
-        "`keep_float64=True` keeps them (docs/episodes.md)",
+        "observations_keep_float64": "“stored in float32”, or `keep_float64=True` (docs/episodes.md)",
         "rewards_keep_float64": "“Rewards are float32” (docs/limits.md)",
     }
     batcher: Any = None
 
-    def environments(self, kind: Any) -> dict[str, Any]:
-        env_args = {"job": self.job, "kind": kind}
-        return {"create_env": create_env, "env_args": env_args, "n_workers": self.job.n_workers}
-
     def run(self, kind: Any, env_kind: Any, n_timesteps: int, *request: int) -> Any:
-        policy, options = self.job.policy, self.job.options
+        job = self.job
         if self.batcher is None:
-            arguments = {"seed": self.job.seed, "timeout": self.job.timeout_s}
-            arguments |= {"create_agent": lambda: partial(act, policy=policy)}
-            self.batcher = kind(n_timesteps, **arguments, **self.environments(env_kind))
+            arguments = {"seed": job.seed, "timeout": job.timeout_s, "n_workers": job.n_workers}
+            arguments |= {"create_env": partial(create_env, job=job, kind=env_kind)}
+            arguments |= {"create_agent": lambda: partial(act, policy=job.policy)}
+            self.batcher = kind(n_timesteps, **arguments)
             if kind is rlpool.Batcher:
-                self.batcher.reset(env_info=options)
-        self.batcher.execute(*request, env_info=options)
+                self.batcher.reset(env_info=job.options)
+        self.batcher.execute(*request, env_info=job.options)
         return self.batcher.get()
 
     def steps(self, n_steps: int) -> Any:
         return self.run(rlpool.Batcher, rlpool.GymEnvInf, n_steps)
 
     def rows(self, found: Any) -> list[Steps]:
-        rows = []
+        rows, keys = [], self.job.info_keys
         for i, n in enumerate(found.lengths.tolist()):
-            infos = {key: found[f"_{key}"][i].tolist() for key in self.job.info_keys}
-            info = [{key: infos[key][t] for key in infos} for t in range(n)]
+            info = [{key: int(found[f"_{key}"][i, t]) for key in keys} for t in range(n)]
             rows.append(Steps(*(found[key][i, :n].numpy() for key in COLUMNS), info))
         return rows
 
@@ -65,16 +60,15 @@ class Batchers(Collector):
         return self.rows(self.run(rlpool.EpisodeBatcher, rlpool.GymEnv, 64, n))
 
     def evaluate(self, n: int) -> list[float]:
-        agent = partial(act, policy=self.job.policy)
-        arguments = {"seed": self.job.seed or 0, **self.environments(rlpool.GymEnv)}
-        return rlpool.evaluate(agent, n_episodes=n, **arguments).returns.tolist()
+        agent, job = partial(act, policy=self.job.policy), self.job
+        make, more = partial(create_env, job=job, kind=rlpool.GymEnv), {"seed": job.seed or 0}
+        return rlpool.evaluate(agent, make, n, n_workers=job.n_workers, **more).returns.tolist()
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
         pool = rlpool.Pool(pool_size=1000, seed=0)
         pool.extend(self.steps(n_steps))
         batch = pool.sample(len(pool), n_step=n, discount=gamma)
-        keys = (key.replace("_reward", "n_step_return") for key in COLUMNS)
-        return Steps(*(batch[key].numpy() for key in keys))
+        return Steps(*(batch[key.replace("_reward", "n_step_return")].numpy() for key in COLUMNS))
 
     def targets(self, n_steps: int, value: Any, gamma: float) -> list[tuple[Steps, np.ndarray]]:
         found = self.steps(n_steps)
