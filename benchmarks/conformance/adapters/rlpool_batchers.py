@@ -26,7 +26,7 @@ def act(observation: Any, policy: Any) -> dict[str, torch.Tensor]:
 class Batchers(Collector):
     package = "rlpool"
     intended: ClassVar[dict[str, str]] = {
-        "observations_keep_float64": "“stored in float32”, or `keep_float64=True` (docs/episodes.md)",
+        "observations_keep_float64": "“stored in float32”; see `keep_float64` (docs/episodes.md)",
         "rewards_keep_float64": "“Rewards are float32” (docs/limits.md)",
     }
     batcher: Any = None
