@@ -107,3 +107,10 @@ def evaluation_does_not_depend_on_the_number_of_environments(library: Library) -
             scores.append(np.mean([np.mean(collector.evaluate(16)) for _ in range(10)]))
     text = f"scores near 207, the mean of all episodes, not {scores[0]:.0f} and {scores[1]:.0f}"
     expect.holds(text, abs(scores[0] - scores[1]) < 125)  # three standard deviations
+
+
+@check("selection", "NetHack-LE/nle#131", "evaluate")
+def environments_that_ignore_seeds_are_evaluated(library: Library) -> None:
+    """An environment whose `reset` ignores its seed can be evaluated like any other one."""
+    with library.open(global_random=True, lengths=(7,)) as collector:
+        expect.equal("mean return", np.mean(collector.evaluate(5)), 28)
