@@ -18,7 +18,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     """One part per group."""
     columns = [name for name in LIBRARIES if name in results]
     for group, text in GROUPS.items():
-        yield f"\n## {group.capitalize()}\n\n{text.partition(': ')[2].splitlines()[0]}\n"
+        question = text.partition(": ")[2]
+        yield f"\n## {group.capitalize()}\n\n{question[0].upper()}{question[1:]}\n"
         yield f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}"
         for name in (name for name, check in CHECKS.items() if check.group == group):
             cells = [results[each]["cells"].get(name, {"status": "grey"}) for each in columns]

@@ -1,4 +1,4 @@
-"""Limits of containers and of callers. Each check has a process of its own."""
+"""Limits: does it work in a container, a daemon, a thread? Each check has a process of its own."""
 
 from __future__ import annotations
 
