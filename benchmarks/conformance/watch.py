@@ -97,7 +97,7 @@ class Watched:
         if kind == "adapter":
             self.about = event
             with contextlib.suppress(OSError):  # it may have ended already
-                shm = f"/proc/{self.process.pid}/root/dev/shm"
+                shm = Path("/proc", str(self.process.pid), "root", "dev", "shm")
                 self.shm = os.open(shm, os.O_RDONLY | os.O_DIRECTORY)  # outlives the process
                 self.shm_before = set(os.listdir(self.shm))
         elif kind == "begin":
@@ -140,8 +140,8 @@ class Watched:
         found = []
         for pid in self.marked():
             with contextlib.suppress(OSError):
-                name = Path(f"/proc/{pid}/cmdline").read_bytes()[:60].replace(bytes(1), b" ")
-                found.append(f"process `{name.decode(errors='replace')}`")
+                program, *rest = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                found.append(f"process `{' '.join([Path(program).name, *rest[:2]])}`")
         now = set(os.listdir(self.shm)) if self.shm >= 0 else set()
         return found + [f"/dev/shm/{name}" for name in sorted(now - self.shm_before)]
 
