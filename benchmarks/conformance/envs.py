@@ -44,7 +44,6 @@ class Numbered(gym.Env):
         reuse: Return the same array and the same info each time, changed in place.
         global_random: Draw the tag from NumPy's global generator.
         slow_s: How long a step takes in a quarter of the episodes.
-        slow_file: Only the first environment to step, which creates this file, is slow, always.
         fault: What goes wrong: a key of ``FAULTS``.
         where: In "init", "reset" or "step".
         after: How many steps of this environment go well before.
@@ -65,7 +64,6 @@ class Numbered(gym.Env):
         reuse: bool = False,
         global_random: bool = False,
         slow_s: float = 0.0,
-        slow_file: str = "",
         fault: str = "",
         where: str = "step",
         after: int = 0,
@@ -99,9 +97,7 @@ class Numbered(gym.Env):
     def step(self, action: Any) -> tuple:
         if self.step_number == 0 and self.log:
             _append(self.log, f"start {self.tag} {os.getpid()}")
-        if self.steps_taken == 0:
-            self.is_slow = bool(self.slow_file) and _creates(self.slow_file)
-        if self.is_slow or (self.slow_s and not self.slow_file and is_slow(self.tag)):
+        if self.slow_s and is_slow(self.tag):
             time.sleep(self.slow_s)
         if self.steps_taken >= self.after:
             self._strike("step")

@@ -11,6 +11,7 @@ import torch
 import rlpool
 from benchmarks.conformance.interface import Collector, Job, Steps
 
+WINDOW = rlpool.Batcher, rlpool.GymEnvInf
 COLUMNS = ("frame", "action", "_reward", "_terminated", "_truncated", "_frame")
 
 
@@ -43,9 +44,6 @@ class Batchers(Collector):
         self.batcher.execute(*request, env_info=job.options)
         return self.batcher.get()
 
-    def steps(self, n_steps: int) -> Any:
-        return self.run(rlpool.Batcher, rlpool.GymEnvInf, n_steps)
-
     def rows(self, found: Any) -> list[Steps]:
         rows, keys = [], self.job.info_keys
         for i, n in enumerate(found.lengths.tolist()):
@@ -54,7 +52,7 @@ class Batchers(Collector):
         return rows
 
     def window(self, n_steps: int) -> list[Steps]:
-        return self.rows(self.steps(n_steps))
+        return self.rows(self.run(*WINDOW, n_steps))
 
     def episodes(self, n: int) -> list[Steps]:
         return self.rows(self.run(rlpool.EpisodeBatcher, rlpool.GymEnv, 64, n))
@@ -66,12 +64,12 @@ class Batchers(Collector):
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
         pool = rlpool.Pool(pool_size=1000, seed=0)
-        pool.extend(self.steps(n_steps))
+        pool.extend(self.run(*WINDOW, n_steps))
         batch = pool.sample(len(pool), n_step=n, discount=gamma)
         return Steps(*(batch[key.replace("_reward", "n_step_return")].numpy() for key in COLUMNS))
 
     def targets(self, n_steps: int, value: Any, gamma: float) -> list[tuple[Steps, np.ndarray]]:
-        found = self.steps(n_steps)
+        found = self.run(*WINDOW, n_steps)
         values = [np.stack(list(map(value, found[key].numpy()))) for key in ("frame", "_frame")]
         ends = found["_terminated"], found["_done"]
         now, then = map(torch.tensor, values)

@@ -62,14 +62,6 @@ def exception_names_its_cause(library: Library) -> None:
     expect.holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
 
 
-@check("faults", "Farama-Foundation/Gymnasium#1119")
-def exception_names_its_line(library: Library) -> None:
-    """The error, its traceback or what is printed names the file of the environment that raised."""
-    text = expect.text_of(struck(library, "raise"))
-    text += Path("/proc/self/fd/2").read_text(encoding="utf-8", errors="replace")
-    expect.holds("envs.py in the error, its traceback or the log", "conformance/envs.py" in text)
-
-
 @check("faults", "alex-petrenko/sample-factory#137")
 def exception_in_the_constructor_names_its_cause(library: Library) -> None:
     """The same holds for an exception of an environment's constructor."""
@@ -146,14 +138,6 @@ def hang_is_noticed(library: Library) -> None:
     survives_or_raises(library, "hang")
 
 
-@check("faults", "DeNA/HandyRL#269", "workers", signal=signal.SIGINT, leaves_nothing=True)
-def interrupt_ends_a_hang(library: Library) -> None:
-    """Ctrl-C while an environment hangs ends the program, and leaves nothing."""
-    with library.open(fault="hang", after=12) as collector:
-        library.ready()
-        collect(collector, library)
-
-
 @check("faults", "HorizonRobotics/alf#1456", signal=signal.SIGINT, leaves_nothing=True)
 def interrupt_ends_the_run(library: Library) -> None:
     """Ctrl-C while steps are collected ends the program, and leaves nothing."""
@@ -223,16 +207,3 @@ def descriptors_do_not_grow(library: Library) -> None:
         counts.append(psutil.Process().num_fds())
     text = f"no more open descriptors after 4 collectors than after 2, not {counts}"
     expect.holds(text, counts[3] <= counts[1])
-
-
-@check("faults", "ray-project/ray#8469")
-def memory_does_not_grow(library: Library) -> None:
-    """Memory of the caller stays the same over many windows whose data it drops."""
-    sizes = []
-    with library.open(shape=(1000,)) as collector:
-        for _ in range(20):
-            collect(collector, library)
-            gc.collect()
-            sizes.append(psutil.Process().memory_info().rss / 2**20)
-    grown = sizes[19] - sizes[9]
-    expect.holds(f"less than 4 MB more after 10 more rounds, not {grown:.0f} MB", grown < 4)

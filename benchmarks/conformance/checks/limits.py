@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import signal
-from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.conformance import expect
 from benchmarks.conformance.checks import Library, check
@@ -69,10 +68,3 @@ def environment_starts_processes(library: Library) -> None:
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
     """Simulators that environments started end as well if the program is killed."""
     collect_forever(library.make(helper=True), library)
-
-
-@check("limits", "RLinf/RLinf#932")
-def works_in_a_thread(library: Library) -> None:
-    """Collecting works outside of the main thread, where servers and notebooks run it."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(attempt, library).result()

@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.conformance import data, expect
 from benchmarks.conformance.checks import Library, check
-from benchmarks.conformance.envs import TAG
 
 NUMPY_STATE = np.random.get_state
 CARTPOLE = (data.leaning, "CartPole-v1")
@@ -118,14 +117,3 @@ def neighbouring_seeds_share_nothing(library: Library) -> None:
         {each for episodes in begins(library, seed=seed) for each in episodes} for seed in (42, 43)
     )
     expect.equal("number of common episodes", len(first & second), 0)
-
-
-@check("seeds", "stepjam/RLBench#92", "window", "workers")
-def global_generators_of_workers_differ(library: Library) -> None:
-    """Environments that draw from NumPy's global generator differ between processes.
-
-    Forked processes inherit the same state, so that all of them run the same episodes.
-    """
-    with library.open(global_random=True, job={"n_workers": 4, "seed": None}) as collector:
-        tags = [data.numbers(stream.observation)[0, TAG] for stream in collector.window(data.PART)]
-    expect.equal("number of different tags", len(set(tags)), len(tags))

@@ -76,14 +76,6 @@ def order_does_not_depend_on_speed(library: Library) -> None:
     expect.equal("tags of episodes, in order, with slow ones", orders[1], orders[0])
 
 
-@check("selection", "entity-neural-network/incubator#93", "window")
-def every_environment_has_its_share(library: Library) -> None:
-    """A window has as many steps of a slow environment as of others, but for those of resets."""
-    with library.open(slow_s=0.01, slow_file=library.file("slow"), lengths=(9,)) as collector:
-        counts = [len(stream) for stream in collector.window(30)]
-    expect.holds(f"about 30 steps of each environment, not {counts}", min(counts) >= 25)
-
-
 @check("selection", "entity-neural-network/incubator#95", "evaluate")
 def evaluation_counts_whole_episodes(library: Library) -> None:
     """Returns are sums over whole episodes, in the first evaluation and in the next ones."""
