@@ -1,0 +1,54 @@
+"""Run checks of one library in this process. A line of JSON per event goes to a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+
+from benchmarks.conformance import adapters, expect
+from benchmarks.conformance.checks import Library
+from benchmarks.conformance.checks.every import CHECKS
+from benchmarks.conformance.interface import Collector
+
+
+def judge(name: str, adapter: type[Collector], report: object) -> tuple[str, str]:
+    """The colour of one cell, and what was seen."""
+    check = CHECKS[name]
+    lacking = [need for need in check.needs if need in adapter.lacks]
+    if lacking:
+        return "grey", adapter.lacks[lacking[0]]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            check.function(Library(adapter, folder, lambda: report("ready")))
+        except expect.Unexpected as difference:
+            return "red", str(difference)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            print(expect.text_of(error), file=sys.stderr)
+            return "red", f"raised {type(error).__name__}: {error}"
+    return "green", ""
+
+
+def main(library: str, path: str, *names: str) -> None:
+    """Run the checks in their order."""
+
+    def report(event: str, **more: object) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **more}) + "\n")
+
+    adapter = adapters.load(library)
+    about = {"intended": adapter.intended, "start_s": adapter.start_s}
+    report("adapter", version=adapter.version(), **about)
+    for name in names:
+        report("begin", check=name)
+        started = time.monotonic()
+        status, message = judge(name, adapter, report)
+        more = {"message": message, "seconds": round(time.monotonic() - started, 1)}
+        report("end", check=name, status=status, **more)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""The register of checks, and the library as they see it.
+
+A check is an expectation about what comes back, whatever the interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conformance.envs import NUMBERED
+from benchmarks.conformance.interface import Collector, Job
+
+ALONE = ("faults", "limits")  # groups whose checks have a process of their own each
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property.
+
+    Attributes:
+        function: Gets a ``Library``; how it ends is the result.
+        group: A key of ``GROUPS``.
+        thread: Where the property hurt somebody.
+        needs: Capabilities of the library.
+        signal: Sent to the process once it has called ``ready``, which then has to end.
+        leaves_nothing: Whether processes or files in /dev/shm that outlive the process by some
+            seconds are red.
+        shm_mb: The size of /dev/shm.
+    """
+
+    function: Callable[[Library], None]
+    group: str
+    thread: str
+    needs: tuple[str, ...]
+    signal: signal.Signals | None = None
+    leaves_nothing: bool = False
+    shm_mb: int = 4096
+
+    def __str__(self) -> str:
+        return " ".join((self.function.__doc__ or "").split())
+
+
+REGISTER: dict[str, Check] = {}
+
+
+def check(group: str, thread: str, *needs: str, standard_env: bool = False, **more: Any) -> Any:
+    """Register a check. All but those on a standard environment need environments in Python."""
+
+    def register(function: Callable[[Library], None]) -> Callable[[Library], None]:
+        needed = needs if standard_env else (*needs, "environments")
+        REGISTER[function.__name__] = Check(function, group, thread, needed, **more)
+        return function
+
+    return register
+
+
+class Library:
+    """An adapter as checks use it. ``ready`` reports that the signal may come."""
+
+    def __init__(self, adapter: type[Collector], folder: str, ready: Callable[[], None]) -> None:
+        self.adapter, self.folder, self.ready = adapter, folder, ready
+
+    def has(self, *capabilities: str) -> bool:
+        return not any(each in self.adapter.lacks for each in capabilities)
+
+    def make(
+        self, policy: Any = None, env_id: str = NUMBERED, job: Any = (), **env_args: Any
+    ) -> Collector:
+        """A collector of a policy, by default action 0, and an environment."""
+        return self.adapter(Job(env_id, env_args, policy or _zeros, **dict(job)))
+
+    @contextlib.contextmanager
+    def open(self, *args: Any, **arguments: Any) -> Iterator[Collector]:
+        """A collector that is closed at the end."""
+        with contextlib.closing(self.make(*args, **arguments)) as collector:
+            yield collector
+
+    def file(self, name: str) -> str:
+        """A path that does not exist yet."""
+        return f"{self.folder}/{name}"
+
+
+def _zeros(observation: np.ndarray) -> np.ndarray:
+    """Action 0."""
+    return np.zeros(len(observation), np.int64)

@@ -1,0 +1,209 @@
+"""Faults: what the caller hears, and what is left. Each check has a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.conformance import data, expect
+from benchmarks.conformance.checks import Library, check
+from benchmarks.conformance.interface import Collector
+
+MESSAGE = "no goal number 17"
+
+
+def collect(collector: Collector, library: Library) -> None:
+    """Whatever the library can collect, long enough for a fault to strike."""
+    if library.has("window"):
+        collector.window(20)
+        collector.window(20)
+    else:
+        collector.episodes(16)
+
+
+def collect_forever(collector: Collector, library: Library) -> None:
+    """Until the signal comes."""
+    collect(collector, library)
+    library.ready()
+    while True:
+        collect(collector, library)
+
+
+def attempt(library: Library, **env_args: object) -> None:
+    """Make a collector, collect, close."""
+    with library.open(**env_args) as collector:
+        collect(collector, library)
+
+
+def struck(library: Library, fault: str, **more: object) -> BaseException:
+    """The error that the caller gets if one environment fails once, in its 13th step."""
+    script = {"fault": fault, "after": 12, "once": library.file("once"), **more}
+    return expect.error_of(lambda: attempt(library, **script))
+
+
+@check("faults", "Farama-Foundation/Gymnasium#177")
+def exception_reaches_the_caller(library: Library) -> None:
+    """An exception of an environment is an error of the call, soon, neither a hang nor nothing."""
+    struck(library, "raise")
+
+
+@check("faults", "Farama-Foundation/Gymnasium#182")
+def exception_names_its_cause(library: Library) -> None:
+    """The error, or one of its causes, has the text of the environment's exception.
+
+    A broken pipe or an end of file is what the user gets instead, and nothing to search for.
+    """
+    text = expect.text_of(struck(library, "raise"))
+    expect.holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
+
+
+@check("faults", "alex-petrenko/sample-factory#137")
+def exception_in_the_constructor_names_its_cause(library: Library) -> None:
+    """The same holds for an exception of an environment's constructor."""
+    text = expect.text_of(struck(library, "raise", where="init", once=""))
+    expect.holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
+
+
+@check("faults", "python/cpython#79492")
+def unpicklable_exception_reaches_the_caller(library: Library) -> None:
+    """An exception that cannot be pickled is an error like any other."""
+    struck(library, "unpicklable")
+
+
+@check("faults", "StanfordVL/BEHAVIOR-1K#361")
+def sys_exit_is_noticed(library: Library) -> None:
+    """An environment that calls `sys.exit` is an error, neither a hang nor a normal result."""
+    struck(library, "sys_exit")
+
+
+@check("faults", "thu-ml/tianshou#504", "workers")
+def killed_worker_is_noticed(library: Library) -> None:
+    """A process that is killed, as for lack of memory, is an error soon, or is replaced."""
+    survives_or_raises(library, "kill")
+
+
+def survives_or_raises(library: Library, fault: str) -> None:
+    """Any end of the call in time will do: one that hangs runs into the deadline."""
+    script = {"fault": fault, "after": 12, "once": library.file("once")}
+    returns_or_raises(library.make(**script), library)
+    expect.holds("the fault to strike", os.path.exists(script["once"]))
+
+
+def returns_or_raises(collector: Collector, library: Library) -> None:
+    """Collect, and print the error if there is one."""
+    try:
+        collect(collector, library)
+    except Exception as error:
+        print(f"the call raised {expect.text_of(error)}")
+
+
+@check("faults", "ray-project/ray#23739", "workers")
+def run_survives_a_killed_worker(library: Library) -> None:
+    """One killed process does not end the run: the call, or the next one, returns right data.
+
+    Long runs on shared machines see this now and then.
+    """
+    script = {"fault": "kill", "after": 12, "once": library.file("once"), "lengths": (5,)}
+    with library.open(data.alternating, **script) as collector:
+        returns_or_raises(collector, library)
+        expect.holds("the fault to strike", os.path.exists(script["once"]))
+        streams = collector.window(20) if library.has("window") else collector.episodes(8)
+        for stream in streams:
+            steps = data.steps(stream.observation)
+            paid = stream.reward % 1000
+            expect.equal("rewards of the steps after", paid, steps + 1)
+
+
+@check("faults", "ray-project/ray#12978", "workers")
+def worker_killed_between_calls_is_noticed(library: Library) -> None:
+    """A process that dies between two calls is an error of the next one, or is replaced."""
+    log = library.file("log")
+    collector = library.make(log=log)
+    collect(collector, library)
+    workers = processes_in(log)
+    expect.holds("processes of the library", len(workers) > 0)
+    workers[-1].kill()
+    time.sleep(0.5)
+    returns_or_raises(collector, library)
+
+
+@check("faults", "chainer/chainerrl#389", "workers")
+def hang_is_noticed(library: Library) -> None:
+    """A step that never returns is an error, or is replaced, within a limit that the user sets."""
+    survives_or_raises(library, "hang")
+
+
+@check("faults", "HorizonRobotics/alf#1456", signal=signal.SIGINT, leaves_nothing=True)
+def interrupt_ends_the_run(library: Library) -> None:
+    """Ctrl-C while steps are collected ends the program, and leaves nothing."""
+    with library.open() as collector:
+        collect_forever(collector, library)
+
+
+@check("faults", "ikostrikov/pytorch-a2c-ppo-acktr-gail#119", leaves_nothing=True)
+def nothing_is_left_after_close(library: Library) -> None:
+    """After `close`, before the program ends, no process of the library runs environments."""
+    log = library.file("log")
+    attempt(library, log=log)
+    time.sleep(1)
+    left = [each.pid for each in processes_in(log)]
+    expect.equal("processes that ran environments and still do", left, [])
+
+
+def processes_in(log: str) -> list[psutil.Process]:
+    """Other processes that have run environments and are still there."""
+    lines = Path(log).read_text(encoding="utf-8").splitlines()
+    pids = {int(line.split()[2]) for line in lines if line.startswith("start")} - {os.getpid()}
+    alive = [psutil.Process(pid) for pid in sorted(pids) if psutil.pid_exists(pid)]
+    return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@check("faults", "openai/gym#1544", leaves_nothing=True)
+def nothing_is_left_after_an_exception(library: Library) -> None:
+    """A program that an environment's exception ends, without `close`, leaves nothing."""
+    script = {"fault": "raise", "after": 12, "once": library.file("once")}
+    collector = library.make(**script)
+    expect.error_of(collect, collector, library)
+
+
+@check("faults", "hill-a/stable-baselines#570", leaves_nothing=True)
+def nothing_is_left_without_close(library: Library) -> None:
+    """A program that forgets `close` ends and leaves nothing."""
+    collect(library.make(), library)
+
+
+@check("faults", "tensorpack/tensorpack#1203", signal=signal.SIGKILL, leaves_nothing=True)
+def nothing_is_left_after_the_caller_is_killed(library: Library) -> None:
+    """If the program is killed, its processes end, and no shared memory stays.
+
+    A scheduler or the kernel does that, and the next job finds a full machine.
+    """
+    collect_forever(library.make(), library)
+
+
+@check("faults", "hill-a/stable-baselines#898")
+def environments_are_closed(library: Library) -> None:
+    """`close` closes every environment: videos are written, simulators end."""
+    log = library.file("log")
+    attempt(library, log=log)
+    time.sleep(1)
+    lines = Path(log).read_text(encoding="utf-8").splitlines()
+    n_closed = lines.count("close")
+    expect.holds(f"at least 4 calls of close, not {n_closed}", n_closed >= 4)
+
+
+@check("faults", "pytorch/rl#2644")
+def descriptors_do_not_grow(library: Library) -> None:
+    """Collectors that are opened and closed leave no file descriptor open."""
+    counts = []
+    for _ in range(4):
+        attempt(library)
+        gc.collect()
+        counts.append(psutil.Process().num_fds())
+    text = f"no more open descriptors after 4 collectors than after 2, not {counts}"
+    expect.holds(text, counts[3] <= counts[1])

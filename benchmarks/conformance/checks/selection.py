@@ -1,0 +1,108 @@
+"""Selection: which episodes come back, and does that depend on what they are like?"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from benchmarks.conformance import data, expect
+from benchmarks.conformance.checks import Library, check
+from benchmarks.conformance.envs import LENGTH, LONG, SHORT, TAG, is_slow
+from benchmarks.conformance.interface import Steps
+
+MANY, MIXED = {"n_envs": 8}, (SHORT, SHORT, SHORT, LONG)
+
+
+def requests(library: Library, n: int, times: int, **arguments: object) -> list[list[Steps]]:
+    """Several requests of ``n`` episodes each, to one collector."""
+    with library.open(**arguments) as collector:
+        return [collector.episodes(n) for _ in range(times)]
+
+
+@check("selection", "thu-ml/tianshou#555", "episodes")
+def as_many_episodes_as_requested(library: Library) -> None:
+    """A request of N episodes returns N, also where N is no multiple of the environments."""
+    for n in (3, 5, 9):
+        (episodes,) = requests(library, n, 1)
+        expect.equal("number of episodes", len(episodes), n)
+
+
+@check("selection", "DLR-RM/stable-baselines3#402", "episodes")
+def episodes_are_complete(library: Library) -> None:
+    """Each episode has all of its steps, from the reset to the end, and comes back once.
+
+    Over three requests to the same collector.
+    """
+    episodes = list(itertools.chain(*requests(library, 5, 3, lengths=(2, 7, 4))))
+    tags = {int(data.numbers(episode.observation)[0, TAG]) for episode in episodes}
+    expect.equal("number of different episodes", len(tags), len(episodes))
+    for episode in episodes:
+        length = data.numbers(episode.observation)[0, LENGTH]
+        expect.equal("steps", data.steps(episode.observation), np.arange(length))
+        expect.holds("an end", (episode.terminated | episode.truncated)[-1])
+
+
+@check("selection", "astooke/rlpyt#93", "episodes")
+def short_episodes_are_not_favoured(library: Library) -> None:
+    """Requests as large as the number of environments have as many long episodes as there are.
+
+    A quarter of them are. Whoever takes those that end first takes the short ones, which are
+    failures in one task and successes in the other.
+    """
+    found = itertools.chain(*requests(library, 8, 10, job=MANY, lengths=MIXED))
+    long = np.mean([len(episode) == LONG for episode in found])
+    expect.holds(f"about 25 % of long episodes, at least 10 %, not {long:.0%} of 80", long >= 0.1)
+
+
+@check("selection", "HumanCompatibleAI/imitation#183", "episodes")
+def slow_episodes_are_not_dropped(library: Library) -> None:
+    """Episodes whose steps take longer, a quarter of all, come back as often as they begin."""
+    found = itertools.chain(*requests(library, 8, 10, job=MANY, lengths=(5,), slow_s=0.01))
+    slow = np.mean([is_slow(data.numbers(episode.observation)[0, TAG]) for episode in found])
+    expect.holds(f"about 25 % of slow episodes, at least 10 %, not {slow:.0%} of 80", slow >= 0.1)
+
+
+@check("selection", "robocasa/robocasa-gr1-tabletop-tasks#27", "episodes", "seed")
+def order_does_not_depend_on_speed(library: Library) -> None:
+    """The same episodes come in the same order, whether some are slow or not.
+
+    Sorted by when they end, successes come first, and a row no longer is the task it was run for.
+    """
+    orders = []
+    for slow_s in (0.0, 0.02):
+        (episodes,) = requests(library, 12, 1, lengths=(2, 6), slow_s=slow_s)
+        orders.append([data.numbers(episode.observation)[0, TAG] for episode in episodes])
+    expect.equal("tags of episodes, in order, with slow ones", orders[1], orders[0])
+
+
+@check("selection", "entity-neural-network/incubator#95", "evaluate")
+def evaluation_counts_whole_episodes(library: Library) -> None:
+    """Returns are sums over whole episodes, in the first evaluation and in the next ones."""
+    with library.open(lengths=(7,)) as collector:
+        for n in (3, 5, 8):
+            returns = collector.evaluate(n)
+            expect.equal("mean return", np.mean(returns), 28)  # 1 + 2 + ... + 7
+            expect.holds(f"{n} returns or one mean, not {len(returns)}", len(returns) in (1, n))
+
+
+@check("selection", "NVIDIA/Isaac-GR00T#260", "evaluate")
+def evaluation_does_not_depend_on_the_number_of_environments(library: Library) -> None:
+    """One environment and sixteen give the same score, up to chance.
+
+    Scores of two papers are compared as if they did.
+    """
+    scores = []
+    for n_envs in (1, 16):
+        job = {"n_envs": n_envs, "n_workers": 1}
+        with library.open(job=job, lengths=MIXED) as collector:
+            scores.append(np.mean([np.mean(collector.evaluate(16)) for _ in range(10)]))
+    text = f"scores near 207, the mean of all episodes, not {scores[0]:.0f} and {scores[1]:.0f}"
+    expect.holds(text, abs(scores[0] - scores[1]) < 125)  # three standard deviations
+
+
+@check("selection", "NetHack-LE/nle#131", "evaluate")
+def environments_that_ignore_seeds_are_evaluated(library: Library) -> None:
+    """An environment whose `reset` ignores its seed can be evaluated like any other one."""
+    with library.open(global_random=True, lengths=(7,)) as collector:
+        expect.equal("mean return", np.mean(collector.evaluate(5)), 28)

@@ -1,0 +1,170 @@
+"""A scripted environment: every observation says which episode and step it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+NUMBERED = "conformance/Numbered-v0"
+TAG, LENGTH, STEP = 0, 1, 2  # what the first three numbers of an observation are
+FLAGS = ("terminated", "truncated")
+SHORT, LONG = 2, 40  # lengths of episodes that differ much
+
+
+class Unpicklable(Exception):
+    """An exception that no other process can be sent."""
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("this exception cannot be pickled")
+
+
+class Numbered(gym.Env):
+    """Shows ``[tag, length, step]`` plus ``base`` and pays the number of the step.
+
+    The tag is drawn from the environment's generator at each reset, or is the option ``level``. It
+    decides about the rest of the episode. Steps are counted from 0. The reward of a step is its
+    number, from 1, plus 1,000 times the action, plus ``base``.
+
+    Args:
+        lengths: Of episodes, all equally likely.
+        ends: With the flag "terminated" or "truncated".
+        dtype: Of observations.
+        shape: Of observations, of which the first three numbers count.
+        base: Added to observations and rewards.
+        reuse: Return the same array and the same info each time, changed in place.
+        global_random: Draw the tag from NumPy's global generator.
+        slow_s: How long a step takes in a quarter of the episodes.
+        fault: What goes wrong: a key of ``FAULTS``.
+        where: In "init", "reset" or "step".
+        after: How many steps of this environment go well before.
+        once: The fault strikes only whoever creates this file.
+        log: A file for a line per first step of an episode, with the tag and the process, and one
+            per ``close``.
+        helper: Start a process that ``close`` ends.
+        forks: Compute each reset in a process of ``multiprocessing``.
+    """
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...] = (3, 5),
+        ends: str = "truncated",
+        dtype: str = "float32",
+        shape: tuple[int, ...] = (3,),
+        base: float = 0.0,
+        reuse: bool = False,
+        global_random: bool = False,
+        slow_s: float = 0.0,
+        fault: str = "",
+        where: str = "step",
+        after: int = 0,
+        once: str = "",
+        log: str = "",
+        helper: bool = False,
+        forks: bool = False,
+    ) -> None:
+        self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
+        kind = np.dtype(dtype).kind
+        low, high = (-np.inf, np.inf) if kind == "f" else (0, np.iinfo(dtype).max)
+        self.observation_space = gym.spaces.Box(low, high, shape, np.dtype(dtype))
+        self.action_space = gym.spaces.Discrete(2)
+        self.steps_taken = 0
+        self._observation, self._info = np.zeros(shape, dtype), {}
+        self.helper = subprocess.Popen(["sleep", "600"]) if helper else None
+        self._strike("init")
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        super().reset(seed=seed)
+        self._strike("reset")
+        if self.forks:
+            process = multiprocessing.Process(target=time.sleep, args=(0,))
+            process.start()
+            process.join()
+        draw = np.random.randint if self.global_random else self.np_random.integers
+        self.tag = (options or {}).get("level", int(draw(1, 2**20)))
+        self.length, self.step_number = self.lengths[self.tag // 2 % len(self.lengths)], 0
+        return self._observe(), self._inform()
+
+    def step(self, action: Any) -> tuple:
+        if self.step_number == 0 and self.log:
+            _append(self.log, f"start {self.tag} {os.getpid()}")
+        if self.slow_s and is_slow(self.tag):
+            time.sleep(self.slow_s)
+        if self.steps_taken >= self.after:
+            self._strike("step")
+        self.step_number, self.steps_taken = self.step_number + 1, self.steps_taken + 1
+        reward = self.step_number + 1000.0 * int(action) + self.base
+        flags = [self.step_number >= self.length and self.ends == flag for flag in FLAGS]
+        return self._observe(), reward, *flags, self._inform()
+
+    def close(self) -> None:
+        if self.helper is not None:
+            self.helper.kill()
+            self.helper.wait()
+        if self.log:
+            _append(self.log, "close")
+
+    def _observe(self) -> np.ndarray:
+        observation = self._observation if self.reuse else np.zeros_like(self._observation)
+        numbers = np.array([self.tag, self.length, self.step_number]) + self.base
+        observation.reshape(-1)[:3] = numbers % 256 if self.dtype == "uint8" else numbers
+        return observation
+
+    def _inform(self) -> dict[str, int]:
+        info = self._info if self.reuse else {}
+        info.clear()
+        info["step"] = self.step_number
+        return info
+
+    def _strike(self, where: str) -> None:
+        if self.fault and where == self.where and (not self.once or _creates(self.once)):
+            FAULTS[self.fault]()
+
+
+def is_slow(tag: int) -> bool:
+    """Whether an episode is one of those that may be slow."""
+    return tag % 8 >= 6
+
+
+def _creates(path: str) -> bool:
+    """Whether this is the first call with the path, in any process."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+def _append(path: str, line: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def _raise(kind: type[Exception]) -> None:
+    raise kind("no goal number 17")
+
+
+FAULTS = {
+    "raise": lambda: _raise(ValueError),
+    "unpicklable": lambda: _raise(Unpicklable),
+    "sys_exit": lambda: sys.exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(600),
+}
+
+
+def make(env_id: str, frame_stack: int = 1, **arguments: Any) -> gym.Env:
+    """``gymnasium.make``; unpickling this function registers the environments."""
+    env = gym.make(env_id, disable_env_checker=True, **arguments)
+    return env if frame_stack == 1 else gym.wrappers.FrameStackObservation(env, frame_stack)
+
+
+gym.register(NUMBERED, entry_point=Numbered)

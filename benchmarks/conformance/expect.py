@@ -1,0 +1,42 @@
+"""Comparisons of checks. What they raise says what was expected and what came."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class Unexpected(Exception):
+    """Something else came than was expected: a red cell."""
+
+
+def equal(what: str, got: Any, expected: Any) -> None:
+    """Compare numbers or arrays, whatever their dtype."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    if got.shape != expected.shape or not (got == expected).all():
+        raise Unexpected(f"{what}: expected {expected.tolist()}, got {got.tolist()}")
+
+
+def holds(what: str, condition: Any) -> None:
+    """Expect something that is said in words."""
+    if not condition:
+        raise Unexpected(f"expected {what}")
+
+
+def error_of(call: Callable[..., Any], *args: Any) -> BaseException:
+    """What a call raises, which it has to; ``SystemExit`` counts as well."""
+    try:
+        call(*args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return error
+    raise Unexpected("expected an error, the call returned as if nothing had happened")
+
+
+def text_of(error: BaseException) -> str:
+    """An error and its causes, with notes and tracebacks."""
+    return "".join(traceback.format_exception(error))

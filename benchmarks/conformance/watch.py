@@ -1,0 +1,166 @@
+"""Run a process of checks with deadlines, and see what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.conformance.checks.every import CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = {"values": 60, "selection": 60, "seeds": 60, "faults": 30, "limits": 30}
+IMPORT_S = 60  # until the first check begins
+SIGNAL_AFTER_S = 2  # from ``ready`` to the signal
+END_S = 12  # from the last check, or the signal, to the end of the process
+LEFT_S = 5  # from the end of the process to that of all others
+MOUNT = 'mount -t tmpfs -o size="$1"m tmpfs /dev/shm && shift && exec "$@"'
+
+
+@functools.cache
+def namespace() -> tuple[str, ...]:
+    """A command that runs another one with a /dev/shm of its own; empty where none may."""
+    options = ["-m"] if os.geteuid() == 0 else ["-Urm"]
+    command = ("unshare", *options, "sh", "-c", MOUNT, "sh")
+    works = shutil.which("unshare") and subprocess.call([*command, "64", "true"]) == 0
+    return command if works else ()
+
+
+def with_shared_memory(shm_mb: int) -> list[str]:
+    """A prefix that limits /dev/shm, or where it cannot, the size of any file below 64 MB."""
+    if namespace():
+        return [*namespace(), str(shm_mb)]
+    return ["prlimit", f"--fsize={shm_mb * 2**20}"] if shm_mb < 1024 else []
+
+
+class Watched:
+    """A process that runs some checks of a library, and all that it starts."""
+
+    def __init__(self, python: str, library: str, names: list[str]) -> None:
+        self.names, self.cells, self.about, self.token = names, {}, {}, uuid.uuid4().hex
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.report, self.log = (Path(self.folder.name) / name for name in ("report", "log"))
+        self.first = CHECKS[names[0]]
+        command = [python, "-m", "benchmarks.conformance.cell", library, str(self.report), *names]
+        command = with_shared_memory(self.first.shm_mb) + command
+        env = {**os.environ, "CONFORMANCE": self.token, "PYTHONPATH": str(ROOT)}
+        with self.log.open("w", encoding="utf-8") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            more = {"env": env, "cwd": self.folder.name, "start_new_session": True}
+            self.process = subprocess.Popen(command, **streams, **more)
+        self.current, self.since, self.signalled, self.n_read = "", time.monotonic(), False, 0
+        self.shm, self.shm_before = -1, set()
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """The cells of all checks that began, the last of which may have hung."""
+        while self.process.poll() is None:
+            self.read()
+            if time.monotonic() - self.since > (limit := self.limit()):
+                if self.current or self.first.leaves_nothing or not self.about:
+                    self.settle("red", f"still running after {limit:.0f} s")
+                break
+            time.sleep(0.02)
+        else:
+            self.read()
+            self.judge_end()
+        self.end()
+        return self.cells
+
+    def limit(self) -> float:
+        """Seconds that may pass since the last event."""
+        if self.signalled or (self.about and not self.current):
+            return END_S
+        if not self.about:
+            return IMPORT_S
+        return DEADLINE_S[CHECKS[self.current].group] + self.about["start_s"]
+
+    def read(self) -> None:
+        """Take in what the process has reported."""
+        text = self.report.read_text(encoding="utf-8") if self.report.exists() else ""
+        lines = text.split("\n")[:-1]
+        for line in lines[self.n_read :]:
+            self.take(json.loads(line))
+        self.n_read = len(lines)
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event."""
+        self.since, kind = time.monotonic(), event.pop("event")
+        if kind == "adapter":
+            self.about = event
+            with contextlib.suppress(OSError):  # it may have ended already
+                shm = Path("/proc", str(self.process.pid), "root", "dev", "shm")
+                self.shm = os.open(shm, os.O_RDONLY | os.O_DIRECTORY)  # outlives the process
+                self.shm_before = set(os.listdir(self.shm))
+        elif kind == "begin":
+            self.current = event["check"]
+        elif kind == "end":
+            self.cells[event.pop("check")] = event
+            self.current = ""
+        elif kind == "ready":
+            time.sleep(SIGNAL_AFTER_S)
+            self.since, self.signalled = time.monotonic(), True
+            number = CHECKS[self.current].signal
+            send = os.kill if number == signal.SIGKILL else os.killpg  # as a terminal does
+            send(self.process.pid, number)
+
+    def settle(self, status: str, message: str) -> None:
+        """The cell of the check that is running, or of the only one that has run."""
+        cell = {
+            "status": status,
+            "message": message,
+            "seconds": round(time.monotonic() - self.since, 1),
+        }
+        self.cells[self.current or self.names[0]] = cell
+
+    def judge_end(self) -> None:
+        """After the process has ended: was it meant to, and what is left?"""
+        if (self.current and not self.signalled) or not (self.current or self.cells):
+            self.settle("red", f"the process ended with code {self.process.returncode}")
+        elif self.current:
+            self.settle("green", "")
+        cell = self.cells.get(self.names[0], {})
+        if self.first.leaves_nothing and cell.get("status") == "green":
+            until = time.monotonic() + LEFT_S
+            while (left := self.left()) and time.monotonic() < until:
+                time.sleep(0.1)
+            if left:
+                self.settle("red", f"left {LEFT_S} s after the end: {', '.join(left)}")
+
+    def left(self) -> list[str]:
+        """Processes and files in /dev/shm that are left."""
+        found = []
+        for pid in self.marked():
+            with contextlib.suppress(OSError):
+                program, *rest = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                found.append(f"process `{' '.join([Path(program).name, *rest[:2]])}`")
+        now = set(os.listdir(self.shm)) if self.shm >= 0 else set()
+        return found + [f"/dev/shm/{name}" for name in sorted(now - self.shm_before)]
+
+    def marked(self) -> list[int]:
+        """Processes that inherited the token of this run."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"CONFORMANCE={self.token}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def end(self) -> None:
+        """End all that is left, whatever it is."""
+        while pids := self.marked():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+        self.process.wait()
+        if self.shm >= 0:
+            os.close(self.shm)
