@@ -13,6 +13,15 @@ from benchmarks.conformance.interface import Collector
 LIBRARIES = {
     "gymnasium_sync": "gymnasium_vector:Sync",
     "gymnasium_async": "gymnasium_vector:Async",
+    "sb3_dummy": "sb3:Dummy",
+    "sb3_subproc": "sb3:Subproc",
+    "torchrl": "torchrl_collectors:Single",
+    "torchrl_multi": "torchrl_collectors:Multi",
+    "tianshou_dummy": "tianshou_collector:Dummy",
+    "tianshou_subproc": "tianshou_collector:Subproc",
+    "pufferlib_serial": "pufferlib_vector:Serial",
+    "pufferlib_multiprocessing": "pufferlib_vector:Multiprocessing",
+    "envpool": "envpool_gymnasium:EnvPool",
     "rlpool": "rlpool_batchers:Batchers",
 }
 

@@ -1,0 +1,60 @@
+"""PufferLib: vector environments over emulated ones, with the loop of its trainer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pufferlib.vector
+from pufferlib.emulation import GymnasiumPufferEnv
+
+from benchmarks.conformance.interface import Job, Stepping
+
+
+class Serial(Stepping):
+    package = "pufferlib"
+    lacks: ClassVar[dict[str, str]] = {
+        "episodes": "steps environments, has no function that collects episodes",
+        "evaluate": "has no function that evaluates a policy",
+        "n_step": "computes no n-step returns",
+        "targets": "computes no targets; its trainer is not in the package",
+        "options": "`reset` takes no options",
+        "frame_stack": "stacks no frames, leaves that to wrappers",
+        "workers": "steps environments in the caller's process",
+        "worker_count": "steps environments in the caller's process",
+    }
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        make_env = partial(GymnasiumPufferEnv, env_creator=job.make_env)
+        self.envs = pufferlib.vector.make(make_env, num_envs=job.n_envs, **self.backend())
+        seed = {} if job.seed is None else {"seed": job.seed}
+        self.observation = self.envs.reset(**seed)[0].copy()
+
+    def backend(self) -> dict[str, Any]:
+        return {"backend": pufferlib.vector.Serial}
+
+    def step(self, action: np.ndarray) -> tuple:
+        self.envs.send(action)
+        after, reward, terminated, truncated, infos, _, mask = self.envs.recv()
+        after = after.copy()  # as its trainer does, since the next step writes there
+        infos = dict(enumerate(infos))
+        found = [
+            (*row, infos.get(i))
+            for i, row in enumerate(zip(reward, terminated, truncated, after, strict=True))
+        ]
+        return after, [row if valid else None for row, valid in zip(found, mask, strict=True)]
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class Multiprocessing(Serial):
+    lacks: ClassVar[dict[str, str]] = {
+        key: reason for key, reason in Serial.lacks.items() if not key.startswith("worker")
+    }
+
+    def backend(self) -> dict[str, Any]:
+        workers = {"num_workers": self.job.n_workers, "overwork": True}
+        return {"backend": pufferlib.vector.Multiprocessing, **workers}
