@@ -39,11 +39,8 @@ class Serial(Stepping):
         self.envs.send(action)
         after, reward, terminated, truncated, infos, _, mask = self.envs.recv()
         after = after.copy()  # as its trainer does, since the next step writes there
-        infos = dict(enumerate(infos))
-        found = [
-            (*row, infos.get(i))
-            for i, row in enumerate(zip(reward, terminated, truncated, after, strict=True))
-        ]
+        rows = zip(reward, terminated, truncated, after, strict=True)
+        found = [(*row, dict(enumerate(infos)).get(i)) for i, row in enumerate(rows)]
         return after, [row if valid else None for row, valid in zip(found, mask, strict=True)]
 
     def close(self) -> None:

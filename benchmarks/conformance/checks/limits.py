@@ -55,7 +55,7 @@ def daemonic_caller(library: Library) -> None:
 @check("limits", "minerllabs/minerl#378")
 def environment_starts_processes(library: Library) -> None:
     """Environments may use `multiprocessing` themselves, as wrappers of simulators do."""
-    attempt(library, forks=True)
+    attempt(library, forks=True, lengths=(40,))
 
 
 @check(

@@ -234,7 +234,7 @@ def frame_stacks_stay_in_their_episode(library: Library) -> None:
 @check("values", "younggyoseo/FastTD3#6", "n_step")
 def n_step_returns_stay_in_their_episode(library: Library) -> None:
     """An n-step return adds up its own episode's rewards, and is bootstrapped from that episode."""
-    with library.open(lengths=(4,)) as collector:
+    with library.open(lengths=(4,), job={"seed": None}) as collector:
         rows = collector.n_step(14, 3, GAMMA)
     shown, later = data.numbers(rows.observation), data.numbers(data.after(rows))
     whole = [each for each in shown if sum(shown[:, TAG] == each[TAG]) == 4]
@@ -264,7 +264,7 @@ def only_truncation_is_bootstrapped(library: Library) -> None:
 @check("values", "Farama-Foundation/Gymnasium#787", "options")
 def options_reach_the_first_episodes(library: Library) -> None:
     """The options of `reset` are those of the first episode of every environment."""
-    for stream in data.collected(library, job={"options": {"level": 7}}):
+    for stream in data.collected(library, job={"options": {"level": 7}})[:4]:
         expect.equal("the level of the first episode", data.numbers(stream.observation)[0, TAG], 7)
 
 
