@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -20,13 +21,14 @@ def judge(name: str, adapter: type[Collector], report: object) -> tuple[str, str
     if lacking:
         return "grey", adapter.lacks[lacking[0]]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        library = Library(adapter, folder, lambda: report("ready"))
         try:
-            check.function(Library(adapter, folder, lambda: report("ready")))
+            check.function(library)
         except expect.Unexpected as difference:
             return "red", str(difference)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
+            if check.signal is not None and library.is_ready:
+                raise  # whatever ends the process after the signal
             print(expect.text_of(error), file=sys.stderr)
             return "red", f"raised {type(error).__name__}: {error}"
     return "green", ""
@@ -39,6 +41,7 @@ def main(library: str, path: str, *names: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, **more}) + "\n")
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if it was started with &
     adapter = adapters.load(library)
     about = {"intended": adapter.intended, "start_s": adapter.start_s}
     report("adapter", version=adapter.version(), **about)

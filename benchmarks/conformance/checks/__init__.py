@@ -64,7 +64,11 @@ class Library:
     """An adapter as checks use it. ``ready`` reports that the signal may come."""
 
     def __init__(self, adapter: type[Collector], folder: str, ready: Callable[[], None]) -> None:
-        self.adapter, self.folder, self.ready = adapter, folder, ready
+        self.adapter, self.folder, self.report, self.is_ready = adapter, folder, ready, False
+
+    def ready(self) -> None:
+        self.is_ready = True
+        self.report()
 
     def has(self, *capabilities: str) -> bool:
         return not any(each in self.adapter.lacks for each in capabilities)

@@ -255,7 +255,7 @@ def only_truncation_is_bootstrapped(library: Library) -> None:
     for ends, target in (("truncated", 4 + GAMMA * 400), ("terminated", 4)):
         with library.open(lengths=(4,), ends=ends) as collector:
             pairs = collector.targets(14, lambda rows: 100.0 * data.steps(rows), GAMMA)
-        found = [t[s.terminated | s.truncated] for s, t in pairs]
+        found = [t[(s.terminated | s.truncated) > 0] for s, t in pairs]
         expect.holds("targets of steps that end an episode", sum(map(len, found)) > 0)
         for each in np.concatenate(found):
             expect.equal(f"the target of a {ends} step", round(float(each), 3), target)
