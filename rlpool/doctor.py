@@ -27,13 +27,12 @@ from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.limits import WORKER_DESCRIPTORS, n_free_descriptors, worker_count
 from rlpool.machine.platform import HAS_ORDERED_STORES, IS_LINUX, ROOT, memory_bounds, n_cores
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.testing.counting_env import CountingEnv
 from rlpool.workers.process_start import why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
-_N_COPIES = 1024
-"""Numbers of an observation: they fill many lines of a cache."""
+_N_NUMBERS = 1024
+"""Of an action and of an observation: they fill many lines of a cache."""
 
 _TIMEOUT_S = 120.0
 """A worker without progress for this long counts as hanging."""
@@ -79,7 +78,7 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
         return
     if not HAS_ORDERED_STORES:
         fix = "python -m rlpool doctor --hand-overs 60; please report its verdict"
-        yield Check("processor", WARN, f"nobody has tested {platform.machine()} yet", fix)
+        yield Check("processor", WARN, f"{platform.machine()} has not been tested yet", fix)
     if why := why_spawned():
         what = f"workers are spawned, not forked from a template: {why}"
         fix = "it only costs time and memory; docs/start_methods.md says what a template needs"
@@ -111,30 +110,35 @@ def _worker() -> Check:
     return Check("worker process", OK, what)
 
 
-def _wide_env() -> gymnasium.Env[Any, Any]:
-    """Shows the number of its steps so far, many times over: part of an old value stands out."""
-    space = gymnasium.spaces.Box(0.0, np.inf, (_N_COPIES,), np.float32)
-    repeat = partial(np.repeat, repeats=_N_COPIES)
-    return gymnasium.wrappers.TransformObservation(CountingEnv(sys.maxsize), repeat, space)
+class _EchoEnv(gymnasium.Env[Any, Any]):
+    """Shows the last action, and pays its smallest number: part of an old one stands out."""
+
+    observation_space = action_space = gymnasium.spaces.Box(0.0, np.inf, (_N_NUMBERS,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+        return np.zeros(_N_NUMBERS, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Any]:
+        return action, float(action.min()), False, False, {}
 
 
 def hand_overs(seconds: float) -> Check:
-    """Hand observations and actions over between processes, and count those that are wrong.
+    """Hand actions and observations over between processes, and count those that are wrong.
 
     Args:
         seconds: For how long.
     """
     n_steps = n_wrong = 0
-    with ParallelEnvManager([_wide_env] * 4, envs_per_worker=2, timeout=_TIMEOUT_S) as env:
+    with ParallelEnvManager([_EchoEnv] * 4, envs_per_worker=2, timeout=_TIMEOUT_S) as env:
         env.reset()
-        actions = DictTensor({"action": torch.zeros(4, dtype=torch.int64)})
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             n_steps += 1
-            (after, _), _ = env.step(actions)
+            action = torch.full((4, _N_NUMBERS), float(n_steps))
+            (after, _), _ = env.step(DictTensor({"action": action}))
             n_wrong += int((after["frame"] != n_steps).any() or (after["reward"] != n_steps).any())
     what = f"{n_wrong} of {n_steps} steps of 4 environments in 2 workers on {platform.machine()}"
-    what += " showed a value that was not the last one"
+    what += " showed another action than the last one"
     return Check("hand-overs", FAIL if n_wrong else OK, what, "report it" if n_wrong else "")
 
 

@@ -47,7 +47,7 @@ class Numbered(gym.Env):
         fault: What goes wrong: a key of ``FAULTS``.
         where: In "init", "reset" or "step".
         after: How many steps of this environment go well before.
-        once: The fault strikes only whoever creates this file.
+        once: Only the environment that creates this file fails.
         log: A file for a line per first step of an episode, with the tag and the process, and one
             per ``close``.
         helper: Start a process that ``close`` ends.

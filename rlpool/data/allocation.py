@@ -88,9 +88,10 @@ class Allocation:
     @property
     def visible(self) -> View:
         """The rows that the window shows now."""
-        with NO_LOCK if HAS_ORDERED_STORES else self.locked():
-            start = self._start[0]
-        return self.layout.rows(start, self.layout.window)
+        if not HAS_ORDERED_STORES and self.memory is not None:
+            with self.locked():
+                return self.layout.rows(self._start[0], self.layout.window)
+        return self.layout.rows(self._start[0], self.layout.window)
 
     def rotate(self) -> None:
         """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""

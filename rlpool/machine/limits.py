@@ -1,7 +1,4 @@
-"""How many cores and descriptors there are and how much memory, and what needs more.
-
-The limits of control groups are those of version 2.
-"""
+"""Refusals and warnings for what needs more memory, cores or descriptors than there are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the operating system offers: the one module that knows which system it is.
 
-Worker processes and shared memory need Linux. Whatever runs in one process works everywhere; what
-does not is refused by ``require_linux``. Where a function is for Linux only, its callers run in
-workers, or start them.
+Worker processes and shared memory need Linux. What runs in one process works everywhere; the rest
+is refused by ``require_linux``. Functions for Linux alone are called in workers, or to start them.
+Limits of control groups are those of version 2.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def file_of(fd: int, pid: int | str = "self") -> str:
 
 
 NO_LOCK: AbstractContextManager[None] = nullcontext()
-"""Instead of a ``FileLock`` where there is nobody to lock out."""
+"""Instead of a ``FileLock`` where one process is alone."""
 
 
 class FileLock:
@@ -149,7 +149,7 @@ def kill_group(group: int) -> None:
 
 
 def end_without_reader() -> None:
-    """Let this process end when nobody reads its output any more, as commands do."""
+    """Let this process end when its output has no reader any more, as commands do."""
     if IS_LINUX:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 

@@ -22,7 +22,6 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.calls import CrashOnly
 from rlpool.machine.limits import check_size, check_workers
-from rlpool.machine.platform import require_linux
 from rlpool.manager.channel import (
     ANSWER,
     CALL_OF,
@@ -61,12 +60,7 @@ _WAITS_PER_LOOK = 100
 
 @dataclass
 class GivenUp:
-    """An episode (``tape``) that ends where it failed.
-
-    Attributes:
-        error: Why.
-        in_reset: Whether its reset failed.
-    """
+    """An episode that ends where it failed: its tape, why, and whether its reset failed."""
 
     tape: Tape | None
     error: WorkerError
@@ -118,7 +112,6 @@ class Lanes(CrashOnly):
         starts = range(0, n_lanes, envs_per_worker)
         self.lanes_of = [range(s, min(s + envs_per_worker, n_lanes)) for s in starts]
         self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
-        require_linux("ParallelEnvManager", "GymEnv steps its environments in one process")
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
         check_workers(len(self.lanes_of), _DESCRIPTORS_EACH, advice)
         self.root = root
@@ -165,8 +158,7 @@ class Lanes(CrashOnly):
             runs.append((run, Setup(functions.data, self._options, lanes.start), None))
         self.crew = Crew(runs, self.root, self._policy, self._timeout_s, self, self._done)
         self.stats_reader = StatsReader(self.crew.control)
-        if self._mapped is not None:
-            self._map(*self._mapped)
+        self._map()
         try:
             self.crew.control.name = "ParallelEnvManager"
             self.crew.start()
@@ -183,12 +175,14 @@ class Lanes(CrashOnly):
         check_size(sizes, lambda _: "use fewer environments", "the observations")
         memory = Memory.shared(sum(sizes.values()), "rlpool-buffers")
         self._mapped = specs, memory
-        self._map(specs, memory)
+        self._map()
         for worker in range(len(self.lanes_of)):
             self._brief(worker)
 
-    def _map(self, specs: Mapping[str, TensorSpec], memory: Memory) -> None:
-        self.buffers = Buffers(specs, memory, self.crew.control.fd)
+    def _map(self) -> None:
+        if self._mapped is None:
+            return
+        self.buffers = Buffers(*self._mapped, self.crew.control.fd)
         self._todo, self._failed = self.buffers.todo.data, self.buffers.failed.data
         self.tapes.bind(self.buffers.action)
         for cell, wake in enumerate((*self._wakes, self._done)):
@@ -294,11 +288,10 @@ class Lanes(CrashOnly):
         if not min_ready and self.stepping:
             self._look()  # for callers that never wait
         wanted = min(min_ready, len(self.stepping))
-        look, failed, lanes = self.buffers.look, self._failed, list[int]()
+        look, failed, lanes, stepping = self.buffers.look, self._failed, list[int](), self.stepping
 
         def are_enough() -> bool:
-            todo = look()
-            lanes[:] = [lane for lane in self.stepping if not todo[lane]]
+            lanes[:] = [lane for lane, todo in enumerate(look()) if lane in stepping and not todo]
             has_failed = any(failed[lane] or lane in self._errors for lane in lanes)
             return has_failed or len(lanes) >= wanted
 

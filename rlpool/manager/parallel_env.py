@@ -20,6 +20,7 @@ from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, optional_number, whole_number
 from rlpool.machine.calls import whole
 from rlpool.machine.imports import refuse_during_import
+from rlpool.machine.platform import require_linux
 from rlpool.manager.channel import Report
 from rlpool.manager.lanes import Lanes
 from rlpool.manager.remote import Remote
@@ -124,6 +125,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         **policy: Unpack[PolicyOptions],
     ) -> None:
         refuse_during_import()
+        require_linux("ParallelEnvManager", "GymEnv steps its environments in one process")
         failure_policy = policy_of("ParallelEnvManager", policy)
         env_fns = _checked_functions(env_fns)
         whole_number("envs_per_worker", envs_per_worker, 1)

@@ -72,6 +72,8 @@ if __name__ == "__main__":
             assert here >= 4, here
             assert min(now - then for now, then in zip(there, last)) >= 4, (last, there)
         assert array[0] == 0 and len(locks) > before
+    array.close()
+    assert array.shape == (1,)
 """
 
 

@@ -19,7 +19,7 @@ def small_shared_memory(library: Library) -> None:
     """64 MB of /dev/shm, as in a container, are enough for 8 environments with stacked frames.
 
     29 MB of observations in windows of 128 steps, an ordinary PPO on images. Filling /dev/shm is a
-    bus error, which nobody can catch.
+    bus error, which cannot be caught.
     """
     with library.open(job={"n_envs": 8}, **FRAMES) as collector:
         if library.has("window"):

@@ -22,7 +22,7 @@ def requests(library: Library, n: int, times: int, **arguments: object) -> list[
 
 @check("selection", "thu-ml/tianshou#555", "episodes")
 def as_many_episodes_as_requested(library: Library) -> None:
-    """A request of N episodes returns N, also where N is no multiple of the environments."""
+    """A request of N episodes returns N, also if N is not a multiple of their number."""
     for n in (3, 5, 9):
         (episodes,) = requests(library, n, 1)
         expect.equal("number of episodes", len(episodes), n)
@@ -47,7 +47,7 @@ def episodes_are_complete(library: Library) -> None:
 def short_episodes_are_not_favoured(library: Library) -> None:
     """Requests as large as the number of environments have as many long episodes as there are.
 
-    A quarter of them are. Whoever takes those that end first takes the short ones, which are
+    A quarter of them are. Taking those that end first means taking the short ones, which are
     failures in one task and successes in the other.
     """
     found = itertools.chain(*requests(library, 8, 10, job=MANY, lengths=MIXED))
