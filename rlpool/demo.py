@@ -123,8 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     sys.stdout.write(
-        f"These are average returns of {N_ENVS} CartPole-v1 environments.\n"
-        f"This process learned from them by PPO: {__file__}\n"
-        "Next: docs/tour.md goes through a first program of your own.\n"
+        f"The lines above are average returns of {N_ENVS} CartPole-v1 environments.\n"
+        f"The program, PPO in one file: {__file__}\n"
+        "Next: docs/tour.md in rlpool's repository, the five-minute tour.\n"
     )
     return 0

@@ -25,7 +25,8 @@ def test_the_demo_learns_and_says_what_ran_and_what_comes_next(
     returns = [float(each) for each in re.findall(r"return +([\d.]+)", out)]
     assert len(returns) >= 4
     assert returns[-1] > 2 * returns[0]
-    assert out.endswith("docs/tour.md goes through a first program of your own.\n")
+    assert f": {demo.__file__}\n" in out
+    assert out.endswith("docs/tour.md in rlpool's repository, the five-minute tour.\n")
 
 
 def test_doctor_hands_over_between_processes(capfd: pytest.CaptureFixture[str]) -> None:

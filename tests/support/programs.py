@@ -37,10 +37,16 @@ def run_block(document: str, number: int, folder: Path) -> None:
 
 
 def run_source(source: str, folder: Path) -> None:
-    """Run a program in a folder."""
+    """Run a program in a folder, next to ``first.py``."""
+    run_as_main(save_program(source, folder), folder=folder)
+
+
+def save_program(source: str, folder: Path) -> Path:
+    """Write a program, and ``first.py`` of the tour, from which other documents import."""
+    (folder / "first.py").write_text(blocks_of("docs/tour.md")[0], encoding="utf-8")
     script = folder / "program.py"
     script.write_text(source, encoding="utf-8")
-    run_as_main(script, folder=folder)
+    return script
 
 
 def run_with_ray(*arguments: str, folder: Path) -> str:

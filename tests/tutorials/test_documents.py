@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.programs import blocks_of, run_as_main, run_source, run_with_ray
+from support.programs import blocks_of, run_as_main, run_source, run_with_ray, save_program
 from support.variants import variants
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -112,8 +112,7 @@ def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
 
 @pytest.mark.ray
 def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> None:
-    script = program_folder / "program.py"
-    script.write_text(blocks_of("docs/cluster.md")[0], encoding="utf-8")
+    script = save_program(blocks_of("docs/cluster.md")[0], program_folder)
     assert re.search(
         r"action +int64 \[256, \d+\]", run_with_ray(str(script), folder=program_folder)
     )
