@@ -1,9 +1,10 @@
-"""What the site needs beside MkDocs: pages of files outside of docs/, and docstrings as Markdown.
+"""What the site needs beside MkDocs: generated pages, and docstrings as Markdown.
 
 Documents link to tutorials, benchmarks and the README as files of the repository, so that links
 work wherever the repository is read. On the site these files are pages, and links lead there.
+``docs/api.md`` becomes an index and one page per section.
 
-For programs that read documentation, the site has two more files, as https://llmstxt.org has it:
+For programs that read documentation, the site has two more files, following https://llmstxt.org:
 ``llms.txt`` lists the pages with a sentence for each, ``llms-full.md`` is all of them in one.
 """
 
@@ -41,12 +42,35 @@ PAGES = {
 
 SOURCES = {page: source for source, page in PAGES.items()}
 
+REFERENCE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+
 NAMES = {
     name.rpartition(".")[2]: name
-    for path in sorted((REPOSITORY / "docs" / "api").glob("*.md"))
-    for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for name in re.findall(r"^::: (\S+)$", REFERENCE, flags=re.MULTILINE)
 }
-"""What the reference explains, by short and by full name."""
+"""Names in the reference, short and full."""
+
+
+def reference_pages() -> dict[str, str]:
+    """The pages of ``docs/api.md``: its introduction with a table of sections, then each section.
+
+    Returns:
+        Markdown by place on the site. The section ``## Some words`` is ``api/some-words.md``: a
+        link to ``api.md#some-words`` leads there.
+    """
+    introduction, *sections = re.split(r"^## ", REFERENCE, flags=re.MULTILINE)
+    pages, rows = {}, []
+    for section in sections:
+        title, about = re.match(r"(.*)\n\n(.*)\n", section).groups()
+        name = title.lower().replace(" ", "-")
+        pages[f"api/{name}.md"] = f"# {section}"
+        rows.append(f"| [{title}](api.md#{name}) | {about} |\n")
+    text, entry, rest = introduction.partition("::: ")
+    table = "".join(["| section | contents |\n|---|---|\n", *rows])
+    return {"api/index.md": f"{text}{table}\n{entry}{rest}", **pages}
+
+
+REFERENCE_PAGES = reference_pages()
 
 HIDDEN = re.compile(
     "|".join(
@@ -61,7 +85,8 @@ HIDDEN = re.compile(
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Let the site link to the repository, once pyproject.toml has its address."""
+    """List the pages of the reference, and link to the repository if pyproject.toml names it."""
+    config.nav = with_reference(config.nav)
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     address = re.search(r'^urls = \{.*\bRepository = "([^"]+)"', project, flags=re.MULTILINE)
     if address:
@@ -69,10 +94,28 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
+def with_reference(entries: list[Any]) -> list[Any]:
+    """A navigation in which the pages of the reference replace ``api.md``."""
+    found = []
+    for entry in entries:
+        if entry == "api.md":
+            found += REFERENCE_PAGES
+        elif isinstance(entry, dict):
+            ((title, each),) = entry.items()
+            is_page = isinstance(each, str) and each != "api.md"
+            nested = each if is_page else with_reference(each if isinstance(each, list) else [each])
+            found.append({title: nested})
+        else:
+            found.append(entry)
+    return found
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of other files."""
-    for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=page_of(source)))
+    """Add the generated pages."""
+    contents = {page: page_of(source) for source, page in PAGES.items()} | REFERENCE_PAGES
+    for page, content in contents.items():
+        files.append(File.generated(config, page, content=content))
+    files.remove(files.get_file_from_path("api.md"))
     return files
 
 
@@ -101,7 +144,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     TEXTS[place] = with_links(markdown, place, files, address_on_site)
     markdown = with_links(markdown, place, files, address_on_page)
-    return markdown if place.startswith("api/") else with_names_linked(markdown)
+    return markdown if place in REFERENCE_PAGES else with_names_linked(markdown)
 
 
 def with_links(markdown: str, place: str, files: Files, address: Callable[[str], str]) -> str:
@@ -113,12 +156,14 @@ def with_links(markdown: str, place: str, files: Files, address: Callable[[str],
         files: The site's.
         address: What to write for a page or picture of the site.
     """
-    source = SOURCES.get(place, f"docs/{place}")
+    source = "docs/api.md" if place in REFERENCE_PAGES else SOURCES.get(place, f"docs/{place}")
 
     def lead(link: re.Match[str]) -> str:
         written, mark, anchor = link["target"].partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), written))
         target = PAGES.get(path) or path.removeprefix("docs/")
+        if target == "api.md":
+            target, mark, anchor = f"api/{anchor or 'index'}.md", "", ""
         if files.get_file_from_path(target) is None:
             return link[0]  # MkDocs reports it
         before = link["before"]
