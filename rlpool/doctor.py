@@ -81,7 +81,7 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
         yield Check("processor", WARN, f"{platform.machine()} has not been tested yet", fix)
     if why := why_spawned():
         what = f"workers are spawned, not forked from a template: {why}"
-        fix = "it only costs time and memory; docs/start_methods.md says what a template needs"
+        fix = "it only costs time and memory; docs/processes.md explains the template"
         yield Check("start method", WARN, what, fix)
     else:
         what = "workers are forked from a template, which has proved that this is safe"

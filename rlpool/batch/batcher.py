@@ -85,7 +85,7 @@ class EpisodeBatcher(BatcherBase):
             this runs only this many of them at a time.
         start_method: ``"auto"`` forks workers from a template process where that is safe, which
             takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. The
-            results are the same, see docs/start_methods.md.
+            results are the same, see docs/processes.md.
         agent_rows: Call the agent with this many rows every time, whatever the number of lanes: in
             several calls if there are more, with copies in the other rows if there are fewer. Then
             results are bitwise the same for any number of environments per worker as well, see

@@ -46,7 +46,7 @@ class FailurePolicy:
         max_episode_restarts: An episode that fails this often at one step is not run again:
             it is truncated, or reported with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: A worker is replaced after this many episodes, ``None`` for never.
-        start_method: How processes are started, ``"auto"`` or ``"spawn"``: docs/start_methods.md.
+        start_method: How processes are started, ``"auto"`` or ``"spawn"``: docs/processes.md.
 
     Raises:
         SpecError: If a value is none of these; the message names it.

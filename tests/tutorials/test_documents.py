@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import doctest
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +33,9 @@ BLOCKS = {
     for document in DOCUMENTS
     for number, source in enumerate(blocks_of(document))
 }
-# A block with a main guard is a program, but for these: the first has a test of its own below, the
-# second names a module of the reader's. Those of docs/neighbours are tested with the neighbours.
-NOT_RUN = {"docs/cluster.md-0", "docs/start_methods.md-0"}
+# A block with a main guard is a program. These have tests of their own below, and those of
+# docs/neighbours are tested with the neighbours.
+NOT_RUN = {"docs/cluster.md-0", "docs/processes.md-1"}
 PROGRAMS = {
     name: source
     for name, source in BLOCKS.items()
@@ -80,19 +83,16 @@ def without_handlers() -> Iterator[None]:
             logging.root.setLevel(level)
 
 
-# These start processes that start workers, have workers spawned, or play Atari's games.
-SLOW = {"docs/gpu.md-2", "docs/episodes.md-1", "docs/vector_environments.md-1"}
+SLOW = {"docs/episodes.md-1"}  # its workers are spawned
 
 
 @pytest.mark.parametrize("name", variants(sorted({*PROGRAMS} - SLOW), PROGRAMS))
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    if has_envpool := "import envpool" in PROGRAMS[name]:
-        pytest.importorskip("envpool")
     with without_handlers():
         run_source(PROGRAMS[name], program_folder)
     output, errors = capfd.readouterr()
     has_failures = name == "docs/failures.md-0"  # on purpose
-    assert errors == "" or has_failures or has_envpool  # which warns of its own spaces
+    assert errors == "" or has_failures
     assert output
     if name in QUOTED:
         assert says(QUOTED[name], output), output
@@ -116,6 +116,64 @@ def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> N
     assert re.search(
         r"action +int64 \[256, \d+\]", run_with_ray(str(script), folder=program_folder)
     )
+
+
+LEARNED_THE_SAME = """
+    largest = torch.stack([p.detach().abs().max() for p in policy.parameters()])
+    others = [torch.zeros_like(largest) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, largest)
+    assert torch.equal(others[0], others[1])
+    dist.destroy"""
+
+
+@pytest.mark.slow
+def test_the_program_of_several_gpus_learns_the_same_in_two_processes(program_folder: Path) -> None:
+    source = blocks_of("docs/processes.md")[1].replace("\n    dist.destroy", LEARNED_THE_SAME)
+    script = save_program(source, program_folder)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    output = subprocess.check_output(
+        command, cwd=program_folder, env=environment, text=True, timeout=240.0
+    )
+    assert output.count("average return") == 6
+
+
+ADAPTERS = {
+    "AtariVectorEnv": """
+from ale_py.vector_env import AtariVectorEnv
+from rlpool import VectorGymEnv
+
+env = AtariVectorEnv("breakout", num_envs=4, num_threads=1, max_num_frames_per_episode=80)
+env, seeding = VectorGymEnv(SeededLanes(env), 0, info_keys=["lives"]), "episode"
+""",
+    "envpool": """
+import envpool
+from rlpool import VectorGymEnv
+
+pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, seed=0)
+env, seeding = VectorGymEnv(PoolLanes(pool), 0, info_keys=["elapsed_step"]), "request"
+""",
+}
+COLLECTING = """
+from rlpool import EpisodeBatcher
+
+def agent(observation):
+    return {"action": (observation["reward"] * 0).long()}
+
+assert env.seeding == seeding
+with EpisodeBatcher(500, 16, lambda: agent, {}, lambda seed: env, n_workers=0, seed=42) as batcher:
+    batcher.execute(16)
+    print(batcher.get().lengths)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_vector_environment_runs_with_its_adapter(name: str, program_folder: Path) -> None:
+    module = {"AtariVectorEnv": "ale_py.vector_env"}.get(name, name)
+    pytest.importorskip(module)
+    wrapper = blocks_of("docs/processes.md")[3 + [*ADAPTERS].index(name)]
+    run_source(f"{wrapper}{ADAPTERS[name]}{COLLECTING}", program_folder)
 
 
 @pytest.mark.parametrize("name", variants(["memory"], ["lanes"]))
