@@ -91,8 +91,7 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
     with without_handlers():
         run_source(PROGRAMS[name], program_folder)
     output, errors = capfd.readouterr()
-    has_failures = name == "docs/failures.md-0"  # on purpose
-    assert errors == "" or has_failures
+    assert errors == ""
     assert output
     if name in QUOTED:
         assert says(QUOTED[name], output), output
