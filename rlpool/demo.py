@@ -93,15 +93,15 @@ def run(seconds: float) -> None:
         seed=1,
     ) as batcher:
         batcher.reset()
-        began_s = shown_s = time.monotonic()
+        began_s = printed_s = time.monotonic()
         while (now_s := time.monotonic()) - began_s < seconds:
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()
             learn(agent, optimizer, window)
             returns += episodes.update(window).returns.tolist()
-            if returns and now_s - shown_s >= 0.5:
-                shown_s, average = now_s, fmean(returns[-30:])
+            if returns and now_s - printed_s >= 0.5:
+                printed_s, average = now_s, fmean(returns[-30:])
                 bar = "#" * round(30 * average / FULL)
                 sys.stdout.write(f"{now_s - began_s:4.1f} s  return {average:5.1f}  {bar}\n")
                 sys.stdout.flush()

@@ -67,10 +67,10 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
     found = [f"{package.__name__} {package.__version__}" for package in packages]
     yield Check("versions", OK, ", ".join([python, *found]))
 
-    what = f"{n_cores()} of {os.cpu_count() or 1} may be used, for {n_workers} workers"
+    message = f"{n_cores()} of {os.cpu_count() or 1} may be used, for {n_workers} workers"
     fix = "workers beyond the number of cores help only environments that wait"
     has_enough = n_workers <= n_cores()
-    yield Check("cores", OK, what) if has_enough else Check("cores", WARN, what, fix)
+    yield Check("cores", OK, message) if has_enough else Check("cores", WARN, message, fix)
 
     if not IS_LINUX:
         fix = "n_workers=0 gives the same bits in one process"
@@ -80,20 +80,20 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
         fix = "python -m rlpool doctor --hand-overs 60; please report its verdict"
         yield Check("processor", WARN, f"{platform.machine()} has not been tested yet", fix)
     if why := why_spawned():
-        what = f"workers are spawned, not forked from a template: {why}"
+        message = f"workers are spawned, not forked from a template: {why}"
         fix = "it only costs time and memory; docs/processes.md explains the template"
-        yield Check("start method", WARN, what, fix)
+        yield Check("start method", WARN, message, fix)
     else:
-        what = "workers are forked from a template, which has proved that this is safe"
-        yield Check("start method", OK, what)
+        message = "workers are forked from a template, which has proved that this is safe"
+        yield Check("start method", OK, message)
 
     yield Check("memory", OK, str(min(memory_bounds(root), key=lambda bound: bound.free)))
     n_free = n_free_descriptors()
     room = n_free // WORKER_DESCRIPTORS
-    what = f"{n_free} are free: room for {room} workers, {n_workers} wanted"
+    message = f"{n_free} are free: room for {room} workers, {n_workers} wanted"
     fix = "use fewer workers, or raise the limit before starting Python: ulimit -n"
-    enough = Check("file descriptors", OK, what)
-    yield enough if n_workers <= room else Check("file descriptors", FAIL, what, fix)
+    enough = Check("file descriptors", OK, message)
+    yield enough if n_workers <= room else Check("file descriptors", FAIL, message, fix)
     yield _worker()
 
 
@@ -104,10 +104,10 @@ def _worker() -> Check:
         with ParallelEnvManager(env_fns, timeout=_TIMEOUT_S) as env:
             env.reset()
     except (RlpoolError, OSError, RuntimeError) as error:
-        what, _, fix = str(error).partition("\n  fix: ")
-        return Check("worker process", FAIL, what or type(error).__name__, fix.strip())
-    what = f"started, reset an environment and ended after {time.monotonic() - start_s:.1f} s"
-    return Check("worker process", OK, what)
+        message, _, fix = str(error).partition("\n  fix: ")
+        return Check("worker process", FAIL, message or type(error).__name__, fix.strip())
+    message = f"started, reset an environment and ended after {time.monotonic() - start_s:.1f} s"
+    return Check("worker process", OK, message)
 
 
 class _EchoEnv(gymnasium.Env[Any, Any]):
@@ -137,9 +137,9 @@ def hand_overs(seconds: float) -> Check:
             action = torch.full((4, _N_NUMBERS), float(n_steps))
             (after, _), _ = env.step(DictTensor({"action": action}))
             n_wrong += int((after["frame"] != n_steps).any() or (after["reward"] != n_steps).any())
-    what = f"{n_wrong} of {n_steps} steps of 4 environments in 2 workers on {platform.machine()}"
-    what += " showed another action than the last one"
-    return Check("hand-overs", FAIL if n_wrong else OK, what, "report it" if n_wrong else "")
+    message = f"{n_wrong} of {n_steps} steps of 4 environments in 2 workers on {platform.machine()}"
+    message += " showed another action than the last one"
+    return Check("hand-overs", FAIL if n_wrong else OK, message, "report it" if n_wrong else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -168,18 +168,18 @@ def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
     """
     is_list = isinstance(seeds, Sequence | np.ndarray | torch.Tensor)
     if not is_list or isinstance(seeds, str | bytes) or getattr(seeds, "ndim", 1) == 0:
-        what = f"episode_seeds should be a list of ints, got {seeds!r:.60}"
-        raise SpecError(what, fix="name one seed per episode")
+        message = f"episode_seeds should be a list of ints, got {seeds!r:.60}"
+        raise SpecError(message, fix="name one seed per episode")
     if len(seeds[MOST_NAMED_SEEDS : MOST_NAMED_SEEDS + 1]):  # a range may have more than len() says
-        what = f"episode_seeds has more than {MOST_NAMED_SEEDS:,} seeds"
-        raise SpecError(what, fix="name fewer in a request")
+        message = f"episode_seeds has more than {MOST_NAMED_SEEDS:,} seeds"
+        raise SpecError(message, fix="name fewer in a request")
     if not len(seeds) or n_episodes not in (None, len(seeds)):
-        what = f"episode_seeds has {len(seeds)} seeds for {n_episodes or 'some'} episodes"
-        raise SpecError(what, fix="name one seed per episode")
+        message = f"episode_seeds has {len(seeds)} seeds for {n_episodes or 'some'} episodes"
+        raise SpecError(message, fix="name one seed per episode")
     checked = [whole_number(f"episode_seeds[{i}]", seed, 0) for i, seed in enumerate(seeds)]
     if max(checked) >= N_SEEDS:
-        what = f"episode_seeds[{checked.index(max(checked))}] is {max(checked)}, not below 2**31"
-        raise SpecError(what, fix="choose smaller ones: simulators in C take no more")
+        message = f"episode_seeds[{checked.index(max(checked))}] is {max(checked)}, not below 2**31"
+        raise SpecError(message, fix="choose smaller ones: simulators in C take no more")
     return checked
 
 

@@ -66,7 +66,7 @@ class Watched:
             self.read()
             if time.monotonic() - self.since > (limit := self.limit()):
                 if self.current or self.first.leaves_nothing or not self.about:
-                    self.settle("red", f"still running after {limit:.0f} s")
+                    self.finish("red", f"still running after {limit:.0f} s")
                 break
             time.sleep(0.02)
         else:
@@ -88,10 +88,10 @@ class Watched:
         text = self.report.read_text(encoding="utf-8") if self.report.exists() else ""
         lines = text.split("\n")[:-1]
         for line in lines[self.n_read :]:
-            self.take(json.loads(line))
+            self.on_event(json.loads(line))
         self.n_read = len(lines)
 
-    def take(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: dict[str, Any]) -> None:
         """One event."""
         self.since, kind = time.monotonic(), event.pop("event")
         if kind == "adapter":
@@ -112,7 +112,7 @@ class Watched:
             send = os.kill if number == signal.SIGKILL else os.killpg  # as a terminal does
             send(self.process.pid, number)
 
-    def settle(self, status: str, message: str) -> None:
+    def finish(self, status: str, message: str) -> None:
         """The cell of the check that is running, or of the only one that has run."""
         cell = {
             "status": status,
@@ -124,16 +124,16 @@ class Watched:
     def judge_end(self) -> None:
         """After the process has ended: was it meant to, and what is left?"""
         if (self.current and not self.signalled) or not (self.current or self.cells):
-            self.settle("red", f"the process ended with code {self.process.returncode}")
+            self.finish("red", f"the process ended with code {self.process.returncode}")
         elif self.current:
-            self.settle("green", "")
+            self.finish("green", "")
         cell = self.cells.get(self.names[0], {})
         if self.first.leaves_nothing and cell.get("status") == "green":
             until = time.monotonic() + LEFT_S
             while (left := self.left()) and time.monotonic() < until:
                 time.sleep(0.1)
             if left:
-                self.settle("red", f"left {LEFT_S} s after the end: {', '.join(left)}")
+                self.finish("red", f"left {LEFT_S} s after the end: {', '.join(left)}")
 
     def left(self) -> list[str]:
         """Processes and files in /dev/shm that are left."""

@@ -139,9 +139,9 @@ class Agent:
         def to(self, *arguments: Any, **named: Any) -> Any:
             """Move the agent to a device, as ``nn.Module.to``, if it is a module."""
             if not isinstance(self, nn.Module):
-                what = f"{type(self).__name__} is not a torch module, so it has no to()"
+                message = f"{type(self).__name__} is not a torch module, so it has no to()"
                 fix = "class MyAgent(Agent, nn.Module), or move its network: self.network.to(...)"
-                raise UsageError(what, fix=fix)
+                raise UsageError(message, fix=fix)
             return super().to(*arguments, **named)
 
     def seed(self, seed: int) -> None:
@@ -208,8 +208,8 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
         fix = f"an instance is needed: {made.__name__}(...)"
         raise SpecError(f"{called} the class {made.__name__}, not an agent", fix=fix)
     if isinstance(made, nn.Module) and "_modules" not in vars(made):
-        what = f"{kind.__name__}.__init__ does not call that of nn.Module"
-        raise SpecError(what, fix="call super().__init__() first in it")
+        message = f"{kind.__name__}.__init__ does not call that of nn.Module"
+        raise SpecError(message, fix="call super().__init__() first in it")
     derives, function, method = isinstance(made, Agent), made, ""
     if not callable(made):
         if derives:
@@ -230,12 +230,12 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
     name = getattr(made, "__name__", kind.__name__) + method
     n_noise = made.n_noise if derives else 0
     if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
-        what = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"
-        raise SpecError(what, fix="set n_noise to an int of at least 0")
+        message = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"
+        raise SpecError(message, fix="set n_noise to an int of at least 0")
     named = _named_by(function, name)
     takes_all = named is None or tuple(p.name for p in named) == _GIVEN
-    is_whole = takes_all and not (named and named[-1].default is named[-1].empty)
-    if derives and is_whole and call is made:
+    is_plain = takes_all and not (named and named[-1].default is named[-1].empty)
+    if derives and is_plain and call is made:
         return made  # type: ignore[no-any-return]
     return _Adapted(call, made, name, named)
 
@@ -283,14 +283,14 @@ def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
     if n_values == 2 and all(isinstance(p, DictTensor | Mapping | None) for p in returned):
         outputs, after = returned
         if state is None and not DictTensor(after).empty():
-            what = "the agent returned a next state, but does not say which is the first"
-            raise SpecError(what, fix="define initial_state(self, agent_info, n) in its class")
+            message = "the agent returned a next state, but does not say which is the first"
+            raise SpecError(message, fix="define initial_state(self, agent_info, n) in its class")
         return state, outputs, after
     if not isinstance(returned, DictTensor | Mapping):
         several = f" of {n_values}" if isinstance(returned, tuple | list) else ""
-        what = f"the agent returned {type(returned).__name__}{several}, not its outputs"
+        message = f"the agent returned {type(returned).__name__}{several}, not its outputs"
         fix = 'return {"action": actions, ...}, with a memory (outputs, next_state), two such dicts'
-        raise SpecError(what, fix=fix)
+        raise SpecError(message, fix=fix)
     if state is not None and not state.empty():
         raise SpecError("the agent returned no next state", fix="return (outputs, next_state)")
     return None, returned, None  # type: ignore[return-value]
@@ -305,7 +305,7 @@ def is_agent(thing: Any) -> bool:
     return False
 
 
-def refuse_no_factory(name: str, function: Any) -> None:
+def check_is_factory(name: str, function: Any) -> None:
     """Refuse what is not a function; agents and environments may be callable, too.
 
     Raises:
@@ -314,11 +314,11 @@ def refuse_no_factory(name: str, function: Any) -> None:
     is_made = is_agent(function)
     if callable(function) and not is_made:
         return
-    what, fix = f"{function!r:.80}", f"pass a function as {name}"
+    message, fix = f"{function!r:.80}", f"pass a function as {name}"
     if is_made or hasattr(function, "step"):
         its_name = getattr(function, "__name__", None)
-        what = f"an object, {its_name or type(function).__name__}"
+        message = f"an object, {its_name or type(function).__name__}"
         made = "lambda: policy" if its_name else "MyAgent, agent_args={...}"
         made = made if name == "create_agent" else "lambda seed: GymEnv(...)"
         fix = f"pass the function or class that makes it, which every worker calls: {name}={made}"
-    raise SpecError(f"{name} is {what}", fix=fix)
+    raise SpecError(f"{name} is {message}", fix=fix)

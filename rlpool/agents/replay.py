@@ -160,8 +160,8 @@ class _Replay:
         steps, tensors = self._trajectories, dict(DictTensor(part).items())
         for key, tensor in tensors.items():
             if tensor.shape[:1] != (n_rows,):
-                what = f"the agent returned {key!r} of shape {list(tensor.shape)} for {n_rows} rows"
-                raise SpecError(what, fix="return one row for each row of the observation")
+                text = f"the agent returned {key!r} of shape {list(tensor.shape)} for {n_rows} rows"
+                raise SpecError(text, fix="return one row for each row of the observation")
             if tensor.is_floating_point() and tensor.dtype.itemsize == 2 and key in steps:
                 tensors[key] = tensor.to(torch.promote_types(tensor.dtype, steps[key].dtype))
         return DictTensor._wrap(tensors)

@@ -20,7 +20,7 @@ from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, whole_number
-from rlpool.machine.calls import whole
+from rlpool.machine.calls import crash_only
 from rlpool.record.tape import Tape
 from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -127,7 +127,7 @@ class EpisodeBatcher(BatcherBase):
     _last: tuple[int, Infos, list[int] | None] | None = None
     _tape: Tape | None = None  # of an episode that workers repeat in place of the next request
 
-    @whole
+    @crash_only
     def execute(
         self,
         n_episodes: int | None = None,
@@ -174,8 +174,8 @@ class EpisodeBatcher(BatcherBase):
             n_episodes = self.n_lanes
         n_episodes = whole_number("n_episodes", n_episodes, 1, fix="say how many: execute(32)")
         if n_episodes > N_SEEDS:
-            what = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
-            raise SpecError(what, fix="ask for fewer at a time: stream()")
+            message = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
+            raise SpecError(message, fix="ask for fewer at a time: stream()")
         infos = as_infos(agent_info, env_info, n_episodes)
         given = None if episode_seeds is None else checked_seeds(episode_seeds, n_episodes)
         self._submit(dispatcher, n_episodes, infos, given)
@@ -188,7 +188,7 @@ class EpisodeBatcher(BatcherBase):
         self._next_episode += n_episodes
         self._last = n_episodes, infos, given_seeds
 
-    @whole
+    @crash_only
     def reexecute(self) -> None:
         """Request new episodes with the arguments of the last ``execute``.
 
@@ -220,7 +220,7 @@ class EpisodeBatcher(BatcherBase):
         """
         return self._next_episode
 
-    @whole
+    @crash_only
     def seek(self, number: int) -> None:
         """Let the next ``execute`` begin with this episode of the batcher's life.
 
@@ -318,7 +318,7 @@ class EpisodeBatcher(BatcherBase):
             if not self.closed:
                 self._drop_pending()
 
-    @whole
+    @crash_only
     def _drop_pending(self) -> None:
         self._open().drop_pending()
 

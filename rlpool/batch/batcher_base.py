@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from rlpool.agents.agent import refuse_no_factory
+from rlpool.agents.agent import check_is_factory
 from rlpool.batch.checks import (
     CreateAgent,
     CreateEnv,
@@ -21,7 +21,7 @@ from rlpool.batch.checks import (
     checked_batcher_seeds,
     checked_progress,
     checked_state,
-    shown,
+    showing_progress,
 )
 from rlpool.batch.dispatch import Dispatcher, packed
 from rlpool.batch.messages import Recipe
@@ -41,7 +41,7 @@ from rlpool.machine.arguments import (
     optional_number,
     whole_number,
 )
-from rlpool.machine.calls import CrashOnly, whole
+from rlpool.machine.calls import CrashOnly, crash_only
 from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.machine.platform import require_linux
@@ -108,7 +108,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         failure_policy = policy_of(self._NAME, options)
         timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
-            refuse_no_factory(name, function)
+            check_is_factory(name, function)
         self._root = root_from(checked_batcher_seeds(seeds, n_workers))
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
@@ -218,7 +218,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return f"{name}(n_workers={n_workers}, n_lanes={n_lanes}, n_pending={n_pending}, {state})"
 
     @property
-    @whole
+    @crash_only
     def progress(self) -> tuple[int, int]:
         """Rows finished and requested, of the oldest request that was not handed out.
 
@@ -255,7 +255,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         progress: ShowProgress | None = None,
     ) -> TemporalDictTensor | None: ...
 
-    @whole
+    @crash_only
     def get(
         self,
         blocking: bool = True,
@@ -319,19 +319,19 @@ class BatcherBase(CrashOnly, ProcessOwner):
             timeout = checked_timeout(timeout, "from 0 on, and finite")
         progress = self._progress if progress is None else checked_progress(progress)
         if dispatcher.is_closed:
-            what = "nothing is pending: the last call was interrupted"
-            raise UsageError(what, fix="call execute() again, which begins with new workers")
+            message = "nothing is pending: the last call was interrupted"
+            raise UsageError(message, fix="call execute() again, which begins with new workers")
         if not dispatcher.pending:
             if self._has_stopped():
                 return None
             dispatcher.crew.refuse_if_dead()
             raise UsageError("nothing is pending", fix="call execute() before get()")
         self._wait(dispatcher, blocking, timeout, progress)
-        if not dispatcher.is_settled():
+        if not dispatcher.is_done():
             if not blocking:
                 return None
-            what = f"the result is not there after {timeout:g} s"
-            raise ResultTimeoutError(what, fix="call get() again: the request goes on")
+            message = f"the result is not there after {timeout:g} s"
+            raise ResultTimeoutError(message, fix="call get() again: the request goes on")
         return self._hand_out(dispatcher)
 
     def _has_stopped(self) -> bool:
@@ -343,16 +343,16 @@ class BatcherBase(CrashOnly, ProcessOwner):
     ) -> None:
         """Wait until the oldest request is settled."""
         until_s = math.inf if timeout is None else time.monotonic() + timeout
-        is_settled, crew = dispatcher.is_settled, dispatcher.crew
+        is_done, crew = dispatcher.is_done, dispatcher.crew
         if not blocking or timeout == 0.0:
             crew.look()
         if blocking and not progress:
-            crew.wait_until(is_settled, until_s)
+            crew.wait_until(is_done, until_s)
         elif progress:
-            with shown(progress, dispatcher.finished) as show:
+            with showing_progress(progress, dispatcher.finished) as show:
                 dispatcher.show = show
-                while blocking and not is_settled() and time.monotonic() < until_s:
-                    crew.wait_until(is_settled, min(until_s, time.monotonic() + _SHOW_EVERY_S))
+                while blocking and not is_done() and time.monotonic() < until_s:
+                    crew.wait_until(is_done, min(until_s, time.monotonic() + _SHOW_EVERY_S))
                     show()
             dispatcher.show = None
 
@@ -362,7 +362,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         self._failures = tuple(failures[row] for row in sorted(failures))
         return trajectories
 
-    @whole
+    @crash_only
     def update(self, info: Any) -> None:
         """Hand new parameters to every worker's ``agent.update``.
 
@@ -392,7 +392,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         version, packed_info = self._policy.version + 1, packed(info, self._is_private)
         self._policy = Policy(version, packed_info)
 
-    @whole
+    @crash_only
     def state_dict(self) -> State:
         """What a new batcher needs to go on from here, see ``load_state_dict``.
 
@@ -419,7 +419,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         numbers = {"next_episode": self._first_pending(self._open())}
         return {"root": self._root, **numbers, "policy_version": self._policy.version}
 
-    @whole
+    @crash_only
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where another batcher was when its ``state_dict`` was called.
 
@@ -457,8 +457,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     def _refuse_pending(self, call: str) -> None:
         if n_pending := len(self._open().pending):
-            what = f"{call} while {n_pending} results are pending"
-            raise UsageError(what, fix="take them with get() first")
+            message = f"{call} while {n_pending} results are pending"
+            raise UsageError(message, fix="take them with get() first")
 
     def _first_pending(self, dispatcher: Dispatcher) -> int:
         """Number of the first episode that was not returned."""

@@ -35,14 +35,14 @@ def checked_progress(progress: Any) -> ShowProgress:
         SpecError: If it is neither a bool nor a function.
     """
     if not isinstance(progress, bool) and not callable(progress):
-        what = f"progress should be True, False or a function, got {progress!r:.60}"
-        raise SpecError(what, fix="pass True for a bar, or a function of (done, asked)")
-    shown: ShowProgress = progress
-    return shown
+        message = f"progress should be True, False or a function, got {progress!r:.60}"
+        raise SpecError(message, fix="pass True for a bar, or a function of (done, asked)")
+    checked: ShowProgress = progress
+    return checked
 
 
 @contextmanager
-def shown(
+def showing_progress(
     progress: ShowProgress, finished: Callable[[], tuple[int, int]]
 ) -> Iterator[Callable[[], None]]:
     """Show progress at the beginning, at the end, and whenever the function is called in between.
@@ -59,9 +59,9 @@ def shown(
         try:
             from tqdm import tqdm
         except ImportError:
-            what = "progress=True shows a bar of tqdm, which is not installed"
+            message = "progress=True shows a bar of tqdm, which is not installed"
             fix = 'pip install "rlpool[evaluation]", or pass a function'
-            raise UsageError(what, fix=fix) from None
+            raise UsageError(message, fix=fix) from None
         bar = tqdm(unit=" episodes", leave=False)
 
     def show() -> None:
@@ -87,8 +87,8 @@ def checked_state(state: Any) -> State:
     names = ("root", "next_episode", "policy_version")
     fix = "pass what state_dict() of a batcher returned"
     if not isinstance(state, Mapping) or set(state) != set(names):
-        what = f"a batcher's state has the keys {list(names)}, got {state!r:.200}"
-        raise SpecError(what, fix=fix)
+        message = f"a batcher's state has the keys {list(names)}, got {state!r:.200}"
+        raise SpecError(message, fix=fix)
     checked = {name: whole_number(name, state[name], 0, fix=fix) for name in names}
     for name, most in zip(names, (LAST_ROOT, LAST_NUMBER, LAST_NUMBER), strict=True):
         if checked[name] > most:

@@ -169,7 +169,7 @@ class Dispatcher:
         request = self.pending[0]
         return None if request.is_complete else request.error or fatal
 
-    def is_settled(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
         if not self.pending or self.crew.fatal is not None:
             return True
@@ -333,7 +333,7 @@ class Dispatcher:
                     raise sent.replaces
         if self._probe is not None:  # before, it was not known what workers can run
             self.check(request.infos, request.n_rows, request.given_seeds)
-        request.block = blocks.take()
+        request.block = blocks.reserve()
         if any(request.infos):
             request.packed = packed((*request.infos, {}), self._runs_here)
         request.n_slots, gone = wanted, blocks.forget_surplus()
@@ -376,7 +376,7 @@ class Dispatcher:
 
     # The workers' client ---------------------------------------------------------------------
 
-    def _brief(self, worker: int, report: Report) -> None:
+    def _send_outstanding(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
         owed = self._owed_by(worker)
         if report.specs is None and self._probe is not None:
@@ -386,10 +386,10 @@ class Dispatcher:
         for request in owed:
             self._send_to(worker, request, [])
 
-    def take(self, worker: int, message: Message) -> None:
+    def on_message(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if isinstance(message, Ready):
-            self._brief(worker, message.report)
+            self._send_outstanding(worker, message.report)
         elif isinstance(message, Done):
             self._note_done(worker, message)
         elif isinstance(message, ChunksDone):
@@ -447,13 +447,13 @@ class Dispatcher:
         else:
             request.release()
 
-    def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
+    def lost(self, worker: int, failure: WorkerError | None, abandons: bool) -> bool:
         """Take back what a worker had begun, for its successor; see ``Client.lost``."""
-        is_given_up = failure is not None and gives_up and self._give_up(worker, failure)
+        is_abandoned = failure is not None and abandons and self._abandon_episode(worker, failure)
         if failure is None:
-            what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
+            message = f"worker {worker} was replaced, and the state of its lanes is not known"
             fix = "call reset(); an agent that needs its history cannot go on in another worker"
-            failure = WorkerError(what, where=Where(worker=worker), fix=fix)
+            failure = WorkerError(message, where=Where(worker=worker), fix=fix)
         self._sent[worker] = _Sent(replaces=failure)
         self._reports.pop(worker, None)
         for request in self._owed_by(worker):
@@ -465,9 +465,9 @@ class Dispatcher:
             if not request.give_back(worker) or request.error:
                 request.running_block.arrays.control["over"][worker] = REPORTED
                 self._note_done(worker, request.number)
-        return is_given_up
+        return is_abandoned
 
-    def _give_up(self, worker: int, failure: WorkerError) -> bool:
+    def _abandon_episode(self, worker: int, failure: WorkerError) -> bool:
         """Truncate or refuse the episode that failed; False if it is not known which it was."""
         where, number = failure.where, self._sent[worker].failing
         owed = [
@@ -521,9 +521,9 @@ def packed(value: Any, is_private: bool) -> Packed:
     except RlpoolError:
         raise
     except (OSError, MemoryError) as error:
-        what = f"there is no memory to send infos or parameters: {error}"
+        message = f"there is no memory to send infos or parameters: {error}"
         fix = "drop results that are no longer needed, or allow more descriptors (ulimit -n)"
-        raise SpecError(what, fix=fix) from error
+        raise SpecError(message, fix=fix) from error
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         fix = "send only what the agents need, such as model.state_dict()"
         raise SpecError(why_not({"info": value}, error), fix=fix) from error
@@ -534,10 +534,10 @@ def _disagreement(reports: Sequence[Report]) -> RlpoolError | None:
     first = reports[0]
     for worker, report in enumerate(reports):
         if report.n_lanes != first.n_lanes:
-            what = (
+            text = (
                 f"worker 0 has {first.n_lanes} environments, worker {worker} has {report.n_lanes}"
             )
-            return SpecError(what, fix="create the same number of environments in every worker")
+            return SpecError(text, fix="create the same number of environments in every worker")
     for worker, report in enumerate(reports):
         if report.error is not None:
             return report.error

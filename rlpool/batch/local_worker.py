@@ -73,7 +73,7 @@ class LocalWorker:
     def _new_collector(self) -> Collector:
         # The worker's end of the line, which is the caller's as well.
         link: Any = SimpleNamespace(
-            send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
+            send=self._on_message, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
         return Collector(self._place, link, self._record, notice=self._notice)
 
@@ -88,12 +88,12 @@ class LocalWorker:
             self._collector.start()
         self.refuse_if_dead()
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         """Hand the worker's message to the caller's bookkeeping."""
         if isinstance(message, Failed) and message.command is None:
             self.fatal = message.error
         else:
-            self._client.take(0, message)
+            self._client.on_message(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Give the worker a message, to be carried out by ``look``."""

@@ -169,7 +169,7 @@ class Run:
         block: Number of the block.
         n_slots: Slots of the block that the request has.
         again: Episodes that an earlier worker of this number claimed and did not finish.
-        given_up: The steps that fail of episodes, see ``Lane.gives_up_at``.
+        fails_at: The steps that fail of episodes, see ``Lane.fails_at``.
         payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all rows, of a
             window those of all lanes, and, by lane of this worker, what running episodes have done
             so far if an earlier worker began them.
@@ -180,7 +180,7 @@ class Run:
     block: int
     n_slots: int
     again: list[int]
-    given_up: dict[EpisodeKey, int]
+    fails_at: dict[EpisodeKey, int]
     payload: Payload | None
 
 

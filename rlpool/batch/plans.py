@@ -143,7 +143,7 @@ class RequestPlan(Plan):
     def __init__(self, message: Run, block: Block, infos: Infos, site: Site) -> None:
         self.agent_info, self.env_info = infos
         self.number, self.worker = message.number, site.place.worker
-        self._given_up, self.gives_up = message.given_up, bool(message.given_up)
+        self._fails_at, self.has_failing = message.fails_at, bool(message.fails_at)
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
         self.cancelled = self.arrays.control["cancelled"].data
@@ -199,7 +199,7 @@ class EpisodePlan(RequestPlan):
         begin = self.worker + (n_rows if self._in_place else 0)
         self._free = list(range(begin, message.n_slots, self.layout.n_workers))[::-1]
         if self._in_place:
-            self.whole = self.arrays.control["whole"].data
+            self.complete = self.arrays.control["complete"].data
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
         self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
         if step.resets_together:
@@ -236,7 +236,7 @@ class EpisodePlan(RequestPlan):
         noise = self._noise[row] if self._noise is not None else None
         options = options_of(self.env_info, row) if self.env_info else None
         seed = self.seeds[row]
-        fails_at = self._given_up.get((row, seed)) if self.gives_up else None
+        fails_at = self._fails_at.get((row, seed)) if self.has_failing else None
         self.begin(lane, row, seed, options, noise, slot, fails_at, self._first + row)
         return True
 
@@ -364,7 +364,7 @@ class WindowPlan(RequestPlan):
             seed = self._seeds.seed(number, n_restarts)
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         options = options_of(self.env_info, number) if self.env_info else None
-        fails_at = self._given_up.get((number, seed))
+        fails_at = self._fails_at.get((number, seed))
         self.begin(lane, number, seed, options, noise, slot, fails_at, number, n_restarts)
 
 

@@ -283,10 +283,10 @@ class EpisodeRequest(Request):
             return bool(share)
         claims = Claims(control, self.n_rows, self.asked.first)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
-        is_there = self._arrived.copy()
+        present = self._arrived.copy()
         if self._in_place:
-            is_there |= control["whole"][: self.n_rows] > 0
-        self._owed[worker] = again = [row for row in sorted(claimed) if not is_there[row]]
+            present |= control["complete"][: self.n_rows] > 0
+        self._owed[worker] = again = [row for row in sorted(claimed) if not present[row]]
         return bool(again) or not claims.all_made
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -374,7 +374,7 @@ class WindowRequest(Request):
         self.asked = Window(shared.running, layout.step.n_lanes, seeds, not shared.has_begun)
         shared.has_begun = shared.is_busy = True
         if shared.tapes is not None:
-            self._truncated.update(dict.fromkeys(shared.tapes.given_up, -1))
+            self._truncated.update(dict.fromkeys(shared.tapes.failing, -1))
 
     def _tape_of(self, lane: int) -> Tape | None:
         tapes = self._shared.tapes
@@ -446,14 +446,14 @@ class WindowRequest(Request):
                 for lane, tape in tapes.tapes.items()
                 if not tape.n_steps
             }
-            tapes.given_up = begin_next.intersection(self._truncated)
+            tapes.failing = begin_next.intersection(self._truncated)
         # What is asked later must not hold the block.
         n_together = n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         rows = slots_of(block.arrays, slice(self.n_rows))
         numbers = np.array(lanes)
-        told = np.full(self.n_rows, shared.root >> 65), numbers, *self._move_on(numbers, rows)
-        info |= {k: partial(torch.from_numpy, v) for k, v in zip(WINDOW_KEYS, told, strict=True)}
+        values = np.full(self.n_rows, shared.root >> 65), numbers, *self._move_on(numbers, rows)
+        info |= {k: partial(torch.from_numpy, v) for k, v in zip(WINDOW_KEYS, values, strict=True)}
         return trajectories_of(block.layout, rows.lengths, lambda: rows, info)
 
     def _move_on(self, lanes: NDArray, rows: Slice) -> NDArray:

@@ -11,7 +11,7 @@ from rlpool.data.infos import Info, Infos, as_infos
 from rlpool.data.storage import NDArray
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError
-from rlpool.machine.calls import whole
+from rlpool.machine.calls import crash_only
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 
@@ -80,13 +80,13 @@ class Batcher(BatcherBase):
 
     def _has_stopped(self) -> bool:
         if self.all_stopped and self._has_said_stopped:
-            what = "all lanes have ended, and get() has returned None already"
+            message = "all lanes have ended, and get() has returned None already"
             fix = "call reset(), or use environments that restart on their own (GymEnvInf)"
-            raise UsageError(what, fix=fix)
+            raise UsageError(message, fix=fix)
         self._has_said_stopped = self.all_stopped
         return self.all_stopped
 
-    @whole
+    @crash_only
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Restart every lane with the next window; pending windows are dropped.
 
@@ -129,7 +129,7 @@ class Batcher(BatcherBase):
         )
         self._has_said_stopped = False
 
-    @whole
+    @crash_only
     def execute(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Request the next window; returns at once.
 
@@ -157,9 +157,9 @@ class Batcher(BatcherBase):
         """
         dispatcher = self._open()
         if hasattr(agent_info, "__index__"):
-            what = f"execute() got {agent_info!r:.40}, and a Batcher counts no episodes"
+            message = f"execute() got {agent_info!r:.40}, and a Batcher counts no episodes"
             fix = "call execute() for the next window of all lanes, or use an EpisodeBatcher"
-            raise SpecError(what, fix=fix)
+            raise SpecError(message, fix=fix)
         lanes = self._lanes
         if lanes is None or self.is_interrupted:
             raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")

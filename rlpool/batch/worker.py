@@ -166,9 +166,9 @@ class Collector(Server):
             lambda: as_vec_env(called_with_seed(create_env, seed, env_args), seed),
         )
         if not isinstance(env, VecEnv):
-            what = f"create_env returned {type(env).__name__}, not a VecEnv"
+            message = f"create_env returned {type(env).__name__}, not a VecEnv"
             fix = "end create_env with return GymEnv([...environments...], seed)"
-            raise WorkerStartupError(what, where=self._here, fix=fix)
+            raise WorkerStartupError(message, where=self._here, fix=fix)
         self._closers.append(env.close)
         if max_steps is not None:
             env.max_steps = min(max_steps, env.max_steps or max_steps)
@@ -229,14 +229,14 @@ class Collector(Server):
                 take_over(self.env, {lane: part}, place, self._control.steps, may_end=True)
         except WorkerError as error:
             found = described(self.env)
-            whole = f"the environment ({', '.join([*dict(found['wrappers']), found['class']])})"
-            name, fix = next(iter(self.env.state_keepers.items()), (whole, _RESTORE))
+            full_name = f"the environment ({', '.join([*dict(found['wrappers']), found['class']])})"
+            name, fix = next(iter(self.env.state_keepers.items()), (full_name, _RESTORE))
             if isinstance(error, NotRepeatedError):
-                what = error.what.replace("the environment", name, 1)
+                message = error.what.replace("the environment", name, 1)
             else:
-                what = f"{name} did not repeat an episode: {error.what}"
+                message = f"{name} did not repeat an episode: {error.what}"
             fix, text = f"{fix}; check_repeatable=False goes on", error.traceback_text
-            failure = NotRepeatedError(what, where=error.where, fix=fix, traceback_text=text)
+            failure = NotRepeatedError(message, where=error.where, fix=fix, traceback_text=text)
             self.report_failure(failure, number)
         self._send(Done(number))
 

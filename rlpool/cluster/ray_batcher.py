@@ -155,9 +155,9 @@ class Nodes:
             self._n_slots = max(1, arguments["n_slots"] // self.n_nodes)
             self._start({**arguments, "n_slots": self._n_slots, "seeds": 0}, dict(bundle))
             if self.environment["seeding"] != "episode":  # they would depend on their range
-                what = "the environments of create_env cannot be seeded one by one"
+                message = "the environments of create_env cannot be seeded one by one"
                 fix = "give single environments to GymEnv, or use an EpisodeBatcher on each machine"
-                raise SpecError(what, fix=fix)
+                raise SpecError(message, fix=fix)
             self.n_lanes = self._n_node_lanes // arguments["n_workers"]
         except BaseException:
             self.close(at_once=True)
@@ -230,7 +230,7 @@ class Nodes:
                 continue
             if ranges:
                 (request, rows), *actor.unsent = ranges
-                request.take(rows, answer)
+                request.on_answer(rows, answer)
             elif isinstance(answer, RlpoolError):
                 self.fatal = answer
             else:
@@ -247,8 +247,8 @@ class Nodes:
         for request, rows in lost:
             request.lose(rows, self._last_loss)
         if not ranges and isinstance(error, self._ray.exceptions.RayTaskError):
-            what, fix = "a node cannot make a batcher", "install what it imports on every machine"
-            self.fatal = WorkerStartupError(what, fix=fix, traceback_text=self._last_loss)
+            message, fix = "a node cannot make a batcher", "install its imports on all machines"
+            self.fatal = WorkerStartupError(message, fix=fix, traceback_text=self._last_loss)
 
     def _ask_who_is_back(self) -> None:
         """Let actors that were away start their workers; nothing works if all stay away."""
@@ -256,8 +256,8 @@ class Nodes:
         if any(actor.is_up for actor in self._actors):
             self._seen_s, self._n_failed = now_s, 0
         elif self._n_failed > _MOST_FAILED * self.n_nodes and now_s > self._seen_s + _PATIENCE_S:
-            what, why = f"all {self.n_nodes} nodes are gone", self._last_loss
-            self.fatal = WorkerDiedError(what, exitcode=None, traceback_text=why)
+            message, why = f"all {self.n_nodes} nodes are gone", self._last_loss
+            self.fatal = WorkerDiedError(message, exitcode=None, traceback_text=why)
         if now_s > self._asked_s + _RETRY_S:
             self._asked_s = now_s
             for actor in (each for each in self._actors if not (each.calls or each.is_up)):
@@ -307,7 +307,7 @@ class Nodes:
         oldest = self.pending[0]
         return oldest.error or self.fatal if oldest.n_left else None
 
-    def is_settled(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the oldest request is complete, or cannot be completed."""
         return not self.pending or not self.pending[0].n_left or self.failure is not None
 
@@ -429,10 +429,10 @@ class _Gathering(EpisodeRequest):
         if self.error is None:
             self.left.insert(0, rows)
         if self._n_losses > _MOST_LOSSES:
-            what = f"{self._n_losses} ranges of this request were lost with their nodes"
-            self.take(rows, WorkerDiedError(what, exitcode=None, traceback_text=why))
+            message = f"{self._n_losses} ranges of this request were lost with their nodes"
+            self.on_answer(rows, WorkerDiedError(message, exitcode=None, traceback_text=why))
 
-    def take(self, rows: range, answer: _Rows | RlpoolError) -> None:
+    def on_answer(self, rows: range, answer: _Rows | RlpoolError) -> None:
         """Keep rows that have arrived: copies, since Ray's store is small."""
         if isinstance(answer, RlpoolError):
             self.error = self.error or answer

@@ -142,8 +142,8 @@ def joined(joint: TemporalDictTensor, values: Tensor, group: str) -> Tensor:
     if not isinstance(values, Tensor) or values.ndim < 2 or values.shape[0] != n_rows:
         raise SpecError(f"values are {kind(values)}", fix=f"give one row per agent: [{n_rows}, T]")
     if values.shape[1] < longest(steps.lengths):
-        what = f"values have {values.shape[1]} steps, agents have up to {longest(steps.lengths)}"
-        raise SpecError(what, fix="give a value for every step of per_agent()")
+        message = f"values have {values.shape[1]} steps, agents have up to {longest(steps.lengths)}"
+        raise SpecError(message, fix="give a value for every step of per_agent()")
     own = values[steps_within(steps.lengths, values.shape[1])]
     n_elems, n_timesteps, rest = joint.n_elems(), joint.n_timesteps(), values.shape[2:]
     result = values.new_zeros((n_rows * n_timesteps, *rest))

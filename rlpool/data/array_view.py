@@ -106,8 +106,8 @@ class View:
                 try:
                     dims[number] = dims[number][part]
                 except IndexError:
-                    what = f"index {part} is out of bounds for size {len(dims[number])}"
-                    raise IndexError(what) from None
+                    message = f"index {part} is out of bounds for size {len(dims[number])}"
+                    raise IndexError(message) from None
             else:
                 dims[0] = _rows(dims[0], self.sizes[0], part)
         return tuple(dims)
@@ -296,8 +296,8 @@ def _entry(entry: Any) -> Any:
     )
 
 
-def _index_error(what: str, fix: str) -> IndexError:
-    return IndexError(compose(what, fix=fix))
+def _index_error(message: str, fix: str) -> IndexError:
+    return IndexError(compose(message, fix=fix))
 
 
 def as_numpy(tensor: torch.Tensor) -> Values:

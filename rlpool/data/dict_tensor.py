@@ -97,9 +97,9 @@ class DictTensorBase:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Refuse to replace a tensor or rows, for which there are methods."""
-        what = f"a {type(self).__name__} takes no {key!r:.40} by assignment"
+        message = f"a {type(self).__name__} takes no {key!r:.40} by assignment"
         fix = f'replace the tensor: e.set("{key}", e["{key}"] / 2), or copy_ for rows'
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
 
     def __delitem__(self, key: Any) -> None:
         raise UsageError(f"cannot delete {key!r:.40}", fix="keep the other keys: get(keys)")
@@ -201,8 +201,8 @@ def check_alike(
 ) -> None:
     """Refuse other keys (with ``subset``, missing ones only), dtypes, devices, trailing shapes."""
     if first.keys() - other.keys() or (not subset and other.keys() - first.keys()):
-        what = f"{name} has the keys {list(other)}, the first has {list(first)}"
-        raise SpecError(what, fix="keep the common keys with get(keys)")
+        message = f"{name} has the keys {list(other)}, the first has {list(first)}"
+        raise SpecError(message, fix="keep the common keys with get(keys)")
     for key, tensor in first.items():
         match = other[key]
         if _signature(match, n_leading) != _signature(tensor, n_leading):
@@ -395,8 +395,8 @@ class DictTensor(DictTensorBase):
             return NotImplemented
         common = [key for key in self._tensors if key in other._tensors]
         if common:
-            what = f"both sides have the keys {common}"
-            raise SpecError(what, fix="rename with prepend_key(prefix)")
+            message = f"both sides have the keys {common}"
+            raise SpecError(message, fix="rename with prepend_key(prefix)")
         return DictTensor({**self._tensors, **other._tensors})
 
     def copy_(

@@ -105,13 +105,13 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
     except SpecError as error:
         raise SpecError(f"{key!r} in {name}: {error.what}", fix=_AS_ARRAY) from None
     except (TypeError, ValueError, RuntimeError) as error:
-        what, _, _ = str(error).partition("\n")
+        message, _, _ = str(error).partition("\n")
         if isinstance(value, Tensor):
-            what, fix = f"has dtype {value.dtype}, which NumPy lacks", f"pass {key}.float()"
+            message, fix = f"has dtype {value.dtype}, which NumPy lacks", f"pass {key}.float()"
         else:
-            what = f"is {type(value).__name__} {value!r:.40}, not numbers ({what:.80})"
+            message = f"is {type(value).__name__} {value!r:.40}, not numbers ({message:.80})"
             fix = "give a tensor, an array or a list of numbers, with as many in every row"
-        raise SpecError(f"{key!r} in {name} {what}", fix=fix) from None
+        raise SpecError(f"{key!r} in {name} {message}", fix=fix) from None
     return tensor
 
 

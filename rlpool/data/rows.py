@@ -80,8 +80,8 @@ def write_rows_(changes: Iterable[tuple[str, Tensor, Tensor]], rows: Tensor) -> 
             try:
                 as_signed(tensor).index_copy_(0, rows[part], as_signed(values)[part])
             except RuntimeError as error:
-                what = f"key {name!r} cannot be written in place: {error}"
-                raise SpecError(what, fix="copy into a detached clone") from error
+                message = f"key {name!r} cannot be written in place: {error}"
+                raise SpecError(message, fix="copy into a detached clone") from error
 
 
 # Steps -------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ def row_pair(
         for rows, n_elems in zip((read, write), sizes, strict=True)
     )
     if source.shape != destination.shape:
-        what = f"{len(source)} source rows for {len(destination)} destination rows"
-        raise SpecError(what, fix="give one destination per source")
+        message = f"{len(source)} source rows for {len(destination)} destination rows"
+        raise SpecError(message, fix="give one destination per source")
     return source, destination
 
 

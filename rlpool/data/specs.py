@@ -377,11 +377,11 @@ def row_specs(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorSpe
     return {key: TensorSpec(array.shape[1:], array.dtype) for key, array in arrays.items()}
 
 
-def refuse_missing(what: str, values: Collection[str], keys: Iterable[str], fix: str) -> None:
+def refuse_missing(name: str, values: Collection[str], keys: Iterable[str], fix: str) -> None:
     """Refuse values that lack keys.
 
     Args:
-        what: What errors call the values.
+        name: What errors call the values.
         values: The keys that there are.
         keys: Those that are needed.
         fix: What the error advises.
@@ -391,7 +391,7 @@ def refuse_missing(what: str, values: Collection[str], keys: Iterable[str], fix:
     """
     missing = [key for key in keys if key not in values]
     if missing:
-        raise SpecError(f"{what} should have the keys {missing}, got {list(values)}", fix=fix)
+        raise SpecError(f"{name} should have the keys {missing}, got {list(values)}", fix=fix)
 
 
 def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:

@@ -35,7 +35,7 @@ import torch
 from rlpool.data.specs import TensorSpec
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import defer_signals
 from rlpool.machine.platform import (
     IS_LINUX,
     anonymous_file,
@@ -81,8 +81,8 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
             with tempfile.TemporaryFile(dir=Path(where)) as file:
                 return Memory("memmap", n_bytes, fd=os.dup(file.fileno()))
         except TypeError:
-            what = f"directory is {directory!r}"
-            raise SpecError(what, fix="pass the path of a directory") from None
+            message = f"directory is {directory!r}"
+            raise SpecError(message, fix="pass the path of a directory") from None
         except OSError as error:
             raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
     if directory is not None:
@@ -162,7 +162,7 @@ class Memory:
         """
         if not IS_LINUX:
             return cls.local(n_bytes)
-        with InterruptsHeld():  # else the descriptor might stay open
+        with defer_signals():  # else the descriptor might stay open
             return cls("shared", n_bytes, fd=anonymous_file(name))
 
     @classmethod
@@ -252,10 +252,10 @@ def _received(kind: str, n_bytes: int, pid: int, fd: int, name: bytes) -> Memory
 _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 
 
-def _refused(error: OSError, what: str) -> SpecError:
+def _refused(error: OSError, target: str) -> SpecError:
     name = errno.errorcode.get(error.errno or 0, "OSError")
     return SpecError(
-        f"could not allocate {what} on the disk: {error.strerror} ({name})",
+        f"could not allocate {target} on the disk: {error.strerror} ({name})",
         fix="free some space, choose another directory, or make it smaller",
     )
 

@@ -325,8 +325,8 @@ class TemporalDictTensor(DictTensorBase):
         _check_lengths(lengths, None)
         n_elems, n_timesteps, n_steps = len(lengths), base.longest(lengths), int(lengths.sum())
         if not packed.empty() and packed._n_rows() != n_steps:
-            what = f"{packed.n_elems()} transitions for lengths that add up to {n_steps}"
-            raise SpecError(what, fix="give one row per step of every trajectory")
+            message = f"{packed.n_elems()} transitions for lengths that add up to {n_steps}"
+            raise SpecError(message, fix="give one row per step of every trajectory")
         places = base.steps_within(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
 
         def unpack(tensor: Tensor) -> Tensor:
@@ -434,8 +434,8 @@ class TemporalDictTensor(DictTensorBase):
         read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
         if base.longest(lengths) > n_timesteps:
-            what = f"a trajectory of {base.longest(lengths)} steps does not fit into {n_timesteps}"
-            raise SpecError(what, fix="cut it with temporal_slice(0, T)")
+            text = f"a trajectory of {base.longest(lengths)} steps does not fit into {n_timesteps}"
+            raise SpecError(text, fix="cut it with temporal_slice(0, T)")
         n_common = min(n_timesteps, source.n_timesteps())
         pad = base.padded(1, n_timesteps) if n_common < n_timesteps else lambda tensor: tensor
         steps = source.get(self)._in_time(0, n_common)
@@ -526,9 +526,9 @@ class TemporalDictTensor(DictTensorBase):
         used = numbers[base.steps_within(self._lengths, self.n_timesteps())]
         fits = values.ndim > 2 and numbers.ndim == 2 and not used.is_floating_point()
         if not fits or (len(used) and not 0 <= used.min() <= used.max() <= values.shape[2]):
-            what = f"{n_values!r} is {base.kind(self[n_values])}, {key!r} is {base.kind(values)}"
+            message = f"{n_values!r} is {base.kind(self[n_values])}, {key!r} is {base.kind(values)}"
             fix = f"{n_values!r} says how many of the L values {key!r} [B, T, L, ...] has: 0 to L"
-            raise SpecError(what, fix=fix)
+            raise SpecError(message, fix=fix)
         rows = zip(values, numbers.tolist(), self._lengths.tolist(), strict=True)
         return [[row[step, : ns[step]] for step in range(length)] for row, ns, length in rows]
 

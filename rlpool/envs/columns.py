@@ -56,8 +56,8 @@ class BadValue(SpecError):
         lane: The lane.
     """
 
-    def __init__(self, lane: int, what: str, fix: str = "") -> None:
-        super().__init__(what, fix=fix)
+    def __init__(self, lane: int, message: str, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
         self.lane = lane
 
 
@@ -85,11 +85,11 @@ class Choices(NamedTuple):
             if not ((action - first).view(np.uint64) < count).all():
                 last = first + count.astype(np.int64) - 1
                 got, begin, end = (array.tolist() for array in (action, first, last))
-                what = f"the action {self.key!r} is {got}, outside of {begin} to {end}"
+                message = f"the action {self.key!r} is {got}, outside of {begin} to {end}"
                 fix = "return actions of the space, or let the environment declare another"
                 if first.any() and (action.view(np.uint64) < count).all():
                     fix = f"this space begins at {begin}: add `start` to the action"
-                raise BadValue(lane, what, fix)
+                raise BadValue(lane, message, fix)
 
 
 def choices_of(structures: Sequence[Structure]) -> list[Choices]:
@@ -135,16 +135,16 @@ def converted(value: Any, spec: TensorSpec, key: str) -> NDArray:
     Raises:
         SpecError: Naming the key and both sides.
     """
-    what, fix = f"{key!r} should have shape {list(spec.shape)}", f"if it varies: {PADDING}"
+    message, fix = f"{key!r} should have shape {list(spec.shape)}", f"if it varies: {PADDING}"
     try:
         array = as_array(value)
     except (ValueError, TypeError) as error:  # nested lists of different lengths, bfloat16
         fix = "return tensor.float()" if isinstance(value, torch.Tensor) else fix
-        raise SpecError(f"{what}, got {value!r:.60}: {error}", fix=fix) from error
+        raise SpecError(f"{message}, got {value!r:.60}: {error}", fix=fix) from error
     if array.shape != spec.shape:
         is_ragged = bool(spec.shape) and array.ndim == len(spec.shape)
         fix = fix if is_ragged else "declare that shape in the space, also of a wrapper"
-        raise SpecError(f"{what}, got {list(array.shape)}", fix="" if is_action(key) else fix)
+        raise SpecError(f"{message}, got {list(array.shape)}", fix="" if is_action(key) else fix)
     source, target = array.dtype.kind, spec.dtype.kind
     # Python numbers have no dtype: any int may become a float.
     has_dtype = isinstance(value, np.ndarray | np.generic)
@@ -154,9 +154,9 @@ def converted(value: Any, spec: TensorSpec, key: str) -> NDArray:
         is_like = not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind")
     if is_like or np.can_cast(array.dtype, spec.dtype):
         return fitted(repr(key), array, spec.dtype)
-    what = f"{key!r} should have dtype {spec.dtype}, got {array.dtype}"
+    message = f"{key!r} should have dtype {spec.dtype}, got {array.dtype}"
     raise SpecError(
-        what, fix=f"return .astype(np.{spec.dtype}), or declare {array.dtype} in its space"
+        message, fix=f"return .astype(np.{spec.dtype}), or declare {array.dtype} in its space"
     )
 
 
@@ -237,8 +237,8 @@ def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], 
         for value in values:
             results.append(convert(value))  # noqa: PERF401  (its length tells which lane failed)
     except (ValueError, TypeError) as error:
-        what, fix = (error.what, error.fix) if isinstance(error, SpecError) else (str(error), "")
-        raise BadValue(lanes[len(results)], what, fix) from error
+        message, fix = (error.what, error.fix) if isinstance(error, SpecError) else (str(error), "")
+        raise BadValue(lanes[len(results)], message, fix) from error
     return results
 
 
@@ -361,8 +361,8 @@ class Column:
         """Write an array of rows; False if they have to be converted, or refused, one by one."""
         try:
             if rows.dtype not in self._dtypes or rows.shape[1:] != self.spec.shape:
-                whole = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
-                rows = self._converted(rows, whole)
+                batch_spec = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
+                rows = self._converted(rows, batch_spec)
             with np.errstate(over="raise"):
                 self.array[_ALL if len(lanes) == self._n_lanes else list(lanes)] = rows
         except (SpecError, FloatingPointError):
@@ -405,8 +405,8 @@ class Float32Watch:
         self._n_lost += is_lost.sum(0)
         is_alike = (self._n_lost >= _N_LOST) & (2 * self._n_lost >= self._n_changed)
         if is_alike.any():
-            key, shown = self._key, new[0][is_alike].tolist()[0]
-            _LOG.warning(_ALIKE, key, shown, key, extra={"once": f"float64 {key}"})  # by one worker
+            key, value = self._key, new[0][is_alike].tolist()[0]
+            _LOG.warning(_ALIKE, key, value, key, extra={"once": f"float64 {key}"})  # by one worker
             return None
         return self if self._n_looks < _N_WATCHED else None
 

@@ -73,12 +73,12 @@ def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
             return spec
     except (TypeError, ValueError):
         pass
-    what = f"info_keys[{key!r}] should be a dtype of numbers, or (dtype, shape), got {value!r:.60}"
-    raise _refused(what)
+    text = f"info_keys[{key!r}] should be a dtype of numbers, or (dtype, shape), got {value!r:.60}"
+    raise _refused(text)
 
 
-def _refused(what: str) -> SpecError:
-    return SpecError(what, fix=f"name keys of the info with their dtypes, {_EXAMPLE}")
+def _refused(message: str) -> SpecError:
+    return SpecError(message, fix=f"name keys of the info with their dtypes, {_EXAMPLE}")
 
 
 def value_of(info: Mapping[str, Any], key: str) -> Any:
@@ -185,8 +185,8 @@ class InfoColumns:
         except AttributeError:
             for lane, info in zip(lanes, infos, strict=True):
                 if not isinstance(info, Mapping):
-                    what = f"the info should be a dict, got {info!r:.60}"
-                    raise BadValue(lane, what, "return a dict, which may be empty") from None
+                    message = f"the info should be a dict, got {info!r:.60}"
+                    raise BadValue(lane, message, "return a dict, which may be empty") from None
             raise
         for info in infos if self.unseen else ():
             self.unseen = {key for key in self.unseen if value_of(info, key) is None}
@@ -203,8 +203,8 @@ class InfoColumns:
             BadValue: If a value does not fit.
         """
         if not isinstance(infos, Mapping):
-            what = f"the infos should be a dict of arrays, got {infos!r:.60}"
-            raise BadValue(lanes[0], what, "leave out the wrapper that makes a list of them")
+            message = f"the infos should be a dict of arrays, got {infos!r:.60}"
+            raise BadValue(lanes[0], message, "leave out the wrapper that makes a list of them")
         for column in self.columns:
             column.write_batch(lanes, rows_of(infos, column.key))
         if self.unseen:

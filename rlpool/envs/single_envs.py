@@ -28,8 +28,8 @@ def checked_environments(envs: Any) -> list[Any]:
     for number, env in enumerate(checked):
         check_is_env(f"environment {number} of a GymEnv is", env, _A_LIST)
     if not checked:
-        what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
-        raise SpecError(f"GymEnv got {what}", fix=_A_LIST)
+        message = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
+        raise SpecError(f"GymEnv got {message}", fix=_A_LIST)
     check_all_differ(checked, _A_LIST)
     return checked
 
@@ -50,11 +50,11 @@ def is_environment(value: Any) -> bool:
     return _has_methods(value) and not is_batch and not is_of_agents(value)
 
 
-def check_is_env(what: str, value: Any, fix: str) -> None:
+def check_is_env(name: str, value: Any, fix: str) -> None:
     """Raise unless a value is a single environment.
 
     Args:
-        what: Where it comes from, the first words of the error.
+        name: Where it comes from, the first words of the error.
         value: The value.
         fix: What the error advises.
 
@@ -63,7 +63,7 @@ def check_is_env(what: str, value: Any, fix: str) -> None:
     """
     if not is_environment(value):
         fix = _OF_AGENTS if is_of_agents(value) else fix
-        raise SpecError(f"{what} {value!r:.60}, not a single environment", fix=fix)
+        raise SpecError(f"{name} {value!r:.60}, not a single environment", fix=fix)
 
 
 def is_of_agents(value: Any) -> bool:

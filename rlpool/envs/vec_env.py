@@ -490,8 +490,8 @@ class VecEnv(ABC):
         """Actions of the running environments as ``step_lanes`` takes them."""
         if not isinstance(policy_output, DictTensor):
             if not isinstance(policy_output, Mapping):
-                what, fix = f"policy_output is {kind(policy_output)}", 'DictTensor({"action": ...})'
-                raise SpecError(what, fix=f"pass {fix}")
+                message = f"policy_output is {kind(policy_output)}"
+                raise SpecError(message, fix='pass DictTensor({"action": ...})')
             policy_output = DictTensor(policy_output)
         keys = [key for key in policy_output if is_action(key)]
         leaves = self.action_leaves
@@ -524,5 +524,5 @@ class VecEnv(ABC):
                 raise
             if not isinstance(cause, SpecError):
                 raise cause from None
-            what, where = f"env.{error.call}: {cause.what}", Where(lane=error.lane)
-            raise EnvSpecError(what, where=where, fix=cause.fix) from cause
+            message, where = f"env.{error.call}: {cause.what}", Where(lane=error.lane)
+            raise EnvSpecError(message, where=where, fix=cause.fix) from cause

@@ -142,7 +142,7 @@ class VectorGymEnv(VecEnv):
         self._resets_all = True  # whether the next reset is one of all lanes
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
         # What the last call has shown of all lanes, unless it is in all their columns.
-        self._shown: tuple[Any, Any] | None = None
+        self._latest: tuple[Any, Any] | None = None
 
     def close(self) -> None:
         """Close the vector environment."""
@@ -200,25 +200,25 @@ class VectorGymEnv(VecEnv):
                 fix="reset all of them, or step until they restart by themselves",
             )
         self._elapsed[list(lanes)] = 0
-        if self._shown is not None:
-            self._write(lanes, *self._shown)
+        if self._latest is not None:
+            self._write(lanes, *self._latest)
 
     def _reset_all(self, seed: int, options: Sequence[Options]) -> None:
         """Reset all lanes with one seed and the same options."""
-        what = f"the lanes of {self.vector_env} cannot be reset one by one"
+        message = f"the lanes of {self.vector_env} cannot be reset one by one"
         if self._mode not in (AutoresetMode.NEXT_STEP, _SAME_STEP):
             raise SpecError(
-                f'{what}, and do not restart by themselves (metadata["autoreset_mode"] is '
+                f'{message}, and do not restart by themselves (metadata["autoreset_mode"] is '
                 f"{self._mode})",
                 fix="make it with AutoresetMode.NEXT_STEP or AutoresetMode.SAME_STEP, and say so "
                 "in its metadata",
             )
         if len(_with_equal_options(options)) > 1:
             fix = "give all rows of env_info the same values"
-            raise SpecError(f"{what}, and have different options", fix=fix)
+            raise SpecError(f"{message}, and have different options", fix=fix)
         given = copy.deepcopy(dict(options[0] or {}))
         result = self.vector_env.reset(seed=seed, options=given)
-        self._shown = checked_count("reset", 2, result)
+        self._latest = checked_count("reset", 2, result)
         self._begun = seed, options[0]
         self._in_episode[:] = self._has_ended[:] = self._resets_all = False
         self._at_start[:] = True
@@ -305,10 +305,10 @@ class VectorGymEnv(VecEnv):
             self._write(lanes, observation, infos)
         if self._mode is _SAME_STEP:
             self._write_final([lane for lane in lanes if ended[lane]], infos)
-            self._shown = observation, infos
+            self._latest = observation, infos
             self._at_start, self._has_ended = ended, np.zeros(n_lanes, bool)
         else:
-            self._shown = None if len(lanes) == n_lanes else (observation, infos)
+            self._latest = None if len(lanes) == n_lanes else (observation, infos)
             self._at_start, self._has_ended = restarting, ended
         if self.max_steps is not None:
             truncated = np.where(self._elapsed >= self.max_steps, True, truncated)
@@ -341,8 +341,8 @@ def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
         seed: See ``VectorGymEnv``.
     """
     if isinstance(made, VecEnv) and not hasattr(made, "n_lanes"):
-        what = f"{type(made).__name__}.__init__ does not call that of VecEnv"
-        raise SpecError(what, fix="call super().__init__(...) first in it")
+        message = f"{type(made).__name__}.__init__ does not call that of VecEnv"
+        raise SpecError(message, fix="call super().__init__(...) first in it")
     if not isinstance(made, VectorEnv):
         return made
     try:
@@ -421,8 +421,8 @@ def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
         ) from error
     if resets_lanes:
         return "episode" if repeats else "request"  # which the first reset refuses
-    what = _ONE_RESET if repeats else _NOT_SEEDED
-    _LOG.warning(what, env.unwrapped, extra={"once": "seeding"})  # not from every worker
+    message = _ONE_RESET if repeats else _NOT_SEEDED
+    _LOG.warning(message, env.unwrapped, extra={"once": "seeding"})  # not from every worker
     return "request"
 
 
@@ -445,11 +445,11 @@ def _played(env: Any, n_steps: int, **arguments: Any) -> list[NDArray]:
     """All arrays ``[n_lanes, ...]`` that a reset and some steps show, always the same actions."""
     space = copy.deepcopy(env.action_space)
     space.seed(0)
-    action, shown = space.sample(), []
+    action, leaves = space.sample(), []
     for number in range(n_steps + 1):
         result = env.step(action)[:4] if number else env.reset(**arguments)[0]
-        shown += [np.array(as_array(leaf)) for leaf in pytree.tree_leaves(result)]
-    return shown
+        leaves += [np.array(as_array(leaf)) for leaf in pytree.tree_leaves(result)]
+    return leaves
 
 
 def _same(first: list[NDArray], second: list[NDArray], lanes: slice) -> bool:

@@ -28,7 +28,7 @@ from rlpool.data.infos import Info, Infos, as_infos, options_of, part_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.description import plain
 from rlpool.errors import EnvSpecError, SpecError, WorkerError, described
-from rlpool.evaluation.figures import differences, refuse_no_evaluation
+from rlpool.evaluation.figures import check_is_evaluation, differences
 from rlpool.evaluation.result import (
     Entry,
     Evaluation,
@@ -257,8 +257,8 @@ class _Evaluator(EpisodeBatcher):
         seen = int(np.bitwise_or.reduce(words))
         for number, key in enumerate(self.environment["info_keys"]):
             if not seen >> min(number, 62) & 1:
-                what = f"no {key!r} in any info of {self.next_episode} episodes (info_keys)"
-                raise EnvSpecError(what, fix="correct the name, or report it in some episode")
+                message = f"no {key!r} in any info of {self.next_episode} episodes (info_keys)"
+                raise EnvSpecError(message, fix="correct the name, or report it in some episode")
 
 
 def _entries(
@@ -272,8 +272,8 @@ def _entries(
     for key in keys:
         if key not in part or f"_{key}" not in part:
             known = [key for key in part if f"_{key}" in part]
-            what = f"infos names {key!r}, which the environments do not report"
-            raise SpecError(what, fix=f"name it in info_keys of GymEnv; there are {known}")
+            message = f"infos names {key!r}, which the environments do not report"
+            raise SpecError(message, fix=f"name it in info_keys of GymEnv; there are {known}")
     last = torch.arange(len(numbers), device="cpu"), part.lengths - 1
     returns, successes = episode_returns(part).tolist(), _successes(part, numbers)
     terminated = part["_terminated"][last].tolist()
@@ -306,8 +306,8 @@ def _successes(part: TemporalDictTensor, numbers: range) -> Tensor | None:
     else:
         return None
     for row in found.isnan().any(1).nonzero()[:, 0].tolist():
-        what = f"the success of episode {numbers[row]} is nan"
-        raise SpecError(what, fix="let the environment report a bool, in every step")
+        message = f"the success of episode {numbers[row]} is nan"
+        raise SpecError(message, fix="let the environment report a bool, in every step")
     return (found > 0.5).any(1)
 
 
@@ -366,7 +366,7 @@ def verify(
         >>> print(verify(evaluation, create_agent, create_env))
         4 episodes were run again: 4 agree
     """
-    refuse_no_evaluation(evaluation)
+    check_is_evaluation(evaluation)
     protocol, entries = evaluation.protocol, evaluation.entries
     if not entries or not protocol:
         raise SpecError("the evaluation has no record", fix="make it with evaluate")
@@ -475,14 +475,14 @@ def _digest_of(value: Any) -> str:
         if isinstance(part, torch.Tensor):
             flat = part.detach().cpu().contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().tobytes()
-            what = f"{part.dtype} {list(part.shape)}"
+            message = f"{part.dtype} {list(part.shape)}"
         elif isinstance(part, np.ndarray | np.generic) and part.dtype.kind in "biufcSU":
-            data, what = part.tobytes(), f"{part.dtype.str} {list(part.shape)}"
+            data, message = part.tobytes(), f"{part.dtype.str} {list(part.shape)}"
         elif part is None or isinstance(part, str | bytes | int | float):
-            what = repr(part)
+            message = repr(part)
         else:
-            what = getattr(part, "__qualname__", type(part).__qualname__)
-        digest.update(f"{path} {what}\n".encode())
+            message = getattr(part, "__qualname__", type(part).__qualname__)
+        digest.update(f"{path} {message}\n".encode())
         digest.update(data)
     return f"sha256:{digest.hexdigest()}"
 
@@ -502,9 +502,9 @@ def _copied(agent: Any, n_workers: int) -> Any:
     try:
         return copy.deepcopy(agent)
     except Exception as error:
-        what = f"the agent cannot be copied: {described(error):.200}"
+        message = f"the agent cannot be copied: {described(error):.200}"
         fix = "define its __deepcopy__, or leave out in its __getstate__ what cannot be copied"
-        raise SpecError(what, fix=fix) from error
+        raise SpecError(message, fix=fix) from error
 
 
 def _in_evaluation_mode(agent: Any) -> Any:

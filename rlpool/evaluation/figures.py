@@ -154,7 +154,7 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
         SpecError: If it is not one, episodes failed for good and it is not said how they count,
             none is left, or a return is not finite.
     """
-    refuse_no_evaluation(evaluation)
+    check_is_evaluation(evaluation)
     returns = evaluation.returns.double().numpy().copy()
     counts = np.ones(len(returns), bool)
     if failures is not None and failures != "exclude":
@@ -178,8 +178,8 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
         fix = "evaluate some, or pass a number as failures if all have failed"
         raise SpecError("the evaluation has no episodes that count", fix=fix)
     for episode in np.flatnonzero(counts & ~np.isfinite(returns)):
-        what = f"the return of episode {episode} is {returns[episode]}"
-        raise SpecError(what, fix="mend the environment's rewards: figures need finite returns")
+        message = f"the return of episode {episode} is {returns[episode]}"
+        raise SpecError(message, fix="mend the environment's rewards: figures need finite returns")
     return returns[counts], counts
 
 
@@ -231,7 +231,7 @@ def compare(
     )
 
 
-def refuse_no_evaluation(value: Any) -> None:
+def check_is_evaluation(value: Any) -> None:
     """Raise for anything that is not an evaluation, such as the path of one."""
     if not hasattr(value, "returns"):
         fix = "pass what evaluate returned, or Evaluation.load(path)"
@@ -280,8 +280,8 @@ def _pairs(
     names = "environment", "env_args", "max_steps"
     one, other = ({name: e.protocol.get(name) for name in names} for e in (first, second))
     if differs := differences(one, other):
-        what = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
-        raise SpecError(what, fix="compare policies on the same environment")
+        message = f"the evaluations are of different environments: {'; '.join(differs[:3])}"
+        raise SpecError(message, fix="compare policies on the same environment")
     pairs = [(row, rows[1][seed]) for seed, row in rows[0].items() if seed in rows[1]]
     if not pairs:
         fix = "evaluate both with the same seeds, or the same episode_seeds"
@@ -317,8 +317,8 @@ def plot(
         raise SpecError("there is nothing to plot", fix="pass evaluations: plot(a, b)")
     names = [str(number) for number in range(len(evaluations))] if names is None else list(names)
     if len(names) != len(evaluations):
-        what = f"names has {len(names)} entries for {len(evaluations)} evaluations"
-        raise SpecError(what, fix="give one name for each")
+        message = f"names has {len(names)} entries for {len(evaluations)} evaluations"
+        raise SpecError(message, fix="give one name for each")
     are_paired = len(evaluations) == 2
     drawn = [(name, returns_of(e, failures)[0]) for name, e in zip(names, evaluations, strict=True)]
     figure = import_extra("matplotlib.figure", "evaluation").Figure(layout="constrained")

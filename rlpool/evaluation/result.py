@@ -148,10 +148,10 @@ class Evaluation:
             >>> Evaluation.load("evaluation.json").returns
             tensor([10., 10.])
         """
-        whole = {**_header(self.protocol), "episodes": list(self.entries)}
+        content = {**_header(self.protocol), "episodes": list(self.entries)}
         target = checked_target("path", path)
         unfinished = target.with_name(f".{target.name}.unfinished")
-        unfinished.write_text(json.dumps(whole, indent=1) + "\n")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(unfinished, target)
 
     @classmethod
@@ -163,17 +163,17 @@ class Evaluation:
         """
         data = Path(path).read_bytes()
         try:
-            whole = json.loads(data)
+            content = json.loads(data)
         except ValueError:  # in lines
-            whole = {}
-        entries = whole.get("episodes") if isinstance(whole, dict) else None
+            content = {}
+        entries = content.get("episodes") if isinstance(content, dict) else None
         if entries is None:
-            whole, *entries = _parsed_lines(path, data)
-        n_found, n_episodes = len(entries), _checked(path, whole, entries)["n_episodes"]
+            content, *entries = _parsed_lines(path, data)
+        n_found, n_episodes = len(entries), _checked(path, content, entries)["n_episodes"]
         if n_found < n_episodes:
-            what = f"{path} has {n_found} of {n_episodes} episodes"
-            raise SpecError(what, fix="call evaluate with the same record again: it runs the rest")
-        return cls.of_entries(entries, whole["protocol"])
+            message = f"{path} has {n_found} of {n_episodes} episodes"
+            raise SpecError(message, fix="call evaluate with this record again: it runs the rest")
+        return cls.of_entries(entries, content["protocol"])
 
 
 def checked_target(argument: str, path: str | os.PathLike[str]) -> Path:
@@ -190,8 +190,8 @@ def checked_target(argument: str, path: str | os.PathLike[str]) -> Path:
     is_free = target.is_file() or not target.exists()
     if not is_free or not os.access(target if target.exists() else target.parent, os.W_OK):
         why = "it is not a file, there is no such folder, or this process may not write there"
-        what = f"{argument}={str(path)!r} cannot be written: {why}"
-        raise SpecError(what, fix="choose another path")
+        message = f"{argument}={str(path)!r} cannot be written: {why}"
+        raise SpecError(message, fix="choose another path")
     return target
 
 
@@ -210,8 +210,8 @@ def begin_record(path: Any, protocol: Mapping[str, Any], n_together: int) -> lis
     """
     target = checked_target("record", path)
     if protocol["environment"]["seeding"] != "episode":
-        what = "a record needs a seed for every episode, and one reset serves all lanes"
-        raise SpecError(what, fix="use environments that can be reset one by one: a GymEnv")
+        message = "a record needs a seed for every episode, and one reset serves all lanes"
+        raise SpecError(message, fix="use environments that can be reset one by one: a GymEnv")
     header = json.dumps(_header(protocol)).encode() + b"\n"
     data = target.read_bytes() if target.exists() else b""
     if header.startswith(data) and data != header:  # a new file, or cut in its first line
@@ -220,8 +220,8 @@ def begin_record(path: Any, protocol: Mapping[str, Any], n_together: int) -> lis
     found, *entries = _parsed_lines(path, data)
     recorded = _checked(path, found, entries)
     if differs := differences(recorded, json.loads(header)["protocol"]):
-        what = f"{path} is the record of another evaluation: {'; '.join(differs[:3])}"
-        raise SpecError(what, fix="choose another file, or evaluate as it was done there")
+        message = f"{path} is the record of another evaluation: {'; '.join(differs[:3])}"
+        raise SpecError(message, fix="choose another file, or evaluate as it was done there")
     if len(entries) < recorded["n_episodes"]:
         del entries[len(entries) // n_together * n_together :]
     kept = data.split(b"\n")[: 1 + len(entries)]
@@ -244,16 +244,17 @@ def _parsed_lines(path: Any, data: bytes) -> list[Any]:
     try:
         return [json.loads(line) for line in data.split(b"\n")[:-1]] or [None]
     except ValueError:
-        what = f"{path} is not a record of an evaluation: a line of it cannot be read"
-        raise SpecError(what, fix="pass what evaluate(record=...) wrote, or another path") from None
+        message = f"{path} is not a record of an evaluation: a line of it cannot be read"
+        fix = "pass what evaluate(record=...) wrote, or another path"
+        raise SpecError(message, fix=fix) from None
 
 
 def _checked(path: Any, header: Any, entries: Sequence[Any]) -> dict[str, Any]:
     """The protocol of a record of this version."""
     found = header if isinstance(header, dict) else {}
     if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
-        what = f"{path} is not a record of an evaluation in version {_VERSION} of the format"
-        raise SpecError(what, fix="pass what Evaluation.save or evaluate(record=...) wrote")
+        message = f"{path} is not a record of an evaluation in version {_VERSION} of the format"
+        raise SpecError(message, fix="pass what Evaluation.save or evaluate(record=...) wrote")
     if [entry.get("episode") for entry in entries] != list(range(len(entries))):
         raise SpecError(f"episodes of {path} are missing or repeated", fix="evaluate again")
     protocol: dict[str, Any] = found["protocol"]

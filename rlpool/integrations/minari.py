@@ -165,8 +165,8 @@ def _described(env: Any) -> dict[str, Any]:
             env.spec.to_json()
             return {"env": env}
     except (TypeError, ValueError) as error:  # of Gymnasium, of JSON
-        what = "the dataset cannot make its environment %r again: %s"
-        _LOG.warning(what, env.spec.id, error)
+        message = "the dataset cannot make its environment %r again: %s"
+        _LOG.warning(message, env.spec.id, error)
     return {"observation_space": env.observation_space, "action_space": env.action_space}
 
 
@@ -203,19 +203,19 @@ def _buffers(trajectories: TemporalDictTensor, env: Any) -> list[Any]:
         def steps(key: str) -> NDArray:
             return arrays[key][row, :length]
 
-        def whole(key: str) -> NDArray:  # with the value after the last step
+        def with_last(key: str) -> NDArray:  # with the value after the last step
             last = arrays[successor_key(key)][row, length - 1 : length]
             return np.concatenate([steps(key), last])
 
         # Names such as "episode/r" become groups. Minari takes single numbers in lists only.
-        infos = {key: whole(key) for key in info_keys}
+        infos = {key: with_last(key) for key in info_keys}
         listed = {key: list(each) if each.ndim == 1 else each for key, each in infos.items()}
         ends = (fitted(key, steps(key), np.dtype(bool)) for key in ("_terminated", "_truncated"))
         return EpisodeBuffer(
             id=None,
             seed=int(info["seed"][row]) % _N_SEEDS if "seed" in info else None,
             options=options_of(env_info, row),
-            observations=observation.nested(whole),
+            observations=observation.nested(with_last),
             actions=action.nested(steps),
             rewards=steps("_reward"),
             terminations=next(ends),

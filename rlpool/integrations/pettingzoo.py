@@ -160,8 +160,8 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._alive = self._agents_now()
         if not self._alive:
             raise SpecError("reset() left no agents", fix="let agents begin with the episode")
-        shown = {agent: observations.get(agent) for agent in self._alive}
-        return self._observed(shown, {}, {}, {}), self._infos(infos)
+        first = {agent: observations.get(agent) for agent in self._alive}
+        return self._observed(first, {}, {}, {}), self._infos(infos)
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Step the environment with the actions of all agents that are alive.
@@ -217,13 +217,13 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         """The agents that act next, in the order of the groups."""
         there = set(self.env.agents)
         if back := there & self._gone - self._listed:
-            what = f"agents {sorted(map(str, back))} have come back after their end"
-            raise SpecError(what, fix="let an agent live once in an episode; list another for more")
+            message = f"agents {sorted(map(str, back))} have come back after their end"
+            raise SpecError(message, fix="let agents live once per episode; list others for more")
         self._listed = there
         there = there - self._gone
         if unknown := there.difference(self._agents):
-            what = f"agents {sorted(map(str, unknown))} are not in possible_agents"
-            raise SpecError(what, fix="let possible_agents list all agents that can appear")
+            message = f"agents {sorted(map(str, unknown))} are not in possible_agents"
+            raise SpecError(message, fix="let possible_agents list all agents that can appear")
         return [agent for agent in self._agents if agent in there]
 
     def _checked(
@@ -232,14 +232,14 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         """Results by agent, of all that have acted and of others that got a reward."""
         for name, part in zip(_BY_AGENT, (rewards, terminations, truncations), strict=True):
             if not isinstance(part, Mapping):
-                what = f"step() returned {name} {part!r:.60}, not a dict of agents"
-                raise SpecError(what, fix="return a dict with a value for every agent that acted")
+                message = f"step() returned {name} {part!r:.60}, not a dict of agents"
+                raise SpecError(message, fix="return a dict with a value for each agent that acted")
         agents = [agent for agent in self._agents if agent in rewards or agent in self._alive]
         try:
             values = [rewards[agent] for agent in agents]
         except KeyError as error:
-            what = f"agent {error} acted and got no reward"
-            raise SpecError(what, fix="let step() return a reward for each agent") from None
+            message = f"agent {error} acted and got no reward"
+            raise SpecError(message, fix="let step() return a reward for each agent") from None
         ends = [[flags.get(a, False) for a in agents] for flags in (terminations, truncations)]
         try:
             results = checked_results(range(len(agents)), (values, ends[0], ends[1]))
@@ -422,8 +422,7 @@ class _AgentGroup:
         self.name, self.agents = name, tuple(agents)
         self._places = {agent: place for place, agent in enumerate(agents)}
         n, space = len(agents), env.observation_space(agents[0])
-        what = f"observation_space({agents[0]!r})"
-        observation = structure_of_space(space, name=what)
+        observation = structure_of_space(space, name=f"observation_space({agents[0]!r})")
         leaves = leaves_of(observation, DEFAULT_OBSERVATION_KEY)
         if leaves.keys() == {_OBSERVATION, _MASK}:
             leaves = {
@@ -486,8 +485,8 @@ class _AgentGroup:
             try:
                 choices.refuse(part, list(places.values()))
             except BadValue as error:
-                what = f"agent {self.agents[error.lane]!r}: {error.what}"
-                raise SpecError(what, fix=error.fix) from error
+                message = f"agent {self.agents[error.lane]!r}: {error.what}"
+                raise SpecError(message, fix=error.fix) from error
         return {
             agent: self._nest([part[place] for part in parts]) for agent, place in places.items()
         }

@@ -55,19 +55,19 @@ class History:
         self.lengths[lane] = 0
 
     def so_far(
-        self, current: Mapping[str, NDArray], shown: NDArray, lanes: Sequence[int]
+        self, current: Mapping[str, NDArray], lane_of_row: NDArray, lanes: Sequence[int]
     ) -> TemporalDictTensor:
         """The steps so far, ``[n_rows, longest, ...]``, copies.
 
         Args:
             current: Key to array ``[n_lanes, ...]``, the values after the last step.
-            shown: The lane that each row shows.
+            lane_of_row: The lane that each row shows.
             lanes: The lanes whose longest history counts.
         """
-        lengths = self.lengths[shown]
+        lengths = self.lengths[lane_of_row]
         longest = int(self.lengths[list(lanes)].max())
-        rows = {key: array[shown, :longest] for key, array in self._rows.items()}
-        finals = {key: current[key][shown] for key in self._layout.finals}
+        rows = {key: array[lane_of_row, :longest] for key, array in self._rows.items()}
+        finals = {key: current[key][lane_of_row] for key in self._layout.finals}
         part = Slice(rows, finals, lengths, np.ones_like(lengths))
         return trajectories_of(self._layout, lengths, lambda: part)
 
@@ -210,8 +210,8 @@ class AgentCalls:
             self.current[NOISE_KEY] = self.noise.tensor.numpy()
         self._observation = {key: torch.from_numpy(a) for key, a in self.current.items()}
         # Steps do not rewrite all flags, so the agent gets copies that it may change.
-        self._shown_flags = np.array(env.flags)
-        for key, flags in zip(FLAGS, self._shown_flags, strict=True):
+        self._flags_copy = np.array(env.flags)
+        for key, flags in zip(FLAGS, self._flags_copy, strict=True):
             self._observation[key] = torch.from_numpy(flags)
         # The history takes what was shown after the agent could change it.
         self._copies_all = env.shares_current or self.history is not None
@@ -272,15 +272,15 @@ class AgentCalls:
             for target, source in plan.writer.before:
                 target[rows] = source
         # Lanes that do not step show again what they showed, which the agent may have changed.
-        whole = self._observation if are_all and not self._copies_all else None
-        if whole:
-            np.copyto(self._shown_flags, self._env.flags)
+        full_batch = self._observation if are_all and not self._copies_all else None
+        if full_batch:
+            np.copyto(self._flags_copy, self._env.flags)
         history, n_steps = None, None
         if self.history is not None:
             n_steps = self.history.lengths.tolist()
             history = partial(self.history.so_far, {**self.current, **driver.state})
         record.agent_ns[0] -= monotonic_ns()
-        outputs = driver.act(lanes, self.current, self.infos, history, n_steps, whole)
+        outputs = driver.act(lanes, self.current, self.infos, history, n_steps, full_batch)
         record.agent_ns[0] += monotonic_ns()
         if self.history is not None:
             self.history.record({**self.current, **driver.state, **outputs}, lanes)

@@ -44,14 +44,14 @@ class _Call(NamedTuple):
     Attributes:
         lanes: The lanes that it is made for.
         rows: Their rows: int64 like ``lanes``.
-        shown: The lane that each row shows: int64 ``[n_rows]``.
-        is_whole: Whether each row shows its own lane.
+        lane_of_row: The lane that each row shows: int64 ``[n_rows]``.
+        has_all_lanes: Whether each row shows its own lane.
     """
 
     lanes: list[int]
     rows: NDArray
-    shown: NDArray
-    is_whole: bool
+    lane_of_row: NDArray
+    has_all_lanes: bool
 
 
 class AgentDriver:
@@ -155,7 +155,7 @@ class AgentDriver:
         agent_info: Mapping[str, NDArray],
         history: HistoryOf | None = None,
         n_steps: Sequence[int] | None = None,
-        whole: dict[str, torch.Tensor] | None = None,
+        full_batch: dict[str, torch.Tensor] | None = None,
     ) -> Part:
         """Call the agent; ``commit`` makes the new state current.
 
@@ -165,8 +165,8 @@ class AgentDriver:
             agent_info: Likewise; may be empty.
             history: Makes the history, if the agent asks for one.
             n_steps: Steps of each lane's history, unless none has any.
-            whole: What the agent gets in place of copies of the observation if each row shows its
-                own lane.
+            full_batch: The observation itself, given to the agent without a copy if each row
+                shows its own lane.
 
         Returns:
             The outputs, ``[n_lanes, ...]``. ``state`` then holds the states before this step.
@@ -196,12 +196,13 @@ class AgentDriver:
                     state = None
                 elif self.state:
                     state = self._gather("state", self.state, call)
-                if whole and call.is_whole:
-                    observed = DictTensor._wrap(dict(whole))
+                if full_batch and call.has_all_lanes:
+                    observed = DictTensor._wrap(dict(full_batch))
                 else:
                     observed = self._gather("observation", observation, call)
                 info = self._gather("agent_info", agent_info, call) if agent_info else None
-                before = history and history(call.shown, call.lanes if self._shares_rows else lanes)
+                mine = call.lanes if self._shares_rows else lanes
+                before = history and history(call.lane_of_row, mine)
                 found = self._call(state, observed, info, before)
                 if len(call.lanes) == len(lanes) and not self._shares_rows:
                     first, outputs, self._new_state = found
@@ -241,10 +242,10 @@ class AgentDriver:
         calls = []
         for group in groups.values():
             rows = np.array(list(map(self._row_of.__getitem__, group)))
-            shown = np.full(self.n_rows, group[0])
-            shown[rows] = group
-            is_whole = not self._shares_rows and len(group) == self.n_lanes
-            calls.append(_Call(group, rows, shown, is_whole))
+            lane_of_row = np.full(self.n_rows, group[0])
+            lane_of_row[rows] = group
+            has_all_lanes = not self._shares_rows and len(group) == self.n_lanes
+            calls.append(_Call(group, rows, lane_of_row, has_all_lanes))
         return calls
 
     def _gather(self, name: str, values: Mapping[str, NDArray], call: _Call) -> DictTensor:
@@ -259,10 +260,10 @@ class AgentDriver:
             if copy is None or copy.dtype != array.dtype or copy.shape[1:] != array.shape[1:]:
                 spec = TensorSpec(array.shape[1:], array.dtype)
                 copy = kept[key] = batch_array(spec, self.n_rows)
-            if call.is_whole:
+            if call.has_all_lanes:
                 np.copyto(copy, array)
             else:
-                array.take(call.shown, 0, copy, "clip")
+                array.take(call.lane_of_row, 0, copy, "clip")
             tensors[key] = torch.from_numpy(copy)
         return DictTensor._wrap(tensors)
 

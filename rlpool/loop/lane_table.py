@@ -47,8 +47,8 @@ class LaneTable:
         idle: Those that are idle, ascending.
         parked: Those that are parked, likewise.
         live: Numbers of the lanes that step, ascending.
-        gives_up: Whether a step of any episode is known to fail.
-        giving_up: Numbers of the lanes whose next step is.
+        has_failing: Whether a step of any episode is known to fail.
+        failing: Numbers of the lanes whose next step is.
         steps_until_full: Lower bound of the steps until a slot is full; 0 if it is not known.
     """
 
@@ -61,8 +61,8 @@ class LaneTable:
         self._postponed: Plan | None = None  # follows when all of these are over
         self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
         self.lanes = [Lane(number) for number in range(env.n_lanes)]
-        self.gives_up = False
-        self.giving_up: list[int] = []
+        self.has_failing = False
+        self.failing: list[int] = []
 
     def begin(self, queue: PlanQueue) -> None:
         """Take plans from a queue; no lane is live until there is one."""
@@ -79,7 +79,7 @@ class LaneTable:
         """Forget the queue, which may refer to the rollout, and what is left of its plans."""
         self.plans.clear()
         self._postponed = None
-        self.gives_up = False
+        self.has_failing = False
         self.__dict__.pop("_queue", None)  # an interrupt may have come before there was one
 
     def _note_waiting(self) -> None:
@@ -117,7 +117,7 @@ class LaneTable:
         if is_first:
             self._calls.declare_infos(infos)
             self._continue_with(plan)
-        self.gives_up = self.gives_up or plan.gives_up
+        self.has_failing = self.has_failing or plan.has_failing
         if plan.tapes:
             self._take_over(plan)
         return plan
@@ -161,8 +161,8 @@ class LaneTable:
         """Let lanes that are parked go on with the next window, which may have other infos."""
         for lane in self.parked:
             lane.plan = plan
-            if lane.gives_up_at is not None:
-                self.gives_up = True  # its reset has failed, behind the last step of a window
+            if lane.fails_at is not None:
+                self.has_failing = True  # its reset has failed, behind the last step of a window
         self._calls.show_infos(self.parked)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane in self.parked if not lane.steps_before]:
@@ -352,10 +352,10 @@ class LaneTable:
         calls, record = self._calls, self._record
         numbers, able = list(map(by_number, lanes)), lanes
         record.env_ns[0] -= monotonic_ns()
-        if self.gives_up:
+        if self.has_failing:
             self.steps_until_full = 0  # take stock
-            able = [lane for lane in lanes if lane.gives_up_at != -1]
-            self._env.begin_lanes([lane.number for lane in lanes if lane.gives_up_at == -1])
+            able = [lane for lane in lanes if lane.fails_at != -1]
+            self._env.begin_lanes([lane.number for lane in lanes if lane.fails_at == -1])
         if able:
             self._env.reset_lanes(*map(list, zip(*map(_RESET_WITH, able), strict=True)))
         record.env_ns[0] += monotonic_ns()
@@ -367,18 +367,18 @@ class LaneTable:
         waiting = {*self.idle, *self.parked}
         self.live = [lane.number for lane in self.lanes if lane not in waiting]
         self.steps_until_full = min(map(_UNTIL_FULL, self.plans), default=0)
-        if self.gives_up:
-            self._find_given_up()
+        if self.has_failing:
+            self._find_failing()
 
-    def _find_given_up(self) -> None:
+    def _find_failing(self) -> None:
         """Find the lanes whose next step is known to fail, and when others get there."""
-        self.giving_up = []
+        self.failing = []
         for number in self.live:
             lane = self.lanes[number]
-            if lane.gives_up_at is not None:
-                n_left = max(lane.gives_up_at, 0) - lane.steps
+            if lane.fails_at is not None:
+                n_left = max(lane.fails_at, 0) - lane.steps
                 if n_left <= 0:
-                    self.giving_up.append(number)
+                    self.failing.append(number)
                 else:
                     self.steps_until_full = min(self.steps_until_full, n_left)
 
@@ -461,7 +461,7 @@ def _can_begin(lane: Lane, tape: Tape, where: Where) -> bool:
     Raises:
         NotRepeatedError: If it was given up in what it has done before.
     """
-    fails_at = lane.gives_up_at
+    fails_at = lane.fails_at
     if fails_at is None or fails_at >= tape.n_steps:
         return True
     if tape.n_steps:

@@ -42,7 +42,7 @@ class Lane:
         options: Its row of ``env_info``.
         noise: Its noise, ``None`` if the agent needs none.
         slot: The slot that the lane writes to.
-        gives_up_at: The episode's step that fails, and is not made: it is truncated there. -1 if
+        fails_at: The episode's step that fails, and is not made: it is truncated there. -1 if
             its reset does. ``None`` if none is known to fail.
         episode: Its number among all episodes of the batcher; of a window that of its lane among
             all lanes.
@@ -61,7 +61,7 @@ class Lane:
     options: Options = None
     noise: NoiseStart | None = None
     slot: int = -1
-    gives_up_at: int | None = None
+    fails_at: int | None = None
     episode: int = 0
     n_restarts: int = 0
     chunk: int = 0
@@ -174,11 +174,11 @@ class Plan(ABC):
         tapes: Lane to the tape of an episode that another worker has begun.
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
         cancelled: One element, not zero once the request was cancelled.
-        gives_up: Whether any of its episodes has a step that is known to fail.
+        has_failing: Whether any of its episodes has a step that is known to fail.
         numbers_episodes: Whether ``Lane.episode`` counts the episodes of the batcher.
         is_dealt: Whether it has refused a lane an episode because there are no further ones.
-        whole: Of each slot, 1 once it holds all of the episode of that row; ``None`` if slots are
-            to be taken with ``take_slot_of`` in any case.
+        complete: Of each slot, 1 once it holds all of the episode of that row; ``None`` if slots
+            are to be taken with ``take_slot_of`` in any case.
         writer: Writes into the block, once the plan is bound.
         rows: int64 ``[n_lanes]``: ``slot * n_timesteps + step`` of each lane, in shared memory:
             they tell how far a worker got that died.
@@ -194,10 +194,10 @@ class Plan(ABC):
     tapes: Mapping[int, Tape] = {}
     lacks_slots = False
     cancelled: Sequence[int] = (0,)
-    gives_up = False
+    has_failing = False
     numbers_episodes = False
     is_dealt = False
-    whole: Any = None
+    complete: Any = None
 
     # What it decides -----------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Plan(ABC):
         options: Options,
         noise: NoiseStart | None,
         slot: int,
-        gives_up_at: int | None = None,
+        fails_at: int | None = None,
         episode: int = 0,
         n_restarts: int = 0,
     ) -> None:
@@ -296,7 +296,7 @@ class Plan(ABC):
         With a negative slot it does not write yet.
         """
         lane.plan, lane.row, lane.seed, lane.options, lane.noise = self, row, seed, options, noise
-        lane.slot, lane.gives_up_at = slot, gives_up_at
+        lane.slot, lane.fails_at = slot, fails_at
         lane.episode, lane.n_restarts = episode, n_restarts
         lane.chunk, lane.steps_before, lane.tape = 0, 0, None
         if slot >= 0:
@@ -362,8 +362,8 @@ class Plan(ABC):
             lane.steps_before += length
             record.pause[number] = lane.steps_before + 1
         record.done[0] += 1
-        if self.whole is not None and is_last and lane.chunk == 0 and slot == lane.row:
-            self.whole[slot] = 1  # the last thing that is written about it
+        if self.complete is not None and is_last and lane.chunk == 0 and slot == lane.row:
+            self.complete[slot] = 1  # the last thing that is written about it
         else:
             self.take_slot_of(lane, is_last=is_last)
             lane.chunk += 1

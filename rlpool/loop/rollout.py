@@ -173,20 +173,20 @@ class Rollout:
         lanes, record, plans = self._lanes, self._record, self._lanes.plans
         live = free = stepped = lanes.live
         if self._waits_for_all:
-            outputs = self._calls.act(plans, live, are_all=not lanes.giving_up)
+            outputs = self._calls.act(plans, live, are_all=not lanes.failing)
         else:
             free = lanes.free
             outputs = self._calls.act(plans, free, are_all=False) if free else {}
         record.env_ns[0] -= monotonic_ns()
-        if self._waits_for_all and not lanes.giving_up:
+        if self._waits_for_all and not lanes.failing:
             ended = self._env.step_lanes(live, outputs)
         else:
             stepped, ended = self._step_some(free, outputs)
         record.env_ns[0] += monotonic_ns()
         record.n_steps[0] += len(stepped)
         if self._max_steps:
-            going_on = [number for number in stepped if number not in ended]
-            over = [n for n in going_on if lanes.lanes[n].steps + 1 >= self._max_steps]
+            running = [number for number in stepped if number not in ended]
+            over = [n for n in running if lanes.lanes[n].steps + 1 >= self._max_steps]
             self._env.current["truncated"][over] = self._env.current["done"][over] = True
             ended = sorted([*ended, *over])
         for plan in plans:
@@ -212,18 +212,18 @@ class Rollout:
             The lanes that have finished a step, and those of them whose episodes ended with it.
         """
         env, lanes = self._env, self._lanes
-        giving_up, lanes.giving_up = lanes.giving_up, []
-        others = [lane for lane in free if lane not in giving_up]
+        failing, lanes.failing = lanes.failing, []
+        others = [lane for lane in free if lane not in failing]
         if self._waits_for_all:
             stepped = lanes.live
             ended = env.step_lanes(others, outputs) if others else []
         else:
             ready = env.step_some(env.min_ready or 1, others, outputs)
-            stepped = sorted([*lanes.finish_steps(others, ready), *giving_up])
+            stepped = sorted([*lanes.finish_steps(others, ready), *failing])
             ended = [lane for lane in stepped if env.current["done"][lane]]
-        if giving_up:
-            env.truncate_lanes(giving_up, outputs)
-        return stepped, sorted({*ended, *giving_up})
+        if failing:
+            env.truncate_lanes(failing, outputs)
+        return stepped, sorted({*ended, *failing})
 
     # Failures ------------------------------------------------------------------------------------
 

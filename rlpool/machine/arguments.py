@@ -80,8 +80,8 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        what = f"{name} should be a dict of arguments by name, got {value!r:.60}"
-        raise SpecError(what, fix=f"pass {name}={{'name': value}}")
+        message = f"{name} should be a dict of arguments by name, got {value!r:.60}"
+        raise SpecError(message, fix=f"pass {name}={{'name': value}}")
     return dict(value)
 
 
@@ -129,8 +129,8 @@ def also_takes(**meant: str) -> Callable[[FunctionT], FunctionT]:
             for name in meant.keys() & kwargs.keys():
                 target = meant[name]
                 if target in kwargs:
-                    what = f"both {target} and {name} are given, two names of the same argument"
-                    raise SpecError(what, fix=f"pass {target} alone")
+                    message = f"both {target} and {name} are given, two names of the same argument"
+                    raise SpecError(message, fix=f"pass {target} alone")
                 kwargs[target] = kwargs.pop(name)
             return function(*args, **kwargs)
 

@@ -17,7 +17,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class CrashOnly:
-    """An object whose calls, decorated with ``whole``, may be interrupted.
+    """An object whose calls, decorated with ``crash_only``, may be interrupted.
 
     A call that ends neither by returning nor by an ``RlpoolError`` leaves it interrupted. It is for
     the object to drop what was in flight, and to say when it has begun again.
@@ -49,7 +49,7 @@ class CrashOnly:
         )
 
 
-def whole(call: _Call) -> _Call:
+def crash_only(call: _Call) -> _Call:
     """Decorate a method of a ``CrashOnly`` object, or of one that belongs to it.
 
     Where it is interrupted halfway, the object knows. (Python looks for signals after calls and at

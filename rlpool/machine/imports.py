@@ -38,8 +38,8 @@ def imports_of(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        what = f"{error.name} is not installed" if error.name else str(error)
-        raise ImportError(compose(what, fix=f"pip install 'rlpool[{extra}]'")) from error
+        message = f"{error.name} is not installed" if error.name else str(error)
+        raise ImportError(compose(message, fix=f"pip install 'rlpool[{extra}]'")) from error
 
 
 def refuse_during_import() -> None:

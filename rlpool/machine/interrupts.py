@@ -54,7 +54,7 @@ def ignore_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class InterruptsHeld:
+class defer_signals:  # noqa: N801 (like contextlib.suppress)
     """A ``with`` section that delays the handlers of SIGINT, SIGTERM and SIGALRM to its end.
 
     They then run in the order in which the signals arrived, and may raise. In nested sections they
@@ -119,4 +119,4 @@ def _raise_all(numbers: Sequence[int]) -> None:
 
 def _is_held(handler: Any) -> bool:
     section = getattr(handler, "__self__", None)
-    return isinstance(section, InterruptsHeld) and section._deadline > 0
+    return isinstance(section, defer_signals) and section._deadline > 0

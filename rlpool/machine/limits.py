@@ -36,13 +36,13 @@ Advice = Callable[[int], str]
 """Which arguments to lower so that a number of bytes is enough."""
 
 
-def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the slots") -> None:
+def check_size(bytes_of_key: Mapping[str, int], advice: Advice, name: str = "the slots") -> None:
     """Refuse memory that cannot be allocated, before it is; warn if it is not free now.
 
     Args:
         bytes_of_key: Bytes per key.
         advice: Which arguments to lower, for the message.
-        what: What the memory holds, for the message.
+        name: What the memory holds, for the message.
 
     Raises:
         SpecError: If it is larger than the memory of the machine or the container, naming bytes
@@ -52,10 +52,10 @@ def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the
     least, smallest = min(bounds, key=lambda b: b.free), min(bounds, key=lambda b: b.total)
     takes = f"{human(total)} ({_by_key(bytes_of_key)})"
     if total > smallest.total:
-        raise SpecError(f"{what} would need {takes}, but only {smallest}", fix=advice(least.free))
+        raise SpecError(f"{name} would need {takes}, but only {smallest}", fix=advice(least.free))
     if total > least.free:
         text = "%s may take up to %s, but only %s: %s if memory runs out"
-        _LOG.warning(text, what, takes, least, advice(least.free), extra=_ONCE)
+        _LOG.warning(text, name, takes, least, advice(least.free), extra=_ONCE)
 
 
 def _by_key(bytes_of_key: Mapping[str, int]) -> str:

@@ -28,7 +28,7 @@ def why_not(
     parts: Mapping[str, Any],
     error: Exception,
     *,
-    what: str = "",
+    label: str = "",
     dumps: Callable[[Any], Any] = cloudpickle.dumps,
 ) -> str:
     """One line that says which part cannot be pickled, and why.
@@ -36,14 +36,14 @@ def why_not(
     Args:
         parts: What was pickled, by the names that its user knows.
         error: What the pickler raised.
-        what: What the line calls the part, if that is not its name.
+        label: What the line calls the part, if that is not its name.
         dumps: What pickles.
     """
     for name, part in parts.items():
         if found := _culprit(name, part, dumps):
             path, text = found
-            return f"{what or name} cannot be pickled: {'it' if path == name else path} is {text}"
-    return f"{what or ', '.join(parts)} cannot be pickled: {described(error):.300}"
+            return f"{label or name} cannot be pickled: {'it' if path == name else path} is {text}"
+    return f"{label or ', '.join(parts)} cannot be pickled: {described(error):.300}"
 
 
 def _culprit(

@@ -43,18 +43,18 @@ ROOT = Path("/")
 """Where ``/proc`` and ``/sys`` are; another directory stands for another machine."""
 
 
-def require_linux(what: str, fix: str) -> None:
+def require_linux(feature: str, fix: str) -> None:
     """Refuse what needs Linux on another system.
 
     Args:
-        what: What was asked for, the subject of the message.
+        feature: What was asked for, the subject of the message.
         fix: What works here.
 
     Raises:
         UsageError: If this is not Linux.
     """
     if not IS_LINUX:
-        raise UsageError(f"{what} needs Linux, and this is {platform.system()}", fix=fix)
+        raise UsageError(f"{feature} needs Linux, and this is {platform.system()}", fix=fix)
 
 
 # Files and locks ----------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ _WAITS_PER_LOOK = 100
 
 
 @dataclass
-class GivenUp:
+class Truncation:
     """An episode that ends where it failed: its tape, why, and whether its reset failed."""
 
     tape: Tape | None
@@ -95,7 +95,7 @@ class Lanes(CrashOnly):
         replies: Lane to the reply to its remote's request, until the user has received it; ``None``
             until it is there.
         closed_lanes: Lanes that were closed one by one.
-        given_up: Lane to its episode, if that ends where it failed; until its next one steps.
+        truncations: Lane to its episode, if that ends where it failed; until its next one steps.
         reports_failures: Whether no episode is truncated here, see ``VecEnv.report_failures``.
     """
 
@@ -146,7 +146,7 @@ class Lanes(CrashOnly):
         self.replies: dict[int, Reply | None] = {}
         self._calls_sent: dict[int, Call] = {}  # the last one of each lane
         self.closed_lanes: set[int] = set()
-        self.given_up: dict[int, GivenUp] = {}
+        self.truncations: dict[int, Truncation] = {}
         self._errors: dict[int, WorkerError] = {}  # of steps and resets, not raised yet
         self._may_step: list[int] | None = None  # lanes that have stepped together before
 
@@ -177,7 +177,7 @@ class Lanes(CrashOnly):
         self._mapped = specs, memory
         self._map()
         for worker in range(len(self.lanes_of)):
-            self._brief(worker)
+            self._send_outstanding(worker)
 
     def _map(self) -> None:
         if self._mapped is None:
@@ -219,7 +219,7 @@ class Lanes(CrashOnly):
             self._may_step = lanes[:]
         hand_over(actions, lanes, self.buffers.action, last)
         self.tapes.record_step(lanes)
-        self._post(lanes, self._steps_of(lanes) if self.given_up else STEP)
+        self._post(lanes, self._steps_of(lanes) if self.truncations else STEP)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
         """Let lanes begin episodes, and return at once."""
@@ -229,9 +229,9 @@ class Lanes(CrashOnly):
         try:
             self.buffers.seed[rows] = seeds
         except (OverflowError, TypeError, ValueError) as error:
-            what = f"the seeds of {len(rows)} lanes are {seeds!r:.80}: {error}"
-            raise SpecError(what, fix="pass one int below 2**63 for each lane") from error
-        self.settle(lanes)
+            message = f"the seeds of {len(rows)} lanes are {seeds!r:.80}: {error}"
+            raise SpecError(message, fix="pass one int below 2**63 for each lane") from error
+        self.wait_idle(lanes)
         for lane, seed, option, data in zip(lanes, seeds, options, sent, strict=True):
             self.record_reset(lane, seed, option)
             if option:
@@ -256,10 +256,10 @@ class Lanes(CrashOnly):
 
     def _steps_of(self, lanes: Sequence[int]) -> list[int]:
         """What lanes do in a step: an episode is truncated whose reset was skipped."""
-        for lane in self.given_up.keys() & lanes:
-            if self.given_up[lane].tape is not self.tapes.peek(lane):
-                del self.given_up[lane]
-        skipped = [lane for lane, given_up in self.given_up.items() if given_up.in_reset]
+        for lane in self.truncations.keys() & lanes:
+            if self.truncations[lane].tape is not self.tapes.peek(lane):
+                del self.truncations[lane]
+        skipped = [lane for lane, truncation in self.truncations.items() if truncation.in_reset]
         return [TRUNCATE if lane in skipped else STEP for lane in lanes]
 
     def finish(self, lanes: Sequence[int]) -> None:
@@ -315,10 +315,10 @@ class Lanes(CrashOnly):
         """Raise the first failure of some lanes, once for all lanes that have failed together."""
         if failed := self._errors.keys() & lanes:
             error = self._errors[min(failed)]
-            self.settle([lane for lane, other in self._errors.items() if other is error])
+            self.wait_idle([lane for lane, other in self._errors.items() if other is error])
             raise error
 
-    def settle(self, lanes: Sequence[int]) -> None:
+    def wait_idle(self, lanes: Sequence[int]) -> None:
         """Wait until lanes have nothing to do, and forget what failed."""
         self._wait_for_lanes(lanes)
         for lane in lanes:
@@ -353,9 +353,9 @@ class Lanes(CrashOnly):
     def refuse_unknown(self, lanes: Sequence[int]) -> None:
         """Refuse a step of lanes that are in no episode."""
         if unknown := [lane for lane in lanes if self.tapes.peek(lane) is None]:
-            what = f"lane {unknown[0]} cannot go on: it was not reset, or an environment of its "
-            what += "worker failed in its last step or reset"
-            raise UsageError(what, fix="reset it")
+            message = f"lane {unknown[0]} cannot go on: it was not reset, or an environment of its "
+            message += "worker failed in its last step or reset"
+            raise UsageError(message, fix="reset it")
 
     # Requests of remotes ------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ class Lanes(CrashOnly):
     def reply(self, lane: int) -> Any:
         """Wait for the reply to a lane's request, and take it."""
         self.wait_until(lambda: self.has_reply(lane))
-        self.settle([lane])  # it may be in the middle of saying that it has replied
+        self.wait_idle([lane])  # it may be in the middle of saying that it has replied
         return self.replies.pop(lane)
 
     def close_lane(self, lane: int) -> None:
@@ -428,11 +428,11 @@ class Lanes(CrashOnly):
 
     # The crew's client --------------------------------------------------------------------------
 
-    def take(self, worker: int, message: Message) -> None:
+    def on_message(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if isinstance(message, Ready):
             self._agree(self.lanes_of[worker].start, message.report)
-            self._brief(worker)
+            self._send_outstanding(worker)
         elif isinstance(message, LaneFailed):
             self._take_failure(worker, message)
         elif isinstance(message, Reply):
@@ -444,11 +444,11 @@ class Lanes(CrashOnly):
         mine, other = ((each.declaration.observation, each.action) for each in (report, first))
         if mine != other:
             found, others = pickle.loads(report.spaces), pickle.loads(first.spaces)
-            what = f"the spaces of environment {lane} are {found}, those of others are {others}"
+            message = f"the spaces of environment {lane} are {found}, those of others are {others}"
             fix = "put only environments with equal spaces into one manager"
-            self.crew.fail(SpecError(what, fix=fix))
+            self.crew.fail(SpecError(message, fix=fix))
 
-    def _brief(self, worker: int) -> None:
+    def _send_outstanding(self, worker: int) -> None:
         """Send a worker that has made its environments what the buffers do not say."""
         if self._mapped is None:
             return
@@ -466,16 +466,16 @@ class Lanes(CrashOnly):
         tape, call, worker = self.tapes.tape(lane), self._call_of(lane), self.worker_of[lane]
         if tape is None or call == "reset":
             return None
-        given_up = self.given_up.get(lane)
-        is_here = given_up is not None and given_up.tape is tape
-        if given_up and is_here and (given_up.in_reset or self._todo[lane] != TRUNCATE):
+        truncation = self.truncations.get(lane)
+        is_here = truncation is not None and truncation.tape is tape
+        if truncation and is_here and (truncation.in_reset or self._todo[lane] != TRUNCATE):
             return None  # it would fail again
         if call == "step":
             tape = tape.without_last()
             if self.buffers.writing[worker]:
                 return tape  # what it shows may be written already, or in part
-        shown = {key: array[lane].copy() for key, array in self.buffers.observation.items()}
-        return replace(tape, observation=shown)
+        observation = {key: array[lane].copy() for key, array in self.buffers.observation.items()}
+        return replace(tape, observation=observation)
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do."""
@@ -535,16 +535,16 @@ class Lanes(CrashOnly):
                 text = f"{error.traceback_text}\n  fix:   {error.fix}"
             self.replies[lane] = Reply(lane, pickle.dumps(("error", text)), error)
 
-    def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
+    def lost(self, worker: int, failure: WorkerError | None, abandons: bool) -> bool:
         """See ``Client.lost``: the lane that failed is truncated, or its call has failed."""
         lane = None if failure is None else failure.where.lane
-        if not gives_up or failure is None or lane is None or not self._todo[lane]:
+        if not abandons or failure is None or lane is None or not self._todo[lane]:
             return False
         may_truncate = self._policy.restarts_on_env_errors and not self.reports_failures
         if may_truncate and self._todo[lane] in (STEP, RESET, RESET_WITH_OPTIONS):
             in_reset = self._todo[lane] != STEP
             self._todo[lane] = IDLE if in_reset else TRUNCATE
-            self.given_up[lane] = GivenUp(self.tapes.peek(lane), failure, in_reset)
+            self.truncations[lane] = Truncation(self.tapes.peek(lane), failure, in_reset)
             return True
         # What is truncated and fails again did so while its tape was repeated.
         is_request = self._todo[lane] == ANSWER

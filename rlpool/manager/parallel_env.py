@@ -18,7 +18,7 @@ from rlpool.envs.info_keys import InfoKeys, info_specs
 from rlpool.envs.vec_env import Observed, Options, VecEnv
 from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, optional_number, whole_number
-from rlpool.machine.calls import whole
+from rlpool.machine.calls import crash_only
 from rlpool.machine.imports import refuse_during_import
 from rlpool.machine.platform import require_linux
 from rlpool.manager.channel import Report
@@ -167,7 +167,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         Until the first step of the lane's next episode. A batcher over a manager decides itself
         what becomes of failures, by its own ``on_env_error``, and has them.
         """
-        return {lane: given_up.error for lane, given_up in self._lanes.given_up.items()}
+        return {lane: truncation.error for lane, truncation in self._lanes.truncations.items()}
 
     @property
     def workers(self) -> list[SpawnProcess]:
@@ -195,9 +195,9 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     def _fail(self, call: str, error: BaseException) -> NoReturn:
         raise error  # which says what failed, and in which lane
 
-    reset_lanes = whole(VecEnv.reset_lanes)
+    reset_lanes = crash_only(VecEnv.reset_lanes)
 
-    @whole
+    @crash_only
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
         """Step some lanes, those of all workers at the same time.
 
@@ -227,7 +227,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
 
     _step_lanes: Any = step_lanes  # results are in the buffers already
 
-    @whole
+    @crash_only
     def step_some(
         self,
         min_ready: int = 1,
@@ -276,7 +276,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """Whether ``close`` was called, or every environment was closed by its remote."""
         return self._lanes.closed
 
-    @whole
+    @crash_only
     def reset(self, *arguments: Any, **named: Any) -> Any:
         """Reset all environments, see ``VecEnv.reset``; begins with new workers if need be."""
         self._lanes.refuse_closed()
@@ -285,7 +285,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._lanes.check_open()
         return super().reset(*arguments, **named)
 
-    @whole
+    @crash_only
     def step(self, policy_output: DictTensor) -> tuple[Observed, Observed]:
         """Step the running environments, see ``VecEnv.step``."""
         self._lanes.check_open()

@@ -13,7 +13,7 @@ from typing import Any
 from rlpool.data.array_view import as_numpy
 from rlpool.errors import SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import checked_timeout, whole_number
-from rlpool.machine.calls import whole
+from rlpool.machine.calls import crash_only
 from rlpool.manager.channel import Reply
 from rlpool.manager.lanes import Lanes
 from rlpool.record.tape import action_row
@@ -58,7 +58,7 @@ class Remote:
         self._seeds: Iterator[int] = map(partial(LaneSeeds(lanes.root, 0).seed, lane), numbers)
         self.error: WorkerError | None = None
 
-    @whole
+    @crash_only
     def send(self, request: tuple[str, Any]) -> None:
         """Send a request and return at once.
 
@@ -93,7 +93,7 @@ class Remote:
             commands = "reset, step, get_attr, seed, close"
             raise SpecError(f"a request is one of {commands}, got {command!r}")
 
-    @whole
+    @crash_only
     def recv(self) -> tuple[str, Any]:
         """Wait for the reply to the request.
 
@@ -113,7 +113,7 @@ class Remote:
             self.error = message.error
         return reply
 
-    @whole
+    @crash_only
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Whether a reply has arrived, after waiting up to ``timeout`` seconds or for ever."""
         lanes, lane = self._lanes, self._lane
@@ -138,7 +138,7 @@ class Remote:
         sent = ByValue("data", options) if options else None
         seed = next(self._seeds) if given is None else _checked_seed(given)
         lanes, lane = self._lanes, self._lane
-        lanes.settle([lane])
+        lanes.wait_idle([lane])
         lanes.record_reset(lane, seed, options or None)
         lanes.request(lane, "reset", (seed, sent))
 
@@ -151,8 +151,8 @@ class Remote:
             values = as_numpy(action) if hasattr(action, "detach") else action
             row = action_row(report.action, report.native_action, values)
         except Exception as error:
-            what = f"the action {action!r:.60} does not fit the action space: {described(error)}"
-            raise SpecError(what) from error
+            message = f"the action {action!r:.60} does not fit the action space: {described(error)}"
+            raise SpecError(message) from error
         lanes.refuse_unknown([lane])
         for key, array in lanes.buffers.action.items():
             array[lane] = row[key][0]

@@ -229,8 +229,8 @@ class EnvServer(Server):
             place = {lane: Where()}
             take_over(self._env, {lane: tape}, place, self._control.steps, may_end=True)
         except EnvError as error:
-            what = _NOT_RESTORED.format(error.what)
-            self._not_restored[lane] = EnvError(what, where=self._here, fix=_NOT_RESTORED_FIX)
+            message = _NOT_RESTORED.format(error.what)
+            self._not_restored[lane] = EnvError(message, where=self._here, fix=_NOT_RESTORED_FIX)
 
     # Steps and resets -------------------------------------------------------------------------
 

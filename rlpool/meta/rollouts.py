@@ -83,8 +83,8 @@ class RolloutPlan(Plan):
         self._acted = [key for key in step.output if is_action(key)]
         # Of environments that show the starts of episodes: how the episodes before them ended.
         shapes = {key: array.shape for key, array in self.arrays.rows.items()}
-        is_shown = FINAL_KEY in shapes and shapes[FINAL_KEY] == shapes.get(DEFAULT_OBSERVATION_KEY)
-        self._ends = [FINAL_KEY] * is_shown
+        has_final = FINAL_KEY in shapes and shapes[FINAL_KEY] == shapes.get(DEFAULT_OBSERVATION_KEY)
+        self._ends = [FINAL_KEY] * has_final
 
     # As the queue of this one plan:
 

@@ -209,8 +209,8 @@ class StatsReader:
 
 def _state_of(state: int, pid: int, n_starts: int) -> str:
     """What a worker's state is called, by someone who sees whether its process is there."""
-    is_there = state in (State.STARTING, State.UP)  # as far as its owner knows
-    if state == State.GONE or (is_there and pid and has_ended(pid)):
+    present = state in (State.STARTING, State.UP)  # as far as its owner knows
+    if state == State.GONE or (present and pid and has_ended(pid)):
         return "dead"
     if state in (State.UP, State.LEAVING):
         return "alive" if state == State.UP else "leaving"

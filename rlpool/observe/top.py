@@ -68,8 +68,8 @@ class Program:
         self.pid = pid
         self._readers: dict[int, StatsReader] = {}  # by the number of the file that they read
         if not self.read():
-            what = f"process {pid} has no batcher and no ParallelEnvManager"
-            raise UsageError(what, fix="look again when it has made one, or give another process")
+            message = f"process {pid} has no batcher and no ParallelEnvManager"
+            raise UsageError(message, fix="try again once it has made one, or give another process")
 
     def read(self) -> list[Stats]:
         """What the workers of each of its batchers and managers do, the oldest first.
@@ -87,9 +87,9 @@ class Program:
                         readers[number] = reader
         except OSError:
             if not has_ended(self.pid):
-                what = f"process {self.pid} belongs to another user, or may not be looked at"
+                message = f"process {self.pid} belongs to another user, or may not be looked at"
                 fix = "run it as that user; in a container, run it inside"
-                raise UsageError(what, fix=fix) from None
+                raise UsageError(message, fix=fix) from None
         self._readers = dict(sorted(readers.items()))
         all_stats = [reader.read() for reader in self._readers.values()]
         # Last, since it may end at any time; what ends has no files, or none that may be read.
@@ -119,8 +119,8 @@ def _reader_of(path: Path, pid: int) -> StatsReader | None:
     if not words.any() or words[Head.OWNER_PID] != pid:
         return None
     if words[Head.FORMAT] != FORMAT:
-        what = f"process {pid} runs another version of rlpool"
-        raise UsageError(what, fix="use python -m rlpool top of the environment that it runs in")
+        message = f"process {pid} runs another version of rlpool"
+        raise UsageError(message, fix="use python -m rlpool top of the environment that it runs in")
     words = np.asarray(np.memmap(path, np.int64, "r"))
     return StatsReader(Control(words, int(words[Head.N_WORKERS])))
 
@@ -185,9 +185,9 @@ def _text(all_stats: Sequence[Stats]) -> str:
         lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
         for worker in stats.workers:
             if worker.lanes:
-                shown = [*map(_lane, worker.lanes[:_SHOWN_LANES])]
-                shown += ["..."] * (len(worker.lanes) > _SHOWN_LANES)
-                lines.append(f"worker {worker.worker}: {' '.join(shown)}")
+                cells = [*map(_lane, worker.lanes[:_SHOWN_LANES])]
+                cells += ["..."] * (len(worker.lanes) > _SHOWN_LANES)
+                lines.append(f"worker {worker.worker}: {' '.join(cells)}")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "".join(f"{line[:width]}\n" for line in lines)
 

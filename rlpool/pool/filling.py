@@ -146,15 +146,15 @@ class Filler:
         return store, ingest.from_trajectories(tensors, lengths, store.schema)
 
     def _store_for(
-        self, specs: Mapping[str, TensorSpec], what: str, infos: tuple[str, ...] = ()
+        self, specs: Mapping[str, TensorSpec], source: str, infos: tuple[str, ...] = ()
     ) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
         if self.store.has_schema:
-            self.store.schema.check(specs, what)
+            self.store.schema.check(specs, source)
             return self.store
         taken = [key for key in RESULT_KEYS if key in specs]
         if taken:
-            raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
+            raise SpecError(f"{source} have the keys {taken}, which samples use", fix="rename them")
         schema = Schema.from_specs(specs, self._settings.frame_stack)
         return Store(replace(schema, infos=infos), self._settings)
 

@@ -336,13 +336,13 @@ def specs_of(tensors: Tensors, keys: Sequence[str] | None) -> dict[str, TensorSp
     return specs
 
 
-def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> list[str]:
+def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, source: str) -> list[str]:
     """The keys to store, ``None`` for all.
 
     Raises:
         SpecError: If one of them is missing.
     """
-    refuse_missing(what, values, keys or (), "choose other keys, or use another pool")
+    refuse_missing(source, values, keys or (), "choose other keys, or use another pool")
     return list(values if keys is None else keys)
 
 
@@ -386,12 +386,12 @@ def transition_of(
     return values
 
 
-def refuse_taken(state_keys: Collection[str], what: str) -> None:
+def refuse_taken(state_keys: Collection[str], source: str) -> None:
     """Refuse states with keys that a transition uses for something else."""
     own = {ACTION_KEY, REWARD_KEY, DONE_KEY, TERMINATED_KEY, *map(successor_key, state_keys)}
     taken = sorted(own & set(state_keys))
     if taken:
-        raise SpecError(f"{what} has keys that are taken: {taken}", fix="rename them")
+        raise SpecError(f"{source} has keys that are taken: {taken}", fix="rename them")
 
 
 def _named(value: Any, prefix: str, only: str) -> dict[str, NDArray]:
@@ -400,8 +400,8 @@ def _named(value: Any, prefix: str, only: str) -> dict[str, NDArray]:
         return {only: as_array(value)}
     arrays: dict[str, NDArray] = {}
     for key, inner in value.items():
-        whole = join_key(prefix, str(key))
-        arrays.update(_named(inner, whole, whole))
+        full_name = join_key(prefix, str(key))
+        arrays.update(_named(inner, full_name, full_name))
     return arrays
 
 

@@ -17,7 +17,7 @@ from rlpool.data.storage import NDArray, allocate
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import also_takes, check_choice, real_number, whole_number
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import defer_signals
 from rlpool.pool import sampling
 from rlpool.pool.filling import Filler
 from rlpool.pool.ingest import TRANSITION_KEYS, transition_of
@@ -501,10 +501,10 @@ class Pool:
         store = self._store
         if store.tree is None or not given.size:
             return
-        rows, is_there = store.sub_pools.find(given)
-        with InterruptsHeld():
-            store.tree.set(rows[is_there], powers[is_there])
-        largest = float(powers[is_there].max(initial=0.0))
+        rows, present = store.sub_pools.find(given)
+        with defer_signals():
+            store.tree.set(rows[present], powers[present])
+        largest = float(powers[present].max(initial=0.0))
         self._filler.max_priority = max(self._filler.max_priority, largest)
 
     # Saving ----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class EpisodeRunner:
         self._root, self._n_runs, self.closed = root_from(seed), 0, False
         self._batcher: Batcher | None = None
         self._envs = [
-            pickled({f"env[{number}]": env}, env, fix=_HOW_TO_PICKLE, what=f"environment {number}")
+            pickled({f"env[{number}]": env}, env, fix=_HOW_TO_PICKLE, label=f"environment {number}")
             for number, env in enumerate(envs)
         ]
         self._policy = pickled({"policy": policy}, policy, fix=_HOW_TO_PICKLE)
@@ -189,8 +189,8 @@ def _names_in_pool(window: TemporalDictTensor) -> dict[str, str]:
 def _check_environments(envs: Any, processes: int) -> None:
     """Refuse anything but a list of ``processes`` environments."""
     if not isinstance(envs, Sequence) or isinstance(envs, str) or len(envs) != processes:
-        what = f"env should be a list of {processes} environments, got {envs!r:.60}"
-        raise SpecError(what, fix="pass one environment per process (n_workers)")
+        message = f"env should be a list of {processes} environments, got {envs!r:.60}"
+        raise SpecError(message, fix="pass one environment per process (n_workers)")
     for number, env in enumerate(envs):
         fix = "pass an object with reset() and step(), such as gymnasium.make(...) returns"
         check_is_env(f"environment {number} is", env, fix)

@@ -109,21 +109,21 @@ def _draw(store: Store, generator: np.random.Generator, n: int) -> NDArray:
     return store.sub_pools.rows_of(index, numbers)
 
 
-def _steps_from(store: Store, first: NDArray, most: int, what: str) -> tuple[NDArray, NDArray]:
+def _steps_from(store: Store, first: NDArray, most: int, samples: str) -> tuple[NDArray, NDArray]:
     """Steps that follow each other in an episode.
 
     Args:
         store: The store.
         first: Rows of the first ones, int64 ``[n]``.
         most: The most steps to look at; there may be fewer transitions.
-        what: What errors call them.
+        samples: What errors call them.
 
     Returns:
         Rows ``[n, most]``, and how many of each are steps of one episode, at least 1.
     """
     if most > 1:
         missing = TRUNCATED_KEY if store.terminal_known else DONE_KEY
-        _check_known(store.ends_known, what, missing)
+        _check_known(store.ends_known, samples, missing)
     ahead = np.arange(min(most, len(store)))
     rows = store.sub_pools.ahead(first[:, None], ahead)
     # The newest transition is a last one, so this never leaves what is stored.
@@ -152,8 +152,8 @@ def _look_ahead(
     """Add the returns of some steps; gives the rows of the last of these steps."""
     spec = store.schema.columns.get(REWARD_KEY)
     if spec is None or np.prod(spec.shape) != 1:
-        what = f"n_step needs one number per step, {REWARD_KEY!r} is {spec or 'missing'}"
-        raise SpecError(what, fix="store it")
+        message = f"n_step needs one number per step, {REWARD_KEY!r} is {spec or 'missing'}"
+        raise SpecError(message, fix="store it")
     _check_known(store.terminal_known, "n-step returns", DONE_KEY)
     if 0 < store.shortest_cut < n_step:
         _LOG.warning(_TOO_SHORT, n_step, store.shortest_cut)
@@ -185,11 +185,11 @@ def _weights(store: Store, rows: NDArray, beta: float) -> dict[str, NDArray]:
     }
 
 
-def _check_known(is_known: bool, what: str, missing: str) -> None:
+def _check_known(is_known: bool, samples: str, missing: str) -> None:
     """Refuse what would cross from one episode into another, or count what is not there."""
     if not is_known:
         raise SpecError(
-            f"{what} need to know where episodes end, and some trajectories had no {missing!r}",
+            f"{samples} need to know where episodes end, and some trajectories had no {missing!r}",
             fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}",
         )
 

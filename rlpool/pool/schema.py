@@ -111,7 +111,7 @@ class Schema:
             each[key] += f" as {self.n_frames} frames"
         return ", ".join(each.values())
 
-    def check(self, specs: Mapping[str, TensorSpec], what: str) -> None:
+    def check(self, specs: Mapping[str, TensorSpec], source: str) -> None:
         """Refuse transitions with all keys, one of which has another shape.
 
         Raises:
@@ -120,6 +120,6 @@ class Schema:
         for key, spec in self.specs.items():
             if specs[key].shape != spec.shape:
                 raise SpecError(
-                    f"{key!r} of {what} is {specs[key]}, the pool holds {spec}",
+                    f"{key!r} of {source} is {specs[key]}, the pool holds {spec}",
                     fix="use another pool for other transitions",
                 )

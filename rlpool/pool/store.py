@@ -35,7 +35,7 @@ import torch
 
 from rlpool.data.storage import Memory, NDArray, allocate, carve, carved_bytes
 from rlpool.errors import SpecError
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import defer_signals
 from rlpool.machine.limits import check_size
 from rlpool.pool.ingest import NOTHING_CUT, NewRows
 from rlpool.pool.priorities import PriorityTree
@@ -84,7 +84,7 @@ class FreeRows:
         """How many will be or have been in use after taking so many."""
         return self.n_used + max(0, n - self._n_free)
 
-    def take(self, n: int) -> NDArray:
+    def reserve(self, n: int) -> NDArray:
         """Free rows, int32 ``[n]``."""
         n_again = min(n, self._n_free)
         self._n_free -= n_again
@@ -216,7 +216,7 @@ class Store:
         self.ends_known = bool(state["ends_known"])
         self.terminal_known = bool(state["terminal_known"])
         self.has_followers = bool(self._follower.any())
-        numbers, used = self._piece_numbers.take(n_pieces), self.piece[self.sub_pools.rows()]
+        numbers, used = self._piece_numbers.reserve(n_pieces), self.piece[self.sub_pools.rows()]
         self._piece_numbers.give_back(np.setdiff1d(numbers, used))
         if self.tree is not None:
             self.tree.set(slice(0, self.sub_pools.n_rows), self.tree.leaves)
@@ -244,7 +244,7 @@ class Store:
         lasts = np.flatnonzero(new.is_last)
         slices = sub_pool.slices(first, after)
         self._reserve(dict(enumerate(slices)), self._piece_numbers.n_used_with(lasts.size))
-        with InterruptsHeld():
+        with defer_signals():
             try:
                 self._drop(sub_pool, min(start, oldest))
                 before = sub_pool.slices(start - 1, start) if joined and len(sub_pool) else []
@@ -271,7 +271,7 @@ class Store:
             lasts: Which of them end a piece.
             newest: The row that the first one continues, if there is one.
         """
-        pieces = self._piece_numbers.take(len(lasts) - len(newest))
+        pieces = self._piece_numbers.reserve(len(lasts) - len(newest))
         if newest:
             pieces = np.concatenate([self.piece[newest], pieces])
         for key, values in new.finals.items():
@@ -303,9 +303,9 @@ class Store:
 
     def join(self, before: NDArray, after: NDArray) -> None:
         """Let last rows be followed by others, both int64 ``[n]``: see ``SubPools.find``."""
-        rows, is_there = self.sub_pools.find(before)
-        self._follower[rows[is_there]] = after[is_there] + 1
-        self.has_followers |= bool(is_there.any())
+        rows, present = self.sub_pools.find(before)
+        self._follower[rows[present]] = after[present] + 1
+        self.has_followers |= bool(present.any())
 
     def checksums(self, names: NDArray, *, after: bool) -> list[int]:
         """A checksum for each transition of what it starts from, or of what it led to."""
@@ -326,7 +326,7 @@ class Store:
 
     def clear(self) -> None:
         """Drop all transitions; the next ones use the same rows and pieces."""
-        with InterruptsHeld():
+        with defer_signals():
             if self.tree is not None:
                 self.tree.set(slice(0, self.sub_pools.n_rows), 0.0)
             self.sub_pools.numbers[...] = self.sub_pools.numbers[:, 1:2]

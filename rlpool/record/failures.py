@@ -68,16 +68,16 @@ def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
         **episode: ``options`` and ``actions`` of the episode.
     """
     if isinstance(error, WorkerError):  # put together in the process where it happened
-        what, fix, text = error.what, error.fix, error.traceback_text
+        message, fix, text = error.what, error.fix, error.traceback_text
         where = where._replace(worker=error.where.worker)
         episode = episode or {"options": error.options, "actions": error.actions}
         is_spec = isinstance(error, SpecError)
     else:
         cause = error.__cause__ or error
-        what, fix = what_and_fix(f"env.{error.call}", cause)
+        message, fix = message_and_fix(f"env.{error.call}", cause)
         text, is_spec = text_of(cause), isinstance(cause, SpecError)
     kind = EnvSpecError if is_spec else EnvError
-    return kind(what, where=where, fix=fix, traceback_text=text, **episode)
+    return kind(message, where=where, fix=fix, traceback_text=text, **episode)
 
 
 def agent_error(
@@ -91,9 +91,9 @@ def agent_error(
         who: What of the agent was called, for the message.
         **episode: ``options`` and ``actions`` of the episode.
     """
-    what, fix = what_and_fix(who, error)
+    message, fix = message_and_fix(who, error)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
-    return kind(what, where=where, fix=fix, traceback_text=text_of(error), **episode)
+    return kind(message, where=where, fix=fix, traceback_text=text_of(error), **episode)
 
 
 def advise_to_debug(advice: str) -> None:
@@ -152,7 +152,7 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
+def message_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened in one line, and what to do about it."""
     if isinstance(error, SpecError | UsageError):
         return error.what if error.what.startswith(who) else f"{who}: {error.what}", error.fix

@@ -103,8 +103,8 @@ class _Repetition:
             if current is None or (key == REWARD and np.isnan(recorded)):
                 continue
             if not _is_same(current[self._lane], recorded):
-                what = f"{key!r} is {current[self._lane]!s:.40}, it was {recorded!s:.40}"
-                return Reached(self._step, has_ended, what)
+                message = f"{key!r} is {current[self._lane]!s:.40}, it was {recorded!s:.40}"
+                return Reached(self._step, has_ended, message)
         return Reached(self._step, has_ended, "")
 
 
@@ -145,12 +145,12 @@ def take_over(
 
 
 def _refuse_difference(reached: Reached, tape: Tape, where: Where, may_end: bool) -> None:
-    n_steps, has_ended, what = reached
+    n_steps, has_ended, message = reached
     if has_ended and not may_end:
-        what = what or "the episode ended"
-    if what:
+        message = message or "the episode ended"
+    if message:
         raise NotRepeatedError(
-            f"the environment did not repeat an episode: {what}, after "
+            f"the environment did not repeat an episode: {message}, after "
             f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
             "deterministic given its seed",
             where=where._replace(step=max(n_steps - 1, 0)),

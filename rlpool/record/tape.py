@@ -126,8 +126,8 @@ class Tape:
     @property
     def why_lost(self) -> str:
         """Why the episode cannot be repeated, empty if it can."""
-        what = f"the first {self.first_step} actions of this episode were not kept"
-        return what if self.first_step else ""
+        message = f"the first {self.first_step} actions of this episode were not kept"
+        return message if self.first_step else ""
 
     @property
     def columns(self) -> Actions:
@@ -258,13 +258,13 @@ class WindowTapes:
     Attributes:
         tapes: Running lane, numbered across workers, to the tape of its episode. The worker fills
             in the tapes' seeds.
-        given_up: Lane and seed of an episode that begins with the next window and whose reset is
+        failing: Lane and seed of an episode that begins with the next window and whose reset is
             known to fail.
     """
 
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
         self.tapes: dict[int, Tape] = {}
-        self.given_up: set[tuple[int, int]] = set()
+        self.failing: set[tuple[int, int]] = set()
         self._most_bytes = most_bytes // n_lanes
         self._is_enough = True
 
@@ -302,12 +302,12 @@ class WindowTapes:
         if layout.restarts:
             after = {key: arrays.rows[successor_key(key)][:, -1] for key in step.succeeded}
             ends = arrays.rows[successor_key("done")][:n_rows].sum(1)
-        shown = {key: after[key][:n_rows].copy() for key in step.observation if key not in FLAGS}
+        observation = {k: after[k][:n_rows].copy() for k in step.observation if k not in FLAGS}
         state = {key: after[key][:n_rows].copy() for key in step.state}
         row_of = {lane: row for row, lane in enumerate(lanes)}
         starts = np.maximum(0, -arrays.control["steps_before"].reshape(-1)).tolist()
         rows = [row_of[lane] for lane in lanes_left]
-        steps = slot_steps(layout, arrays, rows, shown[REWARD][rows])
+        steps = slot_steps(layout, arrays, rows, observation[REWARD][rows])
         tapes, self.tapes = self.tapes, {}
         for number, (lane, row) in enumerate(zip(lanes_left, rows, strict=True)):
             before = tapes.get(lane) or Tape(options=options_of_lane(lane))
@@ -319,7 +319,7 @@ class WindowTapes:
             if starts[lane] < layout.n_timesteps:  # else its episode begins with the next window
                 chunk = {key: array[number, starts[lane] :] for key, array in steps.items()}
                 tape.add(chunk, self._most_bytes)
-                tape.observation = {key: array[row] for key, array in shown.items()}
+                tape.observation = {key: array[row] for key, array in observation.items()}
                 tape.state = {key: array[row] for key, array in state.items()}
             self.tapes[lane] = tape
 
@@ -343,8 +343,8 @@ def tape_of(trajectories: TemporalDictTensor, row: int, left_out: Collection[str
     most = MOST_BYTES // sum(array[0].nbytes for array in steps.values())
     n_steps = min(int(trajectories.lengths[row]), most)
     chunk = {key: array[:n_steps].copy() for key, array in steps.items()}
-    shown = {k: trajectories[k][row, 0].numpy().copy() for k in steps if not is_action(k)}
-    return Tape(int(trajectories.info["seed"][row]), chunks=[chunk], observation=shown)
+    observation = {k: trajectories[k][row, 0].numpy().copy() for k in steps if not is_action(k)}
+    return Tape(int(trajectories.info["seed"][row]), chunks=[chunk], observation=observation)
 
 
 def action_row(

@@ -136,7 +136,7 @@ class Layout:
         return {key: spec for key, spec in rows.items() if key not in FLAGS}
 
     @cached_property
-    def shown(self) -> list[str]:
+    def keys(self) -> list[str]:
         """Keys of trajectories: what is stored, and what follows from it."""
         if self.restarts:
             return list(self.rows)
@@ -159,7 +159,7 @@ class Layout:
             "length": (self.n_slots,),  # steps in each slot
             "starts": (self.n_slots,),  # 1 where the slot's first step starts an episode
             "dirty": (self.n_slots + 1,),  # rows that may differ from zero
-            "whole": (self.n_slots,),  # 1 where slot i holds all of episode i
+            "complete": (self.n_slots,),  # 1 where slot i holds all of episode i
             "claim": (self.n_workers, self.step.n_lanes),  # what each lane claimed last
             "running": (self.n_workers, self.step.n_lanes),  # episode that runs there, -1 if none
             "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
@@ -209,8 +209,8 @@ class Layout:
             factor = -(-self.n_bytes // max(1, n_free))
             return f"{lower}, by a factor of {factor}"
 
-        what = f"a block of {self.n_slots} slots of {self.n_timesteps} steps"
-        check_size(sizes, advice, what)
+        message = f"a block of {self.n_slots} slots of {self.n_timesteps} steps"
+        check_size(sizes, advice, message)
         return self
 
     @cached_property
@@ -296,7 +296,7 @@ class Block:
         memory: The memory.
 
     Attributes:
-        is_taken: Whether a request uses it.
+        is_reserved: Whether a request uses it.
         is_forked: Whether a fork may hold it, too, in which it would be overwritten.
     """
 
@@ -304,7 +304,7 @@ class Block:
         self.number = number
         self.layout = layout
         self.memory = memory
-        self.is_taken = False
+        self.is_reserved = False
         self.is_forked = False
         self._arrays: Arrays | None = None
         self._bytes: memoryview | None = None
@@ -325,23 +325,23 @@ class Block:
             self._arrays.control = self._control
         return self._arrays
 
-    def take(self) -> None:
+    def reserve(self) -> None:
         """Begin a request's use."""
-        self.is_taken = True
+        self.is_reserved = True
         control = self.arrays.control
-        for name in ("length", "whole", "claim", "over", "cancelled"):
+        for name in ("length", "complete", "claim", "over", "cancelled"):
             control[name][:] = 0
         control["running"][:] = -1
 
     def release(self) -> None:
         """End the request's use: the block is free once the user holds nothing of it."""
         self._arrays = None
-        self.is_taken = False
+        self.is_reserved = False
 
     @property
     def is_free(self) -> bool:
         """Whether no request and no user holds any part of this block."""
-        return not self.is_taken and not self.is_forked and not self.is_held
+        return not self.is_reserved and not self.is_forked and not self.is_held
 
     @property
     def is_held(self) -> bool:
@@ -370,7 +370,7 @@ class BlockPool:
         self._blocks: list[Block] = []
         self._n_made = 0
 
-    def take(self) -> Block:
+    def reserve(self) -> Block:
         """A block that is not in use, its bookkeeping cleared.
 
         Raises:
@@ -378,7 +378,7 @@ class BlockPool:
         """
         for block in self._blocks:
             if block.is_free:
-                block.take()
+                block.reserve()
                 return block
         n_bytes = self.layout.n_bytes
         try:
@@ -389,7 +389,7 @@ class BlockPool:
                 fix="lower n_slots or n_timesteps, or drop results that are no longer needed",
             ) from error
         block = Block(self._n_made, self.layout, memory)
-        block.take()
+        block.reserve()
         self._n_made += 1
         self._blocks.append(block)
         return block
@@ -397,10 +397,10 @@ class BlockPool:
     def forget_surplus(self) -> list[int]:
         """Drop all but a few blocks; returns their numbers, for the workers to unmap."""
         surplus = [block for block in self._blocks if block.is_free][self._MAX_FREE :]
-        surplus += [block for block in self._blocks if block.is_forked and not block.is_taken]
+        surplus += [block for block in self._blocks if block.is_forked and not block.is_reserved]
         kept = [block for block in self._blocks if block not in surplus]
         n_beyond = len(kept) - self._MAX_KNOWN
-        surplus += [block for block in kept if not block.is_taken][: max(0, n_beyond)]
+        surplus += [block for block in kept if not block.is_reserved][: max(0, n_beyond)]
         self._blocks = [block for block in self._blocks if block not in surplus]
         for block in surplus:
             block.memory.close_fd()

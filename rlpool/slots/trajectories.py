@@ -93,8 +93,8 @@ class Slice(NamedTuple):
 def slots_of(arrays: Arrays, slots: slice | NDArray) -> Slice:
     """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
     control = arrays.control
-    whole = Slice(arrays.rows, arrays.finals, control["length"], control["starts"])
-    part = whole.part(slots)
+    all_slots = Slice(arrays.rows, arrays.finals, control["length"], control["starts"])
+    part = all_slots.part(slots)
     if isinstance(slots, slice):  # views: the user may change all that they show
         dirty = control["dirty"][slots]
         np.maximum(dirty, part.lengths.max(initial=0), out=dirty)
@@ -257,7 +257,7 @@ def trajectories_of(
         part: Returns rows and finals, when one of them is looked at.
         info: Functions that compute the per-row information, each ``[B, ...]``.
     """
-    tensors = StepTensors(layout.shown, part)
+    tensors = StepTensors(layout.keys, part)
     if torch.is_inference_mode_enabled():  # what an agent is shown, whose changes are not counted
         rows = tensors.part.rows
         tensors.update((key, torch.from_numpy(rows[key])) for key in layout.finals if key in rows)

@@ -140,7 +140,7 @@ class AgentChecks(Checks):
         for (one, _, first), (other, _, again) in zip(calls[:half], calls[half:], strict=False):
             both = _tensors(_INPUTS, one) | first, _tensors(_INPUTS, other) | again
             found = [*differing("an episode, and the same one after others", *both, fix=fix)]
-            if any("'observation/" in what for _, what, _ in found):
+            if any("'observation/" in message for _, message, _ in found):
                 return  # it is the environment, or a call before
             yield from found
 

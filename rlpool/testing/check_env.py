@@ -69,8 +69,8 @@ class Checks:
     def __init__(self, source: Any, arguments: Any, seed: int, is_instance: bool) -> None:
         fits = not arguments if is_instance else isinstance(arguments, Mapping | None)
         if not fits or not (is_instance or callable(source)):
-            what = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
-            raise SpecError(what, fix="pass a function, with a dict of arguments, or what it makes")
+            text = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
+            raise SpecError(text, fix="pass a function, with a dict of arguments, or what it makes")
         self.maker = getattr(source, "func", source)
         self.name: str = getattr(self.maker, "__qualname__", type(source).__name__)
         self.source = partial(copy.deepcopy, source) if is_instance else source
@@ -91,14 +91,14 @@ class Checks:
                     problem = next(check(), None)
             except (Exception, SystemExit) as reason:
                 is_own = isinstance(reason, RlpoolError)
-                what = str(reason) if is_own else f"{self.name} raised {described(reason)}"
-                errors.append(f"{check.__name__}: {what}")
+                message = str(reason) if is_own else f"{self.name} raised {described(reason)}"
+                errors.append(f"{check.__name__}: {message}")
                 break
             finally:
                 self.close()
             if problem:
-                is_error, what, fix = problem
-                text = compose(f"{check.__name__}: {what}", fix=fix)
+                is_error, message, fix = problem
+                text = compose(f"{check.__name__}: {message}", fix=fix)
                 (errors if is_error else doubts).append(text)
         if errors:
             raise self.refusal("\n".join([f"{self.name}: {len(errors)} errors", *errors, *doubts]))
@@ -232,9 +232,9 @@ class EnvChecks(Checks):
         for place, _, returned in self.steps:
             if self.space is None or returned is None or self.space.contains(returned[0]):
                 continue
-            what = f"{place}: the observation is {returned[0]!r:.99}, not in {self.space}"
+            message = f"{place}: the observation is {returned[0]!r:.99}, not in {self.space}"
             fix = "return what the space declares, or declare what is returned"
-            yield isinstance(self.space, _CHOICES), what, fix
+            yield isinstance(self.space, _CHOICES), message, fix
 
     def values_are_finite(self) -> Problems:
         """No NaN in observations and rewards, no infinite ones."""

@@ -380,8 +380,8 @@ def summed_backwards(terms: Tensor, factor: Tensor) -> Tensor:
 def check_reward(reward: object) -> None:
     """Refuse rewards that are not float32 or float64 ``[..., T]``."""
     if not isinstance(reward, Tensor) or reward.dtype not in _DTYPES or not reward.ndim:
-        what = f"reward is {kind(reward)}, not float32 or float64 [..., T]"
-        raise SpecError(what, fix="pass tensors such as window['_reward'], converted by float()")
+        message = f"reward is {kind(reward)}, not float32 or float64 [..., T]"
+        raise SpecError(message, fix="pass tensors such as window['_reward'], converted by float()")
 
 
 def _check_like(name: str, tensor: Any, reward: Tensor, dtype: torch.dtype) -> None:
@@ -389,22 +389,22 @@ def _check_like(name: str, tensor: Any, reward: Tensor, dtype: torch.dtype) -> N
     is_like = isinstance(tensor, Tensor) and tensor.shape == reward.shape
     if not is_like or tensor.dtype != dtype or tensor.device != reward.device:
         wanted = f"{str(dtype).removeprefix('torch.')} {list(reward.shape)} on {reward.device}"
-        what = f"{name} is {kind(tensor)}, it should be {wanted}"
-        raise SpecError(what, fix="give one element per step, like reward")
+        message = f"{name} is {kind(tensor)}, it should be {wanted}"
+        raise SpecError(message, fix="give one element per step, like reward")
 
 
 def _ends_of_rows(lengths: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
     """Where padding is, and the last steps of rows: bool ``[..., T]``."""
     is_int = isinstance(lengths, Tensor) and lengths.dtype == torch.int64
     if not is_int or lengths.shape != reward.shape[:-1]:
-        what = f"lengths is {kind(lengths)}, reward is {kind(reward)}"
-        raise SpecError(what, fix=f"give an int64 {list(reward.shape[:-1])}")
+        message = f"lengths is {kind(lengths)}, reward is {kind(reward)}"
+        raise SpecError(message, fix=f"give an int64 {list(reward.shape[:-1])}")
     n_timesteps = reward.shape[-1]
     if lengths.device.type == "cpu" and lengths.numel():  # reading others would wait for a device
         low, high = map(int, lengths.aminmax())
         if low < 0 or high > n_timesteps:
-            what = f"lengths go from {low} to {high}, rows have {n_timesteps} steps"
-            raise SpecError(what, fix="pass the number of valid (unpadded) steps per row")
+            message = f"lengths go from {low} to {high}, rows have {n_timesteps} steps"
+            raise SpecError(message, fix="pass the number of valid (unpadded) steps per row")
     step = torch.arange(n_timesteps, device=reward.device)
     last = lengths.to(reward.device).unsqueeze(-1) - 1
     return step > last, step == last

@@ -160,8 +160,8 @@ class EpisodeStatistics:
             lanes = window.info[name].cpu().numpy()
             is_right = lanes.shape == (n_rows,) and lanes.dtype.kind in "iu"
             if not is_right or lanes.min(initial=0) < 0 or len(np.unique(lanes)) < n_rows:
-                what = f"info[{name!r}] is {kind(window.info[name])}, not a lane for each row"
-                raise SpecError(what, fix="keep what the Batcher's window has there")
+                message = f"info[{name!r}] is {kind(window.info[name])}, not a lane for each row"
+                raise SpecError(message, fix="keep what the Batcher's window has there")
             n_lanes = int(lanes.max(initial=-1)) + 1
         n_more = max(0, n_lanes - self._running.shape[1])
         self._running = np.pad(self._running, [(0, 0), (0, n_more)])
@@ -186,8 +186,8 @@ def numbers_of(trajectories: TemporalDictTensor, key: str) -> Tensor:
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[..., 0]
     if values.ndim != 2:
-        what = f"{key!r} has shape {list(values.shape)}, not one number per step: [B, T]"
-        raise SpecError(what, fix="name a key with one number per step")
+        message = f"{key!r} has shape {list(values.shape)}, not one number per step: [B, T]"
+        raise SpecError(message, fix="name a key with one number per step")
     return values
 
 

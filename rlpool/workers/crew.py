@@ -35,7 +35,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
 )
 from rlpool.machine.imports import missing_guard_error
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import defer_signals
 from rlpool.machine.own_state import torch_settings
 from rlpool.machine.platform import n_oom_kills, process_activity
 from rlpool.observe.control import Control, State, Word
@@ -129,19 +129,19 @@ class Link:
 class Client(Protocol):
     """Gives the workers something to do."""
 
-    def take(self, worker: int, message: Message) -> None:
+    def on_message(self, worker: int, message: Message) -> None:
         """Handle a message from a worker, the first of which is ``Ready``.
 
         Then it is sent all outstanding work, whether or not it is a successor.
         """
 
-    def lost(self, worker: int, failure: WorkerError | None, gives_up: bool) -> bool:
+    def lost(self, worker: int, failure: WorkerError | None, abandons: bool) -> bool:
         """Take back what a worker had begun that is gone and will be replaced.
 
         Args:
             worker: The worker.
             failure: Why it ended, if it failed.
-            gives_up: Whether the episode of ``failure.where`` should not be run again.
+            abandons: Whether the episode of ``failure.where`` should not be run again.
 
         Returns:
             Whether that episode was given up: it is truncated, or its failure is reported.
@@ -278,11 +278,11 @@ class Crew:
                 except OSError as error:
                     n, n_all = link.worker, self.n_workers
                     if self.restarts.has_started:
-                        what = f"worker {n} could not be started again: {error}"
-                        self._restart(link, WorkerDiedError(what, exitcode=None, fix=_LIMITED))
+                        message = f"worker {n} could not be started again: {error}"
+                        self._restart(link, WorkerDiedError(message, exitcode=None, fix=_LIMITED))
                     else:
-                        what = f"{n} of {n_all} workers could be started: {error}"
-                        self.fail(WorkerStartupError(what, fix=_LIMITED))
+                        message = f"{n} of {n_all} workers could be started: {error}"
+                        self.fail(WorkerStartupError(message, fix=_LIMITED))
 
     def _set_state(self, link: Link, state: State, seconds: float = math.inf) -> None:
         """Change a worker's state, for some time if it is down or leaving."""
@@ -359,15 +359,15 @@ class Crew:
     def _restart(self, link: Link, failure: WorkerError) -> None:
         """Let a worker that failed start again when it is due."""
         where = f" ({failure.where})" if str(failure.where) else ""
-        gives_up = self.restarts.gives_up(failure)
-        is_given_up = self._client.lost(link.worker, failure, gives_up)
+        abandons = self.restarts.abandons(failure)
+        is_abandoned = self._client.lost(link.worker, failure, abandons)
         try:
-            delay_s, what = self.restarts.judge(link.worker, failure, is_given_up)
+            delay_s, message = self.restarts.judge(link.worker, failure, is_abandoned)
         except WorkerDiedError as error:
             self.fatal = error
             return
         self._set_state(link, State.DOWN, delay_s)
-        _LOG.warning("%s%s: %s", failure.what, where, what)
+        _LOG.warning("%s%s: %s", failure.what, where, message)
 
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:
         name, fix = signal_name(exitcode), _CRASHED
@@ -383,8 +383,8 @@ class Crew:
 
     def abort(self) -> None:
         """End all workers at once; none is replaced, and ``close`` does not wait."""
-        what = "the workers were ended after an interruption"
-        self.fail(WorkerDiedError(what, exitcode=None, fix="make a new one"))
+        message = "the workers were ended after an interruption"
+        self.fail(WorkerDiedError(message, exitcode=None, fix="make a new one"))
         for worker in range(self.n_workers):
             self.kill(worker)
 
@@ -414,7 +414,7 @@ class Crew:
                 if memory is None:
                     pipe.send(message)
                 else:
-                    with InterruptsHeld():  # the descriptor that is sent must not leak
+                    with defer_signals():  # the descriptor that is sent must not leak
                         pipe.send(message, memory)
             except ConnectionError:
                 return  # the worker's death is noticed elsewhere
@@ -484,7 +484,7 @@ class Crew:
     def _deliver_from(self, link: Link) -> None:
         """Handle a worker's messages, its last words before its death."""
         if link.pipe is not None and link.pipe.events & select.POLLOUT:
-            with InterruptsHeld(), suppress(ConnectionError):  # a death is handled below
+            with defer_signals(), suppress(ConnectionError):  # a death is handled below
                 link.pipe.flush()
             if self._epoll is not None:
                 self._epoll.modify(link.pipe, link.pipe.events)
@@ -500,9 +500,9 @@ class Crew:
             if message is None:
                 self._bury(link, link.pipe, link.process)
                 return
-            self._take(link, message)
+            self._on_message(link, message)
 
-    def _take(self, link: Link, message: Message) -> None:
+    def _on_message(self, link: Link, message: Message) -> None:
         if isinstance(message, Logged | Dropped):
             self._logs.add(link.worker, message)
         elif isinstance(message, Retiring):
@@ -514,7 +514,7 @@ class Crew:
         else:
             if isinstance(message, Ready):
                 self._set_state(link, State.UP)
-            self._client.take(link.worker, message)
+            self._client.on_message(link.worker, message)
 
     # Looking at workers -------------------------------------------------------------------------
 

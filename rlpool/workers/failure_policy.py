@@ -88,7 +88,7 @@ class FailurePolicy:
             return self.restarts_on_env_errors
         return self.on_worker_failure == "restart"
 
-    def gives_up(self, failure: WorkerError, n_failures: int) -> bool:
+    def abandons(self, failure: WorkerError, n_failures: int) -> bool:
         """Whether an episode that failed so often is not run again."""
         if self.truncates and failure.can_be_repeated:
             return True
@@ -150,7 +150,7 @@ class Restarts:
         # Episode to the step at which it failed last, and how often in a row it did there.
         self._failed: dict[Any, tuple[int | None, int]] = {}
 
-    def gives_up(self, failure: WorkerError) -> bool:
+    def abandons(self, failure: WorkerError) -> bool:
         """Count a failure; returns whether its episode should not be run again.
 
         Failures at different steps are no fault of the episode.
@@ -161,22 +161,22 @@ class Restarts:
         self._failed[episode] = step, n
         if len(self._failed) > _LONGEST_HISTORY:
             del self._failed[next(iter(self._failed))]
-        return self._policy.gives_up(failure, n)
+        return self._policy.abandons(failure, n)
 
     def forget(self, lane: int, seed: int) -> None:
         """Count anew in the episode of a lane, which begins."""
         self._failed.pop((None, lane, seed), None)
 
     def judge(
-        self, worker: int, failure: WorkerError, is_given_up: bool = False
+        self, worker: int, failure: WorkerError, is_abandoned: bool = False
     ) -> tuple[float, str]:
         """Decide what follows from a failure.
 
         Args:
             worker: Which worker failed.
             failure: Why.
-            is_given_up: Whether its episode is not run again: then its failures, which
-                ``gives_up`` has counted, will not come again and do not count.
+            is_abandoned: Whether its episode is not run again: then its failures, which
+                ``abandons`` has counted, will not come again and do not count.
 
         Returns:
             How long to wait before the worker starts again, and words for the log.
@@ -184,7 +184,7 @@ class Restarts:
         Raises:
             WorkerDiedError: If it does not; its ``history`` has all failures.
         """
-        if is_given_up:
+        if is_abandoned:
             _, n = self._failed.pop(_episode_of(failure))
             self.n_restarts = max(0, self.n_restarts - n + 1)
             self._n_in_a_row[worker] = 0
@@ -214,9 +214,9 @@ class Restarts:
         n = self.n_restarts
         after = "" if not n else f" after {n} restart{'s' * (n > 1)} in all"
         fix = failure.fix or "look at the failures in this error's .history"
-        what = f"{failure.what}{after}, and is not started again: {why}"
+        message = f"{failure.what}{after}, and is not started again: {why}"
         given = {"exitcode": None, **failure._constructor_arguments()}
-        changes = {"what": what, "fix": fix + advice, "history": tuple(self._history)}
+        changes = {"what": message, "fix": fix + advice, "history": tuple(self._history)}
         return WorkerDiedError(**{**given, **changes})
 
 

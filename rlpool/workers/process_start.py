@@ -30,7 +30,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from rlpool.errors import SpecError
-from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
+from rlpool.machine.interrupts import blocked_interrupts, defer_signals
 from rlpool.machine.platform import at_fork, kill_when_closed
 from rlpool.workers.logs import current_levels
 from rlpool.workers.template_handle import Template, UnsafeError
@@ -85,7 +85,7 @@ def prepare(start_method: str) -> None:
     Args:
         start_method: ``"auto"`` or ``"spawn"``.
     """
-    with InterruptsHeld():
+    with defer_signals():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         resource_tracker.getfd()  # which unblocks signals when it starts its process
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -144,7 +144,7 @@ def starting_processes() -> Iterator[None]:
     """
     main_module = vars(sys.modules["__main__"])
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    with InterruptsHeld(), _one_at_a_time, blocked_interrupts():
+    with defer_signals(), _one_at_a_time, blocked_interrupts():
         method: Any = multiprocessing.get_start_method(allow_none=True)  # None, whatever its type
         daemon = {"daemon": config.pop("daemon")} if "daemon" in config else {}
         path = main_module.get("__file__")

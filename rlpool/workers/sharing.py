@@ -28,7 +28,7 @@ import torch
 import torch.multiprocessing.reductions
 
 from rlpool.errors import SpecError, WorkerStartupError
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import defer_signals
 from rlpool.machine.pickling import why_not
 from rlpool.machine.platform import file_of
 from rlpool.workers.template_handle import UnsafeError
@@ -117,7 +117,7 @@ class Parcel(NamedTuple):
 
 
 def pickled(
-    parts: Mapping[str, Any], value: Any, *, fix: str, what: str = "", copies: bool = False
+    parts: Mapping[str, Any], value: Any, *, fix: str, label: str = "", copies: bool = False
 ) -> Parcel:
     """The pickle of an object for workers, and what they share with this process.
 
@@ -125,20 +125,20 @@ def pickled(
         parts: What the object consists of, by the names that its user knows.
         value: The object.
         fix: What to do about a part that cannot be pickled.
-        what: What an error calls the part, if that is not its name.
+        label: What an error calls the part, if that is not its name.
         copies: Whether tensors in shared memory are copied.
 
     Raises:
         WorkerStartupError: Naming the part, the path in it and the type of what cannot be pickled.
     """
     dumps = functools.partial(_dumped, copies=copies)
-    with InterruptsHeld():  # what a handler raises is not an error of the object
+    with defer_signals():  # what a handler raises is not an error of the object
         try:
             pickler = dumps(value)
         except Exception as error:
-            told = why_not(parts, error, what=what, dumps=dumps)
+            message = why_not(parts, error, label=label, dumps=dumps)
             fix = _HOW_TO_SPAWN if isinstance(error, ForkOnlyError) else fix
-            raise WorkerStartupError(told, fix=fix) from error
+            raise WorkerStartupError(message, fix=fix) from error
     if not pickler.is_for_spawned:
         return Parcel(pickler.data, Shared(value))
     text = "workers are spawned: only so can they inherit what %s share"

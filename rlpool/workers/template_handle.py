@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import spawn, util
 from typing import Any
 
-from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
+from rlpool.machine.interrupts import blocked_interrupts, defer_signals
 from rlpool.machine.platform import file_of, inherited
 from rlpool.workers.template import BOOT, MAX_MESSAGE_BYTES
 
@@ -100,7 +100,7 @@ class Template:
 
     def is_up(self) -> bool:
         """Whether it runs, even if it no longer fits; reaps one that has died."""
-        with InterruptsHeld():  # Popen would keep its lock for ever
+        with defer_signals():  # Popen would keep its lock for ever
             return self._process is not None and self._process.poll() is None
 
     def add_modules(self, modules: Sequence[str]) -> None:
@@ -215,7 +215,7 @@ class Template:
     def _start_process(self) -> None:
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         about: dict[str, Any] = {"path": _search_path(), "argv": list(map(str, sys.argv))}
-        with InterruptsHeld(), blocked_interrupts():
+        with defer_signals(), blocked_interrupts():
             try:
                 self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with there:
@@ -232,7 +232,7 @@ class Template:
         if not poller.poll(timeout_s * 1000):
             raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
         words = b""
-        with InterruptsHeld(), suppress(OSError):
+        with defer_signals(), suppress(OSError):
             words = self._socket.recv(MAX_MESSAGE_BYTES)
         if not words:
             self.end()
@@ -241,7 +241,7 @@ class Template:
 
     def end(self) -> None:
         """End the process, if there is one. May be repeated."""
-        with InterruptsHeld():
+        with defer_signals():
             if self._process is not None:
                 self._socket.close()
                 with suppress(PermissionError):  # it ends by itself: nobody talks to it any more

@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import defer_signals
 from rlpool.machine.platform import HAS_ORDERED_STORES
 from rlpool.workers.wire import Inherited
 
@@ -54,7 +54,7 @@ class Wake:
     fd = -1
 
     def __init__(self, fd: int | None = None) -> None:
-        with InterruptsHeld():  # else the descriptor might stay open
+        with defer_signals():  # else the descriptor might stay open
             self.fd = os.eventfd(0, os.EFD_CLOEXEC) if fd is None else fd
         self._asleep: Any = [1]  # until it is shared, the other process has to assume it
         self._look_until_s = 0.0

@@ -32,7 +32,7 @@ from rlpool.machine.platform import (
     set_title,
 )
 from rlpool.observe.control import WorkerRecord, worker_record
-from rlpool.record.failures import text_of, what_and_fix
+from rlpool.record.failures import message_and_fix, text_of
 from rlpool.seeding import worker_seed
 from rlpool.workers.failure_policy import FailurePolicy, Recycling
 from rlpool.workers.logs import Levels, PipeHandler, connect
@@ -137,7 +137,7 @@ def stacks_of(process: SpawnProcess | None) -> str:
         return ""
 
 
-def settle_in(place: Place, control_fd: int) -> WorkerRecord:
+def become_worker(place: Place, control_fd: int) -> WorkerRecord:
     """Make this process a worker: signals, the parent's end, threads, seeds.
 
     Args:
@@ -161,12 +161,12 @@ def settle_in(place: Place, control_fd: int) -> WorkerRecord:
     return record
 
 
-def called(where: Where, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def called(where: Where, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a user's function that makes something, such as an environment.
 
     Args:
         where: Where the worker is.
-        what: What the error message calls the function.
+        name: What the error message calls the function.
         function: The function.
         *arguments: Its arguments.
 
@@ -178,23 +178,23 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
     except BaseException as error:
         if isinstance(error, (*ctrl_c(), WorkerStartupError)):
             raise
-        told, fix = what_and_fix(what, error)
+        message, fix = message_and_fix(name, error)
         text = text_of(error)
-        raise WorkerStartupError(told, where=where, fix=fix, traceback_text=text) from error
+        raise WorkerStartupError(message, where=where, fix=fix, traceback_text=text) from error
 
 
-def load(place: Place, what: str, functions: bytes) -> Any:
+def load(place: Place, name: str, functions: bytes) -> Any:
     """Load the user's functions in a worker process.
 
     Args:
         place: Which worker it is.
-        what: What the error message calls them.
+        name: What the error message calls them.
         functions: Their pickle.
 
     Raises:
         WorkerStartupError: If that fails.
     """
-    loaded = called(Where(worker=place.worker), f"loading {what}", pickle.loads, functions)
+    loaded = called(Where(worker=place.worker), f"loading {name}", pickle.loads, functions)
     # Only now: modules that were imported for them may have changed settings or seeded generators.
     use_settings(place.settings)
     seed_generators(place.seed)
@@ -279,7 +279,7 @@ def run(
         place: Which worker it is.
         control_fd: Descriptor of the shared record; closed here.
     """
-    server = make_server(settle_in(place, control_fd))
+    server = make_server(become_worker(place, control_fd))
     install_fast_checks()
     begin_main_module()
     try:
@@ -291,9 +291,9 @@ def run(
         pass  # the caller is gone or has closed its end: there is nobody left to tell
     except Exception as error:  # such as no descriptor left, or no memory to map a block
         with suppress(OSError):
-            what, text = f"the worker failed with {described(error)}", text_of(error)
+            message, text = f"the worker failed with {described(error)}", text_of(error)
             where = Where(worker=place.worker)
-            server.report_failure(WorkerError(what, where=where, traceback_text=text))
+            server.report_failure(WorkerError(message, where=where, traceback_text=text))
     finally:
         server.close()
         vars(server).clear()  # frees environments and agent, whatever refers back to the server

@@ -69,10 +69,10 @@ def test_the_budget_counts_the_restarts_of_all_workers() -> None:
 def test_failures_of_an_episode_that_is_given_up_do_not_count() -> None:
     restarts = started(1, 1)
     for _ in range(5):
-        assert not restarts.gives_up(death())
+        assert not restarts.abandons(death())
         restarts.judge(0, death())
-        assert restarts.gives_up(death())
-        restarts.judge(0, death(), is_given_up=True)
+        assert restarts.abandons(death())
+        restarts.judge(0, death(), is_abandoned=True)
         assert restarts.n_restarts == 0
 
 
@@ -81,7 +81,7 @@ def test_an_episode_is_given_up_where_it_fails_at_the_same_step_in_a_row() -> No
     at = [HANG.reworded(where=Where(worker=0, row=2, step=step, seed=9)) for step in range(3)]
     other = HANG.reworded(where=Where(worker=0, row=3, step=0, seed=8))
     failures = [at[0], at[1], at[0], other, at[2], at[2]]
-    assert [restarts.gives_up(failure) for failure in failures] == [False] * 5 + [True]
+    assert [restarts.abandons(failure) for failure in failures] == [False] * 5 + [True]
 
 
 def test_a_failure_that_is_no_death_keeps_its_traceback() -> None:

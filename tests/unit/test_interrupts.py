@@ -13,8 +13,8 @@ import pytest
 
 from rlpool import SpecError, UsageError
 from rlpool.machine import interrupts
-from rlpool.machine.calls import CrashOnly, whole
-from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.calls import CrashOnly, crash_only
+from rlpool.machine.interrupts import defer_signals
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -44,7 +44,7 @@ def test_handlers_run_at_the_end_of_the_section_and_may_raise(handled: list[int]
     seen_within = [0]
 
     def interrupted() -> None:
-        with InterruptsHeld():
+        with defer_signals():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
                 signal.raise_signal(number)
             seen_within[:] = handled
@@ -57,8 +57,8 @@ def test_handlers_run_at_the_end_of_the_section_and_may_raise(handled: list[int]
 
 def test_the_outermost_section_counts_and_restores_the_handlers(handled: list[int]) -> None:
     before = [signal.getsignal(number) for number in NUMBERS]
-    with suppress(Interrupt), InterruptsHeld():
-        with InterruptsHeld():
+    with suppress(Interrupt), defer_signals():
+        with defer_signals():
             signal.raise_signal(signal.SIGINT)
         assert handled == []
         raise Interrupt
@@ -70,21 +70,21 @@ def test_a_section_that_is_stuck_may_be_interrupted(
     handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interrupts, "_PATIENCE_S", 0.0)
-    with suppress(Interrupt), InterruptsHeld():
+    with suppress(Interrupt), defer_signals():
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("not interrupted")
 
 
 def test_other_threads_are_left_alone() -> None:
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(InterruptsHeld().__enter__).result()
+        pool.submit(defer_signals().__enter__).result()
 
 
 # Calls ----------------------------------------------------------------------------------------
 
 
 class Owner(CrashOnly):
-    @whole
+    @crash_only
     def run(self, do: Callable[[], Any] = lambda: 3) -> Any:
         return do()
 

@@ -94,7 +94,7 @@ def test_of_several_parts_the_one_that_fails_is_named() -> None:
     with pytest.raises(WorkerStartupError, match=r"^create_agent .*: create_agent\.<closure 'm"):
         pickled(parts, tuple(parts.values()), fix="")
     with pytest.raises(WorkerStartupError, match=r"environment 3 cannot .*: env\[3\].lock is a"):
-        pickled({"env[3]": Holder(threading.Lock())}, [Refusing()], fix="", what="environment 3")
+        pickled({"env[3]": Holder(threading.Lock())}, [Refusing()], fix="", label="environment 3")
     words = why_not({"a": 1, "b": 2}, TypeError("it was\nthe weather"))
     assert words.endswith("it was the weather")
 

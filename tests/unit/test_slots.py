@@ -20,7 +20,7 @@ LAYOUT = Layout(StepSpecs(3, False, {"frame": NUMBER}, {"action": NUMBER}, {}), 
 @pytest.mark.promise("I5")
 def test_few_blocks_and_descriptors_are_kept_whatever_the_user_keeps() -> None:
     blocks = BlockPool(LAYOUT, Memory.local)
-    in_flight = [blocks.take() for _ in range(20)]
+    in_flight = [blocks.reserve() for _ in range(20)]
     assert blocks.forget_surplus() == []
     kept = []
     for block in in_flight[:18]:
@@ -32,7 +32,7 @@ def test_few_blocks_and_descriptors_are_kept_whatever_the_user_keeps() -> None:
     kept.clear()
     gc.collect()
     assert len(blocks.forget_surplus()) == 14 - 2
-    assert blocks.take() in in_flight
+    assert blocks.reserve() in in_flight
 
 
 def test_a_system_without_memory_is_an_error_that_says_what_to_lower() -> None:
@@ -40,4 +40,4 @@ def test_a_system_without_memory_is_an_error_that_says_what_to_lower() -> None:
         raise OSError("Cannot allocate memory")
 
     with pytest.raises(SpecError, match="lower n_slots or n_timesteps"):
-        BlockPool(LAYOUT, allocate).take()
+        BlockPool(LAYOUT, allocate).reserve()
