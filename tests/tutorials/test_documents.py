@@ -83,10 +83,7 @@ def without_handlers() -> Iterator[None]:
             logging.root.setLevel(level)
 
 
-SLOW = {"docs/episodes.md-1"}  # its workers are spawned
-
-
-@pytest.mark.parametrize("name", variants(sorted({*PROGRAMS} - SLOW), PROGRAMS))
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with without_handlers():
         run_source(PROGRAMS[name], program_folder)
