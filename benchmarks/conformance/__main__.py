@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,26 +40,38 @@ def environment(library: str, python: str, cache: Path | None) -> str:
     return str(own)
 
 
-def run(python: str, library: str, names: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Cells of checks that share a process, or several where one hangs or ends it."""
+def describe(python: str, library: str) -> dict[str, Any]:
+    """What an adapter says of itself; ``start_s`` includes the time that its import takes here."""
+    started = time.monotonic()
+    command = [python, "-m", "benchmarks.conformance.cell", library, "/dev/stdout"]
+    found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    about = json.loads(found.stdout.splitlines()[-1])
+    return about | {"start_s": about["start_s"] + time.monotonic() - started}
+
+
+def run(python: str, library: str, names: list[str], about: dict[str, Any]) -> tuple[dict, str]:
+    """Cells of checks that share a process, or several where one hangs or ends it, and a log."""
     cells: dict[str, Any] = {}
+    lacks, intended, log = about["lacks"], about["intended"], ""
+    for name in names:
+        if reasons := [lacks[need] for need in CHECKS[name].needs if need in lacks]:
+            cells[name] = {"status": "grey", "message": reasons[0], "seconds": 0.0}
     while left := [name for name in names if name not in cells]:
-        watched = Watched(python, library, left)
+        watched = Watched(python, library, left, about["start_s"])
         cells |= watched.run()
-    about, log = watched.about, watched.log.read_text(encoding="utf-8", errors="replace")
+        log = watched.log.read_text(encoding="utf-8", errors="replace")
     for name, cell in cells.items():
-        if cell["status"] == "red" and name in about.get("intended", {}):
-            cell |= {"status": "intended", "reason": about["intended"][name]}
-    return cells, about, log
+        if cell["status"] == "red" and name in intended:
+            cell |= {"status": "intended", "reason": intended[name]}
+    return cells, log
 
 
 def show(library: str, name: str, python: str) -> int:
     """One cell: the property, what was expected and what came, in at most twenty lines."""
-    cells, _, log = run(python, library, [name])
+    cells, log = run(python, library, [name], describe(python, library))
     cell = cells[name]
     print(f"{library}, {name}: {cell['status']}, {cell['seconds']:.1f} s")
-    print(CHECKS[name], f"({CHECKS[name].thread})")
-    print(cell["message"][:1500])
+    print(f"{CHECKS[name]} ({CHECKS[name].thread})\n{cell['message'][:1500]}")
     print("\n".join(line[:200] for line in log.splitlines()[-14:]))
     return int(cell["status"] == "red")
 
@@ -85,13 +98,15 @@ def main() -> int:
 
     def work(task: tuple[str, list[str]]) -> None:
         library, checks = task
-        cells, adapter, _ = run(pythons[library], library, checks)
-        results[library]["version"] = adapter.get("version", "?")
+        cells, _ = run(pythons[library], library, checks, adapters[library])
+        results[library]["version"] = adapters[library]["version"]
         results[library]["cells"] |= cells
         for name, cell in cells.items():
             print(f"{library:20} {name:58} {cell['status']:8} {cell['seconds']:6.1f} s", flush=True)
 
     with ThreadPoolExecutor(2) as pool:
+        found = pool.map(describe, pythons.values(), libraries)
+        adapters = dict(zip(libraries, found, strict=True))
         list(pool.map(work, [(each, task) for each in libraries for task in tasks]))
     if not arguments.check:
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")

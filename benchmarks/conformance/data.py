@@ -21,6 +21,11 @@ def alternating(observation: np.ndarray) -> np.ndarray:
     return observation[:, STEP].astype(np.int64) % 2
 
 
+def last_row(observation: np.ndarray) -> np.ndarray:
+    """Action 1 for the last of the environments that a process acts for, 0 for the others."""
+    return (np.arange(len(observation)) == len(observation) - 1).astype(np.int64)
+
+
 def leaning(observation: np.ndarray) -> np.ndarray:
     """CartPole's balance, for some dozens of steps."""
     return (observation[:, 2] > 0).astype(np.int64)

@@ -19,6 +19,9 @@ NUMBERED = "conformance/Numbered-v0"
 TAG, LENGTH, STEP = 0, 1, 2  # what the first three numbers of an observation are
 FLAGS = ("terminated", "truncated")
 SHORT, LONG = 2, 40  # lengths of episodes that differ much
+SCRIPT = {"lengths": (3, 5), "ends": "truncated", "dtype": "float32", "shape": (3,), "base": 0.0}
+SCRIPT |= {"reuse": False, "global_random": False, "slow_s": 0.0, "helper": False, "forks": False}
+SCRIPT |= {"fault": "", "where": "step", "after": 0, "once": "", "log": ""}
 
 
 class Unpicklable(Exception):
@@ -35,6 +38,8 @@ class Numbered(gym.Env):
     decides about the rest of the episode. Steps are counted from 0. The reward of a step is its
     number, from 1, plus 1,000 times the action, plus ``base``.
 
+    Its keyword arguments, with the defaults of ``SCRIPT``:
+
     Args:
         lengths: Of episodes, all equally likely.
         ends: With the flag "terminated" or "truncated".
@@ -47,44 +52,29 @@ class Numbered(gym.Env):
         fault: What goes wrong: a key of ``FAULTS``.
         where: In "init", "reset" or "step".
         after: How many steps of this environment go well before.
-        once: Only the environment that creates this file fails.
+        once: Only a step with action 1 fails, and only that of the environment that creates this
+            file.
         log: A file for a line per first step of an episode, with the tag and the process, and one
             per ``close``.
         helper: Start a process that ``close`` ends.
         forks: Compute each reset in a process of ``multiprocessing``.
     """
 
-    def __init__(
-        self,
-        lengths: tuple[int, ...] = (3, 5),
-        ends: str = "truncated",
-        dtype: str = "float32",
-        shape: tuple[int, ...] = (3,),
-        base: float = 0.0,
-        reuse: bool = False,
-        global_random: bool = False,
-        slow_s: float = 0.0,
-        fault: str = "",
-        where: str = "step",
-        after: int = 0,
-        once: str = "",
-        log: str = "",
-        helper: bool = False,
-        forks: bool = False,
-    ) -> None:
-        self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
-        kind = np.dtype(dtype).kind
-        low, high = (-np.inf, np.inf) if kind == "f" else (0, np.iinfo(dtype).max)
-        self.observation_space = gym.spaces.Box(low, high, shape, np.dtype(dtype))
+    def __init__(self, **script: Any) -> None:
+        assert script.keys() <= SCRIPT.keys(), script
+        self.__dict__.update(SCRIPT | script)
+        dtype, shape = np.dtype(self.dtype), self.shape
+        low, high = (-np.inf, np.inf) if dtype.kind == "f" else (0, np.iinfo(dtype).max)
+        self.observation_space = gym.spaces.Box(low, high, shape, dtype)
         self.action_space = gym.spaces.Discrete(2)
         self.steps_taken = 0
         self._observation, self._info = np.zeros(shape, dtype), {}
-        self.helper = subprocess.Popen(["sleep", "600"]) if helper else None
-        self._strike("init")
+        self.process = subprocess.Popen(["sleep", "600"]) if self.helper else None
+        self._strike("init", 1)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
-        self._strike("reset")
+        self._strike("reset", 1)
         if self.forks:
             process = multiprocessing.Process(target=time.sleep, args=(0,))
             process.start()
@@ -100,16 +90,16 @@ class Numbered(gym.Env):
         if self.slow_s and is_slow(self.tag):
             time.sleep(self.slow_s)
         if self.steps_taken >= self.after:
-            self._strike("step")
+            self._strike("step", int(action))
         self.step_number, self.steps_taken = self.step_number + 1, self.steps_taken + 1
         reward = self.step_number + 1000.0 * int(action) + self.base
         flags = [self.step_number >= self.length and self.ends == flag for flag in FLAGS]
         return self._observe(), reward, *flags, self._inform()
 
     def close(self) -> None:
-        if self.helper is not None:
-            self.helper.kill()
-            self.helper.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
         if self.log:
             _append(self.log, "close")
 
@@ -122,11 +112,12 @@ class Numbered(gym.Env):
     def _inform(self) -> dict[str, int]:
         info = self._info if self.reuse else {}
         info.clear()
-        info["step"] = self.step_number
+        info["step"] = np.int64(self.step_number)
         return info
 
-    def _strike(self, where: str) -> None:
-        if self.fault and where == self.where and (not self.once or _creates(self.once)):
+    def _strike(self, where: str, action: int) -> None:
+        strikes = self.fault and where == self.where
+        if strikes and (not self.once or (action == 1 and _creates(self.once))):
             FAULTS[self.fault]()
 
 

@@ -6,6 +6,7 @@ results and repairs nothing: if the library lacks the final observation, so does
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
@@ -17,6 +18,12 @@ import gymnasium as gym
 import numpy as np
 
 from benchmarks.conformance import envs
+
+IN_CALLER = dict.fromkeys(("workers", "worker_count"), "steps environments in the caller's process")
+PER_ENVIRONMENT = {"worker_count": "has a process per environment"}
+NO_EPISODES = {"episodes": "steps environments, has no function that collects episodes"}
+NO_EVALUATION = {"evaluate": "has no function that evaluates a policy"}
+NO_TARGETS = {"n_step": "computes no n-step returns", "targets": "computes no targets"}
 
 
 @dataclass(frozen=True)
@@ -102,16 +109,24 @@ class Collector:
             (of ``reset``), "seed", "workers" (processes that step environments), "worker_count" (a
             number of processes apart from that of environments), "frame_stack".
         intended: Checks whose failure the library documents as intended: a quotation, an address.
-        start_s: What the library may take to start, in seconds, on top of each deadline.
+        start_s: What its processes may take to start, in seconds, on top of each deadline and of
+            the time that its import takes.
+        opened: What an adapter opens at the first request, where it cannot do so in ``open``.
+        at_end: Callbacks that close it.
     """
 
     package = ""
     lacks: ClassVar[dict[str, str]] = {}
     intended: ClassVar[dict[str, str]] = {}
     start_s = 5.0
+    opened: Any = None
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.job, self.at_end = job, contextlib.ExitStack()
+        self.open(job)
+
+    def open(self, job: Job) -> None:
+        """Make the library's environments and collector, unless that has to wait for a request."""
 
     def window(self, n_steps: int) -> list[Steps]:
         """The next steps of every environment, in an order of environments that stays.
@@ -142,6 +157,7 @@ class Collector:
 
     def close(self) -> None:
         """Close by the library's own means."""
+        self.at_end.close()
 
     @classmethod
     def version(cls) -> str:
@@ -153,8 +169,12 @@ class Collector:
 
 
 class Stepping(Collector):
-    """A collector over a library that steps environments: adapters set ``observation`` and step."""
+    """A collector over a library that steps environments.
 
+    Adapters set ``envs`` and ``observation``, and step.
+    """
+
+    envs: Any
     observation: np.ndarray
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, Sequence[tuple | None]]:
@@ -173,3 +193,6 @@ class Stepping(Collector):
                 if each is not None:
                     rows[i].append((observation[i], action[i], *each))
         return [Steps.stack(each) for each in rows]
+
+    def close(self) -> None:
+        self.envs.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,52 +10,67 @@ from typing import Any
 from benchmarks.conformance.adapters import LIBRARIES
 from benchmarks.conformance.checks.every import CHECKS, GROUPS
 
-COMMAND = "python -m benchmarks.conformance"
 SIGNS = {"green": "✅", "red": "❌", "grey": "–", "intended": "ⓘ"}
 TEMPLATE = Path(__file__).with_suffix(".md")
 
 
-def table(results: dict[str, Any]) -> Iterator[str]:
-    """One part per group."""
-    columns = [name for name in LIBRARIES if name in results]
-    for group, text in GROUPS.items():
-        question = text.partition(": ")[2]
-        yield f"\n## {group.capitalize()}\n\n{question[0].upper()}{question[1:]}\n"
-        yield f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}"
+def row(*cells: object) -> str:
+    """Of a table, without blanks."""
+    return f"|{'|'.join(map(str, cells))}|"
+
+
+def summary(columns: dict[str, Any]) -> Iterator[str]:
+    """Versions, dates and numbers of cells."""
+    yield row("library", "version", "date", *SIGNS.values())
+    yield row(*["---"] * (3 + len(SIGNS)))
+    for name, column in columns.items():
+        found = [cell["status"] for check, cell in column["cells"].items() if check in CHECKS]
+        counts = [found.count(status) for status in SIGNS]
+        yield row(name, column["version"].split(",")[0], column["date"], *counts)
+
+
+def tables(columns: dict[str, Any]) -> Iterator[str]:
+    """One per group, with a link to each check's thread, and the notes on cells."""
+    for group in GROUPS:
+        yield f"\n## {group.capitalize()}\n\n{row('check', *columns)}"
+        yield row(*["---"] * (1 + len(columns)))
         for name in (name for name, check in CHECKS.items() if check.group == group):
-            cells = [results[each]["cells"].get(name, {"status": "grey"}) for each in columns]
-            yield f"| `{name}` | {' | '.join(SIGNS[cell['status']] for cell in cells)} |"
-        yield ""
-        for name, check in CHECKS.items():
-            if check.group == group:
-                url = "https://github.com/" + check.thread.replace("#", "/issues/")
-                yield f"- `{name}`: {check} [{check.thread}]({url})"
+            url = "https://github.com/" + CHECKS[name].thread.replace("#", "/issues/")
+            cells = [each["cells"].get(name, {"status": "grey"}) for each in columns.values()]
+            yield row(f"[{name}]({url})", *(SIGNS[cell["status"]] for cell in cells))
+    yield "\n## Failed\n\nReproduce each with `--library NAME --check CHECK`.\n"
+    for name, column in columns.items():
+        cells = {each: column["cells"][each] for each in CHECKS if each in column["cells"]}
+        cells = {each: cell for each, cell in cells.items() if cell["status"] == "red"}
+        yield f"- {name}: {', '.join(f'`{k}` ({brief(v)})' for k, v in cells.items()) or 'none'}"
+    yield "\n## Intended\n"
+    yield from notes(columns, "intended", lambda check, cell: f"`{check}`: {cell['reason']}")
+    yield "\n## Not applicable\n"
+    yield from notes(columns, "grey", lambda _, cell: cell["message"])
 
 
-def remarks(column: dict[str, Any], name: str) -> Iterator[str]:
-    """What was seen in cells that are not green, and why others are grey."""
-    cells = {check: column["cells"][check] for check in CHECKS if check in column["cells"]}
-    for check, cell in cells.items():
-        seen = " ".join(cell["message"].split())[:200].replace("|", "/")
-        if cell["status"] == "red":
-            yield f"- ❌ `{check}`: {seen}\n  `{COMMAND} --library {name} --check {check}`"
-        elif cell["status"] == "intended":
-            yield f"- ⓘ `{check}`: {cell['reason']}"
-    grey = dict.fromkeys(cell["message"] for cell in cells.values() if cell["status"] == "grey")
-    yield f"- –: {'; '.join(grey) or 'nothing'}"
+def brief(cell: dict[str, Any]) -> str:
+    """The first words of what was seen."""
+    text = cell["message"].partition(": expected")[0].removeprefix("raised ")
+    words = re.sub(r"[\[|`].*", "", " ".join(text.split())).split()
+    return " ".join(words[:5]).rstrip(":,") + ("…" if len(words) > 5 else "")
+
+
+def notes(columns: dict[str, Any], status: str, text: Any) -> Iterator[str]:
+    """Each text once, with the columns that it is about."""
+    names: dict[str, dict[str, None]] = {}
+    for name, column in columns.items():
+        for check in (each for each in CHECKS if each in column["cells"]):
+            if (cell := column["cells"][check])["status"] == status:
+                names.setdefault(text(check, cell), {})[name] = None
+    yield from (f"- {each} ({', '.join(found)})" for each, found in names.items())
 
 
 def write(results: dict[str, Any], path: Path) -> None:
     """The page."""
-    head = ["library", "version", "date", *SIGNS.values()]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     columns = {name: results[name] for name in LIBRARIES if name in results}
-    for name, column in columns.items():
-        found = [cell["status"] for cell in column["cells"].values()]
-        counts = [str(found.count(status)) for status in SIGNS]
-        lines.append(f"| {' | '.join([name, column['version'], column['date'], *counts])} |")
-    lines += [*table(results), "\n## What was seen"]
-    for name, column in columns.items():
-        lines += [f"\n### {name}\n", *remarks(column, name)]
     text = TEMPLATE.read_text(encoding="utf-8").replace("N_CHECKS", str(len(CHECKS)))
-    path.write_text(text.replace("TABLES", "\n".join(lines)), encoding="utf-8")
+    text = text.replace("N_COLUMNS", str(len(columns))).replace(
+        "SUMMARY", "\n".join(summary(columns))
+    )
+    path.write_text(text.replace("TABLES\n", "\n".join(tables(columns)) + "\n"), encoding="utf-8")

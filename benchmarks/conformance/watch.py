@@ -45,8 +45,9 @@ def with_shared_memory(shm_mb: int) -> list[str]:
 class Watched:
     """A process that runs some checks of a library, and all that it starts."""
 
-    def __init__(self, python: str, library: str, names: list[str]) -> None:
+    def __init__(self, python: str, library: str, names: list[str], start_s: float) -> None:
         self.names, self.cells, self.about, self.token = names, {}, {}, uuid.uuid4().hex
+        self.start_s = start_s
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.report, self.log = (Path(self.folder.name) / name for name in ("report", "log"))
         self.first = CHECKS[names[0]]
@@ -77,11 +78,10 @@ class Watched:
 
     def limit(self) -> float:
         """Seconds that may pass since the last event."""
-        if self.signalled or (self.about and not self.current):
-            return END_S
         if not self.about:
-            return IMPORT_S
-        return DEADLINE_S[CHECKS[self.current].group] + self.about["start_s"]
+            return IMPORT_S + self.start_s
+        is_ending = self.signalled or not self.current
+        return self.start_s + (END_S if is_ending else DEADLINE_S[CHECKS[self.current].group])
 
     def read(self) -> None:
         """Take in what the process has reported."""
@@ -114,11 +114,8 @@ class Watched:
 
     def finish(self, status: str, message: str) -> None:
         """The cell of the check that is running, or of the only one that has run."""
-        cell = {
-            "status": status,
-            "message": message,
-            "seconds": round(time.monotonic() - self.since, 1),
-        }
+        cell = {"status": status, "message": message}
+        cell["seconds"] = round(time.monotonic() - self.since, 1)
         self.cells[self.current or self.names[0]] = cell
 
     def judge_end(self) -> None:

@@ -7,8 +7,12 @@ too, and its class.
 from __future__ import annotations
 
 import importlib
+import os
 
 from benchmarks.conformance.interface import Collector
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # both are read when the libraries are imported
+os.environ["MAX_IDLE_COUNT"] = "15"  # seconds that a process of TorchRL may hang
 
 LIBRARIES = {
     "gymnasium_sync": "gymnasium_vector:Sync",
@@ -22,6 +26,7 @@ LIBRARIES = {
     "pufferlib_serial": "pufferlib_vector:Serial",
     "pufferlib_multiprocessing": "pufferlib_vector:Multiprocessing",
     "envpool": "envpool_gymnasium:EnvPool",
+    "rllib": "rllib_env_runners:Runners",
     "rlpool": "rlpool_batchers:Batchers",
 }
 

@@ -7,27 +7,28 @@ from typing import ClassVar
 import envpool
 import numpy as np
 
-from benchmarks.conformance.interface import Job, Stepping
+from benchmarks.conformance.interface import NO_EPISODES, NO_EVALUATION, Job, Stepping
 
 PAGE = "(https://envpool.readthedocs.io/en/latest/content/python_interface.html)"
 
 
 class EnvPool(Stepping):
     package = "envpool"
-    lacks: ClassVar[dict[str, str]] = {
-        "environments": "runs its own environments, which are written in C++",
-        "episodes": "steps environments, has no function that collects episodes",
-        "evaluate": "has no function that evaluates a policy",
-        "workers": "steps environments in threads of the caller's process",
-    }
+    lacks: ClassVar[dict[str, str]] = (
+        NO_EPISODES
+        | NO_EVALUATION
+        | {
+            "environments": "runs its own environments, which are written in C++",
+            "workers": "steps environments in threads of the caller's process",
+        }
+    )
     intended: ClassVar[dict[str, str]] = {
         "neighbouring_seeds_share_nothing": "“the i-th environment seed will be set with i+seed” "
         f"{PAGE}",
         "unseeded_runs_differ": f"“The default is `42`” {PAGE}",
     }
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, job: Job) -> None:
         more = job.env_args if job.seed is None else {**job.env_args, "seed": job.seed}
         more = {"num_envs": job.n_envs, "num_threads": job.n_workers, **more}
         self.envs = envpool.make_gymnasium(job.env_id, **more)
@@ -41,6 +42,3 @@ class EnvPool(Stepping):
         found = [None if starts else row for starts, row in zip(self.starts, rows, strict=True)]
         self.starts = rest[1] | rest[2]
         return after, found
-
-    def close(self) -> None:
-        self.envs.close()

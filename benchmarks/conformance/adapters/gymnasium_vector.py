@@ -7,26 +7,21 @@ from typing import ClassVar
 import gymnasium as gym
 import numpy as np
 
+from benchmarks.conformance import interface
 from benchmarks.conformance.interface import Job, Stepping
+
+LACKS = interface.NO_EPISODES | interface.NO_EVALUATION | interface.NO_TARGETS
 
 
 class Sync(Stepping):
     package = "gymnasium"
-    lacks: ClassVar[dict[str, str]] = {
-        "episodes": "steps environments, has no function that collects episodes",
-        "evaluate": "has no function that evaluates a policy",
-        "workers": "steps environments in the caller's process",
-        "worker_count": "steps environments in the caller's process",
-        "n_step": "computes no n-step returns",
-        "targets": "computes no targets",
-    }
+    lacks: ClassVar[dict[str, str]] = LACKS | interface.IN_CALLER
     intended: ClassVar[dict[str, str]] = {
         "neighbouring_seeds_share_nothing": "“`int` - `[seed, seed+1, ..., seed+n]`” "
         "(https://gymnasium.farama.org/api/vector/sync_vector_env/)"
     }
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, job: Job) -> None:
         self.envs = self.vectorise([job.make_stacked_env] * job.n_envs)
         self.observation, _ = self.envs.reset(seed=job.seed, options=job.options)
         self.starts = np.zeros(job.n_envs, bool)
@@ -47,13 +42,9 @@ class Sync(Stepping):
         self.starts = terminated | truncated
         return after, found
 
-    def close(self) -> None:
-        self.envs.close()
-
 
 class Async(Sync):
-    lacks: ClassVar[dict[str, str]] = Sync.lacks | {"worker_count": "has a process per environment"}
-    del lacks["workers"]
+    lacks: ClassVar[dict[str, str]] = LACKS | interface.PER_ENVIRONMENT
     intended: ClassVar[dict[str, str]] = Sync.intended | {
         "environment_starts_processes": "“`daemon=True` prevents subprocesses to spawn children” "
         "(https://gymnasium.farama.org/api/vector/async_vector_env/)"

@@ -9,24 +9,19 @@ import numpy as np
 import pufferlib.vector
 from pufferlib.emulation import GymnasiumPufferEnv
 
+from benchmarks.conformance import interface
 from benchmarks.conformance.interface import Job, Stepping
+
+LACKS = interface.NO_EPISODES | interface.NO_EVALUATION | interface.NO_TARGETS
+LACKS |= {"options": "`reset` takes no options"}
+LACKS |= {"frame_stack": "stacks no frames, leaves that to wrappers"}
 
 
 class Serial(Stepping):
     package = "pufferlib"
-    lacks: ClassVar[dict[str, str]] = {
-        "episodes": "steps environments, has no function that collects episodes",
-        "evaluate": "has no function that evaluates a policy",
-        "n_step": "computes no n-step returns",
-        "targets": "computes no targets; its trainer is not in the package",
-        "options": "`reset` takes no options",
-        "frame_stack": "stacks no frames, leaves that to wrappers",
-        "workers": "steps environments in the caller's process",
-        "worker_count": "steps environments in the caller's process",
-    }
+    lacks: ClassVar[dict[str, str]] = LACKS | interface.IN_CALLER
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, job: Job) -> None:
         make_env = partial(GymnasiumPufferEnv, env_creator=job.make_env)
         self.envs = pufferlib.vector.make(make_env, num_envs=job.n_envs, **self.backend())
         seed = {} if job.seed is None else {"seed": job.seed}
@@ -43,14 +38,9 @@ class Serial(Stepping):
         found = [(*row, dict(enumerate(infos)).get(i)) for i, row in enumerate(rows)]
         return after, [row if valid else None for row, valid in zip(found, mask, strict=True)]
 
-    def close(self) -> None:
-        self.envs.close()
-
 
 class Multiprocessing(Serial):
-    lacks: ClassVar[dict[str, str]] = {
-        key: reason for key, reason in Serial.lacks.items() if not key.startswith("worker")
-    }
+    lacks: ClassVar[dict[str, str]] = LACKS
 
     def backend(self) -> dict[str, Any]:
         workers = {"num_workers": self.job.n_workers, "overwork": True}

@@ -27,24 +27,24 @@ def act(observation: Any, policy: Any) -> dict[str, torch.Tensor]:
 class Batchers(Collector):
     package = "rlpool"
     intended: ClassVar[dict[str, str]] = {
-        "observations_keep_float64": "“stored in float32”; see `keep_float64` (docs/episodes.md)",
+        "observations_keep_float64": "“stored as float32”; see `keep_float64` (docs/episodes.md)",
         "environments_that_ignore_seeds_are_evaluated": "“`check_repeatable=False` goes on. A real "
         "robot needs that” (docs/evaluation.md)",
-        "rewards_keep_float64": "“Rewards are float32” (docs/limits.md)",
+        "rewards_keep_float64": "“Rewards are float32” (docs/reliability.md)",
     }
-    batcher: Any = None
 
     def run(self, kind: Any, env_kind: Any, n_timesteps: int, *request: int) -> Any:
         job = self.job
-        if self.batcher is None:
+        if self.opened is None:
             arguments = {"seed": job.seed, "timeout": job.timeout_s, "n_workers": job.n_workers}
             arguments |= {"create_env": partial(create_env, job=job, kind=env_kind)}
             arguments |= {"create_agent": lambda: partial(act, policy=job.policy)}
-            self.batcher = kind(n_timesteps, **arguments)
+            self.opened = kind(n_timesteps, **arguments)
+            self.at_end.callback(self.opened.close)
             if kind is rlpool.Batcher:
-                self.batcher.reset(env_info=job.options)
-        self.batcher.execute(*request, env_info=job.options)
-        return self.batcher.get()
+                self.opened.reset(env_info=job.options)
+        self.opened.execute(*request, env_info=job.options)
+        return self.opened.get()
 
     def rows(self, found: Any) -> list[Steps]:
         rows, keys = [], self.job.info_keys
@@ -61,8 +61,8 @@ class Batchers(Collector):
 
     def evaluate(self, n: int) -> list[float]:
         agent, job = partial(act, policy=self.job.policy), self.job
-        make, more = partial(create_env, job=job, kind=rlpool.GymEnv), {"seed": job.seed or 0}
-        return rlpool.evaluate(agent, make, n, n_workers=job.n_workers, **more).returns.tolist()
+        make, more = partial(create_env, job=job, kind=rlpool.GymEnv), {"n_workers": job.n_workers}
+        return rlpool.evaluate(agent, make, n, seed=job.seed or 0, **more).returns.tolist()
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
         pool = rlpool.Pool(pool_size=1000, seed=0)
@@ -77,7 +77,3 @@ class Batchers(Collector):
         now, then = map(torch.tensor, values)
         target = rlpool.gae(found["_reward"], now, then, *ends, gamma, 1.0) + now
         return list(zip(self.rows(found), target.numpy(), strict=True))
-
-    def close(self) -> None:
-        if self.batcher is not None:
-            self.batcher.close()

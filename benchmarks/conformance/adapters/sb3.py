@@ -9,26 +9,21 @@ import torch
 from stable_baselines3 import A2C, DQN
 from stable_baselines3.common import env_util, evaluation, vec_env
 
+from benchmarks.conformance import interface
 from benchmarks.conformance.interface import Job, Stepping, Steps
 
 GUIDE = "(https://stable-baselines3.readthedocs.io/en/master/guide/vec_envs.html)"
-EPISODES = "has no function that collects episodes of several environments"
 
 
 class Dummy(Stepping):
     package, kind = "stable-baselines3", vec_env.DummyVecEnv
-    lacks: ClassVar[dict[str, str]] = {
-        "episodes": EPISODES,
-        "workers": "steps environments in the caller's process",
-        "worker_count": "steps environments in the caller's process",
-    }
+    lacks: ClassVar[dict[str, str]] = interface.NO_EPISODES | interface.IN_CALLER
     intended: ClassVar[dict[str, str]] = {
         "options_hold_in_later_episodes": f"“discarded after each call to `reset()`” {GUIDE}",
         "neighbouring_seeds_share_nothing": f"“by incrementing the given seed” {GUIDE}",
     }
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, job: Job) -> None:
         self.envs = env_util.make_vec_env(job.make_env, job.n_envs, job.seed, vec_env_cls=self.kind)
         if job.frame_stack > 1:
             self.envs = vec_env.VecFrameStack(self.envs, job.frame_stack)
@@ -75,14 +70,8 @@ class Dummy(Stepping):
         found = (*columns[:2], found.rewards.T[:, :-1], ends, np.zeros_like(ends))
         return [(Steps(*row, None), t[:, 0]) for *row, t in zip(*found, columns[2], strict=True)]
 
-    def close(self) -> None:
-        self.envs.close()
-
 
 class Subproc(Dummy):
     kind = vec_env.SubprocVecEnv
     start_s = 30.0  # a process per environment, each of which imports PyTorch
-    lacks: ClassVar[dict[str, str]] = {
-        "episodes": EPISODES,
-        "worker_count": "has a process per environment",
-    }
+    lacks: ClassVar[dict[str, str]] = interface.NO_EPISODES | interface.PER_ENVIRONMENT

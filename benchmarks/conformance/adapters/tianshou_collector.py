@@ -11,9 +11,9 @@ from tianshou.algorithm import Algorithm
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv
 
-from benchmarks.conformance.interface import Collector, Job, Steps
+from benchmarks.conformance.interface import IN_CALLER, PER_ENVIRONMENT, Collector, Job, Steps
 
-VENVS = "https://github.com/thu-ml/tianshou/blob/v2.0.1/tianshou/env/venvs.py"
+SEEDS = "“an int (which will extend ``i`` to ``[i, i + 1, i + 2, ...]``)” (tianshou/env/venvs.py)"
 COLUMNS = ("obs", "act", "rew", "terminated", "truncated", "obs_next")
 
 
@@ -30,31 +30,24 @@ def steps_of(found: data.Batch) -> Steps:
 
 class Dummy(Collector):
     package, start_s = "tianshou", 60.0  # numba compiles its functions in each process
-    lacks: ClassVar[dict[str, str]] = {
-        "workers": "steps environments in the caller's process",
-        "worker_count": "has a process per environment, or none",
-    }
-    intended: ClassVar[dict[str, str]] = {
-        "neighbouring_seeds_share_nothing": "“an int (which will extend ``i`` to "
-        f"``[i, i + 1, i + 2, ...]``)” ({VENVS})"
-    }
+    lacks: ClassVar[dict[str, str]] = IN_CALLER
+    intended: ClassVar[dict[str, str]] = {"neighbouring_seeds_share_nothing": SEEDS}
     vectorise: ClassVar[type[BaseVectorEnv]] = DummyVectorEnv
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, job: Job) -> None:
         envs = self.vectorise([job.make_env] * job.n_envs)
-        if job.seed is not None:
-            envs.seed(job.seed)
+        envs.seed(job.seed)
         policy, size = Given(envs.action_space[0]), 1000 * job.n_envs
         policy.choose = job.policy
         self.buffer = data.VectorReplayBuffer(size, job.n_envs, stack_num=job.frame_stack)
         self.collector = data.Collector(policy, envs, self.buffer)
-        self.options = {"gym_reset_kwargs": {"options": job.options}}
-        self.collector.reset(**self.options)
+        self.more = {"gym_reset_kwargs": {"options": job.options}}
+        self.collector.reset(**self.more)
+        self.at_end.callback(self.collector.close)
 
     def steps(self, n_steps: int) -> tuple[data.Batch, np.ndarray]:
         self.collector.reset_buffer(keep_statistics=True)
-        self.collector.collect(n_step=n_steps * self.job.n_envs, **self.options)
+        self.collector.collect(n_step=n_steps * self.job.n_envs, **self.more)
         return self.buffer.sample(0)
 
     def window(self, n_steps: int) -> list[Steps]:
@@ -63,13 +56,11 @@ class Dummy(Collector):
     def episodes(self, n: int) -> list[Steps]:
         ended: list[data.Batch] = []
         self.collector.set_on_episode_done_hook(ended.append)
-        self.collector.reset_buffer()
-        self.collector.collect(n_episode=n, **self.options)
+        self.collector.collect(n_episode=n, **self.more)
         return list(map(steps_of, ended))
 
     def evaluate(self, n: int) -> list[float]:
-        found = self.collector.collect(n_episode=n, reset_before_collect=True, **self.options)
-        return found.returns.tolist()
+        return self.collector.collect(n_episode=n, reset_before_collect=True, **self.more).returns
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
         batch, indices = self.steps(n_steps)
@@ -85,14 +76,10 @@ class Dummy(Collector):
     def targets(self, n_steps: int, value: Any, gamma: float) -> list[tuple[Steps, np.ndarray]]:
         batch, indices = self.steps(n_steps)
         values = value(batch.obs_next), value(batch.obs), gamma, 1.0
-        found, _ = Algorithm.compute_episodic_return(batch, self.buffer, indices, *values)
-        parts = map(steps_of, batch.split(n_steps, shuffle=False))
-        return list(zip(parts, np.split(found, self.job.n_envs), strict=True))
-
-    def close(self) -> None:
-        self.collector.close()
+        batch.target, _ = Algorithm.compute_episodic_return(batch, self.buffer, indices, *values)
+        return [(steps_of(rows), rows.target) for rows in batch.split(n_steps, shuffle=False)]
 
 
 class Subproc(Dummy):
-    lacks: ClassVar[dict[str, str]] = {"worker_count": Dummy.lacks["worker_count"]}
+    lacks: ClassVar[dict[str, str]] = PER_ENVIRONMENT
     vectorise = SubprocVectorEnv

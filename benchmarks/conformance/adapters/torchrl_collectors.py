@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tensordict.nn import TensorDictModule
-
-from benchmarks.conformance.interface import Collector, Job, Steps
-
-os.environ["MAX_IDLE_COUNT"] = "15"  # seconds that a process may hang, read by the next imports
-
-from torchrl import collectors, envs
-from torchrl.data import MultiStep
+from torchrl import collectors, data, envs
 from torchrl.objectives.value import GAE
+
+from benchmarks.conformance.interface import IN_CALLER, Collector, Job, Steps
 
 
 def make_env(job: Job) -> envs.EnvBase:
@@ -25,50 +19,40 @@ def make_env(job: Job) -> envs.EnvBase:
 
 
 def make_envs(job: Job, n_envs: int) -> envs.EnvBase:
-    env = envs.TransformedEnv(envs.SerialEnv(n_envs, partial(make_env, job)), envs.RewardSum())
-    if "pixels" in list(env.observation_spec.keys()):  # its name for images
-        env.append_transform(envs.RenameTransform(["pixels"], ["observation"]))
+    env = envs.TransformedEnv(envs.SerialEnv(n_envs, lambda: make_env(job)), envs.RewardSum())
     if job.frame_stack > 1:
         env.append_transform(envs.CatFrames(job.frame_stack, dim=-1, in_keys=["observation"]))
     return env
 
 
-def apply(observation: torch.Tensor, function: Any) -> torch.Tensor:
-    return torch.tensor(function(observation.numpy()))
-
-
-def module(function: Any, key: str) -> TensorDictModule:
-    return TensorDictModule(partial(apply, function=function), ["observation"], [key])
+def module(function: Any, key: str = "action") -> TensorDictModule:
+    return TensorDictModule(lambda x: torch.tensor(function(x.numpy())), ["observation"], [key])
 
 
 class Single(Collector):
     package = "torchrl"
-    lacks: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("workers", "worker_count"), "steps environments in the caller's process"
-    )
-    collector: Any = None
+    lacks: ClassVar[dict[str, str]] = IN_CALLER
 
-    def create(self, **more: Any) -> Any:
-        env, options = make_envs(self.job, self.job.n_envs), self.job.options
-        if self.job.seed is not None:
-            env.set_seed(self.job.seed)
-        collector = collectors.Collector(env, module(self.job.policy, "action"), **more)
-        if options is not None:
-            collector.reset(options=options)
-        return collector
+    def open(self, job: Job) -> None:
+        self.args, self.more = (make_envs(job, job.n_envs), module(job.policy)), {}
 
     def run(self, n_steps: int, **more: Any) -> Any:
-        if self.collector is None:
-            self.collector = self.create(frames_per_batch=n_steps * self.job.n_envs, **more)
-            self.batches = iter(self.collector)
-        return next(self.batches)
+        if self.opened is None:
+            more |= self.more | {"frames_per_batch": n_steps * self.job.n_envs}
+            collector = collectors.Collector(*self.args, **more)
+            self.at_end.callback(collector.shutdown)
+            if self.job.seed is not None:
+                collector.set_seed(self.job.seed)
+            if not self.more:
+                collector.reset(options=self.job.options)
+            self.opened = iter(collector)
+        return next(self.opened)
 
     def steps(self, rows: Any) -> Steps:
         then, keys = rows["next"], ("reward", "terminated", "truncated")
         info = [{key: int(row[key]) for key in self.job.info_keys} for row in then]
-        arrays = rows["observation"].numpy(), rows["action"].numpy()
-        arrays += tuple(then[key].squeeze(-1).numpy() for key in keys)
-        return Steps(*arrays, then["observation"].numpy(), info)
+        found = [rows["observation"], rows["action"], *(then[key].squeeze(-1) for key in keys)]
+        return Steps(*(each.numpy() for each in [*found, then["observation"]]), info)
 
     def window(self, n_steps: int) -> list[Steps]:
         return list(map(self.steps, self.run(n_steps)))
@@ -78,32 +62,23 @@ class Single(Collector):
         return [self.steps(rows[rows["collector", "mask"]]) for rows in found]
 
     def evaluate(self, n: int) -> list[float]:
-        env, policy = make_envs(self.job, self.job.n_envs), module(self.job.policy, "action")
         numbers = {"num_trajectories": n, "frames_per_batch": 16 * self.job.n_envs}
-        return [collectors.Evaluator(env, policy, **numbers).evaluate()["eval/reward"]]
+        return [collectors.Evaluator(*self.args, **numbers).evaluate()["eval/reward"]]
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
-        return self.steps(self.run(n_steps, postproc=MultiStep(gamma, n)).flatten())
+        return self.steps(self.run(n_steps, postproc=data.MultiStep(gamma, n)).flatten())
 
     def targets(self, n_steps: int, value: Any, gamma: float) -> list[tuple[Steps, np.ndarray]]:
         values = module(lambda x: np.float32([value(rows) for rows in x])[..., None], "state_value")
-        gae = GAE(gamma=gamma, lmbda=1.0, value_network=values, deactivate_vmap=True)
+        gae = GAE(gamma=gamma, lmbda=1, value_network=values, deactivate_vmap=True)
         found = gae(self.run(n_steps))
         return [(self.steps(rows), rows["value_target"].squeeze(-1).numpy()) for rows in found]
-
-    def close(self) -> None:
-        if self.collector is not None:
-            self.collector.shutdown()
 
 
 class Multi(Single):
     start_s = 15.0
     lacks: ClassVar[dict[str, str]] = {"options": "passes none to `reset` in other processes"}
 
-    def create(self, **more: Any) -> Any:
-        env = partial(make_envs, self.job, self.job.n_envs // self.job.n_workers)
-        more |= {"num_collectors": self.job.n_workers, "sync": True, "cat_results": 0}
-        collector = collectors.Collector(env, module(self.job.policy, "action"), **more)
-        if self.job.seed is not None:
-            collector.set_seed(self.job.seed)
-        return collector
+    def open(self, job: Job) -> None:
+        self.args = (lambda: make_envs(job, job.n_envs // job.n_workers)), module(job.policy)
+        self.more = {"num_collectors": job.n_workers, "sync": True, "cat_results": 0}

@@ -30,7 +30,7 @@ class Check:
         needs: Capabilities of the library.
         signal: Sent to the process once it has called ``ready``, which then has to end.
         leaves_nothing: Whether processes or files in /dev/shm that outlive the process by some
-            seconds are red.
+            seconds are red, as they are in each check with a signal.
         shm_mb: The size of /dev/shm.
     """
 
@@ -54,6 +54,7 @@ def check(group: str, thread: str, *needs: str, standard_env: bool = False, **mo
 
     def register(function: Callable[[Library], None]) -> Callable[[Library], None]:
         needed = needs if standard_env else (*needs, "environments")
+        more.setdefault("leaves_nothing", "signal" in more)
         REGISTER[function.__name__] = Check(function, group, thread, needed, **more)
         return function
 
@@ -74,9 +75,14 @@ class Library:
         return not any(each in self.adapter.lacks for each in capabilities)
 
     def make(
-        self, policy: Any = None, env_id: str = NUMBERED, job: Any = (), **env_args: Any
+        self, policy: Any = None, env_id: str = "", job: Any = (), **env_args: Any
     ) -> Collector:
-        """A collector of a policy, by default action 0, and an environment."""
+        """A collector of a policy, by default action 0, and an environment.
+
+        By default it is ``Numbered``, or CartPole where the library has only environments of its
+        own.
+        """
+        env_id = env_id or (NUMBERED if self.has("environments") else "CartPole-v1")
         return self.adapter(Job(env_id, env_args, policy or _zeros, **dict(job)))
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,23 +41,22 @@ def attempt(library: Library, **env_args: object) -> None:
         collect(collector, library)
 
 
+def failing(library: Library, fault: str) -> dict[str, Any]:
+    """Arguments with which the last environment fails once, in its 13th step."""
+    once = library.file("once")
+    return {"policy": data.last_row, "fault": fault, "after": 12, "once": once}
+
+
 def struck(library: Library, fault: str, **more: object) -> BaseException:
-    """The error that the caller gets if one environment fails once, in its 13th step."""
-    script = {"fault": fault, "after": 12, "once": library.file("once"), **more}
-    return expect.error_of(lambda: attempt(library, **script))
-
-
-@check("faults", "Farama-Foundation/Gymnasium#177")
-def exception_reaches_the_caller(library: Library) -> None:
-    """An exception of an environment is an error of the call, soon, neither a hang nor nothing."""
-    struck(library, "raise")
+    """The error that the caller gets if an environment fails."""
+    return expect.error_of(lambda: attempt(library, **failing(library, fault) | more))
 
 
 @check("faults", "Farama-Foundation/Gymnasium#182")
 def exception_names_its_cause(library: Library) -> None:
-    """The error, or one of its causes, has the text of the environment's exception.
+    """An exception of an environment is soon an error of the call, with its text.
 
-    A broken pipe or an end of file is what the user gets instead, and nothing to search for.
+    A hang, a broken pipe or the end of a file is nothing that a user can search for.
     """
     text = expect.text_of(struck(library, "raise"))
     expect.holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
@@ -89,7 +89,7 @@ def killed_worker_is_noticed(library: Library) -> None:
 
 def survives_or_raises(library: Library, fault: str) -> None:
     """Any end of the call in time will do: one that hangs runs into the deadline."""
-    script = {"fault": fault, "after": 12, "once": library.file("once")}
+    script = failing(library, fault)
     returns_or_raises(library.make(**script), library)
     expect.holds("the fault to strike", os.path.exists(script["once"]))
 
@@ -108,8 +108,8 @@ def run_survives_a_killed_worker(library: Library) -> None:
 
     Long runs on shared machines see this now and then.
     """
-    script = {"fault": "kill", "after": 12, "once": library.file("once"), "lengths": (5,)}
-    with library.open(data.alternating, **script) as collector:
+    script = failing(library, "kill")
+    with library.open(lengths=(5,), **script) as collector:
         returns_or_raises(collector, library)
         expect.holds("the fault to strike", os.path.exists(script["once"]))
         streams = collector.window(20) if library.has("window") else collector.episodes(8)
@@ -138,7 +138,7 @@ def hang_is_noticed(library: Library) -> None:
     survives_or_raises(library, "hang")
 
 
-@check("faults", "HorizonRobotics/alf#1456", signal=signal.SIGINT, leaves_nothing=True)
+@check("faults", "HorizonRobotics/alf#1456", standard_env=True, signal=signal.SIGINT)
 def interrupt_ends_the_run(library: Library) -> None:
     """Ctrl-C while steps are collected ends the program, and leaves nothing."""
     with library.open() as collector:
@@ -166,18 +166,17 @@ def processes_in(log: str) -> list[psutil.Process]:
 @check("faults", "openai/gym#1544", leaves_nothing=True)
 def nothing_is_left_after_an_exception(library: Library) -> None:
     """A program that an environment's exception ends, without `close`, leaves nothing."""
-    script = {"fault": "raise", "after": 12, "once": library.file("once")}
-    collector = library.make(**script)
+    collector = library.make(**failing(library, "raise"))
     expect.error_of(collect, collector, library)
 
 
-@check("faults", "hill-a/stable-baselines#570", leaves_nothing=True)
+@check("faults", "hill-a/stable-baselines#570", standard_env=True, leaves_nothing=True)
 def nothing_is_left_without_close(library: Library) -> None:
     """A program that forgets `close` ends and leaves nothing."""
     collect(library.make(), library)
 
 
-@check("faults", "tensorpack/tensorpack#1203", signal=signal.SIGKILL, leaves_nothing=True)
+@check("faults", "tensorpack/tensorpack#1203", standard_env=True, signal=signal.SIGKILL)
 def nothing_is_left_after_the_caller_is_killed(library: Library) -> None:
     """If the program is killed, its processes end, and no shared memory stays.
 
@@ -197,7 +196,7 @@ def environments_are_closed(library: Library) -> None:
     expect.holds(f"at least 4 calls of close, not {n_closed}", n_closed >= 4)
 
 
-@check("faults", "pytorch/rl#2644")
+@check("faults", "pytorch/rl#2644", standard_env=True)
 def descriptors_do_not_grow(library: Library) -> None:
     """Collectors that are opened and closed leave no file descriptor open."""
     counts = []

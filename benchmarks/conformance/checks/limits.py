@@ -30,7 +30,7 @@ def small_shared_memory(library: Library) -> None:
     expect.holds(f"steps, not {steps}", min(steps) > 0)
 
 
-@check("limits", "DLR-RM/rl-baselines3-zoo#516")
+@check("limits", "DLR-RM/rl-baselines3-zoo#516", standard_env=True)
 def few_descriptors(library: Library) -> None:
     """256 file descriptors, the default of some systems, are enough for 16 environments."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -42,7 +42,7 @@ def attempt_there(adapter: type[Collector], folder: str) -> None:
     attempt(Library(adapter, folder, lambda: None))
 
 
-@check("limits", "pytorch/rl#3198")
+@check("limits", "pytorch/rl#3198", standard_env=True)
 def daemonic_caller(library: Library) -> None:
     """Collecting works in a daemonic process, such as those of a `multiprocessing.Pool`.
 
@@ -58,13 +58,7 @@ def environment_starts_processes(library: Library) -> None:
     attempt(library, forks=True, lengths=(40,))
 
 
-@check(
-    "limits",
-    "facebookresearch/CompilerGym#326",
-    "workers",
-    signal=signal.SIGKILL,
-    leaves_nothing=True,
-)
+@check("limits", "facebookresearch/CompilerGym#326", "workers", signal=signal.SIGKILL)
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
     """Simulators that environments started end as well if the program is killed."""
     collect_forever(library.make(helper=True), library)
