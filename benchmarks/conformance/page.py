@@ -30,7 +30,7 @@ def summary(columns: dict[str, Any]) -> Iterator[str]:
 
 
 def tables(columns: dict[str, Any]) -> Iterator[str]:
-    """One per group, with a link to each check's thread, and the notes on cells."""
+    """One per group, with a link to each check's thread."""
     for group in GROUPS:
         yield f"\n## {group.capitalize()}\n\n{row('check', *columns)}"
         yield row(*["---"] * (1 + len(columns)))
@@ -38,39 +38,42 @@ def tables(columns: dict[str, Any]) -> Iterator[str]:
             url = "https://github.com/" + CHECKS[name].thread.replace("#", "/issues/")
             cells = [each["cells"].get(name, {"status": "grey"}) for each in columns.values()]
             yield row(f"[{name}]({url})", *(SIGNS[cell["status"]] for cell in cells))
-    yield "\n## Failed\n\nReproduce each with `--library NAME --check CHECK`.\n"
+
+
+def failed(columns: dict[str, Any]) -> Iterator[str]:
+    """The red cells of each column."""
     for name, column in columns.items():
-        cells = {each: column["cells"][each] for each in CHECKS if each in column["cells"]}
-        cells = {each: cell for each, cell in cells.items() if cell["status"] == "red"}
-        yield f"- {name}: {', '.join(f'`{k}` ({brief(v)})' for k, v in cells.items()) or 'none'}"
-    yield "\n## Intended\n"
-    yield from notes(columns, "intended", lambda check, cell: f"`{check}`: {cell['reason']}")
-    yield "\n## Not applicable\n"
-    yield from notes(columns, "grey", lambda _, cell: cell["message"])
+        found = [(each, column["cells"].get(each, {"status": ""})) for each in CHECKS]
+        red = [f"`{each}` ({brief(cell)})" for each, cell in found if cell["status"] == "red"]
+        yield f"- {name}: {', '.join(red) or 'none'}"
 
 
 def brief(cell: dict[str, Any]) -> str:
     """The first words of what was seen."""
-    text = cell["message"].partition(": expected")[0].removeprefix("raised ")
+    head, differs, _ = cell["message"].partition(": expected")
+    text = f"wrong {head}" if differs else head.removeprefix("raised ")
     words = re.sub(r"[\[|`].*", "", " ".join(text.split())).split()
     return " ".join(words[:5]).rstrip(":,") + ("…" if len(words) > 5 else "")
 
 
-def notes(columns: dict[str, Any], status: str, text: Any) -> Iterator[str]:
+def notes(columns: dict[str, Any], status: str, text: str) -> Iterator[str]:
     """Each text once, with the columns that it is about."""
     names: dict[str, dict[str, None]] = {}
     for name, column in columns.items():
         for check in (each for each in CHECKS if each in column["cells"]):
             if (cell := column["cells"][check])["status"] == status:
-                names.setdefault(text(check, cell), {})[name] = None
+                names.setdefault(text.format(check=check, **cell), {})[name] = None
     yield from (f"- {each} ({', '.join(found)})" for each, found in names.items())
 
 
 def write(results: dict[str, Any], path: Path) -> None:
     """The page."""
     columns = {name: results[name] for name in LIBRARIES if name in results}
-    text = TEMPLATE.read_text(encoding="utf-8").replace("N_CHECKS", str(len(CHECKS)))
-    text = text.replace("N_COLUMNS", str(len(columns))).replace(
-        "SUMMARY", "\n".join(summary(columns))
-    )
-    path.write_text(text.replace("TABLES\n", "\n".join(tables(columns)) + "\n"), encoding="utf-8")
+    parts = {"SUMMARY": summary(columns), "TABLES": tables(columns), "FAILED": failed(columns)}
+    parts |= {"INTENDED": notes(columns, "intended", "`{check}`: {reason}")}
+    parts |= {"GREY": notes(columns, "grey", "{message}")}
+    parts |= {"N_CHECKS": [str(len(CHECKS))], "N_COLUMNS": [str(len(columns))]}
+    text = TEMPLATE.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        text = text.replace(name, "\n".join(lines))
+    path.write_text(text, encoding="utf-8")
