@@ -37,23 +37,22 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "docs" / "results"
 DOCUMENTS = (
     "README.md",
-    "docs/choosing.md",
     "docs/evaluation.md",
     "docs/performance.md",
     "docs/results.md",
 )
 
 WORKLOADS = {
-    "long": "CartPole-v1, episodes of 500 steps, MLP policy, 2 workers × 16 lanes, 64 per request",
-    "W1": "CartPole-v1, MLP policy, 2 workers × 16 lanes, 8,000 episodes per request",
-    "W2": "HalfCheetah-v5, MLP policy, 2 workers × 8 lanes",
-    "W3": "84×84×4 uint8 frames, random policy, 2 workers × 8 lanes",
-    "W4": "episodes of 10 to 200 steps of 1 ms, 8 workers × 1 lane (of the ideal)",
+    "long": "CartPole, episodes of 500 steps, MLP, 2×16, 64 per request",
+    "W1": "CartPole, MLP, 2×16, 8,000 episodes per request",
+    "W2": "HalfCheetah, MLP, 2×8",
+    "W3": "84×84×4 uint8 frames, random policy, 2×8",
+    "W4": "episodes of 10 to 200 steps of 1 ms, 8×1 (of the ideal)",
 }
 KINDS = {
     "cartpole": "CartPole, 4-64-64-2 policy",
     "half_cheetah": "HalfCheetah, 17-256-256-6 policy",
-    "frames": "`frames`: 84×84×4 uint8 at no cost, random policy",
+    "frames": "84×84×4 uint8 frames at no cost, random policy",
     "computes": "steps that compute for 1 ms",
     "sleeps": "steps that sleep for 1 ms",
     "unequal": "`unequal`",
@@ -91,7 +90,7 @@ def spread(found: Mapping[str, Any]) -> str:
 
 def row(*cells: str) -> str:
     """A row of a table."""
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+    return f"|{'|'.join(cells)}|"
 
 
 def head(*cells: str) -> str:
@@ -136,8 +135,7 @@ def figures(folder: Path) -> Iterator[str]:
     """Batchers, as a share of the bare loop's speed."""
     for number, line in enumerate(lines_of(folder, "throughput")):
         if not number:
-            share = "median, share of the bare loop's speed"
-            yield head("workload", "environments", share, "quartiles")
+            yield head("", "environment, policy, workers×lanes", "median", "quartiles")
         name, median = line["workload"], line.get("ratio", line.get("efficiency"))
         low, high = line["quartiles"]
         yield row(name, WORKLOADS[name], f"{median:.2f}", f"{low:.2f} to {high:.2f}")
