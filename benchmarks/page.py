@@ -14,7 +14,6 @@ lacks its raw results:
 - ``requests``: requests as training loops make them, from ``requests.jsonl``, likewise of
   ``throughput.py --workloads requests``.
 - ``lanes``: workers and lanes, from ``choosing.jsonl``, likewise of ``choosing.py``.
-- ``rows``: what a fixed number of rows costs, from ``agent_rows.jsonl``, of ``agent_rows.py``.
 - ``agents``: many agents, from ``many_agents.jsonl``, of ``many_agents.py``.
 - ``speed``: whole training loops, from ``learning_speed.jsonl``, of
   ``learning_speed.py --variants`` with CleanRL and Stable-Baselines3.
@@ -37,7 +36,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "docs" / "results"
 DOCUMENTS = (
     "README.md",
-    "docs/evaluation.md",
     "docs/performance.md",
     "docs/results.md",
 )
@@ -56,11 +54,6 @@ KINDS = {
     "computes": "steps that compute for 1 ms",
     "sleeps": "steps that sleep for 1 ms",
     "unequal": "`unequal`",
-}
-AGENTS = {
-    "MLP": "MLP 4-64-64-2, CartPole",
-    "GRU": "GRU with 64 numbers, CartPole",
-    "Nature CNN": "Nature CNN, frames at no cost",
 }
 CONTENDERS = {
     "bare loop": "bare loop, one process",
@@ -163,18 +156,6 @@ def lanes(folder: Path) -> Iterator[str]:
         yield row(KINDS[line["kind"]], *cells)
 
 
-def rows(folder: Path) -> Iterator[str]:
-    """How many times as long a batch step takes with so many rows."""
-    before = ""
-    for line in lines_of(folder, "agent_rows"):
-        name, times = line["agent"], line["times"]
-        if not before:
-            yield head("agent", "lanes", *(f"{n} rows" for n in times))
-        title = AGENTS[name] if name != before else ""
-        yield row(title, str(line["lanes"]), *(f"{one:.2f}" for one in times.values()))
-        before = name
-
-
 def agents(folder: Path) -> Iterator[str]:
     """Joint steps of many agents."""
     for number, line in enumerate(lines_of(folder, "many_agents")):
@@ -208,7 +189,7 @@ def speed(folder: Path) -> Iterator[str]:
 
 
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
-    each.__name__: each for each in (returns, trials, figures, requests, lanes, rows, agents, speed)
+    each.__name__: each for each in (returns, trials, figures, requests, lanes, agents, speed)
 }
 
 

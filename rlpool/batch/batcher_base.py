@@ -189,7 +189,6 @@ class BatcherBase(CrashOnly, ProcessOwner):
         ``get(blocking=False)`` first, wait for the descriptor only after ``None``, and ask again
         when it can be read; also after a second without, because workers that failed are started
         again inside of calls. Do not read from it. With ``n_workers=0`` it can always be read.
-        docs/asynchronous.md has a program.
 
         Raises:
             UsageError: If the batcher is closed.

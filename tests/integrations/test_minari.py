@@ -258,7 +258,7 @@ def test_datasets_that_do_not_fit_are_refused(make: Any, named: str) -> None:
 
 
 def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:
-    run_block("docs/neighbours/minari.md", 0, program_folder)
+    run_block("docs/integrations.md", 2, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""
-    assert "the same bits" in output
+    assert "Pool" in output

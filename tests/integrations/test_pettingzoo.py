@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from pettingzoo.sisl.multiwalker import multiwalker
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs" / "neighbours" / "pettingzoo.md"
+PAGE = REPOSITORY / "docs" / "many_agents.md"
 
 Make = Callable[[], Any]
 
@@ -103,7 +103,7 @@ def test_games_in_turns_are_those_of_pettingzoos_conversion(name: str) -> None:
 
 
 def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:
-    run_block("docs/neighbours/pettingzoo.md", 0, program_folder)
+    run_block("docs/many_agents.md", 0, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""
     assert f"```text\n{output}```" in PAGE.read_text(encoding="utf-8")

@@ -1,18 +1,24 @@
-"""Programs and recipes of the documents, beside the libraries that they are for."""
+"""Programs of docs/integrations.md that use no adapter."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlpool import evaluate
+from support.programs import run_block
 
-from support.agents import StepCounter
-from support.envs import create_counting
-from support.programs import blocks_of, run_block, run_source
+PAGE = "docs/integrations.md"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_steps_of_episodes_fill_a_replay_buffer_of_torchrl(
+    program_folder: Path, capfd: Any
+) -> None:
+    pytest.importorskip("torchrl")
+    run_block(PAGE, 1, program_folder)
+    assert capfd.readouterr().out == "torch.Size([64, 1])\n"
 
 
 def test_episodes_come_back_from_parquet_and_pandas_reads_them(
@@ -20,51 +26,17 @@ def test_episodes_come_back_from_parquet_and_pandas_reads_them(
 ) -> None:
     for library in ("pyarrow", "pandas"):
         pytest.importorskip(library)
-    writing, reading = blocks_of("docs/neighbours/parquet.md")
-    run_source(writing + reading, program_folder)
-    same, average, shape = capfd.readouterr().out.splitlines()
+    run_block(PAGE, 3, program_folder)
+    same, average = capfd.readouterr().out.splitlines()
     assert same == "True"
-    assert 15 < float(average.rpartition(" ")[2]) < 35  # of random actions
-    assert re.fullmatch(r"observations: \(\d+, 4\)", shape)
+    assert average == "average return: 38.6875"  # of the lengths that the tour shows
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("number", "printed"), [(0, r"(entropy: 0\.6\d+\n){3}"), (1, r"(?s).*frame.*")]
-)
-def test_the_programs_of_the_page_about_torchrl_run(
-    number: int, printed: str, program_folder: Path, capfd: Any
-) -> None:
-    pytest.importorskip("torchrl")
-    run_block("docs/neighbours/torchrl.md", number, program_folder)
-    assert re.fullmatch(printed, capfd.readouterr().out)
-
-
-def test_tensorboard_gets_the_numbers_of_the_windows_and_of_the_progress(
-    program_folder: Path,
-) -> None:
+def test_tensorboard_gets_the_returns_of_episodes(program_folder: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    collecting, tensorboard, *_ = blocks_of("docs/neighbours/tracking.md")
-    run_source(collecting + tensorboard, program_folder)
-    events = accumulators.EventAccumulator(str(program_folder / "runs" / "uniform"))
+    run_block(PAGE, 4, program_folder)
+    events = accumulators.EventAccumulator(str(program_folder / "runs" / "tour"))
     events.Reload()
     returns = events.Scalars("return")
-    assert [point.step for point in returns] == [8 * 64 * 2 * n for n in range(1, 11)]
-    assert all(8 < point.value < 60 for point in returns)  # of an agent that draws its actions
-    assert 8 < events.Scalars("evaluation/length")[0].value < 60
-
-
-def test_rliables_recipe_finds_the_interquartile_mean_of_runs_and_tasks(tmp_path: Path) -> None:
-    # It needs pandas before version 3, and so an environment of its own: see .ci/run.
-    pytest.importorskip("rliable.library", reason="needs rliable")
-    names: dict[str, Any] = {}
-    exec(blocks_of("docs/evaluation.md")[1], names)
-    paths = [[tmp_path / f"{task}-{run}.json" for run in range(4)] for task in range(2)]
-    for task, runs in enumerate(paths):
-        for run, path in enumerate(runs):
-            length = {"length": [1 + task + run]}
-            evaluate(StepCounter(), create_counting, 1, env_info=length).save(path)
-    value, low, high = names["interquartile_mean"](paths, 0.0, 15.0)
-    returns = sorted(n * (n + 1) / 2 for n in (1, 2, 3, 4, 2, 3, 4, 5))
-    assert value == pytest.approx(sum(returns[2:6]) / 4 / 15)
-    assert low < value < high
+    n_steps = 16 * returns[0].value
+    assert [point.step for point in returns] == pytest.approx([n_steps, 2 * n_steps, 3 * n_steps])

@@ -155,9 +155,8 @@ def test_models_that_do_not_fit_are_refused_by_name() -> None:
         evaluate(from_sb3(model_of("sac")[0]), create_env, 3)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_the_programs_of_the_page_run(number: int, program_folder: Any, capfd: Any) -> None:
-    run_block("docs/neighbours/sb3.md", number, program_folder)
+def test_the_program_of_the_page_runs(program_folder: Any, capfd: Any) -> None:
+    run_block("docs/integrations.md", 0, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""
-    assert output
+    assert float(output.removeprefix("average return:")) < 0

@@ -33,14 +33,15 @@ BLOCKS = {
     for document in DOCUMENTS
     for number, source in enumerate(blocks_of(document))
 }
-# A block with a main guard is a program. These have tests of their own below, and those of
-# docs/neighbours are tested with the neighbours.
-NOT_RUN = {"docs/cluster.md-0", "docs/processes.md-1"}
+# A block with a main guard is a program. These have tests of their own below.
+NOT_RUN = {"docs/cluster.md-0", "docs/processes.md-1", "docs/training.md-0"}
+# Programs of these pages are tested with the adapters.
+WITH_LIBRARIES = ("docs/integrations.md-", "docs/many_agents.md-")
 PROGRAMS = {
     name: source
     for name, source in BLOCKS.items()
     if 'if __name__ == "__main__":' in source and re.search(r"^(import|from) rlpool", source, re.M)
-    if name not in NOT_RUN and not name.startswith("docs/neighbours/")
+    if name not in NOT_RUN and not name.startswith(WITH_LIBRARIES)
 }
 
 
@@ -52,7 +53,7 @@ QUOTED = {
         text_of(name.rpartition("-")[0]),
         re.MULTILINE | re.DOTALL,
     )
-    if not name.startswith("docs/neighbours/")
+    if not name.startswith(WITH_LIBRARIES)
 }
 """What a document says that a program prints, in the block right below it."""
 
@@ -170,6 +171,21 @@ def test_a_vector_environment_runs_with_its_adapter(name: str, program_folder: P
     pytest.importorskip(module)
     wrapper = blocks_of("docs/processes.md")[3 + [*ADAPTERS].index(name)]
     run_source(f"{wrapper}{ADAPTERS[name]}{COLLECTING}", program_folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*HalfCheetah-v4 is out of date:DeprecationWarning")
+def test_the_checkpoint_of_a_tutorial_is_evaluated(
+    program_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tutorial = REPOSITORY / "tutorials" / "ppo_continuous.py"
+    sizes = {"N_STEPS": 256, "BATCH_SIZE": 256, "N_EPOCHS": 1, "N_MINIBATCHES": 4}
+    run_as_main(tutorial, "--total-timesteps=256", folder=program_folder, constants=sizes)
+    monkeypatch.syspath_prepend(str(tutorial.parent))  # where the page has the program saved
+    source = BLOCKS["docs/training.md-0"]
+    assert "create_env, 20," in source
+    run_source(source.replace("create_env, 20,", "create_env, 2,"), program_folder)
+    assert "mean length                1000" in capfd.readouterr().out
+    assert (program_folder / "ppo_continuous.json").exists()
 
 
 @pytest.mark.parametrize("name", variants(["memory"], ["lanes"]))
