@@ -28,8 +28,8 @@ class Batchers(Collector):
     package = "rlpool"
     intended: ClassVar[dict[str, str]] = {
         "observations_keep_float64": "“stored as float32”; see `keep_float64` (docs/episodes.md)",
-        "environments_that_ignore_seeds_are_evaluated": "“`check_repeatable=False` goes on. A real "
-        "robot needs that” (docs/evaluation.md)",
+        "environments_that_ignore_seeds_are_evaluated": "“`check_repeatable=False` skips the "
+        "check, for real robots” (docs/training.md)",
         "rewards_keep_float64": "“Rewards are float32” (docs/reliability.md)",
     }
 
