@@ -1,1 +1,1 @@
-"""What a user writes as an agent, and what helps to write it."""
+"""The agent interface, and tools for writing agents."""

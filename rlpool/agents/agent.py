@@ -1,4 +1,4 @@
-"""The contract of an agent."""
+"""The interface of an agent."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import signature_of
 
 _GIVEN = ("state", "observation", "agent_info", "history")
-"""What a call can take, in the order of calls that take it by position."""
+"""Arguments that a call can receive, in positional order."""
 
-_DEFINE_CALL = "define __call__(self, observation) in its class, of a module forward"
+_DEFINE_CALL = "define __call__(self, observation) in its class, or forward in a module"
 
 Tensors = DictTensor | Mapping[str, Tensor]
 
 AgentStep = tuple[DictTensor | None, DictTensor, DictTensor | None]
-"""The state from which a step started, its outputs, and the state after it."""
+"""The state before a step, the outputs of the step, and the state after it."""
 
 
 class Agent:
     """Chooses the actions of a batch of lanes. Subclass it and define ``__call__``.
 
-    A subclass that is an ``nn.Module``, too, defines ``forward`` instead. An instance lives in each
-    worker process (or in the caller's with ``n_workers=0``) and runs there under
-    ``torch.inference_mode`` with one torch thread.
+    A subclass that is also an ``nn.Module`` defines ``forward`` instead. Each worker process (or
+    the caller with ``n_workers=0``) has one instance and calls it under ``torch.inference_mode``
+    with one torch thread.
 
-    What a call takes is what its signature names, in any order; it is passed by keyword:
+    A call receives the arguments that its signature names, in any order, by keyword:
 
     - ``observation``: a ``DictTensor`` of the environments' keys, ``reward``, ``terminated``,
       ``truncated``, ``done``, ``initial_state``, ``last_action``, and ``noise`` if ``n_noise``,
-      each ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone anything
-      you keep outside the state. What is changed in place changes nothing that is recorded.
-    - ``state``: a ``DictTensor``, the state that the call before returned, row by row, in float32
-      where it returned bfloat16; for rows that start an episode that of ``initial_state``. An agent
-      that does not override ``initial_state`` is called with ``None`` for all rows that start.
-    - ``agent_info``: a ``DictTensor``, each episode's row of ``execute(agent_info=...)``, ``None``
-      if it was not given.
-    - ``history``: a ``TemporalDictTensor``, all previous steps of the same episodes: the keys of a
-      trajectory, with lengths of 0 at the first step. A copy. ``None`` unless it is required.
+      each ``[B, ...]``. The tensors are buffers that are overwritten after the call: clone anything
+      you keep outside the state. Changes in place do not affect the recorded values.
+    - ``state``: a ``DictTensor``, the state returned by the previous call, row by row (bfloat16 as
+      float32). Rows that start an episode get the state from ``initial_state``. An agent that does
+      not override ``initial_state`` is called with ``None`` for the rows that start.
+    - ``agent_info``: a ``DictTensor``, each episode's row of ``execute(agent_info=...)``, or
+      ``None`` without that argument.
+    - ``history``: a ``TemporalDictTensor``, a copy of all previous steps of the same episodes with
+      the keys of a trajectory; lengths are 0 at the first step. ``None`` unless it is required.
 
-    Parameters with other names keep their defaults, unless the signature takes four arguments in
-    the order ``(state, observation, agent_info, history)``, some of them under other names: these
-    are passed by position.
+    Parameters with other names keep their defaults. A signature of four parameters in the order
+    ``(state, observation, agent_info, history)`` may rename some of them: all four are then passed
+    by position.
 
     A call returns one row per row of the observation, as one of:
 
-    - ``outputs``: a dict or ``DictTensor`` with at least ``action`` (for nested action spaces
-      ``action/...``), of an agent without a memory.
-    - ``(outputs, next_state)``: with the state after the step, of an agent with ``initial_state``.
-    - ``(state, outputs, next_state)``: with the state from which the step started, too, which such
-      an agent makes itself where it is called with ``state=None``.
+    - ``outputs``, for agents without state: a dict or ``DictTensor`` with at least ``action``
+      (``action/...`` for nested action spaces).
+    - ``(outputs, next_state)``, for agents with ``initial_state``.
+    - ``(state, outputs, next_state)``, for agents that create their own state when they are called
+      with ``state=None``. ``state`` is the state before the step.
 
-    Outputs and states are stored in the trajectory under their keys, those in bfloat16 as float32.
-    Shapes and dtypes must never change, but what is float32 at first may be a half precision later,
-    as autocast has it.
+    Outputs and states are stored in the trajectory under their keys, bfloat16 as float32. Shapes
+    and dtypes must never change, except that float32 values may become half precision later, as
+    under autocast.
 
     A call always gets one row per lane of the worker, even when fewer episodes are left than
-    there are lanes: rows of idle lanes are copies of a running one (observation, state, infos,
-    history and noise alike) whose results are dropped, and an episode keeps its row from beginning
-    to end. Rounding in a matrix product depends on the number of rows and on the position of a
-    row, so this makes results independent of the number of workers.
+    lanes. Idle lanes repeat the row of a running lane (observation, state, infos, history and
+    noise), and their results are dropped. An episode keeps its row from beginning to end. Rounding
+    in a matrix product depends on the number of rows and on the position of a row, so this makes
+    results independent of the number of workers.
 
     Attributes:
-        n_noise: How many random numbers per row and step the agent needs. They arrive as
+        n_noise: Number of random numbers per row and step that the agent needs. They arrive as
             ``observation["noise"]``, float32 ``[B, n_noise]``, uniform in [0, 1), and depend only
-            on the episode and its step. An agent that takes all its randomness from them (see
-            ``sample_normal``) gives bitwise the same episodes for any number of workers.
+            on the episode and its step. An agent without any other randomness (see
+            ``sample_normal``) produces bitwise the same episodes for any number of workers.
 
     Example:
         >>> class Coin(Agent):
@@ -89,10 +89,10 @@ class Agent:
         __call__: Callable[..., Any]
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> Tensors | None:
-        """The state of rows that start an episode, for agents that override this.
+        """Return the state of rows that start an episode. Optional.
 
-        An agent that overrides it is never called with ``state=None``, which saves a call whenever
-        lanes start at different times.
+        An agent that overrides this is never called with ``state=None``, which saves a call
+        whenever lanes start at different times.
 
         Args:
             agent_info: The rows' ``agent_info``, ``[n, ...]``, or ``None``.
@@ -104,7 +104,7 @@ class Agent:
         return None
 
     def makes_initial_states(self) -> bool:
-        """Whether to call ``initial_state``: whether it is overridden.
+        """Whether ``initial_state`` is overridden.
 
         An agent that wraps another one returns ``self.inner.makes_initial_states()``.
         """
@@ -113,7 +113,7 @@ class Agent:
     def require_history(self) -> bool:
         """Whether calls need ``history``. Called once.
 
-        An agent that does not override it needs it if its call names ``history`` without a default.
+        By default they do if the signature has ``history`` without a default.
         """
         return False
 
@@ -122,7 +122,7 @@ class Agent:
     else:
 
         def update(self, info: Any) -> None:
-            """Apply the object passed to ``batcher.update(info)``, of a module its state dict.
+            """Apply the object passed to ``batcher.update(info)``: for a module, a state dict.
 
             Args:
                 info: The caller's object. Its tensors may be views of memory that is released after
@@ -137,7 +137,7 @@ class Agent:
             self.load_state_dict(info)
 
         def to(self, *arguments: Any, **named: Any) -> Any:
-            """Move the agent to a device, as ``nn.Module.to``, if it is a module."""
+            """Move the agent to a device if it is a module, as ``nn.Module.to`` does."""
             if not isinstance(self, nn.Module):
                 message = f"{type(self).__name__} is not a torch module, so it has no to()"
                 fix = "class MyAgent(Agent, nn.Module), or move its network: self.network.to(...)"
@@ -156,13 +156,13 @@ class Agent:
 
 
 class _Adapted(Agent):
-    """An agent that is called by position, whatever the other one takes.
+    """Adapts an agent with any signature to calls by position.
 
     Args:
-        call: Calls the other one.
-        made: The other one, an ``Agent`` or any callable.
-        name: What errors call it.
-        named: Parameters of its call, which are passed by keyword; ``None`` passes all by position.
+        call: Calls the agent.
+        made: The agent, an ``Agent`` or any callable.
+        name: Its name in errors.
+        named: Parameters of its call that are passed by keyword; ``None`` passes all by position.
     """
 
     def __init__(
@@ -193,27 +193,27 @@ class _Adapted(Agent):
 
 
 def as_agent(made: Any, called: str = "agent is") -> Agent:
-    """An agent that is called by position: what a user made, or one that calls it.
+    """Return an agent that is called by position, wrapping the user's agent if necessary.
 
     Args:
         made: An ``Agent``, an ``nn.Module``, or another callable.
-        called: How errors begin.
+        called: Start of error messages.
 
     Raises:
         SpecError: If it is a class, or cannot be called as an agent.
     """
-    call, made = made, getattr(made, "_orig_mod", made)  # of what torch.compile has made of it
+    call, made = made, getattr(made, "_orig_mod", made)  # the module inside torch.compile's wrapper
     kind = type(made)
     if isinstance(made, type):
         fix = f"an instance is needed: {made.__name__}(...)"
         raise SpecError(f"{called} the class {made.__name__}, not an agent", fix=fix)
     if isinstance(made, nn.Module) and "_modules" not in vars(made):
-        message = f"{kind.__name__}.__init__ does not call that of nn.Module"
+        message = f"{kind.__name__}.__init__ does not call nn.Module.__init__"
         raise SpecError(message, fix="call super().__init__() first in it")
     derives, function, method = isinstance(made, Agent), made, ""
     if not callable(made):
         if derives:
-            raise SpecError(f"{kind.__name__} does not say how to choose actions", fix=_DEFINE_CALL)
+            raise SpecError(f"{kind.__name__} cannot choose actions", fix=_DEFINE_CALL)
         fix = "make it a module, a function of observation, or an instance of an rlpool.Agent"
         raise SpecError(f"{called} {kind.__name__}, not an agent", fix=fix)
     if kind.__call__ is nn.Module.__call__:
@@ -221,16 +221,16 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
         if getattr(function, "__func__", function) is nn.Module.forward:
             if any("__call__" in vars(k) for k in kind.__mro__ if issubclass(k, Agent)):
                 fix = "put nn.Module last in its bases: its __call__ hides the agent's"
-            raise SpecError(f"{kind.__name__} does not say how to choose actions", fix=fix)
+            raise SpecError(f"{kind.__name__} cannot choose actions", fix=fix)
     for name in ("n_noise", "initial_state", "require_history", "update") if not derives else ():
         if hasattr(made, name):
             bases = "nn.Module, Agent" if isinstance(made, nn.Module) else "Agent"
             fix = f"derive it from rlpool.Agent: class {kind.__name__}({bases})"
-            raise SpecError(f"{called} {kind.__name__}, which has {name}, but is no Agent", fix=fix)
+            raise SpecError(f"{called} {kind.__name__} with {name}, not an Agent", fix=fix)
     name = getattr(made, "__name__", kind.__name__) + method
     n_noise = made.n_noise if derives else 0
     if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
-        message = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"
+        message = f"n_noise of the agent is {n_noise!r}, not a number of random numbers"
         raise SpecError(message, fix="set n_noise to an int of at least 0")
     named = _named_by(function, name)
     takes_all = named is None or tuple(p.name for p in named) == _GIVEN
@@ -241,7 +241,7 @@ def as_agent(made: Any, called: str = "agent is") -> Agent:
 
 
 def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter] | None:
-    """Parameters of a call that are passed by keyword, ``None`` if all are passed by position.
+    """Return the parameters to pass by keyword, ``None`` to pass all by position.
 
     Raises:
         SpecError: If neither is possible.
@@ -249,7 +249,7 @@ def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter
     try:
         signature = signature_of(function)
     except ValueError:
-        return None  # it has none that is known
+        return None  # the signature is unknown
     every = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = [p for p in every if p.name in _GIVEN and p.kind in by_keyword]
@@ -261,21 +261,21 @@ def _named_by(function: Callable[..., Any], name: str) -> list[inspect.Parameter
             return None
     if named and all(p.default is not p.empty or p.kind is p.VAR_POSITIONAL for p in others):
         return named
-    fix = "let it name what it needs of observation, state, agent_info and history"
+    fix = "name the parameters it needs: observation, state, agent_info, history"
     if not every:
-        fix = "an agent is needed, not what makes one: call it first"
-    raise SpecError(f"{name} takes {signature}, not what agents are called with", fix=fix)
+        fix = "pass an agent, not a function that makes one: call it first"
+    raise SpecError(f"{name} takes {signature}, which are not the arguments of an agent", fix=fix)
 
 
 def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
-    """What a call returned, with both of its states.
+    """Normalise the return value of a call to ``(state, outputs, next_state)``.
 
     Args:
-        returned: What it returned.
-        state: What it was given.
+        returned: The return value.
+        state: The state passed to the call.
 
     Raises:
-        SpecError: If that is none of what a call may return.
+        SpecError: If it is not a valid return value.
     """
     n_values = len(returned) if isinstance(returned, tuple | list) else 1
     if n_values == 3:
@@ -283,13 +283,13 @@ def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
     if n_values == 2 and all(isinstance(p, DictTensor | Mapping | None) for p in returned):
         outputs, after = returned
         if state is None and not DictTensor(after).empty():
-            message = "the agent returned a next state, but does not say which is the first"
+            message = "the agent returned a next state, but does not define the first one"
             raise SpecError(message, fix="define initial_state(self, agent_info, n) in its class")
         return state, outputs, after
     if not isinstance(returned, DictTensor | Mapping):
         several = f" of {n_values}" if isinstance(returned, tuple | list) else ""
         message = f"the agent returned {type(returned).__name__}{several}, not its outputs"
-        fix = 'return {"action": actions, ...}, with a memory (outputs, next_state), two such dicts'
+        fix = 'return {"action": actions, ...}, or (outputs, next_state) with a recurrent state'
         raise SpecError(message, fix=fix)
     if state is not None and not state.empty():
         raise SpecError("the agent returned no next state", fix="return (outputs, next_state)")
@@ -297,19 +297,19 @@ def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
 
 
 def is_agent(thing: Any) -> bool:
-    """Whether something is an agent, rather than what makes one."""
+    """Whether something is an agent, rather than a function that makes one."""
     if isinstance(thing, Agent | nn.Module):
         return True
-    with suppress(TypeError, ValueError):  # it cannot be called, or has no signature
+    with suppress(TypeError, ValueError):  # not callable, or without a signature
         return not isinstance(thing, type) and "observation" in signature_of(thing).parameters
     return False
 
 
 def check_is_factory(name: str, function: Any) -> None:
-    """Refuse what is not a function; agents and environments may be callable, too.
+    """Refuse an argument that is not a factory function; agents and environments can be callable.
 
     Raises:
-        SpecError: With the name of the argument.
+        SpecError: Naming the argument.
     """
     is_made = is_agent(function)
     if callable(function) and not is_made:
@@ -320,5 +320,5 @@ def check_is_factory(name: str, function: Any) -> None:
         message = f"an object, {its_name or type(function).__name__}"
         made = "lambda: policy" if its_name else "MyAgent, agent_args={...}"
         made = made if name == "create_agent" else "lambda seed: GymEnv(...)"
-        fix = f"pass the function or class that makes it, which every worker calls: {name}={made}"
+        fix = f"pass the function or class that makes it; every worker calls it: {name}={made}"
     raise SpecError(f"{name} is {message}", fix=fix)

@@ -17,15 +17,15 @@ class DeviceAgent(Agent):
     For ``device="cpu"``, calls are passed on unchanged.
 
     In a batcher with ``n_workers=0`` over a ``ParallelEnvManager`` this gives central inference:
-    one batch of all lanes per step. Outside a batcher, without ``torch.inference_mode`` (as in
-    ``replay_agent``), arguments are moved and results stay on the device.
+    one batch of all lanes per step. Outside ``torch.inference_mode`` (as in ``replay_agent``),
+    arguments are moved to the device and results stay there.
 
     Args:
         agent: The agent. It puts its parameters on the device itself.
         device: The device.
 
     Raises:
-        SpecError: If ``agent`` is no agent, or there is no such device.
+        SpecError: If ``agent`` is not an agent, or there is no such device.
 
     Example:
         >>> device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ class DeviceAgent(Agent):
         self._passes_on = self.device.type == "cpu"
 
     def __call__(self, *given: DictTensor | None) -> Any:
-        """Call the agent on its device, with what agents are called with by position."""
+        """Call the agent on its device, with the arguments of an agent in positional order."""
         if self._passes_on:
             return self._called(*given)
         moved: Any = [None if each is None else each.to(self.device) for each in given]
@@ -51,7 +51,7 @@ class DeviceAgent(Agent):
         return tuple(None if each is None else DictTensor(each).to("cpu") for each in parts)
 
     def makes_initial_states(self) -> bool:
-        """Whether the agent, or a subclass of this class, makes its initial states itself."""
+        """Whether the agent, or a subclass of this class, overrides ``initial_state``."""
         is_own = type(self).initial_state is not DeviceAgent.initial_state
         return is_own or self._called.makes_initial_states()
 

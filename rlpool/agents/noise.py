@@ -1,4 +1,4 @@
-"""The noise that agents draw from: one stream per lane, each from the episode that runs there."""
+"""The noise of agents: one stream per lane, determined by the episode that runs in it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from rlpool.seeding import NOISE_CHUNK, NoiseStart, Words, noise_chunks
 class NoiseStarts:
     """The noise of many episodes, computed for a block of episodes when the first of them begins.
 
-    Only the blocks used last are kept; for lanes that are far apart, and for episodes that are run
-    again, they are computed again.
+    Only the most recently used blocks are kept; others are computed again when needed.
 
     Args:
         keys: Keys of the noise: uint64, one per episode.
         n_noise: Numbers per step.
     """
 
-    _MAX_EPISODES = 32  # per block: enough that the cost per episode no longer matters
-    _BLOCK_NUMBERS = 2**14  # also enough, however few episodes that are
-    _KEPT_NUMBERS = 2**20  # of all blocks: 4 MiB
+    _MAX_EPISODES = 32  # per block: enough to make the cost per episode negligible
+    _BLOCK_NUMBERS = 2**14  # per block: also enough, even for a few long episodes
+    _KEPT_NUMBERS = 2**20  # in all blocks: 4 MiB
 
     def __init__(self, keys: Words, n_noise: int) -> None:
         numbers = NOISE_CHUNK * n_noise  # per episode
@@ -47,7 +46,7 @@ class NoiseStream:
     """The noise of a batch of lanes, one row of ``n_noise`` numbers per lane and step.
 
     Counter-based: the numbers of step t depend only on the episode's key and on t. They are
-    computed in chunks of steps, so that a step only copies its row.
+    computed in chunks of steps; a step only copies its row.
 
     Args:
         n_lanes: Number of lanes B.
@@ -63,17 +62,17 @@ class NoiseStream:
         self._chunks = np.zeros((n_lanes, NOISE_CHUNK, n_noise), np.float32)
         self._rows = self._chunks.reshape(-1, n_noise)
         self._keys = np.zeros(n_lanes, np.uint64)
-        self._steps = np.zeros(n_lanes, np.int64)  # step at which each lane's chunk begins
+        self._steps = np.zeros(n_lanes, np.int64)  # first step of each lane's chunk
         self._chunk_rows = np.arange(n_lanes) * NOISE_CHUNK
         self._next_rows = self._chunk_rows.copy()
-        self._n_left = NOISE_CHUNK  # lower bound of the steps before a lane needs a chunk
+        self._n_left = NOISE_CHUNK  # lower bound on the steps until a lane needs a chunk
 
     def start(self, lane: int, noise: NoiseStart, step: int = 0) -> None:
         """Let a lane draw the numbers of an episode from ``step`` on."""
         if step and noise.key == self._keys[lane]:
             n_used = self._next_rows[lane] - self._chunk_rows[lane]
             if step == self._steps[lane] + n_used:
-                return  # it was interrupted, and nothing was drawn meanwhile
+                return  # the episode was interrupted, and nothing has been drawn since
         self._keys[lane] = noise.key
         self._next_rows[lane] = self._chunk_rows[lane]
         self._steps[lane] = step
@@ -86,7 +85,7 @@ class NoiseStream:
         """Write the next step's numbers of every lane into ``tensor``.
 
         Args:
-            lanes: Those that take this step, by default all; the others get their numbers later.
+            lanes: The lanes that take this step, by default all; the others draw theirs later.
         """
         if not self._n_left:
             self._next_chunks()

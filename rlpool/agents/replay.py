@@ -26,42 +26,41 @@ def replay_agent(
 ) -> TemporalDictTensor:
     """Call an agent again on every step of collected trajectories, with gradients.
 
-    With the parameters that collected the trajectories, the outputs equal the collected ones up to
-    rounding, because batch sizes differ. (Rounding can change a sampled action: for
-    log-probabilities, use the collected actions.) The agent gets the same inputs as then: the
-    observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if their ``info`` has it
-    (of a pool with ``info_keys=["agent_info"]``, else ``None``), and ``history`` if it requires it.
-    A row that has ended stays in the batch with a copy of its last step: the agent never sees
-    padding.
+    With the parameters of the collection, the outputs equal the collected ones up to rounding,
+    since batch sizes differ. (Rounding can change a sampled action: for log-probabilities, use the
+    collected actions.) The agent gets the same inputs as in collection: the observation's keys,
+    ``noise`` if it has ``n_noise``, ``agent_info`` if the trajectories' ``info`` has it (a pool
+    needs ``info_keys=["agent_info"]``, else it is ``None``), and ``history`` if it is required. A
+    row that has ended repeats its last step, so the agent never sees padding.
 
     Rows that start an episode, at the first step or inside the window of a ``Batcher``, start as
     in collection: from ``agent.initial_state`` if the agent overrides it, else by a call with
     ``state=None``. A row that continues an episode starts from its stored state, as a constant.
 
     Args:
-        agent: An agent with the same outputs and states as the one that collected. If it keeps a
-            state without overriding ``initial_state``, it is also called with ``state=None``: once
+        agent: An agent with the same outputs and states as in collection. An agent that keeps a
+            state without overriding ``initial_state`` is also called with ``state=None``: once
             without gradients, to learn the keys of its state, and where episodes start.
         trajectories: ``[B, T]`` from ``get()``, or some of its rows or steps, with all its keys;
             additional keys are ignored.
-        state: Where the recurrent state comes from. ``"recompute"`` calls the agent step by step
-            from the start of each row: backpropagation through time. ``"stored"`` takes the
-            collected state of every step as a constant, and all steps in one call (step by step
-            if the agent wants ``history``): faster, exact for agents without state, and
-            truncated to one step for the others. Initial states then get no gradient.
+        state: Source of the recurrent state. ``"recompute"`` calls the agent step by step from the
+            start of each row: backpropagation through time. ``"stored"`` takes the collected state
+            of every step as a constant and computes all steps in one call (step by step if the
+            agent requires ``history``). This is faster, exact for agents without state, and
+            truncates backpropagation to one step for the others: initial states get no gradient.
 
     Returns:
         The agent's outputs ``[B, T, ...]``, zero-padded past the lengths, with the same
-        ``lengths`` and ``info``. No gradient flows through padding. States are not included; if you
-        need them, let the agent return them as outputs under another name.
+        ``lengths`` and ``info``. No gradient flows through padding. States are not included; an
+        agent can return them as outputs under another name.
 
     Raises:
         SpecError: If there is no step, or ``state`` is another word.
-        KeyError: If the trajectories lack the agent's state, or its noise.
+        KeyError: If the trajectories lack the agent's state or noise.
 
     Note:
-        ``history`` holds the collected steps as constants and starts at the row's first step at
-        the earliest: steps before a window are not available.
+        ``history`` holds the collected steps as constants. It starts at the row's first step:
+        steps before a window are not available.
 
     Example:
         >>> class Linear(torch.nn.Module):
@@ -89,7 +88,7 @@ def replay_agent(
 
 
 class _Replay:
-    """An agent on trajectories."""
+    """Calls of an agent on the steps of trajectories."""
 
     def __init__(self, agent: Agent, trajectories: TemporalDictTensor) -> None:
         self._agent = agent
@@ -100,7 +99,7 @@ class _Replay:
         is_step = trajectories.mask().bool()
         starts = trajectories["initial_state"]
         if starts.shape != is_step.shape:
-            fix = f"it has to be bool {list(is_step.shape)}, as it was collected"
+            fix = f"pass it as collected: bool {list(is_step.shape)}"
             raise SpecError(f"'initial_state' is {kind(starts)}", fix=fix)
         self._is_first = starts & is_step
         self._places = is_step.nonzero(as_tuple=True)
@@ -130,7 +129,7 @@ class _Replay:
     def step_by_step(self, *, stored: bool) -> TemporalDictTensor:
         """Call the agent once per step, from the state of the previous call or stored states."""
         some_start = self._is_first.any(0).tolist()
-        # Rows that have ended may start as well: their outputs are dropped.
+        # Ended rows count as starting: their outputs are dropped.
         all_start = (self._is_first | ~self._trajectories.mask().bool()).all(0).tolist()
         outputs = []
         for step in range(int(self._trajectories.lengths.max())):
@@ -156,7 +155,7 @@ class _Replay:
         return before, output, after
 
     def _as_collected(self, part: Any, n_rows: int) -> DictTensor:
-        """What the agent returned, half precisions in the wider dtype that was collected."""
+        """Outputs or state of the agent, with half precisions in the collected, wider dtype."""
         steps, tensors = self._trajectories, dict(DictTensor(part).items())
         for key, tensor in tensors.items():
             if tensor.shape[:1] != (n_rows,):
@@ -176,7 +175,7 @@ class _Replay:
         return self._as_collected(state, self._n_rows)
 
     def _at(self, step: int, keys: list[str]) -> DictTensor:
-        """Values ``[B, ...]`` of a step; rows that have ended repeat their last step."""
+        """Values ``[B, ...]`` of a step; ended rows repeat their last step."""
         tensors = {key: self._trajectories[key] for key in keys}
         times = self._last.clamp(max=step)
         return DictTensor({k: taken(tensor, self._rows, times) for k, tensor in tensors.items()})

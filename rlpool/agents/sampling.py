@@ -4,11 +4,10 @@ A stochastic agent declares ``n_noise`` and finds that many uniform numbers per 
 ``observation["noise"]``. These functions turn them into samples without touching any global
 random state, with a fraction of the operations of ``torch.distributions``.
 
-All of them compute in float32, or in float64 where an argument is float64, and so are their
-results: the half precisions, which networks give under ``torch.autocast``, are widened first. They
-refuse shapes that do not belong together instead of broadcasting them. Noise is best passed as it
-is: in a half precision it has only 256 (bfloat16) or 2,048 (float16) evenly spaced values, and so
-many different samples there are.
+Computations and results are float32, or float64 if an argument is float64; half precisions, such as
+the outputs of networks under ``torch.autocast``, are widened first. Shapes that do not match are
+refused, not broadcast. Do not convert the noise to half precision: only 256 (bfloat16) or 2,048
+(float16) distinct values, and as many distinct samples, would be left.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Samples int64 ``[B]`` from 0 to n - 1, and their log-probabilities ``[B]``, differentiable
-        in ``logits``; float64 if these are, else float32.
+        in ``logits``: float64 if ``logits`` are, else float32.
 
     Raises:
         SpecError: If shapes do not match these, or ``noise`` is not float.
@@ -58,25 +57,25 @@ def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         logits, noise = _widened(logits), _widened_noise(noise)
     log_probabilities = torch.log_softmax(logits, -1)
     cumulative = log_probabilities.detach().exp().cumsum(-1)
-    # Scaled by the rounded sum, so that no impossible category is drawn.
+    # Scaled by the rounded sum, so that a category of probability 0 is never drawn.
     threshold = noise.reshape(-1, 1) * cumulative[:, -1:]
     samples = (cumulative[:, :-1] <= threshold).sum(-1)
     return samples, log_probabilities.gather(-1, samples.unsqueeze(-1)).squeeze(-1)
 
 
 def categorical_log_probability(logits: Tensor, action: Tensor) -> Tensor:
-    """Log-probability of actions of a categorical distribution.
+    """Log-probability of actions under a categorical distribution.
 
     Args:
         logits: Unnormalised log-probabilities, float ``[..., n]``.
         action: Ints ``[...]`` from 0 to n - 1.
 
     Returns:
-        Log-probabilities ``[...]``, differentiable in ``logits``; float64 if they are, else
+        Log-probabilities ``[...]``, differentiable in ``logits``: float64 if ``logits`` are, else
         float32.
 
     Raises:
-        SpecError: If shapes do not match these, or ``action`` does not consist of ints.
+        SpecError: If shapes do not match these, or ``action`` is not of an integer dtype.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
@@ -159,9 +158,9 @@ def sample_tanh_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Te
             with ``n_noise = n``.
 
     Returns:
-        Samples ``[B, n]`` from -1 to 1, which rounding may reach, and the log-densities ``[B]`` of
-        whole rows. Both are differentiable in ``mean`` and ``log_std``; float64 if an argument is,
-        else float32.
+        Samples ``[B, n]`` from -1 to 1 (rounding can produce the bounds), and the log-densities
+        ``[B]`` of whole rows. Both are differentiable in ``mean`` and ``log_std``; float64 if an
+        argument is, else float32.
 
     Raises:
         SpecError: If shapes do not match these, or ``noise`` is not float.
@@ -191,12 +190,12 @@ def _log_density(mean: Tensor, log_std: Tensor, values: Tensor) -> Tensor:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """A half precision as float32; everything else as it is."""
+    """Convert half precisions to float32."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 def _widened_noise(noise: Tensor) -> Tensor:
-    """Noise as ``_widened``; what rounding to a half precision has made 1 is below 1 again."""
+    """Widen noise; values that half precision rounded up to 1 are clamped below 1."""
     if not noise.is_floating_point():
         raise _unlike("pass observation['noise'], float and uniform in [0, 1)", noise=noise)
     if noise.dtype in _WIDE:
@@ -212,7 +211,7 @@ def _unlike(fix: str, **given: Any) -> SpecError:
 
 
 def _check_rows(mean: Any, log_std: Any, name: str, values: Any) -> None:
-    """Refuse values of another shape than ``mean``, and a ``log_std`` that does not broadcast."""
+    """Refuse values not of the shape of ``mean``, and a ``log_std`` that does not broadcast."""
     fits = isinstance(mean, Tensor) and isinstance(values, Tensor) and isinstance(log_std, Tensor)
     fits = fits and mean.ndim >= 2 and values.shape == mean.shape
     if not fits or not (

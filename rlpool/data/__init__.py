@@ -1,1 +1,1 @@
-"""Named tensors, what they consist of, and the memory that they lie in."""
+"""Named tensors, their specs, and the memory that holds them."""

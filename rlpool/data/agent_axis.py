@@ -1,4 +1,4 @@
-"""Joint episodes of many agents: the steps of each agent as a row of its own, and back.
+"""Conversion of joint episodes of many agents to one row per agent, and back.
 
 Row ``i * A + a`` is agent ``a`` of joint episode ``i``.
 """
@@ -26,13 +26,13 @@ _ALL_KEYS = "per_agent is for episodes of a PettingZooEnv, with all their keys"
 
 
 class AgentSteps(NamedTuple):
-    """The steps in which the agents of a group were alive, in order of rows, then of time.
+    """The steps in which the agents of a group were alive, ordered by row, then time.
 
     Attributes:
         rows: int64 ``[N]``: the row of the agent.
         times: int64 ``[N]``: the step of the joint episode.
-        lengths: int64 ``[B * A]``: how many there are of each agent.
-        starts: bool ``[N]``: whether the agent's episode begins with it.
+        lengths: int64 ``[B * A]``: number of steps of each agent.
+        starts: bool ``[N]``: whether the agent's episode begins with the step.
         n_agents: A.
         others: Names of the other groups.
     """
@@ -46,7 +46,7 @@ class AgentSteps(NamedTuple):
 
 
 def _steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
-    """When the agents of a group were alive.
+    """Return the steps in which the agents of a group were alive.
 
     Raises:
         SpecError: If there is no such group.
@@ -56,7 +56,7 @@ def _steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
     groups = [name for name, _, part in names if part == _ALIVE]
     if group not in groups:
         raise SpecError(
-            f"no key {join_key(group, _ALIVE)!r} says in which steps agents were alive",
+            f"there is no key {join_key(group, _ALIVE)!r}, which marks the steps of each agent",
             fix=f"name a group: {', '.join(map(repr, groups))}" if groups else _ALL_KEYS,
         )
     refuse_missing("the episodes", list(joint), [born := join_key(group, _BORN)], _ALL_KEYS)
@@ -72,10 +72,10 @@ def _steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
 def packed(
     joint: TemporalDictTensor, group: str, shared: Collection[str]
 ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-    """The values of all agents' steps ``[N, ...]``, their lengths, and their infos: ``per_agent``.
+    """Return the values of all agents' steps ``[N, ...]``, lengths, and infos, for ``per_agent``.
 
     Raises:
-        SpecError: If there is no such group, or the episodes lack a key that says where they end.
+        SpecError: If there is no such group, or the episodes lack a key that marks their ends.
     """
     steps = _steps_of_agents(joint, group)
     marks = [f"_{join_key(group, name)}" for name in ("terminations", "truncations")]
@@ -100,7 +100,7 @@ def packed(
         elif name:
             own[name] = taken(tensor, episodes, times)
     ends = {name: own[f"_{name}"] for name in ("terminated", "truncated")}
-    is_cut = ~(ends["terminated"] | ends["truncated"])  # as by a limit of the joint episode
+    is_cut = ~(ends["terminated"] | ends["truncated"])  # by the end of the joint episode
     for name, end in ends.items():
         own[f"_{name}"] = end | (is_cut & taken(joint[f"_{name}"], episodes, times))
     for mark in ("", "_"):
@@ -108,15 +108,15 @@ def packed(
     own["initial_state"], own["_initial_state"] = steps.starts, torch.zeros_like(steps.starts)
     rows = torch.arange(len(steps.lengths), device=steps.lengths.device)
     info = joint.info.index(rows.div(n_agents, rounding_mode="floor"))._tensors
-    info["agent"] = rows % n_agents  # its place in the group
-    number = "lane" if "lane" in info else "episode"  # of a window, or of whole episodes
+    info["agent"] = rows % n_agents  # index in the group
+    number = "lane" if "lane" in info else "episode"  # windows have lanes
     if number in info:
         info[number] = info[number] * n_agents + info["agent"]
     return own, steps.lengths, info
 
 
 def _name_in_group(key: str, group: str, others: Collection[str]) -> tuple[str, bool]:
-    """What a key is called among a group's own, empty if it is another group's; is it theirs?"""
+    """Return a key's name in a group (empty for other groups' keys), and whether it is owned."""
     if not group:
         return key, False
     mark, bare = ("_", key[1:]) if key.startswith("_") else ("", key)
@@ -132,10 +132,10 @@ def _name_in_group(key: str, group: str, others: Collection[str]) -> tuple[str, 
 
 
 def joined(joint: TemporalDictTensor, values: Tensor, group: str) -> Tensor:
-    """Values ``[B * A, T', ...]`` of agents' own steps as ``[B, T, A, ...]``, else zero.
+    """Scatter values ``[B * A, T', ...]`` of agents' own steps to ``[B, T, A, ...]``, else zero.
 
     Raises:
-        SpecError: If there is not one row per agent, as long as its episode.
+        SpecError: If there is not one row per agent, at least as long as its episode.
     """
     steps = _steps_of_agents(joint, group)
     n_rows = len(steps.lengths)

@@ -17,11 +17,11 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.platform import HAS_ORDERED_STORES, NO_LOCK, FileLock
 
-_WORD_BYTES = 8  # after the values: the start of the window
+_WORD_BYTES = 8  # stored after the values: the start of the window
 
 
 class Layout(NamedTuple):
-    """How the memory of an array is laid out.
+    """Memory layout of an array.
 
     Attributes:
         spec: Shape ``(padding + full_size + padding, *batch_shape[1:], *feature_shape)``, dtype.
@@ -41,19 +41,19 @@ class Layout(NamedTuple):
         return self.spec.shape[0] - 2 * self.padding
 
     def rows(self, start: int, n_rows: int) -> View:
-        """A view of some rows, counted from the first of ``full_size``."""
+        """Return a view of rows, counted from the first row of ``full_size``."""
         start += self.padding
         sizes = self.spec.shape
         return View(sizes, (range(start, start + n_rows), *map(range, sizes[1:])))
 
 
 class Allocation:
-    """Values and the position of the window, for every process that maps the memory.
+    """The values and the window position, shared by every process that maps the memory.
 
     Attributes:
-        layout: How the memory is laid out.
-        storage: Kind of the memory.
-        memory: Holds the values; ``None`` after ``close``.
+        layout: Memory layout.
+        storage: Kind of memory.
+        memory: Memory of the values; ``None`` after ``close``.
     """
 
     def __init__(self, memory: Memory, layout: Layout) -> None:
@@ -66,17 +66,17 @@ class Allocation:
 
     @classmethod
     def new(cls, storage: str, layout: Layout, directory: str | Path | None = None) -> Allocation:
-        """An allocation in new memory, all zeros, with the window at the front."""
+        """Allocate zeroed memory, with the window at the front."""
         n_bytes = layout.spec.n_bytes + -layout.spec.n_bytes % _WORD_BYTES + _WORD_BYTES
         memory = allocate(storage, n_bytes, directory=directory)
-        # Writing to a page for which a disk has no space would kill the process.
+        # Writing to a page on a full disk would kill the process.
         memory.reserve(0, n_bytes)
         return cls(memory, layout)
 
     def open_memory(self) -> Memory:
         """The memory; UsageError after ``close``."""
         if self.memory is None:
-            raise UsageError("this array was closed", fix="use it, or copy it, before close()")
+            raise UsageError("this array was closed", fix="use or copy it before close()")
         return self.memory
 
     @property
@@ -87,21 +87,21 @@ class Allocation:
 
     @property
     def visible(self) -> View:
-        """The rows that the window shows now."""
+        """The rows in the window now."""
         if not HAS_ORDERED_STORES and self.memory is not None:
             with self.locked():
                 return self.layout.rows(self._start[0], self.layout.window)
         return self.layout.rows(self._start[0], self.layout.window)
 
     def rotate(self) -> None:
-        """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""
+        """Advance the window as ``Array.rotate`` does; UsageError after ``close``."""
         values, padding, full_size = self.values, self.layout.padding, self.layout.full_size
         with self.locked():
             start = self._start[0] + self.layout.window
             if start == full_size:
                 start = 0
                 values[: 2 * padding] = values[full_size:]
-            # Last, and in one store: views that are made meanwhile show the old or the new window.
+            # Last, and in one store: concurrent views show the old or the new window.
             self._start[0] = start
 
     def go_to_end(self) -> None:
@@ -110,7 +110,7 @@ class Allocation:
             self._start[0] = self.layout.full_size - self.layout.window
 
     def locked(self) -> AbstractContextManager[None]:
-        """A section in which no other process rotates; UsageError after ``close``."""
+        """Exclude rotation by other processes in a ``with`` block; UsageError after ``close``."""
         memory = self.open_memory()
         return NO_LOCK if memory.kind == "local" else FileLock(memory.fd)
 
@@ -122,7 +122,7 @@ class Allocation:
             self._start = self._start.tolist()  # closed arrays still have a shape
 
     def copied(self) -> Allocation:
-        """Another allocation of the same kind, with the same values and window."""
+        """Copy to a new allocation of the same kind, with the same values and window."""
         copy = Allocation.new(self.storage, self.layout)
         with self.locked():
             np.copyto(copy.open_memory().root(), self.open_memory().root())
@@ -135,14 +135,14 @@ class Allocation:
 def layout_of(
     batch_shape: Any, dtype: Any, feature_shape: Any, padding: Any, full_size: Any
 ) -> Layout:
-    """Check the arguments of an ``Array``; SpecError if one is wrong."""
+    """Check the arguments of an ``Array`` and return its layout; SpecError if one is wrong."""
     batch, features = _sizes("batch_shape", batch_shape), _sizes("feature_shape", feature_shape)
     if not batch or not batch[0]:
-        raise SpecError(f"batch_shape {batch} has to begin with one row or more")
+        raise SpecError(f"batch_shape {batch} has to begin with at least one row")
     window, n_padding = batch[0], whole_number("padding", padding, 0)
     n_full = window if full_size is None else whole_number("full_size", full_size, 0)
     if n_padding > window:
-        raise SpecError(f"padding={n_padding} is more than the rows of batch_shape {batch}")
+        raise SpecError(f"padding={n_padding} exceeds the number of rows of batch_shape {batch}")
     if n_full < window or n_full % window:
         raise SpecError(f"full_size={n_full} is not a multiple of the rows of batch_shape {batch}")
     sizes = (n_full + 2 * n_padding, *batch[1:], *features)
@@ -162,7 +162,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
         found = np.dtype(object)
     if dtype is None or found.kind not in "biufc":  # None is float64 to NumPy
         raise SpecError(
-            f"dtype={dtype!r} is not among the number types and bool of NumPy",
+            f"dtype={dtype!r} is not a numeric or bool dtype of NumPy",
             fix="use one such as numpy.float32, torch.int64 or bool",
         )
     return found

@@ -1,8 +1,8 @@
 """``Array``: storage for a batch of values over time, padded at either end.
 
-An array does not compute: samples are written to it by index, and read from it as NumPy arrays or
-tensors without a copy. Views know which elements of the memory they show, so that they can be
-shifted in time and sent to other processes.
+An array does not compute: samples are written by index, and read as NumPy arrays or tensors without
+a copy. Views record the position of their elements in memory, so they can be shifted in time and
+sent to other processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlpool.data.array_view import Values, View, as_numpy
 from rlpool.errors import SpecError, UsageError
 
 MAX_INDEX_BYTES = 256
-"""Larger index arrays travel in shared memory, so that every pickle of a view is small."""
+"""Larger index arrays are sent in shared memory, to keep pickles of views small."""
 
-_MAX_SENT = 32  # the latest of these, which are kept until their views have arrived
+_MAX_SENT = 32  # number of the latest of these kept alive for views in transit
 
 
 class Array:
@@ -30,17 +30,17 @@ class Array:
 
     Indices count from the start of a view and reach the rows around it: ``array[-1]`` is the row
     before the first, ``array[array.last + 1]`` the one after the last. Slices are clipped to the
-    rows that exist; ``array[:]`` and ``array[...]`` are the visible rows. In all other dimensions
-    indices mean what they mean to NumPy. Indexing never copies and always gives an ``Array``, also
-    for single elements, index arrays and masks: writing to it writes to this array. ``copy.copy``
-    gives a view, like ``array[...]``; ``copy.deepcopy`` copies the values to new memory of the same
-    kind, a memmap to one in the directory of temporary files. Writing converts as NumPy's
-    assignment does: a float written to an int array is truncated.
+    existing rows; ``array[:]`` and ``array[...]`` are the visible rows. In all other dimensions
+    indices work as in NumPy. Indexing never copies and always returns an ``Array``, also for single
+    elements, index arrays and masks: writing to it writes to this array. ``copy.copy`` returns a
+    view, like ``array[...]``; ``copy.deepcopy`` copies the values to new memory of the same kind
+    (the file of a memmap is created in the directory of temporary files). Writing converts as
+    NumPy's assignment does: a float written to an int array is truncated.
 
     Args:
-        batch_shape: Sizes of the batch dimensions. The first one is the time: this many rows are
-            visible.
-        dtype: A number type or bool, of NumPy or of torch.
+        batch_shape: Sizes of the batch dimensions. The first one is time, the number of visible
+            rows.
+        dtype: A numeric or bool dtype of NumPy or torch.
         feature_shape: Shape of one element of the batch.
         padding: Extra rows before the first and after the last row of ``full_size``.
         full_size: Number of rows without padding, a multiple of the visible ones; ``rotate`` moves
@@ -48,7 +48,7 @@ class Array:
         storage: ``"local"`` memory of this process; ``"shared"`` memory, which other processes map
             when they unpickle the array or a view of it; or ``"memmap"``, the same in a file. The
             sender has to keep the array until the other process has unpickled it.
-        directory: Where the file of a ``"memmap"`` lies, by default where temporary files do.
+        directory: Directory of the file of a ``"memmap"``, by default that of temporary files.
 
     Attributes:
         dtype: The NumPy dtype.
@@ -70,7 +70,7 @@ class Array:
     __slots__ = ("__weakref__", "_allocation", "_bound")
 
     _allocation: Allocation
-    # What a view shows; None for the whole array, which shows the window.
+    # The region of a view; None for the whole array, which shows the window.
     _bound: View | None
 
     def __init__(
@@ -91,7 +91,7 @@ class Array:
     def _region(self) -> View:
         return self._allocation.visible if self._bound is None else self._bound
 
-    # What it is ---------------------------------------------------------------------------------
+    # Properties ---------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -100,7 +100,7 @@ class Array:
 
     @property
     def storage(self) -> str:
-        """Where the values are: ``"local"``, ``"shared"`` or ``"memmap"``."""
+        """Kind of memory: ``"local"``, ``"shared"`` or ``"memmap"``."""
         return self._allocation.storage
 
     @property
@@ -125,7 +125,7 @@ class Array:
 
     @property
     def n_batch_dims(self) -> int:
-        """Number of batch dimensions that are left."""
+        """Number of remaining batch dimensions."""
         n_dims = self._allocation.layout.n_batch_dims
         from_batch = [at for at, origin in enumerate(self._region.origins) if origin < n_dims]
         return from_batch[-1] + 1 if from_batch else 0
@@ -158,20 +158,20 @@ class Array:
     # Views --------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> Array:
-        """A view of some elements: what is written to it is written to this array.
+        """Return a view of some elements. Writes to it are writes to this array.
 
         Args:
             key: An int, a slice, ``...``, an array of ints or a mask, or a tuple of these, one for
                 each dimension of ``shape`` from the first on. Along the first dimension ints count
                 from the first row of the view: -1 is the row before it. Slices are clipped there.
-                In all other dimensions indices mean what they mean to NumPy.
+                In all other dimensions indices work as in NumPy.
 
         Returns:
             An ``Array`` of the same dtype and memory, in the shape that NumPy would give. A single
-            element is an ``Array`` as well, of shape ``()``.
+            element is also an ``Array``, of shape ``()``.
 
         Raises:
-            IndexError: If there is no such row or element, or if ``key`` is no such index.
+            IndexError: If there is no such row or element, or ``key`` is not an index.
             UsageError: After ``close``.
 
         Example:
@@ -183,17 +183,17 @@ class Array:
         return self._view(self._region.index(key))
 
     def _view(self, region: View) -> Array:
-        """Another view of the same memory; UsageError after ``close``."""
+        """Return another view of the same memory; UsageError after ``close``."""
         self._allocation.open_memory()
         return _array(self._allocation, region)
 
     def __iter__(self) -> Iterator[Array]:
-        view = self[...]  # bound now, since the window may move
+        view = self[...]  # fixed now, since the window may move
         return (view[row] for row in range(len(view)))
 
     @property
     def full(self) -> Array:
-        """All rows without padding, also for a view of some of them.
+        """All rows without padding, even on a view of some of them.
 
         Returns:
             A view of shape ``(full_size, *batch_shape[1:], *feature_shape)`` of the whole array.
@@ -224,16 +224,15 @@ class Array:
         """Move the window to the next ``batch_shape[0]`` rows.
 
         At the end of ``full_size`` the window returns to the front, and the last ``padding`` rows
-        and the padding after them are copied there: what was written after the window becomes its
-        first rows, and its last rows become the padding before it. Existing views do not move.
+        and the padding after them are copied there: rows written after the window become its first
+        rows, and its last rows become the padding before it. Existing views do not move.
 
         The position of the window is stored with the values: with ``storage="shared"`` and
-        ``"memmap"`` it moves in every process that has the whole array. Any of them may rotate; a
-        process waits while another one rotates (threads of one process have to coordinate
-        themselves). The rows are copied before the window moves, so that readers see the old window
-        or the new one. Operations that copy values (``copy=True``, comparing, printing, index
-        arrays) never see a mixture of both. A NumPy view or a tensor sees its rows overwritten, as
-        by any other write.
+        ``"memmap"`` it moves in every process that has the whole array. Any process may rotate,
+        while others wait; threads of one process need their own lock. The rows are copied before
+        the window moves, so readers see either the old or the new window. Operations that copy
+        values (``copy=True``, comparing, printing, index arrays) never see a mixture of both. A
+        NumPy view or a tensor sees its rows overwritten, as with any other write.
 
         Raises:
             UsageError: On a view, or after ``close``.
@@ -252,7 +251,7 @@ class Array:
     def reset(self) -> None:
         """Move the window to the end of ``full_size``; the next ``rotate`` goes to the front.
 
-        For samplers that rotate before every batch, including the first. No value changes.
+        For samplers that rotate before every batch, including the first. Values do not change.
 
         Raises:
             UsageError: On a view, or after ``close``.
@@ -273,8 +272,8 @@ class Array:
     def _refuse_if_view(self, method: str) -> None:
         if self._bound is not None:
             raise UsageError(
-                f"{method}() moves the window of a whole array, and this is a view of one",
-                fix=f"call {method}() on the array that was not indexed, and index it again",
+                f"{method}() moves the window of a whole array, but this is a view",
+                fix=f"call {method}() on the whole array, then index it again",
             )
 
     # Values -------------------------------------------------------------------------------------
@@ -283,8 +282,8 @@ class Array:
         """The values as a NumPy array.
 
         Returns:
-            A view, which stays valid after ``close``; a copy if index arrays or masks selected what
-            this array shows.
+            A view, which stays valid after ``close``; a copy if this array was selected by index
+            arrays or masks.
 
         Raises:
             UsageError: After ``close``.
@@ -312,9 +311,9 @@ class Array:
         """The values as a tensor on the CPU.
 
         Returns:
-            A tensor on the same memory, which stays valid after ``close``; a copy if index arrays
-            or masks selected what this array shows, or if it is reversed, since tensors have no
-            negative strides.
+            A tensor on the same memory, which stays valid after ``close``; a copy if this array was
+            selected by index arrays or masks, or is reversed, since tensors cannot have negative
+            strides.
 
         Raises:
             TypeError: If torch has no such dtype.
@@ -353,21 +352,21 @@ class Array:
         return bool(self._read(bool))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        values = self._allocation.values  # first: a closed array says so
+        values = self._allocation.values  # first, to report a closed array
         region = self._region.index(key)
         target, place = region.place(values)
         try:
             written = plain(value)
             is_array = place is not ... and isinstance(written, np.ndarray)
             if is_array and np.may_share_memory(target, written):
-                written = np.array(written)  # earlier NumPy reads what it has overwritten
+                written = np.array(written)  # older NumPy reads elements it has overwritten
             target[place] = written
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise SpecError(
                 f"cannot write {type(value).__name__}{shape} to elements of shape "
                 f"{list(region.shape)} and dtype {self.dtype}: {error}",
-                fix="write what it holds, or make an array of another shape or dtype",
+                fix="write values that fit, or make an array of another shape or dtype",
             ) from error
 
     def __repr__(self) -> str:
@@ -382,9 +381,9 @@ class Array:
     def close(self) -> None:
         """Release the memory in this process, for this array and all its views; repeatable.
 
-        Reading and writing raise ``UsageError`` from then on. NumPy arrays and tensors that were
-        made before stay valid, and so do unpickled copies of the array, here and in other
-        processes. Without ``close`` the memory is released with its last view.
+        Reading and writing then raise ``UsageError``. Existing NumPy arrays and tensors stay valid,
+        as do unpickled copies of the array, here and in other processes. Without ``close`` the
+        memory is released with its last view.
 
         Example:
             >>> array = Array((3,), "int64", storage="shared")
@@ -412,7 +411,7 @@ class Array:
 
 
 def plain(value: Any) -> Any:
-    """A value to write or compare, in a form that NumPy accepts."""
+    """Convert a value to write or compare to a form that NumPy accepts."""
     if isinstance(value, Array):
         return np.asarray(value)
     return as_numpy(value) if isinstance(value, torch.Tensor) else value

@@ -1,8 +1,7 @@
-"""Which elements of its memory an array shows, and what an index of that view means.
+"""Views of an array's memory, and indexing of views.
 
-Indices of the first dimension, the time, count from the start of the view and reach every row of
-the memory: -1 is the row before the first. In all other dimensions they mean what they mean to
-NumPy.
+Indices of the first dimension (time) count from the start of the view and reach every row of the
+memory: -1 is the row before the first. In all other dimensions they work as in NumPy.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ EVERYTHING = slice(None)
 
 @dataclass(slots=True)
 class View:
-    """The places that a view shows in each dimension of the memory.
+    """The positions that a view shows in each dimension of the memory.
 
-    Index arrays and masks turn the leading dimensions, as far as they reach, into index arrays that
-    NumPy broadcasts; the time stays a range until they select rows.
+    Index arrays and masks turn the leading dimensions that they cover into index arrays that NumPy
+    broadcasts. Time stays a range until rows are selected.
 
     Attributes:
         sizes: Shape of the memory.
-        dims: For each of its dimensions one place, a range of places, or an index array.
-        axes: For each dimension of the index arrays the (first) one of the memory that it is from.
-            Where the time is a range, they have size 1 in its dimension.
+        dims: For each dimension of the memory a position, a range, or an index array.
+        axes: For each dimension of the index arrays, the (first) dimension of the memory it
+            indexes. Where time is a range, they have size 1 in its dimension.
     """
 
     sizes: tuple[int, ...]
@@ -51,7 +50,7 @@ class View:
 
     @property
     def origins(self) -> list[int]:
-        """For each dimension of the view the first one of the memory that it is from."""
+        """For each dimension of the view, the first dimension of the memory it covers."""
         if not self.axes:
             return [number for number, dim in enumerate(self.dims) if type(dim) is range]
         tail = range(max(self.arrays) + 1, len(self.dims))
@@ -69,7 +68,7 @@ class View:
         return tuple(shape)
 
     def index(self, key: Any) -> View:
-        """What an indexed view shows.
+        """Index a view.
 
         Raises:
             IndexError: If the key is not an index, or leaves the memory.
@@ -82,7 +81,7 @@ class View:
         return View(self.sizes, self._selected(self.origins, parts))
 
     def _at_ints(self, key: tuple[Any, ...]) -> View | None:
-        """Indexed with ints that exist, as at every time step; ``None`` for anything else."""
+        """Index with valid ints, the fast path of every time step; ``None`` for anything else."""
         dims = [*self.dims]
         number = -1
         for entry in key:
@@ -99,7 +98,7 @@ class View:
         return View(self.sizes, tuple(dims))
 
     def _selected(self, origins: list[int], parts: list[Part]) -> tuple[Any, ...]:
-        """All places after ints and slices selected some of these dimensions."""
+        """Return the dims after ints and slices have selected from some of them."""
         dims = [*self.dims]
         for number, part in zip(origins, parts, strict=True):
             if number:
@@ -113,11 +112,11 @@ class View:
         return tuple(dims)
 
     def _gathered(self, parts: list[Any]) -> View:
-        """What a view shows that is, or was, indexed with arrays; NumPy indexes their places."""
+        """Index with arrays, or index a view that has index arrays, by NumPy's rules."""
         origins, n_axes = self.origins, len(self.axes)
         n_leading = n_axes
         if any(isinstance(part, np.ndarray) for part in parts):
-            # Beside arrays, ints are arrays of one element: they say where the result has these.
+            # Next to arrays, ints act as one-element arrays: they affect the order of dimensions.
             selecting = [at for at, part in enumerate(parts) if not isinstance(part, slice)]
             n_leading = max(n_axes, selecting[-1] + 1)
         dims = [*self._selected(origins[n_leading:], parts[n_leading:])]
@@ -130,7 +129,7 @@ class View:
             if not number and type(dims[0]) is range:
                 found = _rows(dims[0], self.sizes[0], parts[at])
                 if type(found) is range:
-                    dims[0], parts[at] = found, EVERYTHING  # the arrays are the same for every row
+                    dims[0], parts[at] = found, EVERYTHING  # other arrays do not vary by row
                 else:
                     sources[0] = _along(at, np.arange(self.sizes[0]), n_leading)
                     parts[at] = found
@@ -142,11 +141,11 @@ class View:
         places = [array[tuple(parts)] for array in np.broadcast_arrays(*sources.values())]
         axes = _axes_after(leading, parts, places[0].ndim)
         for number, place in zip(sources, places, strict=True):
-            dims[number] = place if axes else int(place)  # nothing more to select
+            dims[number] = place if axes else int(place)  # a single element
         return View(self.sizes, tuple(dims), tuple(axes))
 
     def shifted(self, n_steps: int) -> View:
-        """The same rows some time steps later.
+        """Return the same rows some time steps later.
 
         Raises:
             IndexError: If the memory has no such rows.
@@ -157,7 +156,7 @@ class View:
             side = "later" if n_steps > 0 else "earlier"
             raise _index_error(
                 f"some rows have no row one time step {side}",
-                "give the array padding, or ask for the neighbours of fewer rows",
+                "give the array padding, or select fewer rows first",
             )
         if type(rows) is range:
             later: Any = range(rows.start + n_steps, rows.stop + n_steps, rows.step)
@@ -166,10 +165,10 @@ class View:
         return View(self.sizes, (later, *self.dims[1:]), self.axes)
 
     def place(self, values: Values) -> tuple[Values, Any]:
-        """A NumPy view of the memory, and the index that gives the elements of it."""
+        """Return a NumPy view of the memory, and the index of this view's elements in it."""
         if not self.axes:
             key: list[Any] = [_as_index(dim) if type(dim) is range else dim for dim in self.dims]
-            key.append(...)  # with an ellipsis, a single element is a view as well
+            key.append(...)  # with an ellipsis, a single element is a view too
             return values[tuple(key)], ...
         dims, arrays = [*self.dims], tuple(self.arrays.values())
         if type(dims[0]) is range:
@@ -179,24 +178,24 @@ class View:
 
 
 def _along(axis: int, numbers: Values, n_dims: int) -> Values:
-    """Numbers that lie along one of some dimensions."""
+    """Reshape numbers to lie along one of ``n_dims`` dimensions."""
     return numbers.reshape([-1 if axis == other else 1 for other in range(n_dims)])
 
 
 def _as_index(dim: Any) -> Any:
-    """Places in one dimension as an int or a slice; all of them for index arrays."""
+    """Convert positions in one dimension to an int or slice; everything for index arrays."""
     if type(dim) is range:
         return slice(dim.start, dim.stop if dim.stop >= 0 else None, dim.step) if dim else slice(0)
     return EVERYTHING if isinstance(dim, np.ndarray) else dim
 
 
 def _axes_after(axes: list[int], parts: list[Part], n_dims: int) -> list[int]:
-    """Which dimension of the memory each of the dimensions is from that an index leaves."""
+    """Return the memory dimension of each dimension that is left after indexing."""
     selecting = [axis for axis, part in enumerate(parts) if not isinstance(part, slice)]
     arrays = [axis for axis in selecting if isinstance(parts[axis], np.ndarray)]
     after = [number for axis, number in enumerate(axes) if axis not in selecting]
     if arrays:
-        # As in NumPy, what arrays select comes first unless all of them stand together.
+        # As in NumPy, the dimensions of arrays come first unless the arrays are adjacent.
         is_together = selecting[-1] - selecting[0] + 1 == len(selecting)
         at = selecting[0] if is_together else 0
         after[at:at] = [min(axes[axis] for axis in arrays)] * (n_dims - len(after))
@@ -204,12 +203,12 @@ def _axes_after(axes: list[int], parts: list[Part], n_dims: int) -> list[int]:
 
 
 def _rows(dim: range, n_rows: int, part: Part) -> int | range | Values:
-    """Rows that a part means: ints and arrays checked, slices clamped to the rows that exist.
+    """Resolve an index of rows: ints and arrays are checked, slices are clipped.
 
     Args:
-        dim: The rows that a view shows.
-        n_rows: Rows that exist.
-        part: Counts from the start of the view.
+        dim: The rows of the view.
+        n_rows: Number of rows in memory.
+        part: The index, counted from the start of the view.
     """
     lowest, highest = sorted((-dim.start / dim.step, (n_rows - 1 - dim.start) / dim.step))
     low, high = math.ceil(lowest), math.floor(highest) + 1
@@ -219,8 +218,8 @@ def _rows(dim: range, n_rows: int, part: Part) -> int | range | Values:
         if outside:
             exist = f"rows {low} to {high - 1} exist" if low < high else "no row exists"
             raise _index_error(
-                f"row {outside[0]} is outside of the array: counted from its start, {exist}",
-                f"{len(dim)} rows are visible; padding or a larger full_size give more",
+                f"row {outside[0]} is outside the array: counted from its start, {exist}",
+                f"{len(dim)} rows are visible; padding or a larger full_size adds rows",
             )
         return dim.start + dim.step * part
     step = 1 if part.step is None else part.step
@@ -234,18 +233,18 @@ def _rows(dim: range, n_rows: int, part: Part) -> int | range | Values:
     return range(dim.start + dim.step * start, dim.start + dim.step * stop, dim.step * step)
 
 
-# What users write between brackets --------------------------------------------------------------
+# Parsing of index keys --------------------------------------------------------------------------
 
 
 def read_key(key: Any, shape: tuple[int, ...]) -> list[Part]:
-    """One part for each dimension of a view.
+    """Split a key into one part for each dimension of a view.
 
     Raises:
-        IndexError: If the key is not an index for it.
+        IndexError: If the key is not an index of the view.
     """
     entries = [_entry(entry) for entry in (key if isinstance(key, tuple) else (key,))]
     if not shape and isinstance(key, slice) and key == EVERYTHING:
-        return []  # [:] is all, of an element too
+        return []  # [:] selects everything, even of a single element
     ellipses = [at for at, entry in enumerate(entries) if entry is Ellipsis]
     if len(ellipses) > 1:
         raise IndexError("an index can have only one ellipsis ('...')")
@@ -273,7 +272,7 @@ def _is_mask(entry: Any) -> bool:
 
 
 def _entry(entry: Any) -> Any:
-    """An int, a slice of ints, an array of ints or bools, or an ellipsis."""
+    """Convert a key entry to an int, a slice, an array of ints or bools, or an ellipsis."""
     if type(entry) is int or isinstance(entry, EllipsisType):
         return entry
     try:
@@ -284,7 +283,7 @@ def _entry(entry: Any) -> Any:
     except (TypeError, ValueError, RuntimeError):
         array = np.empty((), object)
     if not array.size and not hasattr(entry, "__array__"):
-        array = array.astype(np.int64)  # an empty list is one of floats to NumPy
+        array = array.astype(np.int64)  # NumPy reads an empty list as floats
     if array.dtype.kind in "iu":
         return array.astype(np.int64) if array.ndim else int(array)
     if array.dtype.kind == "b" and array.ndim:
@@ -292,7 +291,7 @@ def _entry(entry: Any) -> Any:
     raise _index_error(
         f"{type(entry).__name__} {str(entry)[:60]!r} is not an index",
         "index with ints, slices of ints, '...', arrays of ints or masks, or a tuple of these; "
-        "to_ndarray() and to_tensor() can get new dimensions",
+        "add dimensions to to_ndarray() or to_tensor()",
     )
 
 
@@ -301,9 +300,9 @@ def _index_error(message: str, fix: str) -> IndexError:
 
 
 def as_numpy(tensor: torch.Tensor) -> Values:
-    """A tensor's values, those of bfloat16, which NumPy lacks, as float32.
+    """Convert a tensor to NumPy; bfloat16, which NumPy lacks, becomes float32.
 
-    TypeError or RuntimeError for a sparse tensor, or one without values.
+    Raises TypeError or RuntimeError for a sparse tensor or one without values.
     """
     values = tensor.detach().cpu().resolve_conj().resolve_neg()
     array: Values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()

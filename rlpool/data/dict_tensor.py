@@ -24,14 +24,14 @@ BatchT = TypeVar("BatchT", bound="DictTensorBase")
 
 
 class DictTensorBase:
-    """Tensors by name that share their leading dimensions."""
+    """Named tensors that share their leading dimensions."""
 
     __slots__ = ("__weakref__", "_tensors")
 
     _tensors: dict[str, Tensor]
 
     def _with(self: BatchT, tensors: dict[str, Tensor]) -> BatchT:
-        """Other tensors for the same rows, unchecked."""
+        """Return a batch with other tensors for the same rows, unchecked."""
         raise NotImplementedError
 
     def _map(self: BatchT, change: Callable[[Tensor], Tensor]) -> BatchT:
@@ -43,11 +43,11 @@ class DictTensorBase:
         raise NotImplementedError
 
     def device(self) -> torch.device | None:
-        """The device of all tensors, ``None`` without any."""
+        """The device of all tensors, ``None`` if there are none."""
         raise NotImplementedError
 
     def keys(self) -> KeysView[str]:
-        """Names of the tensors, in insertion order.
+        """Return the names of the tensors, in insertion order.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -57,7 +57,7 @@ class DictTensorBase:
         return self._tensors.keys()
 
     def values(self) -> ValuesView[Tensor]:
-        """The tensors.
+        """Return the tensors.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -67,7 +67,7 @@ class DictTensorBase:
         return self._tensors.values()
 
     def items(self) -> ItemsView[str, Tensor]:
-        """Pairs of name and tensor.
+        """Return pairs of name and tensor.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -87,7 +87,7 @@ class DictTensorBase:
     @overload
     def __getitem__(self: BatchT, key: Rows) -> BatchT: ...
     def __getitem__(self: BatchT, key: str | Rows) -> Tensor | BatchT:
-        """The tensor of a key (``KeyError`` if there is none); anything else is ``index(key)``."""
+        """Return the tensor of a key (``KeyError`` if missing), or ``index(key)`` of rows."""
         if not isinstance(key, str):
             return self.index(key)
         try:
@@ -96,8 +96,8 @@ class DictTensorBase:
             raise KeyError(f"no key {key!r}, there are {list(self._tensors)}") from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Refuse to replace a tensor or rows, for which there are methods."""
-        message = f"a {type(self).__name__} takes no {key!r:.40} by assignment"
+        """Refuse assignment: ``set`` replaces tensors, and ``copy_`` rows."""
+        message = f"a {type(self).__name__} does not support assignment to {key!r:.40}"
         fix = f'replace the tensor: e.set("{key}", e["{key}"] / 2), or copy_ for rows'
         raise UsageError(message, fix=fix)
 
@@ -113,7 +113,7 @@ class DictTensorBase:
 
         Raises:
             KeyError: If a key does not exist.
-            SpecError: If ``keys`` is a single string, or contains anything but strings.
+            SpecError: If ``keys`` is a single string, or not all of them are strings.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -129,8 +129,8 @@ class DictTensorBase:
 
         Args:
             rows: An int drops the batch dimension and a slice keeps it; both give views. An int
-                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end. Any
-                selection from a ``DictTensor`` without keys is one.
+                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end.
+                Without keys, any selection returns an empty ``DictTensor``.
 
         Raises:
             IndexError: If a row does not exist (a slice is clipped, as in Python).
@@ -153,7 +153,7 @@ class DictTensorBase:
         return self._map(partial(selected, rows=on_device))
 
     def unfold(self: BatchT) -> list[BatchT]:
-        """One batch of views ``[1, ...]`` per row.
+        """Split into one batch of views ``[1, ...]`` per row.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -163,7 +163,7 @@ class DictTensorBase:
         return [self._map(itemgetter(slice(i, i + 1))) for i in range(self._n_rows())]
 
     def to(self: BatchT, device: torch.device | str | int, non_blocking: bool = False) -> BatchT:
-        """Move to a device; returns ``self`` if everything is there already.
+        """Move to a device; returns ``self`` if all tensors are already there.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -199,7 +199,7 @@ def check_alike(
     *,
     subset: bool = False,
 ) -> None:
-    """Refuse other keys (with ``subset``, missing ones only), dtypes, devices, trailing shapes."""
+    """Refuse differing keys (with ``subset``, missing ones), dtypes, devices, trailing shapes."""
     if first.keys() - other.keys() or (not subset and other.keys() - first.keys()):
         message = f"{name} has the keys {list(other)}, the first has {list(first)}"
         raise SpecError(message, fix="keep the common keys with get(keys)")
@@ -217,11 +217,11 @@ def _signature(tensor: Tensor, n_leading: int) -> tuple[Any, ...]:
 
 
 class DictTensor(DictTensorBase):
-    """Tensors by name, on one device, that share their first dimension: the batch.
+    """Named tensors on one device that share their first dimension, the batch.
 
     The dict is copied, the tensors are not. 0-d tensors are accepted, so that losses can be
-    returned by name, but methods that work on rows refuse them. Iterating gives keys. There is no
-    ``len``, which could mean keys or rows.
+    returned by name, but methods that work on rows refuse them. Iteration yields keys. ``len`` is
+    not defined: it could mean keys or rows.
 
     Args:
         tensors: Tensors ``[B, ...]`` of any dtype by name; ``None`` gives an empty ``DictTensor``.
@@ -245,7 +245,7 @@ class DictTensor(DictTensorBase):
         except (TypeError, ValueError, RuntimeError):
             raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
         self._tensors = own
-        # One pass over what is right, which loops make at every step; ``check`` says what is not.
+        # One pass over valid tensors, the fast path of every step; ``check`` finds the error.
         device, n_rows = None, None
         for key, tensor in own.items():
             if not isinstance(tensor, Tensor) or not isinstance(key, str):
@@ -263,7 +263,7 @@ class DictTensor(DictTensorBase):
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor]) -> DictTensor:
-        """A ``DictTensor`` that keeps this dict itself, unchecked: for the library's own loops."""
+        """Wrap a dict without copying or checking it, for the library's own loops."""
         wrapped = _new(DictTensor)
         wrapped._tensors = tensors
         return wrapped
@@ -280,9 +280,9 @@ class DictTensor(DictTensorBase):
         return self.n_elems()
 
     def n_elems(self) -> int:
-        """Number of rows B; 0 without keys and where every tensor is 0-d.
+        """Number of rows B; 0 without keys or if every tensor is 0-d.
 
-        It has no meaning for the result of ``index(int)``, which has no batch dimension.
+        It is meaningless for the result of ``index(int)``, which has no batch dimension.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -311,7 +311,7 @@ class DictTensor(DictTensorBase):
         return next((tensor.device for tensor in self._tensors.values()), None)
 
     def specs(self) -> dict[str, dict[str, Any]]:
-        """Per key ``{"size": shape of one row, "dtype": dtype}``.
+        """Return ``{"size": shape of one row, "dtype": dtype}`` per key.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -321,7 +321,7 @@ class DictTensor(DictTensorBase):
         return {k: {"size": t.shape[1:], "dtype": t.dtype} for k, t in self._tensors.items()}
 
     def slice(self, start: int, stop: int | None = None) -> DictTensor:
-        """Views of rows ``start <= i < stop``, or of row ``start`` without its batch dimension.
+        """Return views of rows ``start <= i < stop``, or row ``start`` without batch dimension.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -368,7 +368,7 @@ class DictTensor(DictTensorBase):
         self._tensors[key] = tensor
 
     def prepend_key(self, prefix: str) -> DictTensor:
-        """Put ``prefix`` before every key; the tensors are shared.
+        """Prepend ``prefix`` to every key; the tensors are shared.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -379,7 +379,7 @@ class DictTensor(DictTensorBase):
         return DictTensor._wrap({prefix + key: t for key, t in self._tensors.items()})
 
     def truncate_key(self, prefix: str) -> DictTensor:
-        """Keep only keys that start with ``prefix``, without it; the tensors are shared.
+        """Keep the keys that start with ``prefix``, and remove it; the tensors are shared.
 
         Example:
             >>> batch = DictTensor({"info/goal": torch.zeros(3, 2), "frame": torch.zeros(3, 4)})
@@ -390,7 +390,7 @@ class DictTensor(DictTensorBase):
         return DictTensor._wrap({k[cut:]: t for k, t in own.items() if k.startswith(prefix)})
 
     def __add__(self, other: DictTensor) -> DictTensor:
-        """Union of the keys, sharing tensors; ``SpecError`` for common keys or unlike batches."""
+        """Return the union of both, sharing tensors; ``SpecError`` if keys or batches clash."""
         if not isinstance(other, DictTensor):
             return NotImplemented
         common = [key for key in self._tensors if key in other._tensors]
@@ -414,7 +414,7 @@ class DictTensor(DictTensorBase):
             SpecError: If the batches or the numbers of rows do not match, or a tensor of ``self``
                 cannot be written in place.
 
-        If it raises, nothing is written. Without keys, it does nothing.
+        If it raises, nothing has been written. Without keys, it does nothing.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -430,7 +430,7 @@ class DictTensor(DictTensorBase):
             write_rows_(changes, write)
 
     def to_tensordict(self) -> Any:
-        """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
+        """Convert to a ``tensordict.TensorDict`` without copying (needs ``tensordict``).
 
         Its batch size is ``[B]``, or ``[]`` if a tensor is 0-d or first dimensions differ.
 
@@ -445,7 +445,7 @@ class DictTensor(DictTensorBase):
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> DictTensor:
-        """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``.
+        """Convert a ``TensorDict`` without copying; nested keys are joined with ``/``.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -470,7 +470,7 @@ def _rebuild(tensors: dict[str, Tensor]) -> DictTensor:
     return DictTensor._wrap(tensors)
 
 
-# Lets torch.load read it with weights_only=True, the default.
+# Allows torch.load with weights_only=True, the default.
 torch.serialization.add_safe_globals([_rebuild])
 
 _pytree.register_pytree_node(
@@ -481,7 +481,7 @@ _pytree.register_pytree_node(
 
 
 def masked_tensor(tensor0: Tensor, tensor1: Tensor, mask: Tensor) -> Tensor:
-    """Take each row from one of two tensors, exactly: no arithmetic is done on the values.
+    """Select each row from one of two tensors, bit for bit.
 
     Args:
         tensor0: ``[B, ...]``, any dtype and any number of dimensions.
@@ -520,7 +520,7 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Te
         raise SpecError(f"the mask is {kind(mask)}", fix=f"use a bool [{n_elems}] on {device}")
     takes_second = mask != 0
     if mask.dtype is not torch.bool and not bool((takes_second == mask).all()):
-        raise SpecError("the mask holds values other than 0 and 1", fix="make it bool")
+        raise SpecError("the mask has values other than 0 and 1", fix="make it bool")
     chosen = {
         key: torch.where(takes_second.view(-1, *[1] * (tensor.ndim - 1)), second[key], tensor)
         for key, tensor in first.items()
@@ -529,7 +529,7 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Te
 
 
 def cat_named(batches: list[DictTensor], name: str) -> DictTensor:
-    """Concatenate; ``name`` is what errors call a part."""
+    """Concatenate; ``name`` is the name of a part in errors."""
     if not batches:
         return DictTensor()
     first = batches[0]

@@ -14,18 +14,18 @@ from rlpool.data.specs import fitted
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 
-_AS_ARRAY = "give an array or a tensor, which keeps its dtype"
+_AS_ARRAY = "pass an array or a tensor, which keeps its dtype"
 
 Info: TypeAlias = DictTensor | Mapping[str, Any] | None
 """Tensors, NumPy arrays or (nested) lists of numbers by name, with one row per episode or lane.
 
-A number, a bool, or a tensor or array without dimensions holds for all rows. Python ints become
-int64, Python floats torch's default dtype (float32, which has to hold them), bools bool; tensors
-and arrays keep their dtype.
+A number, a bool, or a 0-d tensor or array applies to all rows. Python ints become int64, Python
+floats torch's default dtype (float32, whose range they must not exceed), bools bool; tensors and
+arrays keep their dtype.
 """
 
 
-WINDOW_KEYS = ("batcher", "lane", "episode", "first_step")  # where a window's rows begin
+WINDOW_KEYS = ("batcher", "lane", "episode", "first_step")  # origin of a window's rows
 
 Infos = tuple[dict[str, NDArray], dict[str, NDArray]]
 """``(agent_info, env_info)`` as arrays by key."""
@@ -35,9 +35,9 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
     """Copy an info to tensors ``[n_rows, ...]`` on the CPU.
 
     Args:
-        name: What errors call it.
+        name: Its name in errors.
         info: The info, ``None`` for none.
-        n_rows: Rows expected; ``None`` for any number, the same under every key.
+        n_rows: Expected number of rows; ``None`` for any number common to all keys.
 
     Raises:
         SpecError: If a value is not numeric, has a dtype that NumPy lacks, or has another number of
@@ -59,16 +59,16 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
         elif tensor.shape[0] != n_rows:
             raise SpecError(
                 f"{key!r} in {name} has {tensor.shape[0]} rows, {n_rows} were expected",
-                fix=f"give one row for each, or one number for all; or leave {name} out",
+                fix=f"give one row for each, or one number for all; or omit {name}",
             )
     return DictTensor(tensors)
 
 
 def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
-    """Infos as arrays, copied, so that the caller may change its tensors afterwards.
+    """Copy infos to arrays, so that the caller may change its tensors afterwards.
 
     Raises:
-        SpecError: See ``info_rows``.
+        SpecError: As ``info_rows``.
     """
     if agent_info is None and env_info is None:
         return {}, {}
@@ -78,7 +78,7 @@ def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
 
 
 def part_of(infos: Infos, rows: range) -> Infos:
-    """Consecutive rows of infos; views."""
+    """Return views of consecutive rows of infos."""
     agent_info, env_info = (
         {key: array[rows.start : rows.stop] for key, array in info.items()} for info in infos
     )
@@ -86,17 +86,20 @@ def part_of(infos: Infos, rows: range) -> Infos:
 
 
 def options_of(env_info: DictTensor | Mapping[str, Any], row: int) -> dict[str, Any] | None:
-    """One row of ``env_info`` as Python values, the ``options`` of a reset; ``None`` if empty.
+    """Convert one row of ``env_info`` to Python values, the ``options`` of a reset.
 
     Args:
         env_info: Tensors or arrays ``[n, ...]``.
-        row: Which row.
+        row: Index of the row.
+
+    Returns:
+        The options, ``None`` if ``env_info`` is empty.
     """
     return {key: rows[row].tolist() for key, rows in env_info.items()} or None
 
 
 def _copied(name: str, key: Any, value: Any) -> Tensor:
-    """A copy of a value as a tensor."""
+    """Copy a value to a tensor."""
     if not isinstance(key, str):
         raise SpecError(f"key {key!r} in {name} is not a string", fix="name values by strings")
     try:
@@ -110,7 +113,7 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
             message, fix = f"has dtype {value.dtype}, which NumPy lacks", f"pass {key}.float()"
         else:
             message = f"is {type(value).__name__} {value!r:.40}, not numbers ({message:.80})"
-            fix = "give a tensor, an array or a list of numbers, with as many in every row"
+            fix = "give a tensor, an array or a list of numbers, with rows of equal length"
         raise SpecError(f"{key!r} in {name} {message}", fix=fix) from None
     return tensor
 
@@ -120,6 +123,6 @@ def _tensor(value: Any) -> Tensor:
         return value.detach().cpu().clone()
     array = np.array(value)
     array = array.astype(array.dtype.newbyteorder("="))
-    if not hasattr(value, "__array__") and array.dtype.kind == "f":  # Python's floats
+    if not hasattr(value, "__array__") and array.dtype.kind == "f":  # Python floats
         array = fitted("it", array, torch.empty(0, device="cpu").numpy().dtype)
     return torch.from_numpy(array)

@@ -1,7 +1,7 @@
 """Checks of named tensors, and copying, writing and comparing their rows.
 
-torch cannot select or write rows of the unsigned dtypes beyond uint8: they are moved as signed
-numbers, whose bits are the same.
+torch cannot select or write rows of unsigned dtypes beyond uint8: they are viewed as signed numbers
+with the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlpool.errors import SpecError
 
 _T = TypeVar("_T")
 
-# What selects rows: an int, a slice, an int tensor [N], or a bool mask [B].
+# A selection of rows: an int, a slice, an int tensor [N], or a bool mask [B].
 Rows: TypeAlias = int | slice | Tensor
 
 INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -27,19 +27,19 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def as_signed(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype whose rows torch can select and write."""
+    """View the same memory in a dtype whose rows torch can select and write."""
     return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
 
 
 def selected(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows, many times faster than ``tensor[rows]`` where they are wide."""
+    """Copy rows, many times faster than ``tensor[rows]`` for wide rows."""
     if tensor.dtype in _SIGNED:
         return as_signed(tensor).index_select(0, rows).view(tensor.dtype)
     return tensor.index_select(0, rows)
 
 
 def taken(tensor: Tensor, rows: Tensor, times: Tensor) -> Tensor:
-    """``tensor[rows, times]``, faster."""
+    """Return ``tensor[rows, times]``, faster."""
     if tensor.dtype in _SIGNED:
         return taken(as_signed(tensor), rows, times).view(tensor.dtype)
     if tensor.requires_grad:
@@ -49,10 +49,10 @@ def taken(tensor: Tensor, rows: Tensor, times: Tensor) -> Tensor:
 
 
 def step_entries(tensor: Tensor) -> tuple[Tensor, int]:
-    """The steps of a tensor ``[B, T, ...]`` as they lie in memory, and how many are in a row.
+    """Return the steps of ``[B, T, ...]`` in memory order, and the number per row, the pitch.
 
-    Step t of row b is entry ``b * pitch + t``, whether or not there is room between rows, and whole
-    entries are copied up to 20 times faster than ``tensor[rows, times]``.
+    Step t of row b is entry ``b * pitch + t``, even if there are gaps between rows. Whole entries
+    are copied up to 20 times faster than ``tensor[rows, times]``.
     """
     row_stride, step_stride = tensor.stride()[:2]
     if not tensor.numel() or not step_stride or row_stride % step_stride:
@@ -67,15 +67,15 @@ def write_rows_(changes: Iterable[tuple[str, Tensor, Tensor]], rows: Tensor) -> 
     """Write rows in place, in all tensors or in none.
 
     Args:
-        changes: Name, tensor, and the values ``[N, ...]`` of the rows, in memory of their own.
+        changes: Name, tensor, and the values ``[N, ...]`` of the rows, in separate memory.
         rows: int64 ``[N]``.
 
     Raises:
         SpecError: If a tensor cannot be written: several of its values share memory, or autograd
             or ``torch.inference_mode`` forbids it.
     """
-    every, rows = list(changes), rows.clone()  # they may be one of the tensors
-    for part in (slice(0), slice(None)):  # without rows torch already refuses what it refuses
+    every, rows = list(changes), rows.clone()  # rows may be one of the tensors
+    for part in (slice(0), slice(None)):  # writing no rows first raises the same errors
         for name, tensor, values in every:
             try:
                 as_signed(tensor).index_copy_(0, rows[part], as_signed(values)[part])
@@ -88,17 +88,17 @@ def write_rows_(changes: Iterable[tuple[str, Tensor, Tensor]], rows: Tensor) -> 
 
 
 def steps_within(lengths: Tensor, n_timesteps: int) -> Tensor:
-    """Bool ``[B, T]``: true for steps, false for padding (``[T]`` for a single trajectory)."""
+    """Return bool ``[B, T]``, True for steps, False for padding (``[T]`` for one trajectory)."""
     return torch.arange(n_timesteps, device=lengths.device) < lengths.unsqueeze(-1)
 
 
 def longest(lengths: Tensor) -> int:
-    """The largest of some lengths, 0 if there are none."""
+    """Return the largest of the lengths, 0 if there are none."""
     return int(lengths.max()) if lengths.numel() else 0
 
 
 def padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
-    """A function that copies a tensor, padded with zeros to ``size`` entries in one dimension."""
+    """Return a function that copies a tensor and zero-pads one dimension to ``size``."""
 
     def pad(tensor: Tensor) -> Tensor:
         shape = list(tensor.shape)
@@ -116,7 +116,7 @@ def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
 
     Args:
         tensors: Pairs of key and value.
-        n_dims: How many dimensions: of a single one, which is that of rows, 0-d tensors have none.
+        n_dims: Number of shared dimensions. With 1, 0-d tensors are accepted.
     """
     every = list(tensors)
     for key, tensor in every:
@@ -132,12 +132,12 @@ def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
             if (one.device, one.shape[:n]) != (first.device, first.shape[:n]) or one.ndim < n:
                 raise SpecError(
                     f"key {key!r} is {kind(one)}, key {name!r} is {kind(first)}",
-                    fix="all tensors need the same number of rows (and steps), and the same device",
+                    fix="give all tensors the same number of rows (and steps) and the same device",
                 )
 
 
 def checked_device(device: Any) -> torch.device:
-    """Where tensors are made that are moved to a device; SpecError if there is none."""
+    """Return the device that tensors moved there report; SpecError if there is no such device."""
     try:
         return torch.empty(0, device=device).device
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
@@ -146,17 +146,17 @@ def checked_device(device: Any) -> torch.device:
 
 
 def instance(value: Any, wanted: type[_T], name: str, fix: str = "") -> _T:
-    """An argument that has to be of a class."""
+    """Return an argument; SpecError unless it is an instance of ``wanted``."""
     if not isinstance(value, wanted):
         raise SpecError(f"{name} is {kind(value)}", fix=fix or f"pass a {wanted.__name__}")
     return value
 
 
 def listed(values: Iterable[Any], wanted: type[_T], name: str) -> list[_T]:
-    """A list of instances of a class, from an argument; a single string is refused."""
+    """Return an argument as a list of instances of ``wanted``; a single string is refused."""
     try:
         found = None if isinstance(values, str) else list(values)
-    except TypeError:  # also of a tensor without dimensions, which is an Iterable
+    except TypeError:  # not iterable, or a 0-d tensor, which claims to be
         found = None
     if found is None:
         raise SpecError(f"{name} is {kind(values)}", fix=f"pass a list: [{values!r:.40}]")
@@ -167,7 +167,7 @@ def listed(values: Iterable[Any], wanted: type[_T], name: str) -> list[_T]:
 
 
 def resolve_rows(rows: Any, n_elems: int) -> int | slice | Tensor:
-    """Check a selection of rows; gives a forward slice, an int or an int64 ``[N]`` from 0."""
+    """Check a selection of rows; returns a forward slice, an int or an int64 ``[N]`` from 0."""
     if isinstance(rows, Tensor) and rows.ndim:
         return resolve_row_tensor(rows, n_elems)
     is_bool = isinstance(rows, bool) or getattr(rows, "dtype", None) is torch.bool
@@ -182,7 +182,7 @@ def resolve_rows(rows: Any, n_elems: int) -> int | slice | Tensor:
 
 
 def resolve_row_tensor(rows: Tensor, n_elems: int) -> Tensor:
-    """Check an int tensor ``[N]`` or a bool mask ``[B]``; gives int64 ``[N]`` from 0."""
+    """Check an int tensor ``[N]`` or a bool mask ``[B]``; returns int64 ``[N]`` from 0."""
     if rows.dtype is torch.bool and rows.shape == (n_elems,):
         return rows.nonzero().squeeze(1)
     if rows.dtype not in INDEX_DTYPES or rows.ndim != 1:
@@ -193,7 +193,7 @@ def resolve_row_tensor(rows: Tensor, n_elems: int) -> Tensor:
 
 
 def from_start(row: int, n_elems: int) -> int:
-    """The number of a row counted from 0; ``IndexError`` if it does not exist."""
+    """Return the index of a row counted from 0; ``IndexError`` if it does not exist."""
     if -n_elems <= row < n_elems:
         return row % n_elems
     raise IndexError(f"row {row} does not exist, there are {n_elems}")
@@ -209,7 +209,7 @@ def _no_selection(rows: Any, n_elems: int) -> SpecError:
 def row_pair(
     read: Tensor, write: Tensor, sizes: tuple[int, int], device: torch.device | None
 ) -> tuple[Tensor, Tensor]:
-    """Check both sides of a copy of rows; gives int64 ``[N]`` from 0 for each."""
+    """Check both sides of a copy of rows; returns int64 ``[N]`` from 0 for each."""
     source, destination = (
         resolve_row_tensor(instance(rows, Tensor, "a selection of rows"), n_elems).to(device)
         for rows, n_elems in zip((read, write), sizes, strict=True)
@@ -224,7 +224,7 @@ def row_pair(
 
 
 def kind(value: object) -> str:
-    """Short description of a value for an error message."""
+    """Describe a value briefly for an error message."""
     if not isinstance(value, Tensor):
         return f"{type(value).__name__} {value!r:.40}"
     device = "" if value.is_cpu else f" on {value.device}"
@@ -232,14 +232,14 @@ def kind(value: object) -> str:
 
 
 def table(title: str, entries: Iterable[tuple[str, Tensor]], **notes: str) -> str:
-    """Aligned lines of key, dtype and shape, and what is noted of a key."""
+    """Format aligned lines of key, dtype and shape, with notes on some keys."""
     shapes = [(key, f"{kind(tensor)}{notes.get(key, '')}") for key, tensor in entries]
     width = max(len(key) for key, _ in shapes)
     return "\n".join([title, *(f"  {key:{width}}  {shape}" for key, shape in shapes)])
 
 
 def compact(value: Tensor) -> Tensor:
-    """What to pickle instead: a copy of a view, without the rest of its storage."""
+    """Copy a view before pickling, without the rest of its storage."""
     if value.untyped_storage().nbytes() == value.numel() * value.element_size():
         return value
     values = value.detach().clone(memory_format=torch.contiguous_format)
@@ -247,7 +247,7 @@ def compact(value: Tensor) -> Tensor:
 
 
 def of_tensordict(tensordict: Any) -> dict[str, Tensor]:
-    """All tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
+    """Return all tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
     try:
         items = dict(tensordict.items(include_nested=True, leaves_only=True)).items()
     except (AttributeError, TypeError):

@@ -1,12 +1,12 @@
-"""Specifications of named tensors, and how Gymnasium spaces and values map to them.
+"""Shape and dtype specs of named tensors, and their mapping from Gymnasium spaces and values.
 
-A *structure* says how a nested value (an observation, an action) splits into named leaves::
+A *structure* defines how a nested value (an observation, an action) splits into named leaves::
 
     space = Dict(image=Box(84, 84, 4), pose=Tuple(Box(3), Discrete(4)))
     leaves = {"image": [84, 84, 4], "pose/0": [3], "pose/1": []}
 
-It is a torch pytree of dicts, tuples and ``Leaf`` objects. Spaces are recognised by their class
-names, so that those of the old ``gym`` package work, too, and neither package is imported.
+It is a torch pytree of dicts, tuples and ``Leaf`` objects. Spaces are recognised by class name, so
+those of the old ``gym`` package work too and neither package is imported.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.utils import _pytree
 from rlpool.errors import SpecError
 
 DEFAULT_OBSERVATION_KEY = "frame"
-"""Key of an observation that is not a dict: the name that rlstructures gave it."""
+"""Key of an observation that is not a dict, as in rlstructures."""
 
 
 @functools.cache
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The NumPy dtype with the same bits; that of objects if there is none."""
+    """Return the NumPy dtype with the same bits, or the object dtype if there is none."""
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except (TypeError, RuntimeError):
@@ -76,7 +76,7 @@ class Leaf:
         spec: Shape and dtype in storage.
         is_scalar: Whether the environment returns and expects Python numbers, not arrays.
         native: The dtype that the environment expects; ``None`` without a space that declares it.
-        choices: Of a discrete space, the first number and how many there are, for each element.
+        choices: For discrete spaces, the first number and the number of choices of each element.
     """
 
     spec: TensorSpec
@@ -92,11 +92,11 @@ Structure = Leaf | Mapping[str, "Structure"] | tuple["Structure", ...]
 
 
 class Declaration(NamedTuple):
-    """What environments show in every step.
+    """The values that environments report in every step.
 
     Attributes:
         observation: The structure of an observation.
-        infos: Key to spec, of the keys of the infos that are asked for.
+        infos: Specs of the requested keys of infos.
     """
 
     observation: Structure
@@ -104,22 +104,22 @@ class Declaration(NamedTuple):
 
 
 def fitted(name: str, values: Any, dtype: np.dtype[Any], fix: str = "") -> np.ndarray[Any, Any]:
-    """Convert numbers to another dtype, or refuse them: the one rule for numbers from outside.
+    """Convert numbers from outside to a dtype, or refuse them.
 
-    - Floats become floats of any width. They are rounded, and a finite one stays finite; infinities
-      and NaN stay what they are. So do complex numbers.
-    - In any other conversion every number keeps its value exactly: 300 fits int16 but not int8,
-      -1 no unsigned dtype, 2**24 + 1 not float32. 1.0 fits an int and 0.5 or NaN does not; 0 and 1
-      are what fits a bool. Real numbers fit complex dtypes, complex numbers only those.
+    - Floats convert to floats of any width, and complex numbers to complex numbers. They are
+      rounded; finite values have to stay finite, infinities and NaN are kept.
+    - Any other conversion has to be exact: 300 fits int16 but not int8, -1 does not fit an unsigned
+      dtype, 2**24 + 1 does not fit float32. 1.0 fits an int, 0.5 and NaN do not. Only 0 and 1 fit a
+      bool. Real numbers fit complex dtypes; complex numbers fit only those.
 
     Args:
-        name: What errors call the numbers.
+        name: Name of the numbers in errors.
         values: The numbers, of any shape.
-        dtype: The dtype they are stored in.
-        fix: The advice if they do not fit.
+        dtype: The dtype to store them in.
+        fix: Advice if they do not fit.
 
     Returns:
-        ``values`` itself if they have the dtype, else a new array.
+        ``values`` itself if it has the dtype, else a new array.
 
     Raises:
         SpecError: Naming the first number that does not fit.
@@ -144,7 +144,7 @@ def fitted(name: str, values: Any, dtype: np.dtype[Any], fix: str = "") -> np.nd
             fits = (number.astype(array.dtype) == array) & ((number < 0) == (array < 0))
             ints, floats = (number, array) if source == "f" else (array, number)
             if ints.dtype.kind in "iu" and floats.dtype.kind == "f":
-                # Beyond the ints, some processors convert to the last of them.
+                # Some processors convert values out of range to the largest int.
                 n_bits = 8 * ints.dtype.itemsize - (ints.dtype.kind == "i")
                 fits &= np.isfinite(floats) & (floats < 2.0**n_bits)
         if fits.all():
@@ -154,10 +154,10 @@ def fitted(name: str, values: Any, dtype: np.dtype[Any], fix: str = "") -> np.nd
 
 
 def fitted_rewards(name: str, rewards: Any) -> np.ndarray[Any, Any]:
-    """Rewards as they are stored, float32: rounded, also where they are ints.
+    """Convert rewards to float32, the stored dtype; ints are rounded as well.
 
     Raises:
-        SpecError: Naming a finite reward that is not a finite float32.
+        SpecError: Naming a finite reward that is out of the range of float32.
     """
     rewards = np.asarray(rewards)
     if rewards.dtype.kind in "iu":
@@ -166,7 +166,7 @@ def fitted_rewards(name: str, rewards: Any) -> np.ndarray[Any, Any]:
 
 
 def join_key(prefix: str, key: str) -> str:
-    """Name of a key below a prefix: ``join_key("agent_info", "id") == "agent_info/id"``."""
+    """Join a prefix and a key: ``join_key("agent_info", "id") == "agent_info/id"``."""
     return f"{prefix}/{key}" if prefix else key
 
 
@@ -198,14 +198,14 @@ def structure_of_space(space: Any, *, name: str) -> Structure:
         choices = None if "Box" in kinds else (first, getattr(space, "nvec", 2))
         return Leaf(TensorSpec(tuple(space.shape), dtype), False, dtype, choices)
     raise SpecError(
-        f"{name} is a {type(space).__name__} space, which has no fixed shape to put into a tensor",
+        f"{name} is a {type(space).__name__} space, which does not have a fixed shape",
         fix="wrap the environment so that it uses Box, Discrete, MultiDiscrete, MultiBinary, "
         f"Dict or Tuple; {PADDING}",
     )
 
 
 def leaf_spaces(space: Any) -> list[Any]:
-    """The parts of a space that are no ``Dict`` or ``Tuple``, in the order of ``leaves_of``."""
+    """Return the leaves of nested ``Dict`` and ``Tuple`` spaces, in the order of ``leaves_of``."""
     parts = getattr(space, "spaces", None)
     if parts is None:
         return [space]
@@ -217,17 +217,17 @@ PADDING = (
     'docs/episodes.md, "Values of different lengths", has a wrapper that pads texts, sequences and '
     "arrays, with a key for their length"
 )
-"""What to do about values of no fixed shape."""
+"""Advice for values without a fixed shape."""
 
 
 def structure_of_value(value: Any, *, name: str) -> Structure:
-    """Describe a value for which no space was declared.
+    """Describe a value without a declared space.
 
     Python numbers become scalars of float32 or int64, arrays keep their dtype, dicts and tuples
-    are entered, lists are read as arrays.
+    are traversed, lists are read as arrays.
 
     Raises:
-        SpecError: If it is not made of numbers.
+        SpecError: If it does not consist of numbers.
     """
 
     def inner(key: Any, value: Any) -> Structure:
@@ -249,13 +249,13 @@ def structure_of_value(value: Any, *, name: str) -> Structure:
 
 
 def stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
-    """The dtype in which values are stored: float64 becomes float32, unless it is kept."""
+    """Return the dtype for storage: float32 in place of float64, unless that is kept."""
     is_narrowed = dtype == np.float64 and not keep_float64
     return np.dtype(np.float32) if is_narrowed else dtype
 
 
 def narrowed(structure: Structure, keep_float64: bool | Collection[str]) -> Structure:
-    """A structure with float64 as float32, except under the keys to be kept or if all are.
+    """Replace float64 by float32 in a structure, except for all keys or those in ``keep_float64``.
 
     Raises:
         SpecError: If there is no such key.
@@ -269,7 +269,7 @@ def narrowed(structure: Structure, keep_float64: bool | Collection[str]) -> Stru
 
 
 def merged_structures(first: Structure, second: Structure, name: str) -> Structure:
-    """One structure for two values of the same kind, with dtypes that hold both without loss.
+    """Merge the structures of two values, with dtypes that hold both without loss.
 
     Args:
         first: The structure of one value.
@@ -292,7 +292,7 @@ def merged_structures(first: Structure, second: Structure, name: str) -> Structu
 
 
 def _with_dtypes(structure: Structure, dtypes: Sequence[np.dtype[Any]]) -> Structure:
-    """The same structure, its leaves with other dtypes in storage."""
+    """Return the structure with other storage dtypes of its leaves."""
     pairs = zip(_pytree.tree_leaves(structure), dtypes, strict=True)
     leaves = [replace(leaf, spec=TensorSpec(leaf.spec.shape, dtype)) for leaf, dtype in pairs]
     result: Structure = nester(structure)(leaves)
@@ -302,10 +302,10 @@ def _with_dtypes(structure: Structure, dtypes: Sequence[np.dtype[Any]]) -> Struc
 def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
     """Name the leaves of a structure.
 
-    A dict at the top gives its own keys; anything else is named ``default_key``.
+    The keys of a top-level dict are used as they are; anything else is named ``default_key``.
 
     Raises:
-        SpecError: If joining makes two keys the same.
+        SpecError: If two joined keys are equal.
     """
     prefix = "" if isinstance(structure, Mapping) else default_key
     leaves: dict[str, Leaf] = {}
@@ -323,8 +323,8 @@ def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
 def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
     """Compile a function that flattens a nested value, in the order of ``leaves_of``.
 
-    It is called in every step, and is several times as fast as the pytree's. The compiled function
-    raises SpecError if keys or lengths do not match the structure.
+    It runs in every step and is several times as fast as torch's pytree. It raises SpecError if
+    keys or lengths do not match the structure.
     """
     if isinstance(structure, Leaf):
         return lambda value: [value]
@@ -344,7 +344,7 @@ def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
             fix = ""
             if isinstance(value, Mapping):
                 got, extra = sorted(map(str, value)), [key for key in value if key not in keys]
-                fix = f"leave out {extra}, or add it to the space" if is_dict and extra else ""
+                fix = f"omit {extra}, or add it to the space" if is_dict and extra else ""
             raise SpecError(f"{name} should {wanted}, got {got}", fix=fix)
         return [leaf for key, part in parts for leaf in part(value[key])]
 
@@ -363,7 +363,7 @@ def is_action(key: str) -> bool:
 
 
 def action_fix(got: TensorSpec | None, wanted: TensorSpec | None) -> str:
-    """What to write where actions of an agent have another shape or kind than their space."""
+    """Return the fix for actions that do not have the shape or dtype of their space."""
     is_choice = got and wanted and got.dtype.kind == "f" and wanted.dtype.kind != "f"
     if got and wanted and got.shape == (*wanted.shape, 1):
         return f"drop the last axis: action.squeeze(-1){'.long()' if is_choice else ''}"
@@ -373,7 +373,7 @@ def action_fix(got: TensorSpec | None, wanted: TensorSpec | None) -> str:
 
 
 def row_specs(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorSpec]:
-    """Specs of the rows of batch arrays ``[B, ...]``."""
+    """Return the specs of the rows of batch arrays ``[B, ...]``."""
     return {key: TensorSpec(array.shape[1:], array.dtype) for key, array in arrays.items()}
 
 
@@ -381,13 +381,13 @@ def refuse_missing(name: str, values: Collection[str], keys: Iterable[str], fix:
     """Refuse values that lack keys.
 
     Args:
-        name: What errors call the values.
-        values: The keys that there are.
-        keys: Those that are needed.
-        fix: What the error advises.
+        name: Name of the values in errors.
+        values: The existing keys.
+        keys: The required keys.
+        fix: Advice of the error.
 
     Raises:
-        SpecError: Naming the keys that are missing, and those that there are.
+        SpecError: Naming the missing and the existing keys.
     """
     missing = [key for key in keys if key not in values]
     if missing:
@@ -398,7 +398,7 @@ def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
     """Refuse keys that are in two groups.
 
     Args:
-        groups: The keys of each group, by the group's name in messages.
+        groups: The keys of each group, by the group's name in errors.
 
     Raises:
         SpecError: Naming the key and both groups.
@@ -407,6 +407,6 @@ def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
     for group, keys in groups.items():
         for key in keys:
             if key in owner:
-                fix = "give it another name in the environment or the agent, or leave it out"
-                raise SpecError(f"key {key!r} is given by {owner[key]} and by {group}", fix=fix)
+                fix = "rename or omit it in the environment or the agent"
+                raise SpecError(f"key {key!r} comes from both {owner[key]} and {group}", fix=fix)
             owner[key] = group

@@ -1,19 +1,19 @@
 """Memory of three kinds, and named arrays carved out of it.
 
 ==========  ============================================================  ==================
-kind        what it is                                                    other processes
+kind        description                                                   other processes
 ==========  ============================================================  ==================
 ``local``   ordinary memory of this process                               cannot see it
-``shared``  anonymous: has no name, so that nothing can be left           map the same pages
-            behind, and does not count towards the size of ``/dev/shm``
-``memmap``  an unlinked file on disk, for more than the memory holds      map the same pages
+``shared``  anonymous: has no name, so it cannot be left behind, and      map the same pages
+            does not count towards the size of ``/dev/shm``
+``memmap``  an unlinked file on disk, for data larger than memory         map the same pages
 ==========  ============================================================  ==================
 
-Untouched pages cost nothing. Pickled memory arrives in another process as a mapping of the same
-pages: a pickle names the sending process and its descriptor, and the receiver opens the file
-by that. This needs no server, no thread and no further descriptor per pickle, and a
-pickle can be received any number of times, as long as its sender has the memory. A page after the
-contents of the file holds a random name, by which a receiver recognises the file.
+Untouched pages cost nothing. Unpickled memory maps the same pages as the original: a pickle
+contains the process id and descriptor of its sender, and the receiver opens the file through these.
+This does not need a server, a thread or another descriptor per pickle, and a pickle can be received
+any number of times while its sender keeps the memory. A page after the contents holds a random
+name, by which a receiver recognises the file.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from rlpool.machine.platform import (
 )
 
 PAGE_BYTES = 4096
-"""Alignment of every key: keys share no page, so a page belongs to one key only."""
+"""Alignment of every key: a page belongs to a single key."""
 
-_NAME_BYTES = 16  # random: no two files have the same
+_NAME_BYTES = 16  # random, hence unique
 
-_MUCH = 2**20  # bytes: the heap would zero a free piece of its own, used or not
-_MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Python 3.12
+_MUCH = 2**20  # bytes; smaller blocks come from the heap, which zeroes them
+_MAP_NORESERVE = 0x4000  # on Linux; the mmap module does not define it before Python 3.12
 
 KINDS = ("local", "shared", "memmap")
-"""What ``allocate`` can make."""
+"""The kinds of memory."""
 
 NDArray = np.ndarray[Any, Any]
 
 
 def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None) -> Memory:
-    """Zeroed memory of a kind.
+    """Allocate zeroed memory.
 
     Args:
         storage: ``"local"``, ``"shared"`` or ``"memmap"``.
-        n_bytes: Its size.
-        directory: Of the file of a ``"memmap"``, by default that of temporary files.
+        n_bytes: Size in bytes.
+        directory: Directory of the file of a ``"memmap"``, by default that of temporary files.
 
     Raises:
         SpecError: If there is no such kind, or not enough memory or disk space.
@@ -76,8 +76,8 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
     if storage == "memmap":
         where = tempfile.gettempdir() if directory is None else directory
         try:
-            # Sparse, and without a name, so that nothing is left behind. Path refuses numbers,
-            # which open() takes for descriptors.
+            # A sparse file without a name cannot be left behind. Path refuses numbers, which
+            # open() would take for descriptors.
             with tempfile.TemporaryFile(dir=Path(where)) as file:
                 return Memory("memmap", n_bytes, fd=os.dup(file.fileno()))
         except TypeError:
@@ -87,15 +87,15 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
             raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
     if directory is not None:
         raise SpecError(
-            f"storage={storage!r} has no file, but directory={str(directory)!r} was given",
-            fix='leave directory out, or use storage="memmap"',
+            f"storage={storage!r} does not use a file, but directory={str(directory)!r} was given",
+            fix='omit directory, or use storage="memmap"',
         )
     there_are = min(bound.total for bound in memory_bounds())
     try:
         if n_bytes > there_are:
-            raise MemoryError(f"there are {human(there_are)} in all")
+            raise MemoryError(f"the total is {human(there_are)}")
         return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
-    except (MemoryError, OSError, RuntimeError) as error:  # of NumPy, of a mapping, of torch
+    except (MemoryError, OSError, RuntimeError) as error:  # from NumPy, mmap and torch
         raise SpecError(
             f"could not allocate {storage} memory of {human(n_bytes)}: {error}",
             fix='make it smaller, or use storage="memmap"',
@@ -107,15 +107,15 @@ class Memory:
 
     The mapping lives as long as this object or any array or tensor made from ``root()``. Shared and
     memmap memory can be pickled: every process that unpickles it maps the same pages, and within
-    one process all pickles of it give the same object. A pickle is valid while its sender has the
-    memory.
+    one process all its pickles load as the same object. A pickle is valid while its sender keeps
+    the memory.
 
     Args:
         kind: One of ``KINDS``.
         n_bytes: Size in bytes.
         mapped: uint8 ``[n_bytes]``; by default the file is mapped.
         fd: Descriptor of the file, which is closed with this object.
-        name: Name of a received file; a new one gets a name, whose page makes it as long as needed.
+        name: Name of a received file; writing a new name extends a new file to its full size.
 
     Attributes:
         n_bytes: As given.
@@ -132,7 +132,7 @@ class Memory:
         fd: int = -1,
         name: bytes = b"",
     ) -> None:
-        self._fd = fd  # first, to be closed if the rest fails
+        self._fd = fd  # first, so that it is closed if the rest fails
         self.kind, self.n_bytes = kind, n_bytes
         self._name = name or os.urandom(_NAME_BYTES)
         if fd >= 0 and not name:
@@ -143,22 +143,22 @@ class Memory:
 
     @classmethod
     def local(cls, n_bytes: int) -> Memory:
-        """Memory of this process; of much of it each page is taken when it is first used."""
+        """Allocate memory of this process; large blocks take each page on first use."""
         if n_bytes < _MUCH or not IS_LINUX:  # mapping it would take longer
             return cls("local", n_bytes, torch.from_numpy(np.zeros(n_bytes, np.uint8)))
-        # No page is reserved: more than the machine has is given to those who use part of it.
+        # Pages are not reserved: a block may exceed the machine's memory if it is used in part.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         mapped = mmap.mmap(-1, n_bytes, flags=flags)
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
         zeros = np.frombuffer(mapped, np.uint8)
         return cls("local", n_bytes, torch.from_numpy(zeros))
 
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
-        """Anonymous shared memory; ``fd`` stays open until ``close_fd``.
+        """Allocate anonymous shared memory; ``fd`` stays open until ``close_fd``.
 
-        Where there are no workers to share it with, it is memory of this process.
+        On platforms without workers, it is memory of this process.
         """
         if not IS_LINUX:
             return cls.local(n_bytes)
@@ -172,7 +172,7 @@ class Memory:
         Args:
             fd: Its descriptor.
             n_bytes: Its size.
-            private: Whether other processes do not see what this one writes.
+            private: Whether writes of this process are hidden from others.
         """
         try:
             return cls("shared", n_bytes, _map(fd, n_bytes, private=private))
@@ -181,13 +181,13 @@ class Memory:
 
     @property
     def fd(self) -> int:
-        """The descriptor, to send to other processes."""
+        """Descriptor, for sending to other processes."""
         if self._fd < 0:
-            raise SpecError("this memory has no descriptor: it is local, or close_fd() was called")
+            raise SpecError("this memory has no descriptor: it is local or close_fd() was called")
         return self._fd
 
     def close_fd(self) -> None:
-        """Close the descriptor, so that the memory can no longer be sent; the mapping stays."""
+        """Close the descriptor. The mapping is kept, but the memory can no longer be sent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -196,31 +196,31 @@ class Memory:
         self.close_fd()
 
     def root(self) -> NDArray:
-        """A new uint8 array over the whole block.
+        """Return a new uint8 array over the whole block.
 
-        Everything carved out of it keeps this array object alive, so a weak reference to it shows
-        when the last user is gone.
+        Arrays carved out of it keep this array object alive, so a weak reference to it expires
+        with the last of them.
         """
         return self._mapped.numpy()
 
     def reserve(self, start: int, stop: int) -> None:
         """Reserve space for bytes ``start <= i < stop`` of a memmap; does nothing for other kinds.
 
-        Writing to a page for which the disk has no space would kill the process.
+        Writing to a page on a full disk would kill the process.
 
         Raises:
-            SpecError: If the disk or a quota is full. Nothing was written.
+            SpecError: If the disk or a quota is full. Nothing has been written.
         """
         if self.kind == "memmap" and start < stop:
             try:
-                os.posix_fallocate(self.fd, start, stop - start)  # takes 3 us if it is there
+                os.posix_fallocate(self.fd, start, stop - start)  # takes 3 us if already reserved
             except OSError as error:
                 raise _refused(error, f"{human(stop - start)} of a memmap") from error
 
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, ...]]:
         if self.kind == "local":
             raise UsageError(
-                'what has storage="local" belongs to one process and cannot be sent',
+                'memory with storage="local" belongs to one process and cannot be sent',
                 fix='use storage="shared", or send a copy: to_ndarray()',
             )
         return _received, (self.kind, self.n_bytes, os.getpid(), self.fd, self._name)
@@ -241,21 +241,21 @@ def _received(kind: str, n_bytes: int, pid: int, fd: int, name: bytes) -> Memory
             raise FileNotFoundError(f"{path} is another file")
     except OSError as error:
         raise UsageError(
-            f"the memory that process {pid} sent is gone ({error})",
+            f"the memory sent by process {pid} no longer exists ({error})",
             fix="keep the array and its process alive until it is received",
         ) from error
     return Memory(kind, n_bytes, fd=own, name=name)
 
 
-# Memory that this process made or received, by the name of its file: one mapping and one descriptor
-# for any number of pickles. Forked children inherit it.
+# Memory created or received by this process, by the name of its file: one mapping and one
+# descriptor for any number of pickles. Forked children inherit it.
 _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 
 
 def _refused(error: OSError, target: str) -> SpecError:
     name = errno.errorcode.get(error.errno or 0, "OSError")
     return SpecError(
-        f"could not allocate {target} on the disk: {error.strerror} ({name})",
+        f"could not allocate {target} on disk: {error.strerror} ({name})",
         fix="free some space, choose another directory, or make it smaller",
     )
 
@@ -268,12 +268,12 @@ def _map(fd: int, n_bytes: int, *, private: bool = False) -> torch.Tensor:
 
 
 def carved_bytes(specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, int]:
-    """Bytes that each key takes in a block, in whole pages."""
+    """Return the bytes of each key in a block, in whole pages."""
     return {key: _round_up(spec.n_bytes * n_rows) for key, spec in specs.items()}
 
 
 def carve(root: NDArray, specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, NDArray]:
-    """Named arrays ``[n_rows, *shape]``, one after another in a block, not copied.
+    """Carve named arrays ``[n_rows, *shape]`` out of a block, one after another, without copying.
 
     Args:
         root: uint8 array of at least ``sum(carved_bytes(...).values())`` bytes.
@@ -295,7 +295,7 @@ def _round_up(n_bytes: int) -> int:
 
 
 def batch_array(spec: TensorSpec, n_lanes: int) -> NDArray:
-    """A zeroed array ``[n_lanes, *shape]``, aligned as torch aligns its tensors.
+    """Allocate a zeroed array ``[n_lanes, *shape]``, aligned like torch's tensors.
 
     The last bits of a matrix product can depend on the alignment of its operands.
     """

@@ -19,14 +19,14 @@ from rlpool.machine.imports import import_extra
 
 
 class TemporalDictTensor(DictTensorBase):
-    """B trajectories of up to T steps: tensors ``[B, T, ...]`` by name, on one device.
+    """B trajectories of up to T steps: named tensors ``[B, T, ...]`` on one device.
 
     Row ``b`` has ``lengths[b]`` steps, followed by padding. Methods that add padding fill it with
-    zeros; the others keep the padding that they find. ``info`` holds one value per trajectory and
-    is selected, joined and copied together with the rows. The dicts are copied, the tensors are
-    not. Iterating gives keys.
+    zeros; the others keep existing padding. ``info`` holds one value per trajectory and is
+    selected, joined and copied together with the rows. The dicts are copied, the tensors are not.
+    Iteration yields keys.
 
-    ``index(int)`` gives a single trajectory of views without the batch dimension: tensors
+    ``index(int)`` returns a single trajectory, views without the batch dimension: tensors
     ``[T, ...]``, ``lengths`` 0-d, ``info`` one row. Methods that need rows refuse it.
 
     Args:
@@ -74,7 +74,7 @@ class TemporalDictTensor(DictTensorBase):
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor], lengths: Tensor, info: DictTensor) -> TemporalDictTensor:
-        """Trajectories that keep these objects themselves, unchecked: for the library's own."""
+        """Wrap these objects without copying or checking them, for the library's own code."""
         made = object.__new__(TemporalDictTensor)
         made._tensors, made._lengths, made._info = tensors, lengths, info
         return made
@@ -104,39 +104,39 @@ class TemporalDictTensor(DictTensorBase):
         return self._info
 
     def n_elems(self) -> int:
-        """Number of rows B; ``SpecError`` for the result of ``index(int)``, which has no rows."""
+        """Return the number of rows B; ``SpecError`` for a single trajectory of ``index(int)``."""
         if not self._lengths.ndim:
             raise SpecError(
-                "a single trajectory, as index(int) gives it, has no batch dimension",
+                "a single trajectory, as returned by index(int), has no batch dimension",
                 fix="slice(i) keeps the batch dimension",
             )
         return self._lengths.shape[0]
 
     def __len__(self) -> int:
-        """Number of rows, as ``n_elems``."""
+        """Return the number of rows, as ``n_elems`` does."""
         return self.n_elems()
 
     def __bool__(self) -> bool:
-        """True, also without rows: ``None`` is what ``get`` returns for nothing."""
+        """Return True, even without rows: ``get`` returns ``None`` if there is no result."""
         return True
 
     def n_timesteps(self) -> int:
-        """Size T of the time dimension; without keys, the largest length."""
+        """Return the size T of the time dimension; without keys, the largest length."""
         for tensor in self._tensors.values():
             return tensor.shape[self._lengths.ndim]
         return base.longest(self._lengths)
 
     def device(self) -> torch.device:
-        """The device of all tensors and of the lengths."""
+        """Return the device of all tensors and of the lengths."""
         return self._lengths.device
 
     def specs(self) -> dict[str, dict[str, Any]]:
-        """Per key ``{"size": shape of one step, "dtype": dtype}``."""
+        """Return ``{"size": shape of one step, "dtype": dtype}`` per key."""
         n_leading = self._lengths.ndim + 1
         return {k: {"size": t.shape[n_leading:], "dtype": t.dtype} for k, t in self.items()}
 
     def mask(self) -> Tensor:
-        """float32 ``[B, T]``: 1 for steps, 0 for padding.
+        """Return float32 ``[B, T]``: 1 for steps, 0 for padding.
 
         Example:
             >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -147,11 +147,11 @@ class TemporalDictTensor(DictTensorBase):
         return base.steps_within(self._lengths, self.n_timesteps()).to(torch.float32)
 
     def full(self) -> bool:
-        """True if every row has T steps."""
+        """Whether every row has T steps."""
         return bool((self._lengths == self.n_timesteps()).all())
 
     def shorten(self) -> TemporalDictTensor:
-        """Views of the first ``max(lengths)`` steps: drops steps that are padding in every row."""
+        """Drop the steps that are padding in every row: views of the first ``max(lengths)``."""
         return self._with(self._in_time(0, base.longest(self._lengths)))
 
     def expand(self, n_elems: int) -> TemporalDictTensor:
@@ -168,7 +168,7 @@ class TemporalDictTensor(DictTensorBase):
             >>> batch.expand(3).lengths
             tensor([3, 1, 0])
         """
-        fix = "slice(0, n) takes rows away"
+        fix = "slice(0, n) removes rows"
         n_elems = whole_number("n_elems", n_elems, self.n_elems(), fix=fix)
         try:
             return self._map(base.padded(0, n_elems))
@@ -183,8 +183,8 @@ class TemporalDictTensor(DictTensorBase):
             stop: One past the last step kept.
 
         Returns:
-            Views ``[B, stop - start, ...]``. ``lengths`` is new: clipped to ``[0, stop - start]``.
-            The ``first_step`` in the info of a window is left out, unless ``start`` is 0.
+            Views ``[B, stop - start, ...]``. ``lengths`` is new, clipped to ``[0, stop - start]``.
+            The ``first_step`` in the info of a window is dropped unless ``start`` is 0.
 
         Raises:
             SpecError: If not ``0 <= start <= stop <= T``.
@@ -203,17 +203,17 @@ class TemporalDictTensor(DictTensorBase):
             )
         lengths = (self._lengths - start).clamp(0, stop - start)
         info = copy(self._info)
-        if start:  # of a window's first step
+        if start:  # first_step describes the first step of a window
             info._tensors.pop("first_step", None)
         return self._wrap(self._in_time(start, stop), lengths, info)
 
     def temporal_index(self, step: int) -> DictTensor:
-        """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1."""
+        """Return views ``[B, ...]`` of step 0 to T - 1 (else ``SpecError``), padding included."""
         step, dim = self._checked_step(step), self._lengths.ndim
         return self._steps._map(lambda tensor: tensor.select(dim, step))
 
     def temporal_multi_index(self, steps: Tensor) -> DictTensor:
-        """Copy one step of every row, a different one for each.
+        """Copy one step of every row, chosen per row.
 
         Args:
             steps: Int ``[B]``, each from 0 to T - 1.
@@ -245,7 +245,7 @@ class TemporalDictTensor(DictTensorBase):
             step: From 0 to T - 1.
 
         Returns:
-            Tensors ``[N, ...]`` of the rows with ``step < length``, and the numbers of these rows,
+            Tensors ``[N, ...]`` of the rows with ``step < length``, and the indices of these rows,
             int64 ``[N]``, ascending.
 
         Raises:
@@ -263,7 +263,7 @@ class TemporalDictTensor(DictTensorBase):
         return self.temporal_index(step).index(rows), rows
 
     def flatten(self, with_info: bool = False) -> DictTensor:
-        """All steps of all trajectories, without the padding.
+        """Concatenate the steps of all trajectories, without the padding.
 
         Args:
             with_info: Whether to add the keys of ``info``, repeated for every step of a row.
@@ -272,7 +272,7 @@ class TemporalDictTensor(DictTensorBase):
             Copies ``[sum(lengths), ...]`` in row-then-time order.
 
         Raises:
-            SpecError: If ``info`` has a key of the steps.
+            SpecError: If ``info`` and the steps have a key in common.
 
         Example:
             >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -302,7 +302,7 @@ class TemporalDictTensor(DictTensorBase):
         lengths: Tensor,
         info: Mapping[str, Tensor] | DictTensor | None = None,
     ) -> TemporalDictTensor:
-        """Trajectories from concatenated steps: the inverse of ``flatten``.
+        """Split concatenated steps into trajectories: the inverse of ``flatten``.
 
         Args:
             transitions: Tensors ``[sum(lengths), ...]`` in row-then-time order.
@@ -313,7 +313,7 @@ class TemporalDictTensor(DictTensorBase):
             Copies ``[B, max(lengths), ...]``, padded with zeros.
 
         Raises:
-            SpecError: If the lengths do not add up to the number of transitions.
+            SpecError: If the sum of the lengths is not the number of transitions.
 
         Example:
             >>> steps = {"reward": torch.tensor([1.0, 2.0, 3.0, 4.0])}
@@ -325,7 +325,7 @@ class TemporalDictTensor(DictTensorBase):
         _check_lengths(lengths, None)
         n_elems, n_timesteps, n_steps = len(lengths), base.longest(lengths), int(lengths.sum())
         if not packed.empty() and packed._n_rows() != n_steps:
-            message = f"{packed.n_elems()} transitions for lengths that add up to {n_steps}"
+            message = f"{packed.n_elems()} transitions for lengths with sum {n_steps}"
             raise SpecError(message, fix="give one row per step of every trajectory")
         places = base.steps_within(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
 
@@ -337,7 +337,7 @@ class TemporalDictTensor(DictTensorBase):
         return cls(packed._map(unpack), lengths, info)
 
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
-        """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
+        """Return views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
         if stop is None:
             start = base.instance(base.resolve_rows(start, self.n_elems()), int, "start")
             stop = start + 1
@@ -349,8 +349,8 @@ class TemporalDictTensor(DictTensorBase):
 
         Args:
             parts: Batches with the same keys, dtypes, step shapes, info keys and device. An empty
-                list gives an empty ``TemporalDictTensor``. The ``first_step`` of windows is left
-                out unless all of them have it, as later slices have not.
+                list gives an empty ``TemporalDictTensor``. The ``first_step`` of windows is dropped
+                unless all parts have it; slices of later steps do not.
 
         Raises:
             SpecError: If the parts differ.
@@ -385,8 +385,8 @@ class TemporalDictTensor(DictTensorBase):
 
         Args:
             key: Its name.
-            tensor: ``[B, T, ...]`` on the same device. If there are neither keys nor rows, it
-                sets B and T, and every row is full.
+            tensor: ``[B, T, ...]`` on the same device. Without keys and rows, it determines B and
+                T, and every row is full.
 
         Raises:
             SpecError: If it is not a tensor, or its first two dimensions or its device differ.
@@ -405,7 +405,7 @@ class TemporalDictTensor(DictTensorBase):
         """Copy trajectories of ``source`` over rows of ``self``; storage is kept.
 
         Lengths and ``info`` are copied too. T may differ: if ``source`` has fewer time steps, the
-        remaining ones become zeros.
+        rest becomes zeros.
 
         Args:
             source: Has at least the keys of ``self`` (and of its ``info``), with the same dtypes,
@@ -418,7 +418,7 @@ class TemporalDictTensor(DictTensorBase):
             SpecError: If batches or numbers of rows do not match, a trajectory is longer than T, or
                 a tensor of ``self`` cannot be written in place.
 
-        If it raises, nothing is written.
+        If it raises, nothing has been written.
 
         Example:
             >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -451,27 +451,27 @@ class TemporalDictTensor(DictTensorBase):
     def per_agent(
         self, group: str = "", *, shared: Collection[str] = ("state", "noise")
     ) -> TemporalDictTensor:
-        """Each agent's own steps of joint episodes, for independent learners.
+        """Split joint episodes of a ``PettingZooEnv`` by agent, for independent learners.
 
-        What has an axis of agents in episodes of a ``PettingZooEnv`` gets one row per agent, from
-        the step in which it was born to the one in which it left: ``frame [B, T, A, ...]`` becomes
-        ``frame [B * A, T', ...]``, ``_rewards`` becomes ``_reward``, ``_terminations`` and
-        ``_truncations`` become ``_terminated`` and ``_truncated``, which are also true of agents
-        that were alive when the joint episode ended. What the agents have in common, such as
-        ``state`` and ``noise``, is repeated for each of them; the joint reward is left out.
+        Each agent gets a row with its own steps, from the one in which it was born to the one in
+        which it left. Keys with an axis of agents, such as ``frame [B, T, A, ...]``, become
+        ``[B * A, T', ...]``. ``_rewards`` becomes ``_reward``; ``_terminations`` and
+        ``_truncations`` become ``_terminated`` and ``_truncated``, which are also True for agents
+        alive at the end of the joint episode. Keys without that axis, such as ``state`` and
+        ``noise``, are repeated for each agent. The joint reward is dropped.
 
         Args:
-            group: The group of agents, if there are several: keys lose its name, and those of
-                other groups are left out.
-            shared: First parts of keys that have no axis of agents. Only needed where a key
-                ``[B, T, A]`` of a single group means something else than the A agents.
+            group: The group of agents, if there are several. Its name is removed from the keys, and
+                the keys of other groups are dropped.
+            shared: First parts of keys without an axis of agents. Only needed if the last axis of a
+                key ``[B, T, A]`` of a single group happens to have size A.
 
         Returns:
             Copies ``[B * A, T', ...]``, T' being the longest life, zero-padded past ``lengths``.
             Row ``i * A + a`` is agent ``a`` of row ``i``, ``info["agent"]`` is ``a``,
             ``info["episode"]`` is numbered likewise (in windows ``info["lane"]``), and the rest of
             ``info`` is that of the joint episode. An agent that was never alive has length 0. In
-            windows of a ``Batcher`` an agent's lives follow each other.
+            windows of a ``Batcher``, a row holds an agent's successive lives.
 
         Raises:
             SpecError: If there is no such group.
@@ -479,14 +479,14 @@ class TemporalDictTensor(DictTensorBase):
         return TemporalDictTensor.from_packed(*agent_axis.packed(self, group, shared))
 
     def from_agents(self, values: Tensor, group: str = "") -> Tensor:
-        """Values of each agent's own steps with an axis of agents: the way back from ``per_agent``.
+        """Return values of each agent's own steps to joint episodes: the inverse of ``per_agent``.
 
         Args:
             values: ``[B * A, T', ...]``, such as advantages of ``per_agent(group)``.
             group: The group of agents.
 
         Returns:
-            A copy ``[B, T, A, ...]``: zero where an agent was not alive.
+            A copy ``[B, T, A, ...]``, zero where an agent was not alive.
 
         Raises:
             SpecError: If there is no such group, or ``values`` have another shape.
@@ -504,17 +504,17 @@ class TemporalDictTensor(DictTensorBase):
         return agent_axis.joined(self, values, group)
 
     def unpadded(self, key: str, n_values: str) -> list[list[Tensor]]:
-        """Values of different lengths, such as texts, of each step of each row.
+        """Return values of different lengths, such as texts, without their padding.
 
         Args:
-            key: Of values ``[B, T, L, ...]``, of which each step has used the first ones.
-            n_values: Key of how many, integers ``[B, T]`` or ``[B, T, 1]`` from 0 to L.
+            key: Key of padded values ``[B, T, L, ...]``.
+            n_values: Key of their lengths, integers ``[B, T]`` or ``[B, T, 1]`` from 0 to L.
 
         Returns:
-            Per row one tensor ``[n, ...]`` for each of its steps, views.
+            A list of views ``[n, ...]`` per row, one for each step.
 
         Raises:
-            KeyError, SpecError: If a key is missing, or numbers and values do not fit.
+            KeyError, SpecError: If a key is missing, or lengths and values do not match.
 
         Example:
             >>> text, n = torch.tensor([[[7, 8, 0], [9, 0, 0]]]), torch.tensor([[2, 1]])
@@ -527,13 +527,13 @@ class TemporalDictTensor(DictTensorBase):
         fits = values.ndim > 2 and numbers.ndim == 2 and not used.is_floating_point()
         if not fits or (len(used) and not 0 <= used.min() <= used.max() <= values.shape[2]):
             message = f"{n_values!r} is {base.kind(self[n_values])}, {key!r} is {base.kind(values)}"
-            fix = f"{n_values!r} says how many of the L values {key!r} [B, T, L, ...] has: 0 to L"
+            fix = f"{n_values!r} has to hold the lengths, 0 to L, of {key!r} [B, T, L, ...]"
             raise SpecError(message, fix=fix)
         rows = zip(values, numbers.tolist(), self._lengths.tolist(), strict=True)
         return [[row[step, : ns[step]] for step in range(length)] for row, ns, length in rows]
 
     def to_tensordict(self) -> Any:
-        """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
+        """Convert to a ``tensordict.TensorDict`` without copying (needs ``tensordict``).
 
         It has batch size ``[B]`` and the entries ``steps`` (a ``TensorDict`` ``[B, T]``),
         ``lengths`` and ``info`` (a ``TensorDict`` ``[B]``).
@@ -550,7 +550,7 @@ class TemporalDictTensor(DictTensorBase):
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> TemporalDictTensor:
-        """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied.
+        """Convert a ``TensorDict`` of the layout of ``to_tensordict`` without copying.
 
         Example:
             >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -590,7 +590,7 @@ _pytree.register_pytree_node(
 
 
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:
-    """Refuse lengths that are not int64 ``[B]`` within 0 and T, ``first`` being ``[B, T, ...]``."""
+    """Refuse lengths that are not int64 ``[B]`` from 0 to T, given ``first``, ``[B, T, ...]``."""
     fix = "lengths are int64 [B], each from 0 to T"
     if not isinstance(lengths, Tensor) or lengths.dtype is not torch.int64 or lengths.ndim != 1:
         raise SpecError(f"lengths are {base.kind(lengths)}", fix=fix)

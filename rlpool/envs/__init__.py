@@ -1,1 +1,1 @@
-"""Environments as lanes."""
+"""Environments as batches of lanes."""

@@ -1,8 +1,8 @@
-"""Observations, rewards and flags of a batch of lanes: checked, and written to one array per key.
+"""Checks of the observations, rewards and flags of a batch of lanes, and one array per key.
 
 An environment returns one value at a time. A ``Column`` writes the values of all lanes with a
 constant number of NumPy calls if shapes and dtypes are as declared. Other values are converted one
-by one, or refused with an error that names lane, key and both sides.
+by one, or refused with an error that names the lane, the key, and expected and actual value.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Results = tuple[Any, Any, Any]
 _ALL = slice(None)
 _COUNTS = {2: "two", 4: "four", 5: "five"}
 _FEW = 1000  # choices
-_HUGE = 10**300  # Python's ints may be larger than any float
+_HUGE = 10**300  # Python ints can exceed any float
 _LOG = logging.getLogger("rlpool")
-_N_WATCHED = 64  # calls in which float64 values are looked at: the first steps and resets
-_N_LOST = 3  # so many changes have to be lost: one may happen by chance
-_ROUNDING = 1e-13  # relative: smaller changes are a few bits of float64
+_N_WATCHED = 64  # calls in which float64 values are checked: the first steps and resets
+_N_LOST = 3  # lost changes before a warning: one may happen by chance
+_ROUNDING = 1e-13  # relative; smaller changes are a few bits of float64
 _ALIKE = (
-    "float32 does not tell successive values of %r apart, such as %r: keep_float64=[%r] keeps them "
+    "float32 cannot distinguish successive values of %r, such as %r: keep_float64=[%r] keeps them "
     "in float64, and keep_float64=True those of all keys"
 )
 _NO_CHECK: AbstractContextManager[Any] = nullcontext()
@@ -50,7 +50,7 @@ _MOST_SQUARED = float(np.finfo(np.float32).max) ** 2
 
 
 class BadValue(SpecError):
-    """A lane's value does not fit.
+    """A lane's value is invalid.
 
     Attributes:
         lane: The lane.
@@ -62,14 +62,14 @@ class BadValue(SpecError):
 
 
 class Choices(NamedTuple):
-    """The whole numbers that a discrete action may be: ``first`` and those that follow it.
+    """The valid values of a discrete action, ``size`` consecutive integers from ``first``.
 
     Attributes:
         key: The action's key.
         first: int64 ``[n_lanes, *shape]``, or one row for all lanes.
         size: uint64 of the same shape.
-        allowed: All of them, if they are few, single numbers, and the same for all lanes; a lookup
-            takes a quarter of the time of comparing arrays.
+        allowed: All values, if they are few, scalar, and the same for all lanes; a lookup takes a
+            quarter of the time of comparing arrays.
     """
 
     key: str
@@ -78,14 +78,14 @@ class Choices(NamedTuple):
     allowed: frozenset[int]
 
     def refuse(self, actions: NDArray, lanes: Sequence[int]) -> None:
-        """Raise ``BadValue`` if the action of one of some lanes is none of them."""
+        """Raise ``BadValue`` if the action of one of the lanes is invalid."""
         for lane in lanes:
             row, action = lane % len(self.first), np.asarray(actions[lane]).astype(np.int64)
             first, count = self.first[row], self.size[row]
             if not ((action - first).view(np.uint64) < count).all():
                 last = first + count.astype(np.int64) - 1
                 got, begin, end = (array.tolist() for array in (action, first, last))
-                message = f"the action {self.key!r} is {got}, outside of {begin} to {end}"
+                message = f"the action {self.key!r} is {got}, outside {begin} to {end}"
                 fix = "return actions of the space, or let the environment declare another"
                 if first.any() and (action.view(np.uint64) < count).all():
                     fix = f"this space begins at {begin}: add `start` to the action"
@@ -93,7 +93,7 @@ class Choices(NamedTuple):
 
 
 def choices_of(structures: Sequence[Structure]) -> list[Choices]:
-    """The choices of discrete actions; bounds of a ``Box`` are left to the environments.
+    """Return the choices of discrete actions; environments check the bounds of a ``Box``.
 
     Args:
         structures: The structure of the actions of each lane, or one for all.
@@ -112,7 +112,7 @@ def choices_of(structures: Sequence[Structure]) -> list[Choices]:
 
 
 def checked_count(call: str, n_values: int, result: Any, fix: str = "") -> Any:
-    """What ``reset`` or ``step`` returned; SpecError if it is not a tuple of so many values."""
+    """Return the result of ``reset`` or ``step``; SpecError unless it has ``n_values`` values."""
     if isinstance(result, tuple) and len(result) == n_values:
         return result
     got = len(result) if isinstance(result, tuple) else type(result).__name__
@@ -124,16 +124,16 @@ def checked_count(call: str, n_values: int, result: Any, fix: str = "") -> Any:
 def converted(value: Any, spec: TensorSpec, key: str) -> NDArray:
     """Convert a value to an array of a given shape and dtype.
 
-    Numbers may change their dtype within their kind, see ``fitted``, and become one that holds all
-    numbers of theirs. Any other dtype is refused, whatever the values are.
+    Numbers can be converted within their kind (see ``fitted``), or to a dtype that holds all
+    numbers of theirs. Other dtypes are refused, regardless of the values.
 
     Args:
         value: The value.
         spec: The expected shape and dtype.
-        key: Its name, for errors.
+        key: Its name in errors.
 
     Raises:
-        SpecError: Naming the key and both sides.
+        SpecError: Naming the key, and expected and actual value.
     """
     message, fix = f"{key!r} should have shape {list(spec.shape)}", f"if it varies: {PADDING}"
     try:
@@ -143,10 +143,10 @@ def converted(value: Any, spec: TensorSpec, key: str) -> NDArray:
         raise SpecError(f"{message}, got {value!r:.60}: {error}", fix=fix) from error
     if array.shape != spec.shape:
         is_ragged = bool(spec.shape) and array.ndim == len(spec.shape)
-        fix = fix if is_ragged else "declare that shape in the space, also of a wrapper"
+        fix = fix if is_ragged else "declare that shape in the space, including that of a wrapper"
         raise SpecError(f"{message}, got {list(array.shape)}", fix="" if is_action(key) else fix)
     source, target = array.dtype.kind, spec.dtype.kind
-    # Python numbers have no dtype: any int may become a float.
+    # Python numbers do not have a dtype: any int can become a float.
     has_dtype = isinstance(value, np.ndarray | np.generic)
     if "f" in (source, target):
         is_like = target == "f" and (source == "f" or (source in "iub" and not has_dtype))
@@ -161,12 +161,12 @@ def converted(value: Any, spec: TensorSpec, key: str) -> NDArray:
 
 
 def as_array(value: Any) -> NDArray:
-    """Convert a value to an array, also tensors with gradients or on other devices."""
+    """Convert a value to an array, even a tensor with gradients or on another device."""
     return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
 
 
 def as_numbers(value: Any) -> NDArray:
-    """Convert a value to an array, one of objects if it is not made of numbers."""
+    """Convert a value to an array, of objects if it does not consist of numbers."""
     with suppress(ValueError, TypeError, RuntimeError):  # parts of different shapes, tensors
         array = as_array(value)
         if array.dtype.kind in "fiub":
@@ -179,7 +179,7 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
 
     Raises:
         BadValue: For a reward that is not a number or overflows float32, and for a flag that is
-            neither true nor false.
+            not a bool.
     """
     rewards, terminated, truncated = results
     if not _are_flags(terminated):
@@ -187,8 +187,8 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
     if not _are_flags(truncated):
         truncated = _each(lanes, truncated, partial(flag_of, "truncated"))
     values = as_numbers(rewards)
-    # If the sum of squares is small enough, no reward overflows float32. (vdot does not warn if
-    # the sum itself overflows.)
+    # If the sum of squares is small enough, rewards cannot overflow float32. (vdot does not warn
+    # if the sum itself overflows.)
     if values.ndim == 1 and (values.dtype.itemsize <= 4 or np.vdot(values, values) < _MOST_SQUARED):
         return values, terminated, truncated
     return _each(lanes, rewards, _reward_of), terminated, truncated
@@ -201,7 +201,7 @@ def _are_flags(flags: Any) -> bool:
 
 
 def flag_of(key: str, flag: Any) -> bool:
-    """Convert a flag to a bool; SpecError if it is neither true nor false, such as NaN."""
+    """Convert a flag to a bool; SpecError for other values, such as NaN."""
     number = _number(flag)
     if number is None or number not in (0, 1):
         raise SpecError(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
@@ -235,7 +235,7 @@ def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], 
     results: list[Any] = []
     try:
         for value in values:
-            results.append(convert(value))  # noqa: PERF401  (its length tells which lane failed)
+            results.append(convert(value))  # noqa: PERF401  (its length shows which lane failed)
     except (ValueError, TypeError) as error:
         message, fix = (error.what, error.fix) if isinstance(error, SpecError) else (str(error), "")
         raise BadValue(lanes[len(results)], message, fix) from error
@@ -243,7 +243,7 @@ def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], 
 
 
 def fitted_rows(name: str, values: NDArray, lanes: Sequence[int], dtype: np.dtype[Any]) -> NDArray:
-    """The rows of some lanes in another dtype, see ``fitted``.
+    """Convert the rows of some lanes to another dtype with ``fitted``.
 
     Raises:
         BadValue: If a row does not fit.
@@ -259,7 +259,7 @@ class Column:
     """One key of a batch of lanes.
 
     Args:
-        key: Name, for messages.
+        key: Its name in errors.
         leaf: Shape and dtype of a value.
         n_lanes: Number of rows.
 
@@ -274,11 +274,11 @@ class Column:
         self.spec = leaf.spec
         self._n_lanes = n_lanes
         self.watch: Float32Watch | None = None
-        # Most float32 values arrive as float64: these are written directly, too.
+        # Most float32 values arrive as float64, which are also written directly.
         wider = np.float64 if leaf.spec.dtype == np.float32 else leaf.spec.dtype
         self._dtypes = leaf.spec.dtype, np.dtype(wider)
         is_float = leaf.spec.dtype.kind == "f"
-        # Below its root, floats hold every integer.
+        # Floats hold every integer below its square root.
         self._most_exact = np.float64(4) ** np.finfo(leaf.spec.dtype if is_float else float).nmant
         self.place(batch_array(leaf.spec, n_lanes))
 
@@ -303,7 +303,7 @@ class Column:
             self.watch = self.watch.look(lanes, values)
         if self._joined is None:
             array = as_numbers(values)
-            # NumPy makes floats of integers next to a float, which may change large ones.
+            # NumPy converts integers next to a float to floats, which may change large ones.
             is_exact = array.dtype.kind != "f" or np.vdot(array, array) < self._most_exact
             if not (is_exact and self._wrote(lanes, array)):
                 self._write_each(lanes, values)
@@ -326,7 +326,7 @@ class Column:
                             self._rows[lane][...] = value
                 return
         except (AttributeError, FloatingPointError):
-            pass  # not an array, or beyond float32: converted, or refused, below
+            pass  # not an array, or out of the range of float32: converted or refused below
         self._write_each(lanes, values)
 
     def write_batch(self, lanes: Sequence[int], values: Any) -> None:
@@ -346,7 +346,7 @@ class Column:
             self._write_each(lanes, values)
 
     def _rows_of(self, lanes: Sequence[int], values: Any) -> NDArray:
-        """The rows of some lanes: what others hold does not matter."""
+        """Return the rows of some lanes; other rows are ignored."""
         array = values if isinstance(values, np.ndarray) else as_numbers(values)
         if array.shape[:1] != (self._n_lanes,):
             raise BadValue(
@@ -358,7 +358,7 @@ class Column:
         return array[_ALL if len(lanes) == self._n_lanes else list(lanes)]
 
     def _wrote(self, lanes: Sequence[int], rows: NDArray) -> bool:
-        """Write an array of rows; False if they have to be converted, or refused, one by one."""
+        """Write an array of rows; returns False if they have to be converted one by one."""
         try:
             if rows.dtype not in self._dtypes or rows.shape[1:] != self.spec.shape:
                 batch_spec = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
@@ -380,7 +380,7 @@ class Column:
 
 
 class Float32Watch:
-    """Warns in the first steps if float32 does not tell successive float64 values apart.
+    """Warns in the first steps if float32 cannot distinguish successive float64 values.
 
     Args:
         key: The key of the values.
@@ -392,10 +392,10 @@ class Float32Watch:
         self._n_changed, self._n_lost = np.zeros((2, *shape[1:]), np.int64)
 
     def look(self, lanes: Sequence[int], values: Any) -> Float32Watch | None:
-        """Compare the values of some lanes with those before; returns itself to go on."""
+        """Compare the values of some lanes with previous ones; returns ``None`` when done."""
         new, rows = as_numbers(values), list(lanes)
         if new.dtype != np.float64 or new.shape != self._last[rows].shape:
-            return None  # or refused by the column
+            return None  # the column refuses invalid values
         old, self._last[rows] = self._last[rows], new
         with np.errstate(all="ignore"):
             has_changed = np.abs(new - old) > _ROUNDING * np.abs(new)
@@ -406,26 +406,26 @@ class Float32Watch:
         is_alike = (self._n_lost >= _N_LOST) & (2 * self._n_lost >= self._n_changed)
         if is_alike.any():
             key, value = self._key, new[0][is_alike].tolist()[0]
-            _LOG.warning(_ALIKE, key, value, key, extra={"once": f"float64 {key}"})  # by one worker
+            _LOG.warning(_ALIKE, key, value, key, extra={"once": f"float64 {key}"})
             return None
         return self if self._n_looks < _N_WATCHED else None
 
 
 class Columns:
-    """All keys of the observations of a batch of lanes, and others that come with them.
+    """All keys of the observations of a batch of lanes, and further columns.
 
     Args:
         structure: Structure of an observation.
-        key: Key of an observation that is not a dict; if it ends in a slash, that of any, whose
-            parts are below it.
+        key: Key of an observation that is not a dict; if it ends in a slash, prefix of the parts of
+            any observation.
         n_lanes: Number of rows.
-        others: Columns of other keys, which somebody else writes.
+        others: Columns of other keys, written elsewhere.
 
     Attributes:
         structure: Structure of an observation.
-        observed: Key to leaf of an observation, in the order of the structure.
+        observed: Leaves of an observation by key, in the order of the structure.
         leaves: The same with the other keys.
-        arrays: Key to array ``[n_lanes, *shape]``, rewritten in place.
+        arrays: Arrays ``[n_lanes, *shape]`` by key, overwritten in place.
     """
 
     def __init__(
@@ -450,7 +450,7 @@ class Columns:
             self.write_batch = self._columns[0].write_batch  # type: ignore[method-assign, assignment]
 
     def place(self, arrays: Mapping[str, NDArray]) -> None:
-        """Use other arrays from now on; keys that are not its own are ignored."""
+        """Use other arrays from now on; unknown keys are ignored."""
         for column in self._all:
             column.place(arrays[column.key])
             self.arrays[column.key] = column.array
@@ -459,21 +459,21 @@ class Columns:
         """Write one observation per lane.
 
         Raises:
-            BadValue: If one does not fit, naming its key and both sides.
+            BadValue: If one is invalid, naming its key, and expected and actual value.
         """
         rows = _each(lanes, observations, self._flatten)
         for column, values in zip(self._columns, zip(*rows, strict=True), strict=True):
             column.write(lanes, values)
 
     def write_batch(self, lanes: Sequence[int], observations: Any) -> None:
-        """Write rows of one observation of all lanes, batched as by Gymnasium's vector spaces.
+        """Write rows of an observation of all lanes, batched like Gymnasium's vector spaces.
 
         Args:
             lanes: Ascending lane numbers, at least one.
             observations: The structure of an observation, with arrays ``[n_lanes, ...]``.
 
         Raises:
-            BadValue: If it does not fit, naming its key and both sides.
+            BadValue: If it is invalid, naming its key, and expected and actual value.
         """
         (parts,) = _each(lanes[:1], [observations], self._flatten)
         for column, values in zip(self._columns, parts, strict=True):

@@ -1,4 +1,4 @@
-"""What environments are, as JSON can say it: recorded with what they are evaluated for."""
+"""Descriptions of environments in JSON types, recorded with evaluations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ONLOOKERS = (
     wrappers.RecordEpisodeStatistics,
     wrappers.RecordVideo,
 )
-"""Wrappers that change nothing of an episode."""
+"""Wrappers that do not affect episodes."""
 
 INDIFFERENT = frozenset(("n_envs", "n_lanes", "num_envs", "render_mode"))
-"""Arguments of environments that do not decide about an episode."""
+"""Arguments of environments that do not affect episodes."""
 
 
 def described(env: VecEnv) -> dict[str, Any]:
-    """The class, specification, wrappers and seeding of environments, as far as they are known."""
+    """Describe environments by class, specification, wrappers and seeding, where known."""
     if env.description is not None:
         return dict(env.description)
     one = env.outermost()
@@ -47,7 +47,7 @@ def described(env: VecEnv) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """An argument as JSON can say it: functions, classes and other objects by name."""
+    """Convert an argument to JSON types: functions, classes and other objects by name."""
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         return plain(value.tolist())
     if isinstance(value, Mapping):
@@ -57,5 +57,5 @@ def plain(value: Any) -> Any:
         return [plain(part) for part in value]
     if value is None or isinstance(value, str | int | float):
         return value
-    # Without its module, whose name depends on how the program is started.
+    # Without the module, whose name depends on how the program is started.
     return str(getattr(value, "__qualname__", type(value).__qualname__))

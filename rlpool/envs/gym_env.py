@@ -34,34 +34,35 @@ _SPACES = ("observation_space", "action_space")
 
 
 class GymEnv(VecEnv):
-    """Environments that are stepped one after another, in this process.
+    """Environments that are stepped one after another in this process.
 
-    Every Gymnasium space works for observations and actions, except ``Text``, ``Graph``,
-    ``Sequence`` and ``OneOf``. A dict observation keeps its keys (nested ones joined with
-    ``/``), any other is ``frame``. Environments written for the old ``gym`` interface work too.
+    All Gymnasium spaces except ``Text``, ``Graph``, ``Sequence`` and ``OneOf`` work for
+    observations and actions. A dict observation keeps its keys (nested ones joined with ``/``), any
+    other is named ``frame``. Environments of the old ``gym`` interface work too.
 
     Args:
         envs: The environments, all with the same spaces. This object closes them.
-        seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
+        seed: Root of the seeds of ``reset(env_info)``. A batcher uses its own seeds.
         max_episode_steps: Truncate episodes after this many steps.
-        keep_float64: True to store float64 values as float64, or the keys of the observations whose
-            values are. By default they become float32, unless ``info_keys`` declares
-            ``np.float64``; all other dtypes are kept.
+        keep_float64: True to store all float64 values as float64, or a list of keys of
+            observations. By default they become float32, unless ``info_keys`` declares
+            ``np.float64``. All other dtypes are kept.
         info_keys: Keys of ``info`` that become keys of a step, with their dtypes:
             ``{"success": bool, "action_mask": (np.int8, 4), "episode/r": float}``. A value is a
             dtype or ``(dtype, shape)``; ``["success", "cost"]`` means float32 numbers. A slash
-            leads into nested dicts. The value of a step is zero if its info has no such key.
+            separates the keys of nested dicts. The value of a step is zero if the key is missing
+            from its info.
 
     Attributes:
-        observation_space: The environments' space of observations, ``None`` if they have none.
-        action_space: Their space of actions, ``None`` if they have none.
+        observation_space: The environments' observation space, ``None`` without one.
+        action_space: Their action space, ``None`` without one.
         action_structure: Structure of an action, ``None`` without an action space.
-        native_actions: Keys of the actions with the dtypes that the environments take.
-        results: What the environments returned from the last call, one entry per lane.
+        native_actions: Dtypes of the environments' actions, by key.
+        results: The environments' return values of the last call, one per lane.
 
     Raises:
         SpecError: Without environments, for spaces without a fixed shape, for spaces that
-            differ, and for ``info_keys`` without a dtype of numbers.
+            differ, and for ``info_keys`` without a numeric dtype.
 
     Example:
         >>> env = GymEnv([CountingEnv(length=3), CountingEnv(length=3)], seed=0)
@@ -94,7 +95,7 @@ class GymEnv(VecEnv):
         self._info_specs = dict(info_specs(info_keys, keep_float64=keep_float64))
         with suppress(AttributeError):
             own = self.attribute(0, "step_info_keys")
-            if isinstance(own, dict):  # of VariBadWrapper; other environments have any attribute
+            if isinstance(own, dict):  # of VariBadWrapper; others may have any such attribute
                 self._info_specs |= info_specs(own, keep_float64=keep_float64)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._open_lanes, self._checked_lanes = set(range(len(envs))), set(range(len(envs)))
@@ -118,24 +119,24 @@ class GymEnv(VecEnv):
                 self._choices = choices_of(actions)
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
-        """Put a wrapper around each environment, outermost; before the first reset."""
+        """Wrap each environment, before the first reset."""
         self._envs = [wrapper(env) for env in self._envs]
         self._steps = [env.step for env in self._envs]
 
     def close(self) -> None:
-        """Close all environments, also if some fail to close; one exception comes out."""
+        """Close all environments, even if some fail to close; raises one of the exceptions."""
         with ExitStack() as all_lanes:
             while self._open_lanes:
                 all_lanes.callback(self._envs[self._open_lanes.pop()].close)
 
     def attribute(self, lane: int, name: str) -> Any:
-        """An attribute of an environment or, where that lacks it, of what it wraps."""
+        """Return an attribute of an environment or of the environments that it wraps."""
         env = self._envs[lane]
         getter = getattr(env, "get_wrapper_attr", None)
         return getter(name) if callable(getter) else getattr(env, name)
 
     def outermost(self) -> Any:
-        """See ``VecEnv.outermost``."""
+        """Return the first environment, with its wrappers."""
         return self._envs[0]
 
     def _reset_lanes(
@@ -144,7 +145,7 @@ class GymEnv(VecEnv):
         results = []
         for lane, seed, option in zip(lanes, seeds, options, strict=True):
             self.lane_in_use[0] = lane
-            own = option and copy.deepcopy(option)  # the environment may change them
+            own = option and copy.deepcopy(option)  # the environment may modify it
             result = self._envs[lane].reset(seed=seed, options=own)
             if type(result) is not tuple or len(result) != 2:
                 checked_count("reset", 2, result, "return (observation, info)")
@@ -179,9 +180,9 @@ class GymEnv(VecEnv):
         return rewards, terminated, truncated
 
     def _drop_checkers(self, lane: int) -> None:
-        """Take Gymnasium's checkers off an environment, once they have seen it step.
+        """Remove Gymnasium's checkers from an environment once it has stepped.
 
-        From then on they only pass calls on, which takes a tenth of a step of CartPole.
+        After that they only forward calls, which takes a tenth of a step of CartPole.
         """
         env, may_drop = _without_checkers(self._envs[lane])
         if may_drop:
@@ -195,11 +196,11 @@ class GymEnv(VecEnv):
 
 
 class GymEnvInf(GymEnv):
-    """A ``GymEnv`` whose environments restart on their own.
+    """A ``GymEnv`` whose environments restart automatically.
 
-    At the end of an episode, the lane resets at once with the same row of ``env_info``. ``step``
-    returns the terminal observation in its first result and the first observation of the new
-    episode in its second. In a ``Batcher``, lanes never stop.
+    At the end of an episode, the lane resets immediately with the same row of ``env_info``.
+    ``step`` returns the terminal observation in its first result and the first observation of the
+    new episode in its second. In a ``Batcher``, lanes never stop.
 
     Example:
         >>> env = GymEnvInf([CountingEnv(length=1)], seed=0)
@@ -214,7 +215,7 @@ class GymEnvInf(GymEnv):
 
 
 def _structures(envs: Sequence[Any], name: str) -> list[Any]:
-    """Each environment's structure of a space, ``None`` without one; only bounds may differ."""
+    """Return each environment's structure of a space, or ``None``; only bounds may differ."""
     spaces = [getattr(env, name, None) for env in envs]
     found = [None if each is None else structure_of_space(each, name=name) for each in spaces]
     for number, structure in enumerate(found):
@@ -228,7 +229,7 @@ def _structures(envs: Sequence[Any], name: str) -> list[Any]:
 
 
 def _without_checkers(env: Any) -> tuple[Any, bool]:
-    """An environment without the checkers of ``gymnasium.make``, and whether these are through."""
+    """Remove the checkers of ``gymnasium.make``; returns also whether these have finished."""
     if not isinstance(env, gymnasium.Wrapper):
         return env, True
     inner, is_checked = _without_checkers(env.env)
@@ -243,7 +244,7 @@ def _without_checkers(env: Any) -> tuple[Any, bool]:
 def action_decoder(structure: Structure) -> Callable[[Mapping[str, NDArray]], list[Any]]:
     """Compile a function from action arrays ``[B, ...]`` to a list of one action per lane.
 
-    Actions are NumPy arrays and scalars of the space's dtypes, as from Gymnasium's vector
+    Actions are NumPy arrays and scalars of the space's dtypes, as in Gymnasium's vector
     environments. They are copies: an environment may keep its action, and the agent may reuse its
     tensor.
     """
@@ -267,6 +268,6 @@ def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, NDArray]], list[An
 
 
 def undeclared_actions(actions: Mapping[str, NDArray]) -> list[Any]:
-    """Actions for environments without an action space: Python numbers or arrays."""
+    """Return the actions for environments without an action space: Python numbers or arrays."""
     array = np.array(actions["action"])
     return array.tolist() if array.ndim == 1 else list(array)

@@ -1,8 +1,8 @@
 """Keys of Gymnasium's ``info`` as keys of a step, written to one array per key.
 
-The user names them in ``info_keys``. A key may lead into nested dicts: ``"episode/r"`` is
-``info["episode"]["r"]`` unless there is an ``info["episode/r"]``. A key that an info leaves out is
-zero. Numbers may have any dtype, if they are the same in the declared one.
+The user lists them in ``info_keys``. A key can refer to nested dicts: ``"episode/r"`` is
+``info["episode"]["r"]`` unless ``info["episode/r"]`` exists. A key that is missing from an info is
+zero. Numbers may have any dtype if the conversion to the declared one is exact.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlpool.envs.columns import BadValue, Column, as_array, as_numbers
 from rlpool.errors import SpecError
 
 InfoKeys = Mapping[str, Any] | Iterable[str] | None
-"""What users give as ``info_keys``, see ``GymEnv``."""
+"""The argument ``info_keys`` of ``GymEnv``."""
 
 _LOG = logging.getLogger("rlpool")
 _DECLARE = (
-    "declare in info_keys what the environment gives, as a dtype or (dtype, shape); name the parts "
-    'of a dict, such as "episode/r"'
+    "declare the environment's values in info_keys by dtype or (dtype, shape); name the parts of "
+    'a dict, such as "episode/r"'
 )
 _EXAMPLE = 'such as info_keys={"success": bool, "cost": np.float32, "action_mask": (np.int8, 4)}'
 
@@ -36,11 +36,11 @@ def info_specs(
     """Read ``info_keys``.
 
     Args:
-        info_keys: As users give it.
+        info_keys: The user's argument.
         keep_float64: True to store ``float`` as float64; otherwise it becomes float32.
 
     Raises:
-        SpecError: For anything but names, and dtypes of numbers with or without a shape.
+        SpecError: For anything but names, and numeric dtypes with or without a shape.
     """
     if info_keys is None:
         return {}
@@ -53,12 +53,12 @@ def info_specs(
     names = [name for name, _ in pairs]
     for name in names:
         if not isinstance(name, str) or not name or names.count(name) > 1:
-            raise _refused(f"info_keys should have names, each of them once, got {name!r:.60}")
+            raise _refused(f"info_keys should have distinct names, got {name!r:.60}")
     return {name: _spec_of(name, value, keep_float64 is True) for name, value in pairs}
 
 
 def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
-    """The spec for a dtype, or for a dtype and a shape."""
+    """Return the spec of a dtype, or of a dtype and a shape."""
     if isinstance(value, TensorSpec):
         return value
     dtype, shape = value if isinstance(value, tuple | list) and len(value) == 2 else (value, ())
@@ -66,23 +66,23 @@ def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
         if isinstance(dtype, torch.dtype):
             dtype = numpy_dtype(dtype)
         sizes = tuple(map(int, shape)) if isinstance(shape, Sequence) else (int(shape),)
-        is_kept = keep_float64 or dtype is not float  # which is no more than a number
+        is_kept = keep_float64 or dtype is not float  # Python's float does not imply float64
         spec = TensorSpec(sizes, stored_dtype(np.dtype(dtype), is_kept))
-        is_number = spec.dtype.kind in "fiub" and dtype is not None  # NumPy's name for float64
+        is_number = spec.dtype.kind in "fiub" and dtype is not None  # NumPy reads None as float64
         if is_number and spec.torch_dtype.itemsize and min(sizes, default=0) >= 0:
             return spec
     except (TypeError, ValueError):
         pass
-    text = f"info_keys[{key!r}] should be a dtype of numbers, or (dtype, shape), got {value!r:.60}"
+    text = f"info_keys[{key!r}] should be a numeric dtype or (dtype, shape), got {value!r:.60}"
     raise _refused(text)
 
 
 def _refused(message: str) -> SpecError:
-    return SpecError(message, fix=f"name keys of the info with their dtypes, {_EXAMPLE}")
+    return SpecError(message, fix=f"list keys of the info with their dtypes, {_EXAMPLE}")
 
 
 def value_of(info: Mapping[str, Any], key: str) -> Any:
-    """What an info holds under a key, ``None`` if it holds nothing."""
+    """Return the value of a key of an info, ``None`` if it is missing."""
     value = info.get(key)
     if value is None and "/" in key:
         head, _, rest = key.partition("/")
@@ -92,11 +92,11 @@ def value_of(info: Mapping[str, Any], key: str) -> Any:
 
 
 def rows_of(infos: Mapping[str, Any], key: str) -> Any:
-    """What the infos of a vector environment hold under a key, ``None`` if there is nothing.
+    """Return the values of a key of a vector environment's infos, ``None`` if it is missing.
 
     Returns:
-        Values ``[n_lanes, ...]``: where a lane has none, as Gymnasium says under ``_key``, 0 or, of
-        objects, ``None``.
+        Values ``[n_lanes, ...]``: lanes without a value, as marked by Gymnasium's ``_key``, have 0,
+        or ``None`` for objects.
     """
     rows, mask = infos.get(key), infos.get(f"_{key}")
     head, _, rest = key.partition("/")
@@ -119,7 +119,7 @@ class InfoColumn(Column):
         n_lanes: Number of rows.
 
     Attributes:
-        zero: What stands for a value that is left out.
+        zero: The value of a missing key.
     """
 
     def __init__(self, key: str, spec: TensorSpec, n_lanes: int) -> None:
@@ -128,7 +128,7 @@ class InfoColumn(Column):
         self._is_nested = "/" in key
 
     def values(self, infos: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The values in infos, zero where they are left out."""
+        """Return the values of infos, zero where they are missing."""
         key, zero = self.key, self.zero
         if self._is_nested:
             found = [value_of(info, key) for info in infos]
@@ -136,7 +136,7 @@ class InfoColumn(Column):
         return [zero if (value := info.get(key)) is None else value for info in infos]
 
     def write_batch(self, lanes: Sequence[int], values: Any) -> None:
-        """Write rows of an array of all lanes, zeros if it is ``None``; see ``Column``."""
+        """Write rows of an array of all lanes as ``Column`` does, zeros if it is ``None``."""
         if values is None:
             self.array[list(lanes)] = 0
             return
@@ -158,26 +158,26 @@ class InfoColumns:
     """All keys of the infos of a batch of lanes.
 
     Args:
-        specs: Key to spec.
+        specs: Specs by key.
         n_lanes: Number of rows.
 
     Attributes:
         columns: The columns.
-        unseen: Keys that no info has had; until the first episode has ended.
-        is_watching: Whether it has still to be reported which keys infos have.
+        unseen: Keys that have not occurred in an info; until the end of the first episode.
+        is_watching: Whether the seen keys have not been reported yet.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], n_lanes: int) -> None:
         self.columns = [InfoColumn(key, spec, n_lanes) for key, spec in specs.items()]
         self.unseen = set(specs)
         self.is_watching = self._warns = True
-        self._others: set[str] = set()  # keys that infos had until then
+        self._others: set[str] = set()  # keys of infos until then
 
     def write(self, lanes: Sequence[int], infos: Sequence[Any]) -> None:
-        """Write what one info per lane holds.
+        """Write the values of one info per lane.
 
         Raises:
-            BadValue: If a value does not fit, or an info is not a dict.
+            BadValue: If a value is invalid, or an info is not a dict.
         """
         try:
             for column in self.columns:
@@ -193,18 +193,18 @@ class InfoColumns:
             self._others.update(info)
 
     def write_batch(self, lanes: Sequence[int], infos: Any) -> None:
-        """Write what the infos of a vector environment hold.
+        """Write the infos of a vector environment.
 
         Args:
             lanes: Ascending lane numbers, at least one.
-            infos: Key to array ``[n_lanes, ...]``, with masks as Gymnasium's.
+            infos: Arrays ``[n_lanes, ...]`` by key, with masks as in Gymnasium.
 
         Raises:
-            BadValue: If a value does not fit.
+            BadValue: If a value is invalid.
         """
         if not isinstance(infos, Mapping):
             message = f"the infos should be a dict of arrays, got {infos!r:.60}"
-            raise BadValue(lanes[0], message, "leave out the wrapper that makes a list of them")
+            raise BadValue(lanes[0], message, "omit the wrapper that makes a list of them")
         for column in self.columns:
             column.write_batch(lanes, rows_of(infos, column.key))
         if self.unseen:
@@ -212,19 +212,19 @@ class InfoColumns:
             self._others.update(infos)
 
     def report_seen(self, seen: MutableSequence[int] | memoryview) -> None:
-        """Report which keys infos had, when an episode has ended; at first with a warning.
+        """Report the keys of infos after an episode; the first time, warn about missing ones.
 
         Args:
-            seen: One element, for a bit per key (those after the 62nd share one).
+            seen: One element, with a bit per key (those after the 62nd share one).
         """
         if self.unseen and self._warns:
             unseen = " or ".join(map(repr, sorted(self.unseen)))
             others = ", ".join(sorted(map(repr, self._others))) or "no keys"
             _LOG.warning(
-                "no %s in any info of a whole episode, which had %s (info_keys): zero is stored",
+                "no info of a whole episode had %s; found %s (info_keys): zero is stored",
                 unseen,
                 others,
-                extra={"once": f"info_keys {unseen}"},  # not from every worker
+                extra={"once": f"info_keys {unseen}"},  # from one worker only
             )
         self._warns = False
         for number, column in enumerate(self.columns):

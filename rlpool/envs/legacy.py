@@ -1,19 +1,19 @@
-"""Adapts environments of the former gym, and other signatures of ``reset``, to Gymnasium's.
+"""Adapters from the old gym interface, and other signatures of ``reset``, to Gymnasium.
 
 Supported are:
 
 - ``reset()`` that returns only the observation, ``step`` with four results, ``seed(seed)``;
-- ``reset`` with any subset of ``seed``, ``options``, ``env_info`` and ``task`` among its arguments;
-  arguments that are not given, such as ``env_info``, keep the default of the environment;
+- ``reset`` with any subset of the arguments ``seed``, ``options``, ``env_info`` and ``task``;
+  arguments without a value, such as ``env_info``, keep the environment's default;
 - the option ``task``, passed to ``reset(task=...)`` or, without such an argument, to
   ``reset_task(task)``;
 - missing spaces.
 
-Gymnasium's generators are NumPy's ``Generator``. Environments of the former gym draw with
-``self.np_random.rand()``, ``randn`` or ``randint``, methods of NumPy's ``RandomState``. Their
-``np_random`` becomes a ``LegacyGenerator``, which has the methods of both.
+Gymnasium uses NumPy's ``Generator``. Environments of the old gym call ``self.np_random.rand()``,
+``randn`` or ``randint``, methods of NumPy's ``RandomState``. Their ``np_random`` becomes a
+``LegacyGenerator``, which has the methods of both.
 
-A task comes before the reset, and the environment is seeded before the task, since both may draw.
+The order is seed, task, reset, since setting a task and resetting may both draw random numbers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlpool.errors import SpecError
 from rlpool.machine.arguments import signature_of
 from rlpool.seeding import stream_seed
 
-_GYMNASIUMS = {"seed": None, "options": None}  # arguments of reset, and their defaults
-_OTHERS = {"env_info", "task"}  # not passed on by Gymnasium's wrappers
-_TASK = 2  # stream of an episode's seed; those of ``one_env`` are 0 and 1
+_GYMNASIUMS = {"seed": None, "options": None}  # arguments of reset with their defaults
+_OTHERS = {"env_info", "task"}  # not forwarded by Gymnasium's wrappers
+_TASK = 2  # stream of an episode's seed; ``one_env`` uses 0 and 1
 _KEPT = ("observation_space", "action_space", "metadata", "render_mode", "spec", "render", "close")
 
 
@@ -52,12 +52,12 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
                 setattr(self, name, getattr(inner, name))
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Seed and reset the environment, with ``options`` as it takes them."""
+        """Seed and reset the environment, passing ``options`` as its signature requires."""
         result = self._called_reset(seed, options)
         return result if is_pair(result) and isinstance(result[1], dict) else (result, {})
 
     def _called_reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
-        """Seed and reset the environment; returns the result as it is."""
+        """Seed and reset the environment; returns the unconverted result."""
         env, arguments = self.inner, self._reset_arguments
         if seed is not None and "seed" not in arguments:
             _seed_legacy(env, seed)
@@ -78,7 +78,7 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         return env.reset(**{n: given.get(n, default) for n, default in arguments.items()})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step; with four results, ``info`` tells whether ``done`` is a truncation."""
+        """Step; of four results, ``info`` determines whether ``done`` is a truncation."""
         result = self.inner.step(action)
         if not isinstance(result, tuple) or len(result) != 4:
             return result
@@ -87,7 +87,7 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         return observation, reward, *flags, info
 
     def get_wrapper_attr(self, name: str) -> Any:
-        """An attribute of the environment or of one that it wraps."""
+        """Return an attribute of the environment or of the environments that it wraps."""
         inner = getattr(self.inner, "get_wrapper_attr", None)
         return inner(name) if callable(inner) else getattr(self.inner, name)
 
@@ -98,7 +98,7 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
 
 
 def modernised(env: Any, *, with_tasks: bool = True) -> Any:
-    """Make an environment take ``reset(seed=, options=)`` and return five values from ``step``.
+    """Adapt an environment to ``reset(seed=, options=)`` and five values from ``step``.
 
     An environment inside Gymnasium's wrappers is replaced within them.
 
@@ -107,7 +107,7 @@ def modernised(env: Any, *, with_tasks: bool = True) -> Any:
         with_tasks: Whether to pass the option ``task`` to ``reset_task``, if there is one.
 
     Returns:
-        ``env`` itself if nothing has to be adapted.
+        ``env`` itself if it does not need an adapter.
     """
     is_wrapper = isinstance(env, gymnasium.Wrapper)
     if is_wrapper and _OTHERS.isdisjoint(signature_of(env.reset).parameters):
@@ -121,18 +121,18 @@ def modernised(env: Any, *, with_tasks: bool = True) -> Any:
 
 
 def seed_before_task(env: Any, seed: int) -> int | None:
-    """Seed an environment for a ``reset_task`` that may draw, which comes before its reset.
+    """Seed an environment before ``reset_task``, which may draw random numbers.
 
-    Its ``np_random`` gets a stream of its own: a reset with the same seed would draw what was drawn
-    for the task again. An environment of the former gym, whose ``reset`` takes no seed, is seeded
-    once for both.
+    Its ``np_random`` gets a separate stream; otherwise a reset with the same seed would repeat the
+    draws for the task. An environment of the old gym, whose ``reset`` does not take a seed, is
+    seeded once for both.
 
     Args:
         env: An environment with Gymnasium's interface.
         seed: The seed of the episode.
 
     Returns:
-        The seed for the reset that follows, ``None`` if nothing is left to be seeded.
+        The seed for the reset that follows, ``None`` if it does not need one.
     """
     inner = env.unwrapped
     if isinstance(inner, LegacyEnv):
@@ -145,15 +145,15 @@ def seed_before_task(env: Any, seed: int) -> int | None:
 
 
 def _refused_options(env: Any, options: Mapping[str, Any]) -> SpecError:
-    """The error for options that no argument of ``reset`` takes."""
+    """Return the error for options that ``reset`` does not accept."""
     signature = "()"
-    with suppress(TypeError, ValueError):  # compiled code need not tell
+    with suppress(TypeError, ValueError):  # compiled code may lack a signature
         signature = str(signature_of(env.reset))
     if "**" in signature and hasattr(getattr(env, "env", None), "reset"):
-        return _refused_options(env.env, options)  # to which a wrapper passes everything on
+        return _refused_options(env.env, options)  # the wrapper forwards all arguments to it
     return SpecError(
         f"reset{signature} of {type(env).__name__} takes no options, got {dict(options)!r:.99}",
-        fix="let reset() take options=None, or leave env_info out",
+        fix="add options=None to reset(), or omit env_info",
     )
 
 
@@ -163,14 +163,14 @@ def is_pair(result: Any) -> bool:
 
 
 def reset_arguments(env: Any) -> dict[str, Any]:
-    """The arguments of ``reset``, including those that it passes on to a wrapped environment.
+    """Return the arguments of ``reset``, including those forwarded to a wrapped environment.
 
     Returns:
-        Name to what the environment gets unless something is given: its own default, or ``None``.
+        Default values by name, ``None`` for arguments without a default.
     """
     try:
         parameters = signature_of(env.reset).parameters
-    except (TypeError, ValueError):  # compiled code need not tell
+    except (TypeError, ValueError):  # compiled code may lack a signature
         return {}
     defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
     found = {name: defaults[name] for name in defaults.keys() & (_GYMNASIUMS.keys() | _OTHERS)}
@@ -181,7 +181,7 @@ def reset_arguments(env: Any) -> dict[str, Any]:
 
 
 def _seed_legacy(env: Any, seed: int) -> None:
-    """Seed an environment whose ``reset`` takes no seed, and give it a ``LegacyGenerator``."""
+    """Seed an environment whose ``reset`` does not take a seed, and set a ``LegacyGenerator``."""
     has_seed = callable(getattr(env, "seed", None))
     if has_seed:
         env.seed(seed)
@@ -195,10 +195,10 @@ def _seed_legacy(env: Any, seed: int) -> None:
 class LegacyGenerator(np.random.Generator):
     """A ``numpy.random.Generator`` that also has the methods of ``numpy.random.RandomState``.
 
-    They draw from the same bits.
+    Both draw from the same bits.
 
     Args:
-        bit_generator: Where the bits come from.
+        bit_generator: Source of the bits.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,26 +1,26 @@
 """One environment of either of two protocols, as a batch of one lane.
 
-Gymnasium's protocol, or an older one that ``legacy`` adapts. The agent chooses the actions::
+Gymnasium's protocol, or an older one adapted by ``legacy``. The agent chooses the actions::
 
     reset(seed=, options=) -> (observation, info)
     step(action) -> (observation, reward, terminated, truncated, info)
 
-The pool's own protocol. The environment chooses its actions itself::
+The pool's protocol. The environment chooses its actions itself::
 
     reset() -> (state, action)
     step(action) -> (action, next_state, reward, done)
 
-Each ``step`` gets the object that the previous call returned as the action, and the action of a
-transition is the one that ``step`` *returns*. Values are stored as copies, since an environment may
-update its state in place and return the same array again.
+Each ``step`` gets the action object returned by the previous call, and the action of a transition
+is the one that ``step`` *returns*. Values are stored as copies, since an environment may update its
+state in place and return the same array again.
 
-The result of the first ``reset`` shows the protocol: a pair whose second part is not a dict is the
-pool's own.
+The result of the first ``reset`` determines the protocol: a pair whose second part is not a dict
+means the pool's protocol.
 
 Both protocols have the same keys: ``state`` (``state/...`` if it has several parts), ``reward`` and
 ``last_action`` (``last_action/...``), so ``_last_action`` is the action of the step. Values of the
-pool's own protocol, which has no spaces, keep their dtype; those of Gymnasium environments have the
-dtype of their space.
+pool's protocol, which does not have spaces, keep their dtype; those of Gymnasium environments have
+the dtype of their space.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class ActingEnv(LegacyEnv):
         inner: The environment.
 
     Attributes:
-        chooses_actions: Whether the environment follows the pool's own protocol. Known after the
-            first reset.
-        action: The action that it returned last.
-        call: The method of the environment that was called last.
+        chooses_actions: Whether the environment follows the pool's protocol. Known after the first
+            reset.
+        action: The last action that it returned.
+        call: The last method of the environment that was called.
     """
 
     chooses_actions = False
@@ -93,12 +93,12 @@ class ActingEnv(LegacyEnv):
         if self.chooses_actions or not self._is_gymnasiums(result):
             state, self.action = checked_count("reset", 2, result, _PROTOCOLS)
             self.chooses_actions = True
-            return copy.deepcopy(_nested_arrays(state)), {}  # the step may change it in place
+            return copy.deepcopy(_nested_arrays(state)), {}  # a step may modify it in place
         observation, info = result if is_pair(result) else (result, {})
         return self._read(observation), info
 
     def _is_gymnasiums(self, result: Any) -> bool:
-        """Whether this is the result of a Gymnasium environment's ``reset``, or an older one's."""
+        """Whether a result of ``reset`` follows Gymnasium's protocol or an older one."""
         if is_pair(result):
             return isinstance(result[1], dict)
         return isinstance(self.inner, gymnasium.Env) or self._has_spaces
@@ -113,7 +113,7 @@ class ActingEnv(LegacyEnv):
         return self._read(state), *others
 
     def look_ahead(self) -> tuple[Any, Any]:
-        """Make the next step ahead of time; returns its action and its state."""
+        """Make the next step in advance; returns its action and its state."""
         self._ahead = action, state, *_ = self._acted()
         return _nested_arrays(action), _nested_arrays(state)
 
@@ -127,19 +127,19 @@ class ActingEnv(LegacyEnv):
 class OneEnv(GymEnv):
     """One environment of either protocol.
 
-    The first reset determines keys, shapes and dtypes; an environment of the pool's own protocol
-    makes its first step then as well, ahead of time. The step loop resets once before the first
-    episode, to learn the keys. The reset after that continues the episode that has begun, so the
-    environment sees one reset per episode. A ``seed`` among an episode's options replaces its seed.
-    The process's global generators (``random``, NumPy's, torch's) are seeded for every episode:
-    environments and policies may draw from them.
+    The first reset determines keys, shapes and dtypes; an environment of the pool's protocol also
+    makes its first step then, in advance. The step loop resets once before the first episode, to
+    discover the keys. The next reset continues that episode, so the environment sees one reset per
+    episode. A ``seed`` among an episode's options replaces its seed. The process's global
+    generators (``random``, NumPy's, torch's) are seeded for every episode, since environments and
+    policies may draw from them.
 
     Args:
         env: The environment. This object closes it.
-        first_seed: Seed of the first reset, instead of the one that is passed.
+        first_seed: Seed of the first reset, in place of the one passed to it.
 
     Attributes:
-        is_fresh: Whether there was one reset and no step yet.
+        is_fresh: Whether it has been reset once and not stepped yet.
     """
 
     _key = f"{STATE_KEY}/"
@@ -148,7 +148,7 @@ class OneEnv(GymEnv):
         self._env = ActingEnv(env)
         super().__init__([self._env], keep_float64=True)
         self._forget_columns()
-        self.is_declared, self.is_fresh = False, False  # the first reset declares
+        self.is_declared, self.is_fresh = False, False  # declared by the first reset
         self._first_seed = first_seed
         self._seed: int | None = None  # of the last reset
         self._taken: Columns | None = None  # the action of the last step
@@ -213,11 +213,11 @@ class OneEnv(GymEnv):
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
         """Step the environment, which may choose another action."""
         self.is_fresh = False
-        # ``last_action`` is copied from the action taken, which the step writes first.
+        # ``last_action`` is copied from the chosen action, which the step writes first.
         return super().step_lanes(lanes, actions if self._taken is None else self._taken.arrays)
 
     def _step_and_note(self, action: Any) -> tuple[Any, ...]:
-        """Step an environment that chooses its actions, and write the one that it took."""
+        """Step an environment that chooses its actions, and write the chosen one."""
         result = self._env.step(action)
         if self._taken is not None:
             self._taken.write([0], (_nested_arrays(self._env.action),))
@@ -228,9 +228,9 @@ class OneEnv(GymEnv):
 
 
 def _nested_arrays(value: Any) -> Any:
-    """Convert a value without a space to arrays, numbers, dicts and tuples; no copy.
+    """Convert a value without a space to arrays, numbers, dicts and tuples, without copying.
 
-    Lists and tuples become arrays, unless their parts differ in shape.
+    Lists and tuples become arrays unless their parts differ in shape.
     """
     if isinstance(value, Mapping):
         return {str(key): _nested_arrays(inner) for key, inner in value.items()}

@@ -1,4 +1,4 @@
-"""What counts as one environment, what it says of its tasks, and which wrappers keep state."""
+"""Checks of single environments, their tasks, and wrappers that keep state across episodes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rlpool.errors import SpecError
 
 _A_LIST = (
     "pass a list of environments, objects with reset() and step(), such as "
-    "GymEnv([gymnasium.make(...) for _ in range(n)], seed); a vector environment goes into "
-    "VectorGymEnv(vector_env, seed), environments of PettingZoo into PettingZooEnv"
+    "GymEnv([gymnasium.make(...) for _ in range(n)], seed); use VectorGymEnv(vector_env, seed) for "
+    "a vector environment, and PettingZooEnv for those of PettingZoo"
 )
 _OF_AGENTS = (
-    "it is one of PettingZoo: rlpool.integrations.pettingzoo has PettingZooEnv for a list of them, "
-    "and JointEnv(env), which makes one into an environment of Gymnasium"
+    "use rlpool.integrations.pettingzoo: PettingZooEnv for a list of PettingZoo environments, or "
+    "JointEnv(env) to convert a single one to Gymnasium"
 )
 
 
 def checked_environments(envs: Any) -> list[Any]:
-    """Check that the argument is a list of environments; returns a copy."""
+    """Check a list of environments; returns a copy."""
     is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
     checked = list(envs) if is_list else []
     for number, env in enumerate(checked):
@@ -35,7 +35,7 @@ def checked_environments(envs: Any) -> list[Any]:
 
 
 def check_all_differ(envs: Sequence[Any], fix: str) -> None:
-    """Raise if an environment is in a list twice: its lanes would step each other's episode."""
+    """Refuse a list with the same environment twice: two lanes would step the same episode."""
     for number, env in enumerate(envs):
         first = next(k for k, other in enumerate(envs) if other is env)
         if first < number:
@@ -43,8 +43,8 @@ def check_all_differ(envs: Sequence[Any], fix: str) -> None:
 
 
 def is_environment(value: Any) -> bool:
-    """Whether a value is a single environment, of any protocol but PettingZoo's."""
-    # Batches of environments have both methods as well; in other libraries also step_async.
+    """Whether a value is a single environment of any protocol except PettingZoo's."""
+    # Batches of environments also have both methods; in other libraries also step_async.
     is_batch = isinstance(value, VecEnv | gymnasium.vector.VectorEnv)
     is_batch = is_batch or (hasattr(value, "num_envs") and hasattr(value, "step_async"))
     return _has_methods(value) and not is_batch and not is_of_agents(value)
@@ -54,12 +54,12 @@ def check_is_env(name: str, value: Any, fix: str) -> None:
     """Raise unless a value is a single environment.
 
     Args:
-        name: Where it comes from, the first words of the error.
+        name: Source of the value, the beginning of the error.
         value: The value.
-        fix: What the error advises.
+        fix: Advice of the error.
 
     Raises:
-        SpecError: If it is anything else.
+        SpecError: If it is not.
     """
     if not is_environment(value):
         fix = _OF_AGENTS if is_of_agents(value) else fix
@@ -95,20 +95,20 @@ def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
 
 
 def state_keepers(env: Any) -> dict[str, str]:
-    """Wrappers that are known to carry state from one episode to the next.
+    """Find wrappers that are known to carry state from one episode to the next.
 
     Returns:
-        Name to what to use instead, the outermost first.
+        Fixes by name of the wrapper, outermost first.
     """
     found: dict[str, str] = {}
-    seen: set[int] = set()  # an environment may refer to its wrapper
+    seen: set[int] = set()  # an environment may refer back to its wrapper
     while id(env) not in seen:
         seen.add(id(env))
         kind = type(env)
         if hasattr(kind, "update_running_mean") and env.update_running_mean:  # Gymnasium's
             found[kind.__qualname__] = "set update_running_mean to False, or normalise in the agent"
         elif any(each.__name__.startswith("EpisodicLife") for each in kind.__mro__):
-            found[kind.__qualname__] = "leave it out, so that episodes are whole games"
+            found[kind.__qualname__] = "omit it, so that episodes are whole games"
         held = getattr(env, "__dict__", {})
         env = held.get("inner", held.get("env", env))
     return found

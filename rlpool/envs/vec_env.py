@@ -1,4 +1,4 @@
-"""A batch of environments that reset and step lane by lane, also as rlstructures has it."""
+"""A batch of environments that reset and step lane by lane, with rlstructures' interface."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rlpool.machine.interrupts import ctrl_c
 from rlpool.seeding import LaneSeeds, Seeding, root_from
 
 Observed = tuple[DictTensor, torch.Tensor]
-"""An observation ``[n, ...]`` and the numbers of its environments, int64 ``[n]``."""
+"""An observation ``[n, ...]`` and the indices of its environments, int64 ``[n]``."""
 
 Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""
@@ -63,42 +63,41 @@ class LaneError(Exception):
 class VecEnv(ABC):
     """A batch of environments.
 
-    Everything that steps environments goes through ``reset_lanes`` and ``step_lanes``: the rollout
-    loop, which resets lanes with seeds and options of its choosing, and ``reset`` and ``step``, the
-    interface of rlstructures. A new kind of environments is a subclass with ``_reset_lanes`` and
-    ``_step_lanes``.
+    ``reset_lanes`` and ``step_lanes`` are the interface of the rollout loop, which resets lanes
+    with its own seeds and options. ``reset`` and ``step``, the interface of rlstructures, are built
+    on them. Subclasses define ``_reset_lanes`` and ``_step_lanes``.
 
     Args:
         n_lanes: Number of environments.
-        seed: Root of the seeds of ``reset(env_info)``. The rollout loop brings its own seeds.
+        seed: Root of the seeds of ``reset(env_info)``. The rollout loop uses its own seeds.
 
     Attributes:
         n_lanes: Number of environments.
-        auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
-        current: Key to array ``[n_lanes, ...]``: each lane's current observation, the keys of its
-            info that are asked for, ``reward``, ``terminated``, ``truncated``, ``done``,
-            ``initial_state`` bool, and ``last_action`` (or ``last_action/...``). Rewritten in
-            place. Observations and infos are present after the first reset, last actions after
+        auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart automatically.
+        current: Arrays ``[n_lanes, ...]`` by key, overwritten in place: each lane's current
+            observation, the requested keys of its info, ``reward``, ``terminated``, ``truncated``,
+            ``done``, ``initial_state`` (bool), and ``last_action`` (or ``last_action/...``).
+            Observations and infos are present after the first reset, last actions after
             ``declare_actions``.
         flags: bool ``[4, n_lanes]``. Its rows are ``terminated``, ``truncated``, ``done`` and
             ``initial_state`` of ``current``, as views.
-        columns: The columns of observations and infos, ``None`` before a first reset that shows
-            them.
-        action_leaves: Keys of the actions, ``None`` if the environments declare no action space.
-        is_declared: Whether spaces declare the observations; else the first reset shows them.
-        steps_all_lanes: Whether every step steps all lanes. A lane that is left out goes on unseen,
-            and needs a reset before it can be stepped again.
-        seeding: What can be seeded, see ``VectorGymEnv``.
-        min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
-        max_steps: After how many steps the loop truncates an episode, whatever limits the
-            environments have.
-        description: Class, wrappers and more of environments that are elsewhere, ``None`` if they
-            are here.
-        state_keepers: Wrappers that are known to carry state from one episode to the next, by name,
-            and what to use instead.
-        seen_keys: One element, a bit for each key of ``info_keys`` that some info had.
-        shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
-        lane_in_use: One element: the lane whose environment is running. It explains the death of
+        columns: The columns of observations and infos, ``None`` until a first reset if that
+            determines them.
+        action_leaves: Keys of the actions, ``None`` without an action space.
+        is_declared: Whether spaces declare the observations; else the first reset determines them.
+        steps_all_lanes: Whether every step steps all lanes. The steps of an omitted lane are
+            dropped, and it needs a reset before it can be stepped again.
+        seeding: Unit of seeding, as in ``VectorGymEnv``.
+        min_ready: Number of lanes the rollout loop waits for at a time, ``None`` for all.
+        max_steps: Number of steps after which the loop truncates an episode, in addition to the
+            environments' own limits.
+        description: Class, wrappers etc. of environments in other processes, ``None`` for those in
+            this process.
+        state_keepers: Fixes for wrappers that are known to carry state from one episode to the
+            next, by their name.
+        seen_keys: One element, a bit for each key of ``info_keys`` that has occurred in an info.
+        shares_current: Whether ``current`` has other users, so that the agent gets a copy.
+        lane_in_use: One element: the lane whose environment is running, used to report the death of
             this process.
 
     Example:
@@ -119,15 +118,15 @@ class VecEnv(ABC):
     max_steps: int | None = None
     state_keepers: Mapping[str, str] = {}
     description: Mapping[str, Any] | None = None
-    step_keys: Collection[str] = ()  # of observations: what a step did, besides its reward
+    step_keys: Collection[str] = ()  # observations that are results of a step, like its reward
     _key = DEFAULT_OBSERVATION_KEY  # of the observations' columns
     columns: Columns | None = None
-    _keep_float64: bool | Collection[str] = True  # of observations that are declared
+    _keep_float64: bool | Collection[str] = True  # of declared observations
     _info_specs: Mapping[str, TensorSpec] = {}
-    _infos: InfoColumns | None = None  # where keys of the infos are asked for
+    _infos: InfoColumns | None = None  # if keys of the infos are requested
     action_leaves: dict[str, Leaf] | None = None
-    _choices: Sequence[Choices] = ()  # of the actions that have any
-    _action_dtypes: Mapping[str, np.dtype[Any]] = {}  # which actions have to fit
+    _choices: Sequence[Choices] = ()  # of discrete actions
+    _action_dtypes: Mapping[str, np.dtype[Any]] = {}  # dtypes that actions have to fit
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
         self.n_lanes = n_lanes
@@ -147,12 +146,12 @@ class VecEnv(ABC):
         self._env_options: list[Options] = [None] * n_lanes
 
     def place(self, arrays: Mapping[str, NDArray], reward: NDArray, flags: NDArray) -> None:
-        """Move ``current`` to other memory, for instance shared memory.
+        """Move ``current`` to other memory, for example shared memory.
 
-        Its values are lost: all lanes need a reset.
+        Its values are discarded: all lanes need a reset.
 
         Args:
-            arrays: Observation key to array ``[n_lanes, ...]``; empty to leave observations.
+            arrays: Arrays ``[n_lanes, ...]`` by observation key; empty to keep those in use.
             reward: float32 ``[n_lanes]``.
             flags: bool ``[4, n_lanes]``.
         """
@@ -167,23 +166,23 @@ class VecEnv(ABC):
         self.current |= results
         self._reward = reward
         self._initial_state = results["initial_state"]
-        self._cleared = [*results.values(), *self._last_actions.values()]  # zero after a reset
+        self._cleared = [*results.values(), *self._last_actions.values()]  # zeroed by a reset
 
     # The lane contract ---------------------------------------------------------------------
 
     @property
     def info_keys(self) -> list[str]:
-        """The keys of infos that are keys of a step."""
+        """Keys of infos that are keys of a step."""
         return list(self._info_specs)
 
     @property
     def declaration(self) -> Declaration | None:
-        """What observations and infos consist of, ``None`` while it is unknown."""
+        """Return the structure of observations and infos, ``None`` while it is unknown."""
         columns = self.columns
         return None if columns is None else Declaration(columns.structure, self._info_specs)
 
     def declare(self, declaration: Declaration) -> Columns:
-        """Adopt what other environments of the same kind have shown."""
+        """Adopt the structures found by other environments of the same kind."""
         self._info_specs = declaration.infos
         return self._declare_structure(declaration.observation)
 
@@ -201,14 +200,14 @@ class VecEnv(ABC):
         """Close the environments."""
 
     def outermost(self) -> Any:
-        """The first environment, or all in one, with its wrappers."""
+        """Return the first environment, or the vector environment, with its wrappers."""
         return self
 
     def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
         """Fix keys, shapes and dtypes of ``last_action``; the first declaration wins.
 
         Args:
-            specs: Action key to spec, as the environments take them.
+            specs: Specs of the environments' actions by key.
         """
         if not self._last_actions:
             self._last_actions = {
@@ -219,7 +218,7 @@ class VecEnv(ABC):
             self._cleared += self._last_actions.values()
 
     def forget(self) -> None:
-        """Return to the state before the first reset, which failed.
+        """Return to the state before a failed first reset.
 
         Without a space, the next reset determines the keys of observations again.
         """
@@ -227,7 +226,7 @@ class VecEnv(ABC):
             self._forget_columns()
 
     def _declare_structure(self, structure: Structure) -> Columns:
-        """Make columns for observations of this structure, in place of any others."""
+        """Create columns for observations of this structure, replacing any others."""
         self._forget_columns()
         structure = narrowed(structure, self._keep_float64)
         own = sorted({*self.current, "last_action"})
@@ -246,29 +245,29 @@ class VecEnv(ABC):
         self.columns = None
 
     def seed_used(self, lane: int) -> int | None:
-        """The seed of a lane's episode, if it differs from the one that was passed to reset."""
+        """Return the seed of a lane's episode if it differs from the one passed to reset."""
         return None
 
     def report_failures(self) -> None:  # noqa: B027  (optional)
-        """Raise whatever environments raise: who calls this decides what becomes of an episode."""
+        """Let environment errors propagate: the caller decides the fate of an episode."""
 
     def watch_infos(self, seen: MutableSequence[int] | memoryview) -> None:
-        """Note in one element, a bit for each, which keys of ``info_keys`` some info had."""
+        """Set a bit of one element for each key of ``info_keys`` that occurs in an info."""
         self.seen_keys = seen
 
     def reset_all_next(self) -> None:  # noqa: B027  (optional)
-        """Let the next ``reset_lanes`` reset all lanes, with its first seed and its options.
+        """Make the next ``reset_lanes`` reset all lanes, with its first seed and its options.
 
-        That is how lanes begin which cannot be reset one by one: without it ``reset_lanes`` lets
-        lanes begin the episodes at whose start they are, see ``ready_lanes``.
+        For lanes that cannot be reset one by one. Otherwise their ``reset_lanes`` begins the
+        episodes at whose start they are (``ready_lanes``).
         """
 
     def ready_lanes(self, lanes: Sequence[int]) -> Sequence[int]:
-        """Those of some lanes that can begin an episode: by a reset, or by themselves."""
+        """Return the lanes that can begin an episode, by a reset or automatically."""
         return lanes
 
     def advance(self) -> bool:
-        """Step lanes that run nothing, until some restart; False if that is no use."""
+        """Step idle lanes until some restart; returns False if that is impossible."""
         return False
 
     def reset_lanes(
@@ -291,7 +290,7 @@ class VecEnv(ABC):
         self.begin_lanes(lanes)
 
     def begin_lanes(self, lanes: Sequence[int]) -> None:
-        """Let lanes be at the start of an episode, whatever they show."""
+        """Mark lanes as at the start of an episode, keeping their observations."""
         for lane in lanes:
             for array in self._cleared:
                 array[lane] = 0
@@ -299,9 +298,9 @@ class VecEnv(ABC):
         self._some_lane_is_initial = True
 
     def truncate_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> None:
-        """Let lanes make a last step, in which the environments do nothing.
+        """Truncate episodes by a last step without the environments.
 
-        They show what they showed before, and what the step did, such as its reward, is 0.
+        Observations are kept; results of the step, such as its reward, are 0.
 
         Args:
             lanes: Lane numbers.
@@ -319,14 +318,14 @@ class VecEnv(ABC):
 
         Args:
             lanes: Ascending lane numbers.
-            actions: Action key to array ``[n_lanes, ...]``; only the rows of ``lanes`` are read.
+            actions: Arrays ``[n_lanes, ...]`` by action key; only the rows of ``lanes`` are read.
 
         Returns:
             The lanes whose episode ended with this step.
 
         Raises:
             LaneError: If an environment raises or returns an invalid value, or an action does not
-                fit the dtype in which the environments or trajectories have it.
+                fit its dtype in the environments or trajectories.
         """
         try:
             for key, dtype in self._action_dtypes.items():
@@ -341,10 +340,10 @@ class VecEnv(ABC):
                         ((chosen - choices.first).view(np.uint64) < choices.size).all()
                     )
                 if not are_valid:
-                    choices.refuse(chosen, lanes)  # other rows may hold anything
+                    choices.refuse(chosen, lanes)  # other rows may hold any value
             results = rewards, terminated, truncated = self._step_lanes(lanes, actions)
-            # What nearly every environment returns, and float32 holds rewards if it holds their
-            # norm; anything else is converted, or refused, one by one.
+            # The fast path for valid results: rewards fit float32 if their norm does. Others are
+            # converted or refused one by one.
             if not (
                 type(rewards) is tuple
                 and _REWARDS.issuperset(map(type, rewards))
@@ -372,7 +371,7 @@ class VecEnv(ABC):
         ended = []
         for row in ends:
             ended.append(lanes[row])
-            # As bools: of a tensor, old NumPy and torch warn.
+            # As bools: old NumPy and torch warn about tensors.
             self.flags[:3, lanes[row]] = bool(terminated[row]), bool(truncated[row]), True
         if ended and self._infos is not None and self._infos.is_watching:
             self._infos.report_seen(self.seen_keys)
@@ -387,13 +386,13 @@ class VecEnv(ABC):
         """Start steps of some lanes, and return the lanes that have finished theirs.
 
         Args:
-            min_ready: Wait for this many of the stepping lanes, or for all if they are fewer.
-            lanes: Ascending numbers of lanes to step; none of them may be stepping.
+            min_ready: Wait for this many of the stepping lanes, or for all if there are fewer.
+            lanes: Ascending numbers of lanes to step; they must not be stepping.
             actions: Their actions, as for ``step_lanes``.
 
         Returns:
             Lanes that have finished their step, ascending. Environments in this process finish
-            within the call, so these are ``lanes``.
+            within the call: these are ``lanes``.
         """
         if lanes:
             self.step_lanes(lanes, actions or {})
@@ -418,11 +417,11 @@ class VecEnv(ABC):
         Args:
             env_info: ``[n_envs, ...]`` or empty: a ``DictTensor``, or a dict of tensors, NumPy
                 arrays, lists, or numbers for all environments. Environment *n* gets row *n* as
-                ``reset(options={...})``, also at automatic resets. Without it nothing is passed,
-                so the environment's own default applies.
+                ``reset(options={...})``, also at automatic resets. By default the environment's
+                own default applies.
 
         Returns:
-            The observation ``[n_envs, ...]``, a copy, and the numbers of the running
+            The observation ``[n_envs, ...]``, a copy, and the indices of the running
             environments, int64 ``[n_envs]``.
 
         Raises:
@@ -444,16 +443,15 @@ class VecEnv(ABC):
 
         Returns:
             ``((observation, running), (next_observation, next_running))``: the result of this
-            step, and what the next step starts from. Environments whose episode ended are only in
-            the first, unless they restart on their own; then the second has the first observation
-            of their new episode. All tensors are copies.
+            step, and the start of the next one. Environments whose episode ended are only in the
+            first, unless they restart automatically; then the second has the first observation of
+            their new episode. All tensors are copies.
 
         Raises:
-            UsageError: Before ``reset``, or when no environment is running.
-            SpecError: If rows or keys do not fit.
-            EnvSpecError: If an environment returns an invalid value, such as a flag that is
-                neither true nor false, or a finite reward that overflows float32. ``where`` has
-                the lane.
+            UsageError: Before ``reset``, or if no environment is running.
+            SpecError: If rows or keys do not match.
+            EnvSpecError: If an environment returns an invalid value, such as a flag that is not a
+                bool, or a finite reward that overflows float32. ``where`` has the lane.
         """
         if not self._running:
             raise UsageError("step() with no running environment", fix="call reset() first")
@@ -472,7 +470,7 @@ class VecEnv(ABC):
         return stepped, self._observation()
 
     def _restart(self, lanes: Sequence[int]) -> None:
-        """Let lanes begin their next episodes."""
+        """Begin the lanes' next episodes."""
         seeds = [self._seeds.seed(lane, self._numbers[lane]) for lane in lanes]
         options = [self._env_options[lane] for lane in lanes]
         self._call(self.reset_lanes, lanes, seeds, options)
@@ -481,13 +479,13 @@ class VecEnv(ABC):
         self._running = sorted([*self._running, *lanes])
 
     def _observation(self) -> Observed:
-        """What the running environments show: copies."""
+        """Copy the observations of the running environments."""
         rows = np.asarray(self._running, np.int64)
         values = {key: torch.from_numpy(array[rows]) for key, array in self.current.items()}
         return DictTensor(values), torch.from_numpy(rows)
 
     def _actions_of(self, policy_output: Any) -> dict[str, NDArray]:
-        """Actions of the running environments as ``step_lanes`` takes them."""
+        """Convert the actions of the running environments for ``step_lanes``."""
         if not isinstance(policy_output, DictTensor):
             if not isinstance(policy_output, Mapping):
                 message = f"policy_output is {kind(policy_output)}"
@@ -515,7 +513,7 @@ class VecEnv(ABC):
         return actions
 
     def _call(self, method: Any, *arguments: Any) -> Any:
-        # Outside a batcher, the user's own exception says more than the lane.
+        # Outside a batcher, the user's own exception is more helpful than the lane.
         try:
             return method(*arguments)
         except LaneError as error:

@@ -1,4 +1,4 @@
-"""A vector environment of Gymnasium as a batch of lanes."""
+"""A Gymnasium vector environment as a batch of lanes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 
 _LOG = logging.getLogger("rlpool")
 _ALL = slice(None)
-_N_STEPS = 8  # looked at after each reset to find out the seeding, where lanes restart on their own
+_N_STEPS = 8  # compared after each reset to detect the seeding of lanes that restart by themselves
 _NOT_SEEDED = (
-    "%s cannot be seeded: reset(seed=0) is followed by other steps each time, so that the same "
-    "seeds do not give the same data"
+    "%s cannot be seeded: the steps after reset(seed=0) differ each time, so the same seeds do not "
+    "give the same data"
 )
 _ONE_RESET = (
     "the lanes of %s cannot be seeded one by one: the same seeds give the same data only for the "
-    "same number of workers and lanes (seeding='request' accepts that)"
+    "same number of workers and lanes (pass seeding='request' to accept this)"
 )
 _SAME_STEP, _DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 
@@ -39,47 +39,45 @@ _SAME_STEP, _DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 class VectorGymEnv(VecEnv):
     """A ``gymnasium.vector.VectorEnv``: one lane per sub-environment, one call per batch step.
 
-    Keys, dtypes, time limits, ``env_info`` and errors are those of ``GymEnv``. What differs is
-    how far episodes can be repeated, which depends on how the vector environment is reset:
+    Keys, dtypes, time limits, ``env_info`` and errors are those of ``GymEnv``. Reproducibility
+    depends on the way the vector environment is reset:
 
-    - ``"episode"``: single lanes, each with a seed of its own, by ``reset(seed=[...],
-      options={"reset_mask": ...})`` with ``AutoresetMode.DISABLED``. Everything that rlpool
-      promises for a ``GymEnv`` holds. Lanes with different options are reset one after another, by
-      one call for each.
-    - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``. Every request
-      begins with one reset of all lanes, seeded; later episodes begin by the environment's own
-      auto-reset. A lane that is ready takes the next episode of its worker's share, so the same
-      requests give the same bits for the same number of workers and lanes, whatever ran before, and
-      other bits for other numbers: one warning says so. If a worker dies, its share is repeated,
-      with the same bits. All rows of ``env_info`` have to be equal; ``info["seed"]`` is the seed of
-      the reset. Windows cannot go on after a worker's death: call ``reset``.
+    - ``"episode"``: lanes can be reset and seeded one by one, by ``reset(seed=[...],
+      options={"reset_mask": ...})`` with ``AutoresetMode.DISABLED``. All guarantees of ``GymEnv``
+      hold. Lanes with different options are reset by separate calls.
+    - ``"request"``: all lanes can only be reset together, as in Gymnasium's ``CartPoleVectorEnv``.
+      Every request begins with one seeded reset of all lanes; later episodes begin by the
+      environment's own auto-reset. A lane that is ready takes the next episode of its worker's
+      share. The same requests give the same bits for the same number of workers and lanes,
+      regardless of earlier requests, and other bits for other numbers; one warning is logged. If a
+      worker dies, its share is repeated with the same bits. All rows of ``env_info`` have to be
+      equal; ``info["seed"]`` is the seed of the reset. Windows cannot continue after a worker's
+      death: call ``reset``.
 
-    If ``reset(seed=...)`` does not repeat anything, no data can be repeated, and the warning says
-    that. Neither warning is given if ``seeding="request"`` is passed.
+    If ``reset(seed=...)`` has no effect, data cannot be repeated, and the warning reports it. With
+    ``seeding="request"``, neither warning is logged.
 
     A vector environment steps all lanes at once. A lane without an episode takes the action of the
-    first lane that has one; what it does is in no result, nor are the steps in which lanes restart
-    (``AutoresetMode.NEXT_STEP``). If a step or reset raises, the error names the first lane that
-    was to step.
+    first lane that has one, and its steps are dropped, as are the steps in which lanes restart
+    (``AutoresetMode.NEXT_STEP``). If a step or reset raises, the error names the first lane of the
+    call.
 
-    ``SyncVectorEnv`` and ``AsyncVectorEnv`` are refused: their environments belong in a ``GymEnv``,
-    which ``n_workers`` runs in several processes. Options of a reset are a dict, an empty one
+    ``SyncVectorEnv`` and ``AsyncVectorEnv`` are refused: put their environments into a ``GymEnv``,
+    which ``n_workers`` runs in several processes. Options of a reset are a dict, which is empty
     without ``env_info``.
 
     Args:
         vector_env: The vector environment, wrapped or not. This object closes it.
-        seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
-        seeding: How it can be seeded; by default, that is found out by resetting and stepping it
-            a few times.
-        auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own, as those of
-            a ``GymEnvInf``.
-        max_episode_steps: Truncate episodes after this many steps. Lanes that cannot be reset step
-            on until they restart by themselves, unseen: there a limit of the vector environment
-            costs less.
-        keep_float64: Store float64 values as float64, see ``GymEnv``.
-        info_keys: Keys of the infos that become keys of a step, see ``GymEnv``. Where lanes restart
-            within a step, the values after an episode's last step are those of ``final_info``, if
-            there is one.
+        seed: Root of the seeds of ``reset(env_info)``. A batcher uses its own seeds.
+        seeding: Unit of seeding; by default it is detected by a few resets and steps.
+        auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart automatically, as in a
+            ``GymEnvInf``.
+        max_episode_steps: Truncate episodes after this many steps. Lanes that cannot be reset then
+            continue, with their steps dropped, until they restart by themselves: a limit in the
+            vector environment is cheaper.
+        keep_float64: As for ``GymEnv``.
+        info_keys: As for ``GymEnv``. Where lanes restart within a step, the values after an
+            episode's last step come from ``final_info``, if it exists.
 
     Attributes:
         vector_env: The vector environment.
@@ -89,7 +87,7 @@ class VectorGymEnv(VecEnv):
 
     Raises:
         SpecError: For anything but a vector environment that computes its lanes together, for
-            spaces without a fixed shape, if the seeding cannot be found out, and for ``info_keys``
+            spaces without a fixed shape, if the seeding cannot be detected, and for ``info_keys``
             that ``GymEnv`` refuses.
 
     Example:
@@ -132,14 +130,14 @@ class VectorGymEnv(VecEnv):
         self._nest_action = nester(stored)
         self._mode = _autoreset_mode(vector_env)
         self.seeding: Seeding = seeding or _detected_seeding(vector_env)
-        self._in_episode = np.zeros(n_lanes, bool)  # lanes whose episode goes on
+        self._in_episode = np.zeros(n_lanes, bool)  # lanes within an episode
         # Lanes that need a reset, or restart with the next step.
         self._has_ended = np.ones(n_lanes, bool)
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
         self._begun: tuple[int, Options] | None = None  # of the last reset
         self._last_batch: Any = None  # of actions
-        # Only where lanes cannot be reset one by one:
-        self._resets_all = True  # whether the next reset is one of all lanes
+        # Only for lanes that cannot be reset one by one:
+        self._resets_all = True  # whether the next reset resets all lanes
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
         # What the last call has shown of all lanes, unless it is in all their columns.
         self._latest: tuple[Any, Any] | None = None
@@ -149,7 +147,7 @@ class VectorGymEnv(VecEnv):
         self.vector_env.close()
 
     def outermost(self) -> Any:
-        """See ``VecEnv.outermost``."""
+        """Return the vector environment, with its wrappers."""
         return self.vector_env
 
     # Resets --------------------------------------------------------------------------------
@@ -161,7 +159,7 @@ class VectorGymEnv(VecEnv):
         if self.seeding == "request":
             self._begin(lanes, seeds[0], options)
         else:
-            self._has_ended[list(lanes)] = True  # if their reset fails, they need another
+            self._has_ended[list(lanes)] = True  # they need another reset if this one fails
             for rows in _with_equal_options(options):
                 some = [lanes[row] for row in rows]
                 begun = some, [seeds[row] for row in rows], options[rows[0]]
@@ -169,11 +167,11 @@ class VectorGymEnv(VecEnv):
         self._in_episode[list(lanes)] = True
 
     def reset_all_next(self) -> None:
-        """See ``VecEnv.reset_all_next``."""
+        """Make the next ``reset_lanes`` reset all lanes."""
         self._resets_all = True
 
     def ready_lanes(self, lanes: Sequence[int]) -> Sequence[int]:
-        """See ``VecEnv.ready_lanes``."""
+        """Return the lanes that can begin an episode."""
         if self.seeding == "episode" or self._resets_all:
             return lanes
         rows = np.asarray(lanes, np.int64)
@@ -181,7 +179,7 @@ class VectorGymEnv(VecEnv):
         return ready
 
     def advance(self) -> bool:
-        """See ``VecEnv.advance``."""
+        """Step idle lanes until some restart; returns False if that is impossible."""
         if self.seeding == "episode":
             return False
         try:
@@ -191,7 +189,7 @@ class VectorGymEnv(VecEnv):
         return True
 
     def _begin(self, lanes: Sequence[int], seed: int, options: Sequence[Options]) -> None:
-        """Begin episodes in lanes that are at the start of one."""
+        """Begin episodes in lanes at the start of one."""
         if self._resets_all:
             self._reset_all(seed, options)
         if not self._at_start[list(lanes)].all():
@@ -210,7 +208,7 @@ class VectorGymEnv(VecEnv):
             raise SpecError(
                 f'{message}, and do not restart by themselves (metadata["autoreset_mode"] is '
                 f"{self._mode})",
-                fix="make it with AutoresetMode.NEXT_STEP or AutoresetMode.SAME_STEP, and say so "
+                fix="make it with AutoresetMode.NEXT_STEP or AutoresetMode.SAME_STEP, and set it "
                 "in its metadata",
             )
         if len(_with_equal_options(options)) > 1:
@@ -226,13 +224,13 @@ class VectorGymEnv(VecEnv):
     def _reset_some(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Options
     ) -> tuple[Any, Any]:
-        """Reset lanes with the same options, by one call; returns what it says of all lanes."""
+        """Reset lanes with the same options in one call; returns its result for all lanes."""
         every, given = [seeds[0]] * self.n_lanes, copy.deepcopy(dict(options or {}))
         for lane, seed in zip(lanes, seeds, strict=True):
             every[lane] = seed
-        # At first all: there is no observation of a lane that was never reset.
+        # The first call resets all lanes, so that each has an observation.
         if self._begun is not None:
-            # New in each call: Gymnasium takes the mask out of the dict.
+            # New in each call: Gymnasium removes the mask from the dict.
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
         result = self.vector_env.reset(seed=every, options=given)
@@ -243,7 +241,7 @@ class VectorGymEnv(VecEnv):
         return observation, infos
 
     def _reset_idle(self, rows: NDArray) -> None:
-        """Reset lanes without an episode that refuse another step, as the last one was reset."""
+        """Reset idle lanes that cannot step any more, as in the last reset."""
         idle = self._has_ended.copy()
         idle[rows] = False
         if lanes := np.flatnonzero(idle).tolist():
@@ -261,7 +259,7 @@ class VectorGymEnv(VecEnv):
             if not all_step:
                 self._reset_idle(rows)
         elif not np.count_nonzero(self._in_episode | self._has_ended):
-            # All were truncated here, and none of them would restart soon by itself.
+            # All were truncated by the loop, and would not restart soon by themselves.
             seed, options = self._begun or (0, None)
             self._reset_all(stream_seed(seed, 1), [options])
             nothing = np.zeros(len(lanes), bool)
@@ -270,7 +268,7 @@ class VectorGymEnv(VecEnv):
             self._last_batch = self._batch(rows, actions)
         rewards, terminated, truncated = self._step_all(lanes)
         rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
-        if np.count_nonzero(in_episode) < len(in_episode):  # they are about to restart
+        if np.count_nonzero(in_episode) < len(in_episode):  # some are about to restart
             rewards, terminated, truncated = (
                 np.where(in_episode, values, values.dtype.type(0))
                 for values in (rewards, terminated, truncated)
@@ -279,14 +277,14 @@ class VectorGymEnv(VecEnv):
         return rewards, terminated, truncated
 
     def _batch(self, rows: Any, actions: Mapping[str, NDArray]) -> Any:
-        """The actions of all lanes, as the vector environment takes them: copies."""
+        """Copy the actions of all lanes to the structure of the vector environment."""
         leaves = self.action_leaves or {}
         parts = [np.array(actions[key], leaf.native) for key, leaf in leaves.items()]
         if not isinstance(rows, slice):
             idle = np.ones(self.n_lanes, bool)
             idle[rows] = False
             for array in parts:
-                array[idle] = array[rows[0]]  # their own row may hold anything
+                array[idle] = array[rows[0]]  # their own row may hold any value
         return self._nest_action(parts)
 
     def _step_all(self, lanes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
@@ -315,7 +313,7 @@ class VectorGymEnv(VecEnv):
         return rewards, terminated, truncated
 
     def _write(self, lanes: Sequence[int], observation: Any, infos: Any) -> None:
-        """Write what a call has returned about lanes."""
+        """Write the results of a call for some lanes."""
         self._observations.write_batch(lanes, observation)
         if self._infos is not None:
             self._infos.write_batch(lanes, infos)
@@ -324,7 +322,7 @@ class VectorGymEnv(VecEnv):
         """Write the last observations and infos of lanes that have restarted within the step."""
         if not ended:
             return
-        final = infos["final_obs"]  # which AutoresetMode.SAME_STEP promises
+        final = infos["final_obs"]  # guaranteed by AutoresetMode.SAME_STEP
         if isinstance(final, list) or str(getattr(final, "dtype", "")) == "object":
             self._observations.write(ended, [final[lane] for lane in ended])
         else:
@@ -334,14 +332,14 @@ class VectorGymEnv(VecEnv):
 
 
 def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
-    """What ``create_env`` returned, a vector environment of Gymnasium as a ``VectorGymEnv``.
+    """Return the result of ``create_env``, with a vector environment as a ``VectorGymEnv``.
 
     Args:
-        made: Anything.
-        seed: See ``VectorGymEnv``.
+        made: The result.
+        seed: As for ``VectorGymEnv``.
     """
     if isinstance(made, VecEnv) and not hasattr(made, "n_lanes"):
-        message = f"{type(made).__name__}.__init__ does not call that of VecEnv"
+        message = f"{type(made).__name__}.__init__ does not call VecEnv.__init__"
         raise SpecError(message, fix="call super().__init__(...) first in it")
     if not isinstance(made, VectorEnv):
         return made
@@ -357,19 +355,19 @@ def _check_is_vector_env(value: Any) -> None:
     if not isinstance(value, VectorEnv):
         raise SpecError(
             f"VectorGymEnv got {value!r:.60}, not a gymnasium.vector.VectorEnv",
-            fix="pass what gymnasium.make_vec returns; single environments go into a GymEnv",
+            fix="pass a result of gymnasium.make_vec; single environments go into a GymEnv",
         )
     if isinstance(value.unwrapped, SyncVectorEnv | AsyncVectorEnv):
         kind = type(value.unwrapped).__name__
         raise SpecError(
             f"VectorGymEnv got a {kind}, which steps single environments",
-            fix="give its environments to GymEnv: GymEnv([make() for _ in range(n)], seed); "
+            fix="pass its environments to GymEnv: GymEnv([make() for _ in range(n)], seed); "
             "n_workers runs them in several processes",
         )
 
 
 def _autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
-    """When lanes of a vector environment restart by themselves, ``None`` if it does not say."""
+    """Return the auto-reset mode of a vector environment, ``None`` if it is unknown."""
     try:
         return AutoresetMode(env.metadata.get("autoreset_mode"))
     except ValueError:
@@ -377,21 +375,21 @@ def _autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
 
 
 def _with_equal_options(options: Sequence[Options]) -> list[list[int]]:
-    """The positions of equal options, together."""
+    """Group the positions of equal options."""
     if not any(options):
         return [list(range(len(options)))]
     groups: dict[bytes, list[int]] = {}
     for row, option in enumerate(options):
-        # Bytes tell 1 from True, and compare arrays as well.
+        # Bytes distinguish 1 from True, and also compare arrays.
         groups.setdefault(pickle.dumps(option), []).append(row)
     return list(groups.values())
 
 
 def _per_lane(name: str, values: Any, n_lanes: int) -> NDArray:
-    """Rewards or flags as an array ``[n_lanes]``.
+    """Convert rewards or flags to an array ``[n_lanes]``.
 
     Raises:
-        SpecError: If there is not one for each lane.
+        SpecError: If there is not one per lane.
     """
     array = values if isinstance(values, np.ndarray) else as_array(values)
     if array.shape[:1] != (n_lanes,) or array.size != n_lanes:
@@ -402,14 +400,14 @@ def _per_lane(name: str, values: Any, n_lanes: int) -> NDArray:
     return array.reshape(n_lanes)
 
 
-# How episodes can be seeded ---------------------------------------------------------------------
+# Detection of the seeding -----------------------------------------------------------------------
 
 
 def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
-    """Find out what can be seeded, by resets and steps; afterwards all lanes need a reset.
+    """Detect the seeding by resets and steps; afterwards all lanes need a reset.
 
     Raises:
-        SpecError: If it cannot be reset with a seed and without options, so that nothing shows.
+        SpecError: If it cannot be reset with a seed and without options.
     """
     resets_lanes = _autoreset_mode(env) is _DISABLED
     try:
@@ -417,17 +415,17 @@ def _detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
     except Exception as error:
         raise SpecError(
             f"{env} cannot be reset with a seed: {described(error)}",
-            fix=f"say how it can be seeded: VectorGymEnv(..., seeding=...), one of {SEEDINGS}",
+            fix=f"set the seeding: VectorGymEnv(..., seeding=...), one of {SEEDINGS}",
         ) from error
     if resets_lanes:
-        return "episode" if repeats else "request"  # which the first reset refuses
+        return "episode" if repeats else "request"  # refused by the first reset
     message = _ONE_RESET if repeats else _NOT_SEEDED
-    _LOG.warning(message, env.unwrapped, extra={"once": "seeding"})  # not from every worker
+    _LOG.warning(message, env.unwrapped, extra={"once": "seeding"})  # from one worker only
     return "request"
 
 
 def _lanes_repeat(env: Any) -> bool:
-    """Whether the reset of one lane leaves the others alone, and repeats that lane's episode."""
+    """Whether the reset of one lane does not affect the others and repeats its episode."""
     seeds, others = list(range(env.num_envs)), list(range(env.num_envs, 2 * env.num_envs))
     first, before = _played(env, 1, seed=seeds), _played(env, 0, seed=others)
     mask = np.arange(env.num_envs) == 0
@@ -437,12 +435,12 @@ def _lanes_repeat(env: Any) -> bool:
 
 
 def _all_repeat(env: Any) -> bool:
-    """Whether the same seed for all lanes gives the same steps again."""
+    """Whether the same seed for all lanes repeats the same steps."""
     return _same(_played(env, _N_STEPS, seed=0), _played(env, _N_STEPS, seed=0), _ALL)
 
 
 def _played(env: Any, n_steps: int, **arguments: Any) -> list[NDArray]:
-    """All arrays ``[n_lanes, ...]`` that a reset and some steps show, always the same actions."""
+    """Return all arrays ``[n_lanes, ...]`` of a reset and some steps with fixed actions."""
     space = copy.deepcopy(env.action_space)
     space.seed(0)
     action, leaves = space.sample(), []
@@ -453,6 +451,6 @@ def _played(env: Any, n_steps: int, **arguments: Any) -> list[NDArray]:
 
 
 def _same(first: list[NDArray], second: list[NDArray], lanes: slice) -> bool:
-    """Whether lanes have the same bits."""
+    """Whether the lanes' values are bitwise equal."""
     pairs = zip(first, second, strict=True)
     return all(one[lanes].tobytes() == two[lanes].tobytes() for one, two in pairs)

@@ -1,1 +1,1 @@
-"""Evaluating agents: episodes with records, and figures with intervals."""
+"""Evaluation of agents: recorded episodes, and figures with intervals."""

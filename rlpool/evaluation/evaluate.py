@@ -1,6 +1,6 @@
-"""Evaluating an agent: returns, lengths and successes of complete episodes; and doing it again.
+"""Evaluation of an agent: returns, lengths and successes of complete episodes; and verification.
 
-A protocol says how it was done: arguments, environment, and digests of the policy and the infos.
+The protocol of an evaluation has its arguments, the environment, and digests of policy and infos.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 AGENT_ROWS = 16
-"""Rows that an agent is called with, so that no result depends on the number of environments."""
+"""Rows of each call of the agent, so that results do not depend on the number of environments."""
 
 _N_TIMESTEPS = 128
-"""Steps per slot; longer episodes are joined from several."""
+"""Steps per slot; longer episodes are joined from several slots."""
 
 _PER_LANE = 4
-"""Episodes of a request per lane of one worker. Only two requests are in memory at a time, whatever
-the number of episodes; and their size does not depend on the number of workers."""
+"""Episodes of a request per lane of one worker. Two requests at most are in memory, and their size
+does not depend on the number of workers."""
 
 
 @also_takes(seed="seeds")
@@ -83,59 +83,59 @@ def evaluate(
 ) -> Evaluation:
     """Run complete episodes with a copy of an agent, without gradients.
 
-    The agent itself is not touched: its copy is put into evaluation mode (``nn.Module.eval``, of
-    modules that are attributes of agents, also in lists and dicts; not of those inside other
-    objects), and may change what it likes. The same seeds give the same bits for any ``n_workers``
-    and any number of environments that ``create_env`` makes, if lanes can be reset one by one (see
-    ``VectorGymEnv``) and ``agent_rows`` is a number.
+    The agent itself is not changed: its copy runs in evaluation mode (``nn.Module.eval`` of modules
+    in attributes of agents, also in lists and dicts, but not inside other objects). The same seeds
+    give the same bits for any ``n_workers`` and any number of environments per worker, if lanes can
+    be reset one by one (see ``VectorGymEnv``) and ``agent_rows`` is a number.
 
-    Success is what the environments say under the key ``success`` (in any step of the episode, as
-    Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
-    ``info_keys`` of ``GymEnv``: without it there are no successes. Numbers count above 0.5. NaN is
-    an error, and so is a key of ``info_keys`` that is in no info of any episode (unless a
-    ``record`` has had some of them already, or a ``ParallelEnvManager`` runs them).
+    Successes are read from the key ``success`` (in any step of the episode, as in Meta-World) or
+    ``is_success`` (in its last step, as in Gymnasium-Robotics), which ``info_keys`` of ``GymEnv``
+    has to request. Numbers above 0.5 count as success. NaN is an error. So is a key of
+    ``info_keys`` that is absent from the infos of all episodes (unless some are in the ``record``,
+    or a ``ParallelEnvManager`` runs them).
 
     Args:
-        agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
-            be able to copy it.
+        agent: The agent. It has to be picklable with workers, otherwise ``copy.deepcopy`` has to
+            work.
         create_env: As for ``EpisodeBatcher``.
-        n_episodes: How many episodes, from 1; as many as there are ``episode_seeds`` by default.
+        n_episodes: Number of episodes, at least 1. By default the number of ``episode_seeds``.
         env_args: As for ``EpisodeBatcher``.
-        n_workers: As for ``EpisodeBatcher``; at least one with ``on_env_error="restart"``, since
-            what is restarted is a worker.
-        seeds: Also ``seed``. A non-negative int, from which all seeds derive, apart from those of
-            training: a batcher made with the same one runs other episodes.
-        agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
-            the agent greedy, say.
+        n_workers: As for ``EpisodeBatcher``; at least one with ``on_env_error="restart"``, which
+            restarts workers.
+        seeds: Also ``seed``. A non-negative int from which all seeds derive, distinct from those of
+            training: a batcher with the same value runs other episodes.
+        agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``, for example
+            to make the agent greedy.
         env_info: Likewise.
-        episode_seeds: What the environment of each episode is reset with, such as ``range(200)``:
-            as for ``EpisodeBatcher.execute``. Noise still derives from ``seeds``.
-        agent_rows: As for ``EpisodeBatcher``, but a number by default, so that no result depends on
-            the number of environments. ``None`` calls the agent with a row per environment.
+        episode_seeds: Seeds of the environment of each episode, such as ``range(200)``, as for
+            ``EpisodeBatcher.execute``. Noise still derives from ``seeds``.
+        agent_rows: As for ``EpisodeBatcher``, but a number by default, so that results do not
+            depend on the number of environments. ``None`` calls the agent with a row per
+            environment.
         max_steps: Truncate episodes after this many steps. Without it, one warning is logged after
             100,000 steps of an episode, which may never end.
         check_repeatable: Repeat an episode after the first request and after the last one, with the
-            same actions and in an environment that has run others, and raise if observations,
-            rewards or flags differ: something is carried over from one episode to the next.
-            ``False`` goes on: a real robot needs it, and so do other environments that do not
-            repeat an episode. Lanes that are seeded per request are left out.
+            same actions in an environment that has run others, and raise if observations, rewards
+            or flags differ: state leaks from one episode to the next. Pass ``False`` for real
+            robots and other environments that cannot repeat episodes. Lanes that are seeded per
+            request are not checked.
         infos: Keys of the environments' infos (see ``info_keys`` of ``GymEnv``) or observations
             whose value after the last step is recorded in ``entries``.
-        record: A file, to which episodes are appended when they are complete. If it holds some
-            already, since an evaluation like this one was killed, only the others are run. That of
-            another evaluation, or of an agent with other parameters, is refused.
-        progress: Show a bar (tqdm).
+        record: A file to which completed episodes are appended. If it already holds episodes of the
+            same evaluation, which was killed, only the others are run. A record of another
+            evaluation, or of an agent with other parameters, is refused.
+        progress: Show a progress bar (tqdm).
         timeout: As for ``EpisodeBatcher``.
-        **policy: As for ``EpisodeBatcher``. An episode whose environment fails for good ends
-            there with ``on_env_error="truncate"`` or ``"restart"``, and ``failed`` says so.
+        **policy: As for ``EpisodeBatcher``. With ``on_env_error="truncate"`` or ``"restart"``, an
+            episode whose environment fails for good ends there and is marked in ``failed``.
 
     Raises:
         SpecError: For arguments of the wrong kind or size, and a ``record`` of another evaluation
             or in a folder that does not exist.
         WorkerStartupError: If ``create_env`` raises.
-        EnvError, AgentError: If the user's code fails, no info had a key of ``info_keys``, or an
-            episode was not repeated (``NotRepeatedError``).
-        WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
+        EnvError, AgentError: If the user's code fails, a key of ``info_keys`` was absent from all
+            infos, or an episode was not repeated (``NotRepeatedError``).
+        WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs repeatedly.
 
     Example:
         >>> lengths = {"length": [2, 3, 4]}  # options of the environment's reset
@@ -149,16 +149,16 @@ def evaluate(
     n_episodes = whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds")
     agent_rows = agent_rows and whole_number("agent_rows", agent_rows, 1)
     max_steps = optional_number("max_steps", max_steps, 1)
-    # What is started again is a worker.
+    # Only workers can be restarted.
     n_workers = n_workers or int(policy.get("on_env_error") == "restart")
     if record is not None:
-        checked_target("record", record)  # now, not after the workers have started
+        checked_target("record", record)  # before the workers start
     seeds = whole_number("seeds", seeds, 0)
     rows = as_infos(agent_info, env_info, n_episodes)
     copied, root = {"agent": _copied(agent, n_workers)}, evaluation_root(seeds)
     functions = _in_evaluation_mode, copied, create_env, env_args
     rest: Any = {"agent_rows": agent_rows, "timeout": timeout, **policy}
-    sizes = max_steps, _N_TIMESTEPS, None  # as many slots as its layout says
+    sizes = max_steps, _N_TIMESTEPS, None  # the layout determines the number of slots
     with _Evaluator(*sizes, *functions, n_workers, root, **rest) as batcher:
         n_lanes = batcher.n_lanes // max(1, n_workers)
         protocol = _protocol_of(
@@ -192,7 +192,7 @@ def _evaluated(
 ) -> Evaluation:
     """Run the episodes that a record lacks, in requests of ``size`` episodes."""
     n_episodes = protocol["n_episodes"]
-    n_kept = size if protocol["agent_rows"] is None else 1  # of a record: multiples of it
+    n_kept = size if protocol["agent_rows"] is None else 1  # a record is kept in multiples of it
     entries = [] if record is None else begin_record(record, protocol, n_kept)
     numbers = range(len(entries), n_episodes)
     parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
@@ -201,19 +201,19 @@ def _evaluated(
     batcher.seek(numbers.start)
     bar = import_extra("tqdm.auto", "evaluation").tqdm if progress else None
     for part in bar(parts, unit="request") if bar else parts:
-        # Nothing else may run while the first request is checked.
+        # Check the first request while nothing else runs.
         for each in islice(waiting, 1 if checks and part == parts[0] else None):
             seeds = given and given[each.start : each.stop]
             batcher.execute(len(each), *part_of(infos, each), episode_seeds=seeds)
         trajectories = batcher.get()
         failures += batcher.failures
         errors: dict[int | None, str] = {}
-        for failure in batcher.failures:  # which worker ran the episode does not matter
+        for failure in batcher.failures:  # without the worker, which may vary
             worker = f"worker {failure.where.worker} "
             errors[failure.where.row] = failure.what.replace(worker, "its worker ", 1)
         row = next((row for row in range(len(part)) if row not in errors), None)
         if checks and tape is None and row is not None:
-            # What truncates an episode is not part of the environment.
+            # Truncation by max_steps is not part of the environment.
             flags = [] if batcher._max_steps is None else ["truncated", "done"]
             first = part[row]
             tape = tape_of(trajectories, row, [*batcher.environment["info_keys"], *flags])
@@ -222,7 +222,7 @@ def _evaluated(
             batcher.repeat(first, tape)
         found = _entries(part, trajectories, errors, infos, protocol["infos"])
         entries += found
-        is_over = len(entries) == n_episodes == len(numbers)  # none was run by another call
+        is_over = len(entries) == n_episodes == len(numbers)  # this call ran all of them
         if is_over and not all(entry["error"] for entry in entries):
             batcher.check_infos()
         if record is not None:
@@ -231,7 +231,7 @@ def _evaluated(
 
 
 class _Evaluator(EpisodeBatcher):
-    """A batcher that has slots for two requests; its errors advise about ``evaluate``."""
+    """A batcher with slots for two requests, and errors that refer to ``evaluate``."""
 
     _NAME = "evaluate"
     _WATCHES_INFOS = True
@@ -252,13 +252,13 @@ class _Evaluator(EpisodeBatcher):
         self._tape = None
 
     def check_infos(self) -> None:
-        """Refuse keys of ``info_keys`` that no info has had in any worker."""
+        """Refuse keys of ``info_keys`` that were absent from all infos in all workers."""
         words = self._not_closed().crew.control.rows[:, Word.SEEN_KEYS]
         seen = int(np.bitwise_or.reduce(words))
         for number, key in enumerate(self.environment["info_keys"]):
             if not seen >> min(number, 62) & 1:
                 message = f"no {key!r} in any info of {self.next_episode} episodes (info_keys)"
-                raise EnvSpecError(message, fix="correct the name, or report it in some episode")
+                raise EnvSpecError(message, fix="correct the name, or report it in an episode")
 
 
 def _entries(
@@ -268,7 +268,7 @@ def _entries(
     infos: Infos,
     keys: Sequence[str],
 ) -> list[Entry]:
-    """What is recorded of the episodes of one request."""
+    """Return the entries of the episodes of one request."""
     for key in keys:
         if key not in part or f"_{key}" not in part:
             known = [key for key in part if f"_{key}" in part]
@@ -311,17 +311,17 @@ def _successes(part: TemporalDictTensor, numbers: range) -> Tensor | None:
     return (found > 0.5).any(1)
 
 
-# Doing it again ----------------------------------------------------------------------------------
+# Verification ------------------------------------------------------------------------------------
 
 
 class Verification(NamedTuple):
-    """What came of running an evaluation again, see ``verify``.
+    """Result of ``verify``.
 
     Attributes:
-        n_episodes: How many episodes were run.
-        episodes: The numbers of those that differ.
-        differences: What is different, as text: first about policy, environment and versions, then
-            episode by episode. Empty if all agree.
+        n_episodes: Number of episodes that were run.
+        episodes: Numbers of the episodes that differ.
+        differences: Differences as text: first of policy, environment and versions, then by
+            episode. Empty if all agree.
 
     Example:
         >>> evaluation = evaluate(create_agent(), create_env, n_episodes=4)
@@ -347,16 +347,16 @@ def verify(
     env_args: Mapping[str, Any] | None = None,
     n_workers: int = 0,
 ) -> Verification:
-    """Run the seeds of an evaluation's protocol again, and compare episodes bit by bit.
+    """Repeat the episodes of an evaluation's protocol, and compare them bit by bit.
 
     Args:
-        evaluation: The evaluation, as ``evaluate`` returned it or ``Evaluation.load`` read it.
-        create_agent: Called without arguments: the agent with the parameters that it had. Or that
-            agent.
-        create_env: The environments that it was evaluated on.
+        evaluation: The evaluation, from ``evaluate`` or ``Evaluation.load``.
+        create_agent: A function without arguments that returns the agent with the same parameters,
+            or that agent.
+        create_env: Creates the same environments.
         env_args: As for ``evaluate``.
-        n_workers: As for ``evaluate``. If episodes failed, there is a worker in any case, since
-            they may end their process.
+        n_workers: As for ``evaluate``. If episodes failed, at least one worker is used, since they
+            may end their process.
 
     Raises:
         SpecError: If the evaluation has no protocol.
@@ -402,11 +402,11 @@ def _protocol_of(
     rows: Infos,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """What the episodes of an evaluation follow from, as JSON says it.
+    """Return everything that determines an evaluation's episodes, in JSON types.
 
     Args:
         agent: The agent.
-        environment: What a batcher says of its environments.
+        environment: The batcher's description of its environments.
         env_args: Arguments of ``create_env``.
         rows: ``agent_info`` and ``env_info``.
         **arguments: Other arguments of ``evaluate``.
@@ -431,11 +431,11 @@ def _protocol_of(
 
 
 _PARAMETERS = (Agent, nn.Module, Tensor)
-"""What a function takes of global variables, of all that they may be."""
+"""Types of global variables of a function that count as parameters."""
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What agents, modules, functions, dicts, lists and tuples consist of, by path."""
+    """Iterate over the parts of agents, modules, functions, dicts, lists and tuples, by path."""
     seen: set[int] = set()
     left = [("", value)]
     while left:
@@ -452,7 +452,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(part, MethodType):
             held = {"self": part.__self__}
         elif isinstance(part, FunctionType):
-            used = inspect.getclosurevars(part)  # global in a script, else of the function around
+            used = inspect.getclosurevars(part)  # globals in a script, else of the closure
             held = {k: v for k, v in used.globals.items() if isinstance(v, _PARAMETERS)}
             held |= used.nonlocals
         if held and id(part) in seen:
@@ -463,9 +463,9 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _digest_of(value: Any) -> str:
-    """SHA-256 of all tensors, arrays, numbers and texts that an object consists of.
+    """Return the SHA-256 of all tensors, arrays, numbers and texts in an object.
 
-    Whether modules are in training mode does not matter; other objects count by their class.
+    Training mode is ignored; other objects count by their class.
     """
     digest = hashlib.sha256()
     for path, part in _parts_of(value):
@@ -491,24 +491,24 @@ def _digest_of(value: Any) -> str:
 
 
 def _copied(agent: Any, n_workers: int) -> Any:
-    """A copy of the agent, pickled for workers.
+    """Copy the agent, pickled for workers.
 
     Raises:
         SpecError: If it cannot be copied.
     """
-    if n_workers or not isinstance(agent, Agent | nn.Module):  # copy takes functions as they are
-        fix = "leave out in its __getstate__ what it does not need for acting"
+    if n_workers or not isinstance(agent, Agent | nn.Module):  # deepcopy does not copy functions
+        fix = "exclude from its __getstate__ everything that acting does not need"
         return pickled({"agent": agent}, agent, fix=fix, copies=True)
     try:
         return copy.deepcopy(agent)
     except Exception as error:
         message = f"the agent cannot be copied: {described(error):.200}"
-        fix = "define its __deepcopy__, or leave out in its __getstate__ what cannot be copied"
+        fix = "define __deepcopy__, or exclude from __getstate__ everything that cannot be copied"
         raise SpecError(message, fix=fix) from error
 
 
 def _in_evaluation_mode(agent: Any) -> Any:
-    """Make the agent of a worker: all its modules are in evaluation mode."""
+    """Make the agent of a worker, with all modules in evaluation mode."""
     agent = agent.load() if isinstance(agent, Parcel) else agent
     for _, part in list(_parts_of(agent)):
         if isinstance(part, nn.Module):

@@ -1,7 +1,7 @@
-"""Figures of evaluations with their uncertainty: of one, and of two on the same seeds; and plots.
+"""Figures with uncertainty, and plots, of one evaluation or of two on the same seeds.
 
-SciPy computes them and matplotlib draws, by the extra ``evaluation``. Bootstraps are
-seeded, so that figures repeat.
+Requires SciPy and matplotlib (extra ``evaluation``). Bootstraps are seeded, so figures are
+reproducible.
 
 References:
     Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
 
     Attributes:
         value: The figure.
-        low: Lower end of the interval, NaN where there are too few values for one.
+        low: Lower end of the interval, NaN if there are too few values.
         high: Upper end.
 
     Example:
@@ -53,18 +53,18 @@ class Estimate(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Figures of one evaluation, see ``Evaluation.summary``.
+    """Figures of one evaluation, from ``Evaluation.summary``.
 
     Attributes:
-        n_episodes: Episodes that the figures are of.
-        n_failed: Episodes that failed for good, whether or not they count.
+        n_episodes: Number of episodes that count.
+        n_failed: Number of episodes that failed for good, whether or not they count.
         mean: Mean return with its bootstrap interval (BCa).
         median: Median return.
         interquartile_mean: Mean of the middle half of the returns.
         std: Standard deviation over episodes (with n - 1); NaN for a single one.
         mean_length: Mean number of steps.
         success_rate: Rate of successes with Wilson's interval, ``None`` if the environments do not
-            say.
+            report successes.
 
     Example:
         >>> lengths = {"length": [2, 3, 4, 5]}
@@ -86,15 +86,16 @@ class Summary(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two evaluations, episode by episode of the same seed; see ``compare``.
+    """Paired comparison of two evaluations on the same seeds, from ``compare``.
 
     Attributes:
-        n_pairs: Episodes with a seed that both have.
-        n_unpaired: Episodes of either that have no partner, which do not count.
+        n_pairs: Number of pairs of episodes with the same seed.
+        n_unpaired: Number of episodes without a partner, which do not count.
         difference: Mean of the first one's returns minus the second one's.
-        probability_of_improvement: How often the first one has the higher return; ties count half.
-        success_difference: The first one's success rate minus the second one's, ``None`` if one of
-            them has no successes.
+        probability_of_improvement: Share of pairs in which the first one has the higher return;
+            ties count half.
+        success_difference: The first one's success rate minus the second one's, ``None`` if either
+            does not have successes.
         mcnemar_p: p-value of McNemar's exact test of equal success rates.
 
     Example:
@@ -115,14 +116,14 @@ class Comparison(NamedTuple):
 
 
 def _table(figures: Summary | Comparison) -> str:
-    """A line per figure that is known."""
+    """Format one line per known figure."""
     known = {name: value for name, value in figures._asdict().items() if value is not None}
     lines = [f"{name.replace('_', ' '):<26} {value:.6g}" for name, value in known.items()]
     return "\n".join([*lines, "(in brackets: intervals of 95 %)"])
 
 
 def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
-    """See ``Evaluation.summary``."""
+    """Compute ``Evaluation.summary``."""
     stats = import_extra("scipy.stats", "evaluation")
     returns, counts = returns_of(evaluation, failures)
     rate = None
@@ -144,21 +145,21 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
 
 
 def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[NDArray, NDArray]:
-    """Returns that count, float64, and which episodes these are, bool ``[n_episodes]``.
+    """Return the float64 returns that count, and a mask of their episodes, ``[n_episodes]``.
 
     Args:
         evaluation: The evaluation.
-        failures: See ``Evaluation.summary``.
+        failures: As for ``Evaluation.summary``.
 
     Raises:
-        SpecError: If it is not one, episodes failed for good and it is not said how they count,
-            none is left, or a return is not finite.
+        SpecError: If it is not an evaluation, ``failures`` is missing although episodes failed for
+            good, all are excluded, or a return is not finite.
     """
     check_is_evaluation(evaluation)
     returns = evaluation.returns.double().numpy().copy()
     counts = np.ones(len(returns), bool)
     if failures is not None and failures != "exclude":
-        fix = 'pass "exclude", or the return that episodes get which failed'
+        fix = 'pass "exclude", or the return that failed episodes get'
         failures = real_number("failures", failures, "that is finite", fix=fix)
     if evaluation.n_failed and evaluation.failed is not None:
         failed = evaluation.failed.numpy()
@@ -168,7 +169,7 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
             raise SpecError(
                 f"{len(rows)} of {len(returns)} episodes failed for good, the first is episode "
                 f"{rows[0]}: {why.splitlines()[0]}",
-                fix='say how they count: failures="exclude", or failures=0.0 for a return of 0',
+                fix='decide how they count: failures="exclude", or failures=0.0 for a return of 0',
             )
         if failures == "exclude":
             counts = ~failed
@@ -179,7 +180,7 @@ def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[ND
         raise SpecError("the evaluation has no episodes that count", fix=fix)
     for episode in np.flatnonzero(counts & ~np.isfinite(returns)):
         message = f"the return of episode {episode} is {returns[episode]}"
-        raise SpecError(message, fix="mend the environment's rewards: figures need finite returns")
+        raise SpecError(message, fix="fix the environment's rewards: figures need finite returns")
     return returns[counts], counts
 
 
@@ -188,21 +189,20 @@ def compare(
 ) -> Comparison:
     """Compare two evaluations on the seeds that both have.
 
-    Pairs share the seed of their environment, so that what the seed decides (the start, the goal)
-    is no part of the difference. Needs the extra ``evaluation``.
+    Pairs share the seed of their environment, so anything that depends on the seed (the start, the
+    goal) cancels in the difference. Needs the extra ``evaluation``.
 
     Args:
         first: An evaluation.
-        second: Another one, of the same environment; ``evaluate`` gives both the same seeds by
-            the same ``seeds`` or ``episode_seeds``.
-        failures: See ``Evaluation.summary``; "exclude" leaves out the pair.
+        second: Another one of the same environment, with the same ``seeds`` or ``episode_seeds``.
+        failures: As for ``Evaluation.summary``; "exclude" drops the whole pair.
 
     Returns:
         Figures of the pairs.
 
     Raises:
-        SpecError: If they are no evaluations, share no seed, are of different environments or
-            infos, or ``failures`` does not say how failed episodes count.
+        SpecError: If an argument is not an evaluation, the evaluations do not share a seed or have
+            different environments or infos, or ``failures`` is missing although episodes failed.
 
     Example:
         >>> one, other = (evaluate(create_agent(), create_env, n_episodes=4) for _ in range(2))
@@ -232,26 +232,26 @@ def compare(
 
 
 def check_is_evaluation(value: Any) -> None:
-    """Raise for anything that is not an evaluation, such as the path of one."""
+    """Refuse anything that is not an evaluation, such as its path."""
     if not hasattr(value, "returns"):
-        fix = "pass what evaluate returned, or Evaluation.load(path)"
+        fix = "pass a result of evaluate, or Evaluation.load(path)"
         raise SpecError(f"{value!r:.60} is not an Evaluation", fix=fix)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Where two things that JSON can say differ, with both sides."""
+    """List the differences of two JSON objects, with both values."""
     found: list[str] = []
     for key in sorted(one.keys() | other.keys()):
         first, second = one.get(key), other.get(key)
         if isinstance(first, Mapping) and isinstance(second, Mapping):
             found += differences(first, second, f"{prefix}{key}.")
-        elif json.dumps(first) != json.dumps(second):  # not a number equals itself here
+        elif json.dumps(first) != json.dumps(second):  # NaN equals itself here
             found.append(f"{prefix}{key}: {first!r:.80} and {second!r:.80}")
     return found
 
 
 def _interval(values: NDArray, method: str) -> Estimate:
-    """The mean of values, and its bootstrap interval."""
+    """Return the mean of values with its bootstrap interval."""
     value = float(values.mean())
     if len(values) < 2:
         return Estimate(value, float("nan"), float("nan"))
@@ -268,13 +268,13 @@ def _interval(values: NDArray, method: str) -> Estimate:
 def _pairs(
     first: Evaluation, second: Evaluation, failures: str | float | None
 ) -> tuple[NDArray, int]:
-    """Return and success of pairs with one seed, ``[n, 2, 2]``; how many episodes have no pair."""
+    """Pair episodes by seed: return and success ``[n, 2, 2]``, and the number of unpaired ones."""
     rows: list[dict[int, tuple[float, bool]]] = []
     for each in (first, second):
         returns, counts = returns_of(each, failures)
         seeds = each.seeds.numpy()[counts].tolist()
         if len(set(seeds)) < len(seeds):
-            raise SpecError("seeds occur twice in one evaluation", fix="name every seed once")
+            raise SpecError("seeds occur twice in one evaluation", fix="use each seed once")
         successes = counts if each.successes is None else each.successes.numpy()
         rows.append(dict(zip(seeds, zip(returns, successes[counts], strict=True), strict=True)))
     names = "environment", "env_args", "max_steps"
@@ -284,8 +284,8 @@ def _pairs(
         raise SpecError(message, fix="compare policies on the same environment")
     pairs = [(row, rows[1][seed]) for seed, row in rows[0].items() if seed in rows[1]]
     if not pairs:
-        fix = "evaluate both with the same seeds, or the same episode_seeds"
-        raise SpecError("the evaluations share no seed", fix=fix)
+        fix = "evaluate both with the same seeds or episode_seeds"
+        raise SpecError("the evaluations do not share a seed", fix=fix)
     return np.array(pairs, np.float64), len(rows[0]) + len(rows[1]) - 2 * len(pairs)
 
 
@@ -300,14 +300,14 @@ def plot(
 
     Args:
         *evaluations: One or more.
-        names: What to call them; their numbers by default.
-        failures: See ``Evaluation.summary``.
+        names: Their labels, by default their numbers.
+        failures: As for ``Evaluation.summary``.
 
     Returns:
         A figure of matplotlib: ``plot(a, b).savefig("both.png")``.
 
     Raises:
-        SpecError: If there is nothing to draw, and for two evaluations what ``compare`` raises.
+        SpecError: If there is nothing to draw, and for two evaluations as in ``compare``.
 
     Example:
         >>> evaluation = evaluate(create_agent(), create_env, n_episodes=4)
@@ -325,12 +325,12 @@ def plot(
     figure.set_size_inches(10 if are_paired else 6, 4)
     axes = figure.subplots(1, 1 + are_paired, squeeze=False)[0]
     _draw(axes[0], drawn)
-    axes[0].set(ylabel="return", title="returns, mean and its 95 % interval")
+    axes[0].set(ylabel="return", title="returns, mean and 95 % interval")
     if are_paired:
         pairs, _ = _pairs(evaluations[0], evaluations[1], failures)
         _draw(axes[1], [(f"{names[0]} - {names[1]}", pairs[:, 0, 0] - pairs[:, 1, 0])])
         axes[1].axhline(0.0, color="gray", linewidth=1)
-        axes[1].set(ylabel="difference of returns", title="pairs of the same seed")
+        axes[1].set(ylabel="difference of returns", title="pairs with the same seed")
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation found, episode by episode, and the files that hold it: JSON, no pickle.
+"""Results of an evaluation by episode, and their files: JSON, not pickle.
 
 ``Evaluation.save`` writes one document::
 
@@ -23,8 +23,9 @@
         ],
     }
 
-``evaluate(record=path)`` appends to a file with the same in lines: everything but the episodes in
-the first one, then an episode each. Numbers have as many digits as it takes to read the same bits.
+``evaluate(record=path)`` appends to a file with the same content in lines: the first line has
+everything but the episodes, and each further line one episode. Numbers have enough digits to read
+back the same bits.
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ from rlpool.evaluation.figures import Summary, differences, summary_of
 _FORMAT, _VERSION = "rlpool evaluation", 2
 
 Entry = dict[str, Any]
-"""What is recorded of an episode."""
+"""The record of an episode."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What ``evaluate`` found, episode by episode.
+    """Results of ``evaluate``, by episode.
 
     Attributes:
-        returns: float32 ``[n_episodes]``: sums of rewards, not discounted.
+        returns: float32 ``[n_episodes]``: undiscounted sums of rewards.
         lengths: int64 ``[n_episodes]``, in steps.
-        successes: bool ``[n_episodes]``, ``None`` if the environments do not say.
-        seeds: int64 ``[n_episodes]``: what each episode was reset with.
-        failed: bool ``[n_episodes]``: those that were given up since their environment failed,
-            ``None`` with ``on_env_error="raise"``.
-        failures: Why, in order, of the episodes that this call ran.
-        entries: What is recorded of each episode: the above, ``terminated`` (else it was
-            truncated), ``error``, ``infos`` and its rows of ``agent_info`` and ``env_info``.
-        protocol: How it was made: arguments, the environment's specification, versions, and digests
-            of the policy's parameters and of the infos.
+        successes: bool ``[n_episodes]``, ``None`` if the environments do not report successes.
+        seeds: int64 ``[n_episodes]``: the seed of each episode's reset.
+        failed: bool ``[n_episodes]``: episodes whose environment failed for good, ``None`` with
+            ``on_env_error="raise"``.
+        failures: Their errors, in order, for the episodes run by this call.
+        entries: The record of each episode: the above, ``terminated`` (else it was truncated),
+            ``error``, ``infos`` and its rows of ``agent_info`` and ``env_info``.
+        protocol: Arguments, the environment's specification, versions, and digests of the policy's
+            parameters and of the infos.
 
     Example:
         >>> lengths = {"length": [2, 3]}
@@ -89,12 +90,12 @@ class Evaluation:
         protocol: Mapping[str, Any],
         failures: Sequence[WorkerError] = (),
     ) -> Evaluation:
-        """The evaluation that consists of these episodes.
+        """Make the evaluation that consists of these episodes.
 
         Args:
-            entries: What is recorded of them.
-            protocol: How it was made.
-            failures: Why episodes were given up, as far as that is still known.
+            entries: Their records.
+            protocol: The protocol.
+            failures: Errors of failed episodes, where still known.
         """
         success = [entry["success"] for entry in entries]
         on_cpu = partial(torch.tensor, device="cpu")
@@ -112,22 +113,22 @@ class Evaluation:
 
     @property
     def n_failed(self) -> int:
-        """How many episodes failed for good."""
+        """Number of episodes that failed for good."""
         return 0 if self.failed is None else int(self.failed.sum())
 
     def summary(self, *, failures: str | float | None = None) -> Summary:
         """Mean, median, interquartile mean and spread of the returns, with intervals.
 
-        The interval of the mean is a bootstrap's (BCa), that of the success rate Wilson's, both of
-        95 %. They are over episodes of one agent and say nothing about other training runs. Needs
-        the extra ``evaluation``.
+        The 95 % intervals are a bootstrap (BCa) for the mean and Wilson's for the success rate.
+        They cover episodes of one agent, not the variation between training runs. Needs the extra
+        ``evaluation``.
 
         Args:
-            failures: How episodes count that failed for good: "exclude", or the return that they
-                get (their success is what it was). There is no default if there are any.
+            failures: Treatment of episodes that failed for good: "exclude", or the return that they
+                get (their success is kept). Required if there are any.
 
         Raises:
-            SpecError: If there are such episodes, and ``failures`` is missing.
+            SpecError: If there are such episodes and ``failures`` is missing.
 
         Example:
             >>> lengths = {"length": [2, 3, 4, 5]}
@@ -138,7 +139,7 @@ class Evaluation:
         return summary_of(self, failures)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file, which appears whole or not at all.
+        """Write a JSON file, completely or not at all.
 
         Raises:
             SpecError: If there is no such folder, or no file can be written there.
@@ -156,10 +157,10 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:
-        """Read what ``save`` wrote, or a complete ``record`` of ``evaluate``.
+        """Read a file of ``save``, or a complete ``record`` of ``evaluate``.
 
         Raises:
-            SpecError: For another format or version, and a record that is not complete.
+            SpecError: For another format or version, and an incomplete record.
         """
         data = Path(path).read_bytes()
         try:
@@ -177,14 +178,14 @@ class Evaluation:
 
 
 def checked_target(argument: str, path: str | os.PathLike[str]) -> Path:
-    """The file that an argument names, through links, which is to be written.
+    """Return the file to write that an argument names, with links resolved.
 
     Args:
-        argument: Its name.
+        argument: Name of the argument.
         path: Its value.
 
     Raises:
-        SpecError: If no file can be written there, or there is something else, such as a pipe.
+        SpecError: If the file cannot be written, or is not a file, such as a pipe.
     """
     target = Path(path).resolve()
     is_free = target.is_file() or not target.exists()
@@ -196,21 +197,21 @@ def checked_target(argument: str, path: str | os.PathLike[str]) -> Path:
 
 
 def begin_record(path: Any, protocol: Mapping[str, Any], n_together: int) -> list[Entry]:
-    """Write the first line of a record, or read the episodes that are there already.
+    """Write the first line of a record, or read the existing episodes.
 
     An incomplete last line is removed.
 
     Args:
         path: The file; it need not exist.
-        protocol: How the evaluation is made.
-        n_together: How many episodes at a time have to be complete.
+        protocol: The protocol of the evaluation.
+        n_together: Keep a multiple of this many episodes.
 
     Raises:
-        SpecError: If the file is that of another evaluation, or something else.
+        SpecError: If the file is not a record of this evaluation.
     """
     target = checked_target("record", path)
     if protocol["environment"]["seeding"] != "episode":
-        message = "a record needs a seed for every episode, and one reset serves all lanes"
+        message = "a record needs a seed for every episode, but all lanes are reset together"
         raise SpecError(message, fix="use environments that can be reset one by one: a GymEnv")
     header = json.dumps(_header(protocol)).encode() + b"\n"
     data = target.read_bytes() if target.exists() else b""
@@ -221,7 +222,7 @@ def begin_record(path: Any, protocol: Mapping[str, Any], n_together: int) -> lis
     recorded = _checked(path, found, entries)
     if differs := differences(recorded, json.loads(header)["protocol"]):
         message = f"{path} is the record of another evaluation: {'; '.join(differs[:3])}"
-        raise SpecError(message, fix="choose another file, or evaluate as it was done there")
+        raise SpecError(message, fix="choose another file, or evaluate with the same arguments")
     if len(entries) < recorded["n_episodes"]:
         del entries[len(entries) // n_together * n_together :]
     kept = data.split(b"\n")[: 1 + len(entries)]
@@ -230,7 +231,7 @@ def begin_record(path: Any, protocol: Mapping[str, Any], n_together: int) -> lis
 
 
 def append_to_record(path: Any, entries: Sequence[Entry]) -> None:
-    """Write episodes that are complete."""
+    """Append complete episodes."""
     with Path(path).open("ab") as file:
         file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
 
@@ -240,22 +241,22 @@ def _header(protocol: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed_lines(path: Any, data: bytes) -> list[Any]:
-    """The complete lines of a record."""
+    """Parse the complete lines of a record."""
     try:
         return [json.loads(line) for line in data.split(b"\n")[:-1]] or [None]
     except ValueError:
-        message = f"{path} is not a record of an evaluation: a line of it cannot be read"
-        fix = "pass what evaluate(record=...) wrote, or another path"
+        message = f"{path} is not a record of an evaluation: a line cannot be parsed"
+        fix = "pass a file of evaluate(record=...), or another path"
         raise SpecError(message, fix=fix) from None
 
 
 def _checked(path: Any, header: Any, entries: Sequence[Any]) -> dict[str, Any]:
-    """The protocol of a record of this version."""
+    """Check a record of this version, and return its protocol."""
     found = header if isinstance(header, dict) else {}
     if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
         message = f"{path} is not a record of an evaluation in version {_VERSION} of the format"
-        raise SpecError(message, fix="pass what Evaluation.save or evaluate(record=...) wrote")
+        raise SpecError(message, fix="pass a file of Evaluation.save or evaluate(record=...)")
     if [entry.get("episode") for entry in entries] != list(range(len(entries))):
-        raise SpecError(f"episodes of {path} are missing or repeated", fix="evaluate again")
+        raise SpecError(f"episodes in {path} are missing or repeated", fix="evaluate again")
     protocol: dict[str, Any] = found["protocol"]
     return protocol

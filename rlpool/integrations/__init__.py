@@ -1,1 +1,1 @@
-"""What rlpool offers for other libraries, one module for each, which is imported on use."""
+"""Integrations with other libraries, one module each, imported on use."""

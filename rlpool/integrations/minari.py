@@ -1,4 +1,4 @@
-"""Minari: episodes as its datasets, and its datasets as trajectories."""
+"""Minari: writing episodes to datasets, and reading datasets as trajectories."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _LOG = logging.getLogger("rlpool")
 _ACTION, _OPTIONS = "action", "env_info"
 _OWN = ["reward", *FLAGS]
 _NO_INFOS = {"last_action", *_OWN}
-"""Keys with a value after the step that Minari stores elsewhere, or that follow from others."""
+"""Keys with a value after the step that Minari stores elsewhere, or that are redundant."""
 
 _N_SEEDS = 2**64
-"""Seeds that Minari draws have 64 bits; ``info["seed"]`` has the same bits as an int64."""
+"""Minari draws seeds of 64 bits; ``info["seed"]`` has the same bits as an int64."""
 
 _IS_LOSSLESS = "jpeg_encoding" in inspect.signature(create_dataset_from_buffers).parameters
-"""Before Minari 0.5.4 all images became JPEG."""
+"""Minari before 0.5.4 converts all images to JPEG."""
 
 
 class _SpacePart:
@@ -64,11 +64,11 @@ class _SpacePart:
 
     Args:
         space: The space.
-        name: What errors call it.
+        name: Its name in errors.
         prefix: Prefix of the keys; without parts, the key itself.
 
     Attributes:
-        specs: Key to the shape and dtype that the space declares.
+        specs: Declared shapes and dtypes by key.
     """
 
     def __init__(self, space: Any, name: str, prefix: str = "") -> None:
@@ -78,12 +78,12 @@ class _SpacePart:
         self._nest, self._flatten = nester(structure), flattener(structure, name)
 
     def nested(self, values: Callable[[str], NDArray]) -> Any:
-        """A nested value from the values of the parts."""
+        """Nest the values of the parts."""
         specs = self.specs.items()
         return self._nest([fitted(repr(key), values(key), spec.dtype) for key, spec in specs])
 
     def named(self, value: Any) -> dict[str, NDArray]:
-        """The parts of a nested value."""
+        """Split a nested value into its parts."""
         return dict(zip(self.specs, map(np.asarray, self._flatten(value)), strict=True))
 
 
@@ -98,24 +98,23 @@ def to_minari(
     data_format: str | None = None,
     **metadata: Any,
 ) -> Any:
-    """Write complete episodes as a dataset of Minari, and lose nothing of them.
+    """Write complete episodes to a Minari dataset, without loss.
 
-    Observations have one entry more than steps. An episode's seed and row of ``env_info`` become
+    Observations have one more entry than steps. An episode's seed and row of ``env_info`` become
     the seed and options of its metadata: with them and the actions, it can be repeated bit by bit.
-    Other keys that have a value after the step become infos: the ``info_keys`` of the environments,
-    and an agent's state. An agent's other outputs are not written.
+    Other keys with a value after the step become infos: the ``info_keys`` of the environments, and
+    an agent's state. Other outputs of an agent are not written.
 
-    Images are not compressed. Observations that the environment gives in float64 are what
-    ``GymEnv`` made of them, float32 unless ``keep_float64``, and are stored in float64.
+    Images are not compressed. Observations that are float64 in the environment are stored in
+    float64, with the precision of ``GymEnv``: float32 unless ``keep_float64``.
 
     Args:
-        trajectories: What an ``EpisodeBatcher`` returned, on any device.
-        dataset_id: Such as ``"pendulum/random-v0"``. Minari's directory is that of its variable
-            ``MINARI_DATASETS_PATH``.
-        env: An environment like those that the episodes come from, its id or its spec: for the
-            spaces, and for ``recover_environment`` of the dataset. Without a spec that can be
-            written as JSON, as with a class as entry point, the latter is missing, which a warning
-            says.
+        trajectories: Episodes of an ``EpisodeBatcher``, on any device.
+        dataset_id: Id such as ``"pendulum/random-v0"``. The environment variable
+            ``MINARI_DATASETS_PATH`` sets the directory.
+        env: An environment like those of the episodes, its id or its spec: for the spaces, and for
+            ``recover_environment`` of the dataset. If its spec cannot be written as JSON, as with a
+            class as entry point, the latter is missing, with a warning.
         data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``; by default Minari's.
         **metadata: Other arguments of ``minari.create_dataset_from_buffers``, such as
             ``algorithm_name``, ``description`` or ``eval_env``.
@@ -124,20 +123,20 @@ def to_minari(
         The ``minari.MinariDataset``.
 
     Raises:
-        SpecError: If a row is not a complete episode, keys, shapes or dtypes do not fit the spaces,
-            a space is of a kind that Minari or rlpool cannot store, the id exists, ``env`` is
-            something else, or, with a Minari before 0.5.4, there are images.
-        ValueError: If the id is not one.
-        gymnasium.error.Error: If Gymnasium cannot make ``env`` of its id or spec.
+        SpecError: If a row is not a complete episode, keys, shapes or dtypes do not match the
+            spaces, Minari or rlpool cannot store a space, the id exists, ``env`` is something else,
+            or there are images with Minari before 0.5.4.
+        ValueError: If the id is invalid.
+        gymnasium.error.Error: If Gymnasium cannot make ``env`` from its id or spec.
     """
-    trajectories = instance(trajectories, TemporalDictTensor, "what to_minari() gets")
+    trajectories = instance(trajectories, TemporalDictTensor, "the argument of to_minari()")
     _check_complete(trajectories)
     if not isinstance(env, str | EnvSpec | gymnasium.Env):
         raise SpecError(f"env is {kind(env)}", fix="pass an environment, its id or its spec")
     path = get_dataset_path(dataset_id)
     if path.exists():
         raise SpecError(
-            f"there is a Minari dataset {dataset_id!r} already, at {path}",
+            f"the Minari dataset {dataset_id!r} already exists at {path}",
             fix="choose another id or version, or delete it with minari.delete_dataset",
         )
     made = env if isinstance(env, gymnasium.Env) else gymnasium.make(env)
@@ -145,13 +144,13 @@ def to_minari(
         buffers = _buffers(trajectories, made)
         options = _described(made) | ({"jpeg_encoding": False} if _IS_LOSSLESS else {})
         with warnings.catch_warnings():
-            # The user leaves metadata out by choice.
+            # Metadata is optional.
             warnings.filterwarnings("ignore", r"`\w+` is set to None", UserWarning)
             return create_dataset_from_buffers(
                 dataset_id, buffers, data_format=data_format, **options, **metadata
             )
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)  # it would be in the way of the next try
+        shutil.rmtree(path, ignore_errors=True)  # else it would block the next attempt
         raise
     finally:
         if made is not env:
@@ -159,13 +158,13 @@ def to_minari(
 
 
 def _described(env: Any) -> dict[str, Any]:
-    """What a dataset says of its environment: all, or only the spaces if JSON cannot say it."""
+    """Return the description of a dataset's environment: its spec if JSON allows, and spaces."""
     try:
         if env.spec is not None:
             env.spec.to_json()
             return {"env": env}
-    except (TypeError, ValueError) as error:  # of Gymnasium, of JSON
-        message = "the dataset cannot make its environment %r again: %s"
+    except (TypeError, ValueError) as error:  # from Gymnasium or JSON
+        message = "the dataset cannot recover its environment %r: %s"
         _LOG.warning(message, env.spec.id, error)
     return {"observation_space": env.observation_space, "action_space": env.action_space}
 
@@ -187,7 +186,7 @@ def _check_complete(trajectories: TemporalDictTensor) -> None:
 
 
 def _buffers(trajectories: TemporalDictTensor, env: Any) -> list[Any]:
-    """Minari's episodes of complete episodes."""
+    """Convert complete episodes to Minari's episodes."""
     arrays = {key: tensor.numpy(force=True) for key, tensor in trajectories.items()}
     info = {key: tensor.numpy(force=True) for key, tensor in trajectories.info.items()}
     observation = _SpacePart(env.observation_space, "observation_space")
@@ -207,7 +206,7 @@ def _buffers(trajectories: TemporalDictTensor, env: Any) -> list[Any]:
             last = arrays[successor_key(key)][row, length - 1 : length]
             return np.concatenate([steps(key), last])
 
-        # Names such as "episode/r" become groups. Minari takes single numbers in lists only.
+        # Names such as "episode/r" become groups. Minari accepts single numbers only in lists.
         infos = {key: with_last(key) for key in info_keys}
         listed = {key: list(each) if each.ndim == 1 else each for key, each in infos.items()}
         ends = (fitted(key, steps(key), np.dtype(bool)) for key in ("_terminated", "_truncated"))
@@ -229,8 +228,8 @@ def _buffers(trajectories: TemporalDictTensor, env: Any) -> list[Any]:
 def _check_spaces(
     arrays: Mapping[str, NDArray], observation: _SpacePart, action: _SpacePart, infos: list[str]
 ) -> None:
-    """Refuse values that the spaces do not have: they would be lost."""
-    fix = "pass an environment that is wrapped like those of create_env"
+    """Refuse values that the spaces do not declare, since they would be lost."""
+    fix = "pass an environment wrapped like those of create_env"
     specs = {**observation.specs, **action.specs}
     wanted = [*specs, *map(successor_key, observation.specs)]
     refuse_missing(
@@ -241,13 +240,13 @@ def _check_spaces(
         is_cut = found.dtype.kind == "f" and spec.dtype.kind != "f"
         if found.shape != spec.shape or is_cut:
             raise SpecError(
-                f"{key!r} of the trajectories is {found}, the environment's space has {spec}",
+                f"{key!r} of the trajectories is {found}, but the environment's space has {spec}",
                 fix=fix,
             )
     images = [key for key in [*specs, *infos] if arrays[key].dtype == np.uint8]
     if images and not _IS_LOSSLESS:
         raise SpecError(
-            f"{images} are uint8, which this version of Minari would write as JPEG images",
+            f"{images} are uint8, which this version of Minari would convert to JPEG",
             fix="install minari>=0.5.4, for Python 3.11 or later",
         )
 
@@ -256,31 +255,32 @@ def _check_spaces(
 
 
 def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTensor:
-    """The episodes of a dataset of Minari as trajectories, as an ``EpisodeBatcher`` returns them.
+    """Read the episodes of a Minari dataset as trajectories, like those of an ``EpisodeBatcher``.
 
-    A replay pool takes them with ``pool.extend``. All episodes are read into memory: leave some out
+    Add them to a replay pool with ``pool.extend``. All episodes are read into memory: select some
     with ``dataset.filter_episodes``.
 
     Args:
-        dataset: What ``minari.load_dataset`` returns.
+        dataset: The result of ``minari.load_dataset``.
         keep_float64: Keep float64 values. By default they become float32, as in ``GymEnv``. Rewards
-            are float32 in any case, and options are kept as the dataset has them.
+            are always float32, and options keep the dtypes of the dataset.
 
     Returns:
         ``[B, T, ...]``, zero-padded past ``lengths``: observations (``frame``, or the keys of a
         dict), ``action``, ``reward``, ``terminated``, ``truncated``, ``done``, ``initial_state``
-        and those infos that are numbers of the same shape in every step of every episode, nested
-        names joined with ``/``; all but actions with a value after the step, such as ``_frame``.
-        ``info`` has ``episode``, the number in the dataset, and if all episodes have them ``seed``
-        (int64 with the bits of Minari's uint64: ``seed % 2**64``) and options as ``env_info/...``,
-        exactly and in the dataset's dtype: float64, int64 or bool where ``to_minari`` wrote it.
+        and the infos that are numbers of the same shape in every step of every episode, with nested
+        names joined by ``/``. All but actions have a value after the step, such as ``_frame``.
+        ``info`` has ``episode``, the number in the dataset. If all episodes have them, it also has
+        ``seed`` (int64 with the bits of Minari's uint64: ``seed % 2**64``) and options as
+        ``env_info/...``, exactly and in the dataset's dtype: float64, int64 or bool if
+        ``to_minari`` wrote it.
 
     Raises:
-        SpecError: If it is not a dataset, has no episodes, one of them has not one observation more
-            than steps, a space has no fixed shape, or a part of the observation is called like
-            something else, such as ``reward``.
+        SpecError: If it is not a dataset, is empty, an episode does not have one more observation
+            than steps, a space does not have a fixed shape, or the name of a part of the
+            observation is taken, such as ``reward``.
     """
-    dataset = instance(dataset, MinariDataset, "what from_minari() gets")
+    dataset = instance(dataset, MinariDataset, "the argument of from_minari()")
     numbers = dataset.episode_indices
     if not len(numbers):
         raise SpecError(f"the dataset {dataset.id!r} has no episodes", fix="add or download some")
@@ -298,7 +298,7 @@ def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTens
                 raise SpecError(
                     f"episode {episode.id} of {dataset.id!r} has {len(array)} values of {key!r} "
                     f"for {length} steps",
-                    fix="leave it out with dataset.filter_episodes",
+                    fix="exclude it with dataset.filter_episodes",
                 )
     infos = [{key: np.asarray(v) for key, v in _flat(e.infos or {})} for e in data]
     common = _common_infos(dataset.id, infos, lengths, {*pairs[0], *actions[0]})
@@ -327,7 +327,7 @@ def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTens
 
 
 def _pairs(data: Any, observation: _SpacePart) -> dict[str, NDArray]:
-    """Key to the values before the steps of an episode and after the last one, by key."""
+    """Return values before the steps of an episode and after the last one, by key."""
     pairs = observation.named(data.observations)
     terminated, truncated = (
         fitted(f"flags of episode {data.id}", flags, np.dtype(bool))
@@ -337,14 +337,14 @@ def _pairs(data: Any, observation: _SpacePart) -> dict[str, NDArray]:
     done = terminated | truncated
     known = {"reward": rewards, "terminated": terminated, "truncated": truncated, "done": done}
     for key, array in known.items():
-        # Before the first step there was no reward, and nothing had ended.
+        # Before the first step, the reward is 0 and the flags are False.
         pairs[key] = np.concatenate([np.zeros(1, array.dtype), array])
     pairs["initial_state"] = np.arange(len(done) + 1) == 0
     return pairs
 
 
 def _info_of(described: Sequence[Mapping[str, Any]]) -> dict[str, NDArray]:
-    """Seeds and options, as far as every episode has the same kind of them."""
+    """Return the seeds and options that all episodes have in the same form."""
     info = {}
     seeds = [each.get("seed") for each in described]
     if None not in seeds:
@@ -354,7 +354,7 @@ def _info_of(described: Sequence[Mapping[str, Any]]) -> dict[str, NDArray]:
     for key in options[0]:
         values = [np.asarray(each.get(key)) for each in options]
         if _are_alike(values):
-            # As they are: rounded, the environment would begin another episode.
+            # Unrounded: other options would begin another episode.
             info[join_key(_OPTIONS, key)] = np.stack(values)
     return info
 
@@ -362,7 +362,7 @@ def _info_of(described: Sequence[Mapping[str, Any]]) -> dict[str, NDArray]:
 def _common_infos(
     name: str, infos: Sequence[Mapping[str, NDArray]], lengths: Sequence[int], taken: set[str]
 ) -> list[str]:
-    """Names of the infos that every step of every episode has in the same shape."""
+    """Return the names of infos that all steps of all episodes have in the same shape."""
     every, fits = list(dict.fromkeys(key for episode in infos for key in episode)), []
     for key in every:
         each = [episode.get(key, np.zeros(())) for episode in infos]
@@ -371,8 +371,8 @@ def _common_infos(
             fits.append(key)
     if left_out := [key for key in every if key not in fits]:
         _LOG.warning(
-            "infos %s of %r are left out: not every step has numbers of one shape, or there is "
-            "another key of that name",
+            "infos %s of %r are omitted: some steps lack them or have another shape, or the name "
+            "is taken",
             left_out,
             name,
         )
@@ -380,7 +380,7 @@ def _common_infos(
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Parts of nested dicts, by their joined names."""
+    """Iterate over the parts of nested dicts, by joined name."""
     for key, value in values.items():
         name = join_key(prefix, str(key))
         if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""PettingZoo: environments with many agents, whose joint episodes are collected like any others.
+"""PettingZoo: collection of joint episodes of environments with many agents.
 
-``PettingZooEnv`` is used where a ``GymEnv`` is. What agents observe and do has an axis of agents::
+Use ``PettingZooEnv`` in place of ``GymEnv``. Observations and actions have an axis of agents::
 
     PettingZoo                      rlpool, A agents in B environments
     observations[agent]             frame [B, A, ...], or the keys of a Dict space
@@ -10,15 +10,15 @@
     truncations[agent]              truncations [B, A]
     agent in env.agents             alive [B, A]; born [B, A], if it acts for the first time
     infos[agent][key]               key [B, A, ...], if it is one of info_keys
-    env.state()                     state [B, ...], if it is asked for
+    env.state()                     state [B, ...], if requested
 
-The same keys with a leading ``_`` hold what follows a step, as everywhere: ``_rewards`` are what
-the step earned. ``terminated`` and ``truncated`` are those of the joint episode. Agents with
-different spaces are divided into groups, whose names come first: ``adversary/frame``,
+As elsewhere, the same keys with a leading ``_`` hold the values after a step: ``_rewards`` are the
+rewards of the step. ``terminated`` and ``truncated`` are those of the joint episode. Agents with
+different spaces form groups, whose names are prefixes: ``adversary/frame``,
 ``_adversary/rewards``, ``action/adversary``.
 
-Agents that have left, or are not born yet, keep their place. Their values are zero, except that an
-agent's last observation is still shown where the step after its last one begins.
+Agents that have left or are not born yet keep their index. Their values are zero, except that an
+agent's last observation is still present at the start of the step after its last one.
 """
 
 from __future__ import annotations
@@ -66,25 +66,25 @@ _REWARDS = ("sum", "mean")
 class JointEnv(gymnasium.Env[dict[str, Any], Any]):
     """All agents of one PettingZoo environment as one Gymnasium environment.
 
-    For what takes single environments, such as the ``env_fns`` of a ``ParallelEnvManager``;
-    several of them are a ``PettingZooEnv``, whose arguments these are.
+    For arguments that are single environments, such as the ``env_fns`` of a
+    ``ParallelEnvManager``; use a ``PettingZooEnv`` for several.
 
     Args:
         env: A ``pettingzoo.ParallelEnv`` or ``AECEnv``. This object closes it.
-        reward: See ``PettingZooEnv``.
-        state: See ``PettingZooEnv``.
-        info_keys: Keys of the agents' infos that are put together in the infos of this
-            environment, arrays ``[A, ...]``. See ``PettingZooEnv``.
+        reward: As for ``PettingZooEnv``.
+        state: As for ``PettingZooEnv``.
+        info_keys: Keys of the agents' infos that are combined in the infos of this environment, as
+            arrays ``[A, ...]``. As for ``PettingZooEnv``.
 
     Attributes:
         env: The environment, with PettingZoo's parallel interface.
-        groups: Name to agents; one group has the name ``""``.
+        groups: Agents by group name; a single group is named ``""``.
         observation_space: A ``Dict`` of arrays with an axis of agents.
         action_space: The agents' action spaces, batched; a ``Dict`` if there are several groups.
 
     Raises:
-        SpecError: For what is no such environment, one that does not say which agents there can
-            be, and for spaces without a fixed shape.
+        SpecError: For other objects, an environment without ``possible_agents``, and spaces
+            without a fixed shape.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -95,7 +95,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         ((3, 18), MultiDiscrete([5 5 5]))
     """
 
-    checks_actions = True  # those of agents that are alive
+    checks_actions = True  # of agents that are alive
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._has_state = state
         self._alive: list[str] = []
         self._gone: set[str] = set()
-        self._listed: set[str] = set()  # in env.agents one step before
+        self._listed: set[str] = set()  # in env.agents one step earlier
         flags = [*_AGENT_FLAGS, _TURN] if self._in_turns else _AGENT_FLAGS
         seen = {key: space for group in self._groups for key, space in group.spaces.items()}
         spaces = {key: space for group in self._groups for key, space in group.own(flags).items()}
         if state:
             if getattr(env, "state_space", None) is None:
-                raise SpecError(f"{env!r:.60} has no state_space", fix="leave out state=True")
+                raise SpecError(f"{env!r:.60} has no state_space", fix="omit state=True")
             spaces[_STATE] = env.state_space
         refuse_collisions({"PettingZooEnv": list(spaces), "the observation": list(seen)})
         spaces |= seen
@@ -136,7 +136,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
 
     @property
     def unwrapped(self) -> Any:
-        """The innermost environment of PettingZoo."""
+        """The innermost PettingZoo environment."""
         return self.env.unwrapped
 
     def __getattr__(self, name: str) -> Any:
@@ -149,10 +149,10 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reset the environment; returns arrays with an axis of agents, and infos.
 
-        Infos are those of PettingZoo, by agent, and beside them ``info_keys``.
+        Infos are those of PettingZoo, by agent, and the ``info_keys``.
 
         Raises:
-            SpecError: If it returns something else than observations and infos of its agents.
+            SpecError: If it does not return observations and infos of its agents.
         """
         result = self.env.reset(seed=seed, options=options)
         observations, infos = checked_count("reset", 2, result)
@@ -167,12 +167,12 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         """Step the environment with the actions of all agents that are alive.
 
         Args:
-            action: An element of ``action_space``; what agents would do that are not alive is
+            action: An element of ``action_space``; actions of agents that are not alive are
                 ignored.
 
         Raises:
-            SpecError: For results that do not fit, such as a reward that is no number, and for an
-                agent that leaves without being terminated or truncated.
+            SpecError: For invalid results, such as a reward that is not a number, and for an agent
+                that leaves without being terminated or truncated.
         """
         actions: dict[str, Any] = {}
         for group in self._groups:
@@ -181,7 +181,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         result = checked_count("step", 5, self.env.step(actions))
         observations, rewards, terminations, truncations, infos = result
         rewards, terminations, truncations = self._checked(rewards, terminations, truncations)
-        # Some environments go on telling of agents that have left, or are not born yet.
+        # Some environments report agents that have left or are not born yet.
         terminations, truncations = (
             {agent: flags[agent] for agent in actions} for flags in (terminations, truncations)
         )
@@ -193,7 +193,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
             if agent not in ending and agent not in self._alive:
                 raise SpecError(
                     f"agent {agent!r} left without being terminated or truncated",
-                    fix="let step() return True for it in terminations or truncations",
+                    fix="return True for it from step() in terminations or truncations",
                 )
         is_over = not self._alive
         was_cut = any(truncations[agent] and not terminations[agent] for agent in ending)
@@ -214,22 +214,22 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self.env.close()
 
     def _agents_now(self) -> list[str]:
-        """The agents that act next, in the order of the groups."""
+        """Return the agents that act next, in the order of the groups."""
         there = set(self.env.agents)
         if back := there & self._gone - self._listed:
-            message = f"agents {sorted(map(str, back))} have come back after their end"
+            message = f"agents {sorted(map(str, back))} came back after their end"
             raise SpecError(message, fix="let agents live once per episode; list others for more")
         self._listed = there
         there = there - self._gone
         if unknown := there.difference(self._agents):
             message = f"agents {sorted(map(str, unknown))} are not in possible_agents"
-            raise SpecError(message, fix="let possible_agents list all agents that can appear")
+            raise SpecError(message, fix="list all agents that can appear in possible_agents")
         return [agent for agent in self._agents if agent in there]
 
     def _checked(
         self, rewards: Any, terminations: Any, truncations: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Results by agent, of all that have acted and of others that got a reward."""
+        """Check the results by agent, of all that acted and of others with a reward."""
         for name, part in zip(_BY_AGENT, (rewards, terminations, truncations), strict=True):
             if not isinstance(part, Mapping):
                 message = f"step() returned {name} {part!r:.60}, not a dict of agents"
@@ -238,14 +238,14 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         try:
             values = [rewards[agent] for agent in agents]
         except KeyError as error:
-            message = f"agent {error} acted and got no reward"
-            raise SpecError(message, fix="let step() return a reward for each agent") from None
+            message = f"agent {error} acted but got no reward"
+            raise SpecError(message, fix="return a reward for each agent from step()") from None
         ends = [[flags.get(a, False) for a in agents] for flags in (terminations, truncations)]
         try:
             results = checked_results(range(len(agents)), (values, ends[0], ends[1]))
         except BadValue as error:
             raise SpecError(f"agent {agents[error.lane]!r}: {error.what}", fix=error.fix) from error
-        # Sums of Python's floats do not wrap around, as those of NumPy's small ints do.
+        # Unlike sums of small NumPy ints, sums of Python floats do not wrap around.
         results = list(map(float, results[0])), *results[1:]
         one, two, three = (dict(zip(agents, each, strict=True)) for each in results)
         return one, two, three
@@ -258,12 +258,12 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         truncations: Mapping[str, bool],
     ) -> dict[str, Any]:
         cut = [agent for agent, flag in truncations.items() if flag and not terminations[agent]]
-        for agent in (*self._alive, *cut):  # what they see has a value
+        for agent in (*self._alive, *cut):  # their observations have a value
             if observations.get(agent) is None:
                 raise SpecError(
                     f"agent {agent!r} has no observation",
-                    fix="let every agent observe in every step, also while others take their turn, "
-                    "and in its last one if that is truncated",
+                    fix="return an observation for every agent in every step, even if others act, "
+                    "and after its last one if that is truncated",
                 )
         flags = {
             "alive": self._alive,
@@ -284,7 +284,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         return arrays
 
     def _infos(self, infos: Any) -> dict[str, Any]:
-        """The infos by agent, and what is asked for of them with an axis of agents."""
+        """Return the infos by agent, and the requested keys with an axis of agents."""
         found = {**infos} if isinstance(infos, Mapping) else {}
         for group, key, name in self._wanted:
             values = group.stacked(name, found)
@@ -293,7 +293,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         return found
 
     def _specs_of_infos(self, info_keys: InfoKeys) -> dict[str, Any]:
-        """What a ``GymEnv`` has to be asked for, to get some keys of all agents' infos."""
+        """Return the ``info_keys`` of a ``GymEnv`` for some keys of all agents' infos."""
         specs: dict[str, Any] = {}
         self._wanted: list[tuple[_AgentGroup, str, str]] = []
         for name, spec in info_specs(info_keys, keep_float64=True).items():
@@ -309,36 +309,36 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
 
 
 class PettingZooEnv(GymEnv):
-    """PettingZoo environments as a batch of lanes: one episode is that of all agents together.
+    """PettingZoo environments as a batch of lanes: an episode contains all agents.
 
     Args:
-        envs: ``pettingzoo.ParallelEnv``s, all with the same agents and spaces. Of ``AECEnv``s,
-            those that say they are parallelizable are converted by PettingZoo's
-            ``aec_to_parallel``, others by ``turn_based_aec_to_parallel``: in every step, one agent
-            acts, bool ``acting [A]`` says which, and the actions of the others are ignored. This
-            object closes them.
-        seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
-        reward: What the reward of the joint episode is: ``"sum"`` or ``"mean"`` of the agents'
-            rewards in this step.
+        envs: ``pettingzoo.ParallelEnv``s, all with the same agents and spaces, or ``AECEnv``s.
+            PettingZoo's ``aec_to_parallel`` converts an ``AECEnv`` that is marked as
+            parallelizable, and ``turn_based_aec_to_parallel`` any other: one agent acts in every
+            step, marked in bool ``acting [A]``, and the actions of the others are ignored. This
+            object closes the environments.
+        seed: Root of the seeds of ``reset(env_info)``. A batcher uses its own seeds.
+        reward: Reward of the joint episode: ``"sum"`` or ``"mean"`` of the agents' rewards in the
+            step.
         state: Whether ``env.state()`` is a key.
         max_episode_steps: Truncate episodes after this many steps.
-        keep_float64: See ``GymEnv``.
-        info_keys: Keys of the infos of agents that become keys ``[A, ...]`` of a step, see
-            ``GymEnv``; shapes are those of one agent. Zero where an agent's info has no such key.
-            ``"adversary/x"`` is asked of one group.
+        keep_float64: As for ``GymEnv``.
+        info_keys: Keys of the infos of agents that become keys ``[A, ...]`` of a step, as for
+            ``GymEnv``; shapes are those of one agent. Zero if the key is missing from an agent's
+            info. ``"adversary/x"`` requests a key of one group.
 
     Attributes:
-        groups: Name to agents, in the order of the axis of agents; one group has the name ``""``.
+        groups: Agents by group name, in the order of the axis; a single group is named ``""``.
 
     Raises:
-        SpecError: See ``JointEnv``, and for environments whose agents or spaces differ.
+        SpecError: As for ``JointEnv``, and for environments whose agents or spaces differ.
 
-    Agents with equal spaces form a group, called like its first agent without the number:
-    ``adversary`` for ``adversary_0``. If there is only one group, keys have no prefix.
+    Agents with equal spaces form a group, named after its first agent without the number:
+    ``adversary`` for ``adversary_0``. Keys of a single group do not have a prefix.
 
-    An observation that is a ``Dict`` of ``observation`` and ``action_mask`` gives ``frame`` and
-    ``action_mask``. The joint episode ends when no agent is left; it is truncated if one of those
-    that left last was, else terminated. ``per_agent`` of its trajectories gives each agent's own.
+    An observation that is a ``Dict`` of ``observation`` and ``action_mask`` becomes ``frame`` and
+    ``action_mask``. The joint episode ends when no agent is left; it is truncated if one of the
+    last agents was, else terminated. ``per_agent`` of its trajectories separates the agents.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -385,7 +385,7 @@ class PettingZooEnv(GymEnv):
 
 
 class PettingZooEnvInf(PettingZooEnv):
-    """A ``PettingZooEnv`` whose environments restart on their own, as those of a ``GymEnvInf`` do.
+    """A ``PettingZooEnv`` whose environments restart automatically, like a ``GymEnvInf``.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -406,7 +406,7 @@ class PettingZooEnvInf(PettingZooEnv):
 
 
 class _AgentGroup:
-    """Agents with equal spaces: their places in arrays ``[A, ...]``.
+    """Agents with equal spaces, as arrays ``[A, ...]``.
 
     Args:
         env: The environment.
@@ -414,8 +414,8 @@ class _AgentGroup:
         agents: Its agents.
 
     Attributes:
-        spaces: Key to space of what they observe, with an axis of agents.
-        action_space: The space of what they do.
+        spaces: Spaces of the observations by key, with an axis of agents.
+        action_space: Space of the actions.
     """
 
     def __init__(self, env: Any, name: str, agents: Sequence[str]) -> None:
@@ -442,21 +442,21 @@ class _AgentGroup:
         self._choices = choices_of([action])
 
     def key(self, key: str) -> str:
-        """A key of this group."""
+        """Return a key of this group."""
         return join_key(self.name, key)
 
     def own(self, flags: Iterable[str]) -> dict[str, gymnasium.Space[Any]]:
-        """The space of what each of its agents has beside an observation: flags, and a reward."""
+        """Return the spaces of each agent's flags and reward."""
         shape: Any = (len(self.agents),)
         flag: Any = np.bool_
         own: dict[str, Any] = {self.key(key): Box(0, 1, shape, flag) for key in flags}
         return own | {self.key("rewards"): Box(-np.inf, np.inf, shape)}
 
     def observed(self, observations: Mapping[str, Any]) -> dict[str, NDArray]:
-        """What the agents have observed, zero for those without an observation.
+        """Stack the agents' observations, zero for those without one.
 
         Raises:
-            SpecError: If an observation does not fit the space of its agent.
+            SpecError: If an observation does not match the space of its agent.
         """
         specs = self._specs
         arrays = {key: np.zeros((len(self.agents), *s.shape), s.dtype) for key, s in specs.items()}
@@ -473,10 +473,10 @@ class _AgentGroup:
         return arrays
 
     def split(self, action: Any, alive: Iterable[str]) -> dict[str, Any]:
-        """The actions of those of its agents that are alive.
+        """Split an action among the agents that are alive.
 
         Raises:
-            SpecError: If one of them is outside of its agent's space.
+            SpecError: If an action is outside its agent's space.
         """
         parts = self._split(action)
         places = {agent: self._places[agent] for agent in alive if agent in self._places}
@@ -492,13 +492,13 @@ class _AgentGroup:
         }
 
     def flags(self, agents: Iterable[str]) -> NDArray:
-        """Which agents are among these, bool ``[A]``."""
+        """Return a mask of the agents among these, bool ``[A]``."""
         flags = np.zeros(len(self.agents), np.bool_)
         flags[[self._places[agent] for agent in agents if agent in self._places]] = True
         return flags
 
     def stacked(self, key: str, infos: Mapping[str, Any]) -> NDArray | None:
-        """What infos of its agents hold under a key ``[A, ...]``, ``None`` if none of them has it.
+        """Stack the values of a key of its agents' infos, ``None`` if all lack it.
 
         Raises:
             SpecError: If shapes differ.
@@ -517,15 +517,15 @@ class _AgentGroup:
 
 
 def _in_parallel(env: Any) -> tuple[Any, bool]:
-    """An environment with the parallel interface, and whether its agents act one at a time."""
+    """Convert to the parallel interface; returns also whether agents act one at a time."""
     if not is_of_agents(env):
         raise SpecError(
-            f"{env!r:.60} is no environment of PettingZoo",
-            fix="pass a ParallelEnv or AECEnv; GymEnv takes environments of Gymnasium",
+            f"{env!r:.60} is not a PettingZoo environment",
+            fix="pass a ParallelEnv or AECEnv; use GymEnv for Gymnasium environments",
         )
     if not hasattr(env, "possible_agents"):
         raise SpecError(
-            f"{env!r:.60} does not say which agents there can be, so their arrays have no size",
+            f"{env!r:.60} has no possible_agents, so the size of arrays is unknown",
             fix="give it the attribute possible_agents",
         )
     if not hasattr(env, "agent_iter"):
@@ -537,7 +537,7 @@ def _in_parallel(env: Any) -> tuple[Any, bool]:
 
 
 def _grouped(env: Any) -> dict[str, list[str]]:
-    """Groups of agents with equal spaces, by name; a single group is called ``""``."""
+    """Group agents with equal spaces, by name; a single group is named ``""``."""
     groups: dict[str, list[str]] = {}
     spaces: dict[str, tuple[Any, Any]] = {}
     for agent in env.possible_agents:
@@ -555,7 +555,7 @@ def _grouped(env: Any) -> dict[str, list[str]]:
     for name in groups:
         if not re.fullmatch("[^_/][^/]*", name) or name in ("action", "last_action"):
             raise SpecError(
-                f"{name!r} cannot be the first part of keys, as the name of a group of agents",
+                f"{name!r}, the name of a group of agents, cannot be the first part of keys",
                 fix="give agents names without '/' or a leading '_', other than 'action'",
             )
     return groups

@@ -1,4 +1,4 @@
-"""Stable-Baselines3: its policies as agents."""
+"""Stable-Baselines3 policies as agents."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ with imports_of("sb3"):
 
 __all__ = ["Sb3Agent", "from_sb3"]
 
-_SAME = "let create_env make environments, and wrap them, like those that the model learns from"
+_SAME = "create and wrap environments in create_env as for the training of the model"
 
 
 def from_sb3(
     model: Any, *, deterministic: bool = False, device: torch.device | str = "cpu"
 ) -> Sb3Agent:
-    """An agent that acts as the policy of a Stable-Baselines3 model does.
+    """Make an agent from the policy of a Stable-Baselines3 model.
 
     For ``evaluate``, and with ``Sb3Agent.copy`` for ``EpisodeBatcher`` and ``Batcher``. The
-    parameters are copied: what the model learns later reaches the agents of a batcher with
+    parameters are copied: send later ones to the agents of a batcher with
     ``batcher.update(model.policy.state_dict())``. If the model's environment is a
     ``VecNormalize``, the agent normalises observations with a copy of its statistics.
 
     Args:
-        model: PPO, A2C, SAC, TD3, DDPG, DQN, or another algorithm with one of their policies. Load
-            one that learned with ``VecNormalize`` together with it:
+        model: PPO, A2C, SAC, TD3, DDPG, DQN, or another algorithm with one of their policies. A
+            model trained with ``VecNormalize`` has to be loaded with it:
             ``PPO.load(path, env=VecNormalize.load(statistics, env))``.
         deterministic: Take the policy's best actions instead of samples, as in ``model.predict``.
-        device: Where the policy runs.
+        device: Device of the policy.
 
     Raises:
-        SpecError: If it is not a model, or its policy needs more than an observation, or draws its
-            actions with gSDE or from a ``MultiBinary`` space and is not deterministic.
+        SpecError: If it is not a model, its policy needs more than an observation, or it samples
+            actions with gSDE or from a ``MultiBinary`` space.
 
     Example::
 
@@ -74,7 +74,7 @@ def from_sb3(
     is_unusual = model.use_sde or isinstance(policy.action_space, spaces.MultiBinary)
     if is_unusual and not deterministic:
         raise SpecError(
-            "from_sb3() draws no samples with gSDE, nor from a MultiBinary space",
+            "from_sb3() cannot sample with gSDE or from a MultiBinary space",
             fix="pass deterministic=True, or train with use_sde=False",
         )
     return Sb3Agent(
@@ -86,15 +86,14 @@ def from_sb3(
 
 
 class Sb3Agent(Agent):
-    """A policy of Stable-Baselines3 as an agent: what ``from_sb3`` returns.
+    """A Stable-Baselines3 policy as an agent, returned by ``from_sb3``.
 
-    Samples are drawn from the episode's noise, not from torch's generator, so that episodes are the
-    same for any number of workers. TD3, DDPG and DQN do not explore: their actions are the best
-    ones.
+    Samples are drawn from the episode's noise, not from torch's generator, so episodes are the same
+    for any number of workers. TD3, DDPG and DQN do not explore: they take the best action.
 
-    Outputs, besides ``action`` as the environment takes it, of policies of PPO and A2C that are
-    not ``deterministic``: ``value`` and ``log_probability``, float32 ``[B]``, and
-    ``policy_action``, the action before it was clipped to the bounds of the environment.
+    Policies of PPO and A2C that are not ``deterministic`` have further outputs besides ``action``:
+    ``value`` and ``log_probability``, float32 ``[B]``, and ``policy_action``, the action before
+    clipping to the bounds of the environment.
     """
 
     def __init__(
@@ -106,12 +105,12 @@ class Sb3Agent(Agent):
         deterministic: bool,
         device: torch.device | str,
     ) -> None:
-        with torch.random.fork_rng(devices=[]):  # layers draw their first weights
+        with torch.random.fork_rng(devices=[]):  # layers draw initial weights
             self.policy = policy_class(**arguments)
         self.policy.load_state_dict(parameters)
         self.policy.to(device)
         self.policy.set_training_mode(False)
-        # Unpickled, a VecNormalize has no environments, and still normalises. It may be None.
+        # An unpickled VecNormalize has no environments, but still normalises. It may be None.
         self._normalizer = normalizer
         self._vec_normalize: Any = pickle.loads(normalizer)
         self._deterministic, self._device = bool(deterministic), device
@@ -125,7 +124,7 @@ class Sb3Agent(Agent):
         agent_info: DictTensor | None = None,
         history: TemporalDictTensor | None = None,
     ) -> AgentStep:
-        """Choose actions as ``model.predict`` does."""
+        """Choose actions like ``model.predict``."""
         seen: Any = _observed(self.policy.observation_space, observation)
         if self._vec_normalize is not None:
             seen = self._vec_normalize.normalize_obs(seen)
@@ -140,10 +139,10 @@ class Sb3Agent(Agent):
         return DictTensor(), DictTensor(tensors), DictTensor()
 
     def copy(self) -> Sb3Agent:
-        """A copy, with parameters of its own.
+        """Copy the agent and its parameters.
 
-        As the ``create_agent`` of a batcher, it sends workers the policy only. ``from_sb3`` with
-        ``{"model": model}`` pickles the whole model: its environments and its buffers as well.
+        As the ``create_agent`` of a batcher, it sends only the policy to workers. ``from_sb3`` with
+        ``{"model": model}`` would pickle the whole model, including environments and buffers.
 
         Example::
 
@@ -152,16 +151,16 @@ class Sb3Agent(Agent):
         return copy.deepcopy(self)
 
     def update(self, info: Any) -> None:
-        """Take over parameters: ``model.policy.state_dict()``."""
+        """Load parameters: ``model.policy.state_dict()``."""
         self.policy.load_state_dict(info)
 
     def __reduce__(self) -> tuple[type[Sb3Agent], tuple[Any, ...]]:
-        # Not the policy itself: its last distribution has tensors that cannot be copied.
+        # Not the policy itself, whose last distribution has tensors that cannot be copied.
         rest = self._normalizer, self._deterministic, self._device
         return type(self), (*_parts_of_policy(self.policy), *rest)
 
     def _drawn(self, seen: Any, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Samples of the policy's actions, and its other outputs."""
+        """Sample the policy's actions, and return its other outputs."""
         if isinstance(self.policy, SACPolicy):
             mean, log_std, _ = self.policy.actor.get_action_dist_params(seen)
             return torch.tanh(sample_normal(mean, log_std, noise)[0]), {}
@@ -181,7 +180,7 @@ class Sb3Agent(Agent):
         }
 
     def _as_taken(self, drawn: Tensor) -> Tensor:
-        """Actions as the environment takes them: scaled or clipped to the bounds of a ``Box``."""
+        """Scale or clip actions to the bounds of the environment's ``Box``."""
         space = self.policy.action_space
         taken = drawn.detach().cpu().numpy().reshape(-1, *space.shape)
         if not isinstance(space, spaces.Box):
@@ -192,13 +191,13 @@ class Sb3Agent(Agent):
 
 
 def _parts_of_policy(policy: Any) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Class, arguments and copied parameters, from which the same policy can be made."""
+    """Return the class, arguments and copied parameters of a policy, to make the same one."""
     parameters = {k: tensor.detach().cpu().clone() for k, tensor in policy.state_dict().items()}
     return type(policy), policy._get_constructor_parameters(), parameters
 
 
 def _observed(space: Any, observation: DictTensor) -> Any:
-    """An observation as NumPy arrays, with the channels of images where the policy has them."""
+    """Convert an observation to NumPy arrays, with the channel order of the policy."""
     is_dict = isinstance(space, spaces.Dict)
     parts = space.spaces if is_dict else {DEFAULT_OBSERVATION_KEY: space}
     refuse_missing("the observation", observation.keys(), list(parts), _SAME)
@@ -206,6 +205,6 @@ def _observed(space: Any, observation: DictTensor) -> Any:
     for key, part in parts.items():
         arrays[key] = maybe_transpose(np.asarray(observation[key]), part)
         if arrays[key].shape[1:] != part.shape:
-            got = f"{list(arrays[key].shape[1:])}, the model has {list(part.shape)}"
-            raise SpecError(f"{key!r} of the observation has the shape {got}", fix=_SAME)
+            got = f"{list(arrays[key].shape[1:])}, but the model expects {list(part.shape)}"
+            raise SpecError(f"{key!r} of the observation has shape {got}", fix=_SAME)
     return arrays if is_dict else arrays[DEFAULT_OBSERVATION_KEY]

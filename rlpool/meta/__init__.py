@@ -1,1 +1,1 @@
-"""Meta-reinforcement learning: tasks, trials of several episodes, one task per rollout."""
+"""Meta-reinforcement learning: trials of several episodes on one task."""

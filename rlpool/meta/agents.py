@@ -1,4 +1,4 @@
-"""Adapts agents with ``act`` to the step loop; an agent that acts at random."""
+"""An adapter for agents with ``act``, and a random agent."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import takes_keyword
 
 FINAL_KEY = "final_obs"
-"""Key of the observation that ended an episode within a trial, see ``VariBadWrapper``."""
+"""Key of the last observation of an episode within a trial, see ``VariBadWrapper``."""
 
 _OWN_KEYS = {"reward", "noise", FINAL_KEY, *FLAGS}
 
 
-class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)
-    """What a learner's agent acts on, and in which units its experience is stored.
+class AGENT_ARCHS(str, Enum):  # noqa: N801  (the established name)
+    """Input of a learner's agent, and unit of stored experience.
 
     Attributes:
-        Markov: The observation; stored by transition.
-        Memory: All observations of the rollout so far; stored by rollout.
-        Memory_Markov: The observation, while another part of the learner has a memory; stored by
-            rollout.
+        Markov: Acts on the observation; stored by transition.
+        Memory: Acts on all observations of the rollout so far; stored by rollout.
+        Memory_Markov: Acts on the observation, while another part of the learner has a memory;
+            stored by rollout.
 
     Example:
         >>> AGENT_ARCHS("markov")
@@ -61,29 +61,29 @@ class ActingAgent(Agent):
     """An agent with ``act`` instead of ``__call__``, for one batch of rows.
 
     It has a memory if ``act`` takes ``prev_internal_state``. Without a memory it is called as
-    ``act(obs, deterministic=False)``, the latter only if ``act`` takes it, and returns its action
-    or a tuple that begins with the action. With a memory it is called as
+    ``act(obs, deterministic=False)`` (``deterministic`` is optional) and returns its action or a
+    tuple that begins with the action. With a memory it is called as
     ``act(prev_internal_state=, prev_action=, reward=, obs=, deterministic=False)`` and returns a
-    pair of the same and the new internal state. It then starts from ``get_initial_info()``, which
-    returns a previous action ``[1, ...]``, a reward ``[1, 1]`` and an internal state of batch
+    pair: action or tuple, and the new internal state. It then starts from ``get_initial_info()``,
+    which returns a previous action ``[1, ...]``, a reward ``[1, 1]`` and an internal state of batch
     size 1.
 
-    The internal state is a tensor, or tuples, dicts and DictTensors of tensors. The batch is the
-    second of three or more dimensions if that has size 1, as in ``torch.nn.GRU``, otherwise the
-    first; in a DictTensor always the first.
+    The internal state is a tensor, or tuples, dicts and DictTensors of tensors. The batch dimension
+    is the second of three or more dimensions if that has size 1, as in ``torch.nn.GRU``, otherwise
+    the first; in a DictTensor always the first.
 
-    The first call, by which the loop learns shapes, returns zeros without calling ``act``.
+    The first call, by which the loop discovers shapes, returns zeros without calling ``act``.
 
     Args:
         agent: The agent. Observations and rewards are moved to the device of its parameters.
-        space: The action space of the environments. For a Discrete one, actions may be numbers
-            or one-hot rows.
-        needs_memory: Whether it must have a memory. Only then is an ``act`` that takes
-            ``**kwargs`` called with one.
+        space: The action space of the environments. Actions of a Discrete space may be numbers or
+            one-hot rows.
+        needs_memory: Whether it must have a memory. Required for the memory of an ``act`` that
+            takes ``**kwargs``.
 
     Raises:
         SpecError: If the agent has no ``act``, or the action space is not one array.
-        UsageError: If it lacks the memory that it needs.
+        UsageError: If it lacks the required memory.
     """
 
     def __init__(self, agent: Any, space: Any, needs_memory: bool = False) -> None:
@@ -119,7 +119,7 @@ class ActingAgent(Agent):
         self._is_called = False
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
-        """The previous action and the internal state of rows that start."""
+        """Return the previous action and the internal state of rows that start."""
         if not self._has_memory:
             return DictTensor()
         previous, reward, internal = self._agent.get_initial_info()
@@ -138,7 +138,7 @@ class ActingAgent(Agent):
         agent_info: DictTensor | None = None,
         history: TemporalDictTensor | None = None,
     ) -> AgentStep:
-        """One batched forward pass."""
+        """Run one batched forward pass."""
         if not self._is_called:
             self._is_called = True
             shape = (observation.n_elems(), *self._action.shape)
@@ -178,14 +178,14 @@ class ActingAgent(Agent):
         return action, DictTensor(self._state_of(leaves))
 
     def _state_of(self, leaves: list[Tensor]) -> dict[str, Tensor]:
-        """The state as the loop keeps it: tensors on the CPU with the batch in front."""
+        """Convert the state for the loop: CPU tensors with the batch dimension first."""
         return {
             f"act/{i}": leaf.movedim(dim, 0).cpu()
             for i, (leaf, dim) in enumerate(zip(leaves, self._batch_dims, strict=True))
         }
 
     def _seen(self, observation: DictTensor) -> Any:
-        """The environments' own observation, on the agent's device."""
+        """Return the environments' own observation on the agent's device."""
         keys = [k for k in observation if k not in _OWN_KEYS and not k.startswith("last_action")]
         if keys != [DEFAULT_OBSERVATION_KEY]:
             return observation.get(keys).to(self._device)
@@ -193,7 +193,7 @@ class ActingAgent(Agent):
         return frame.unsqueeze(-1) if frame.ndim == 1 else frame
 
     def _for_env(self, action: Tensor) -> Tensor:
-        """The action in the shape and dtype of the action space."""
+        """Convert the action to the shape and dtype of the action space."""
         action, space = action.cpu(), self._space
         n = space.n if type(space).__name__ == "Discrete" else 0
         if action.ndim == 2 and action.shape[1] == n > 1:
@@ -203,7 +203,7 @@ class ActingAgent(Agent):
 
 
 class RandomAgent(Agent):
-    """Samples the action space, seeded at every step by the rollout's noise.
+    """Samples the action space, seeded by the rollout's noise at every step.
 
     Args:
         space: The action space.
@@ -235,13 +235,13 @@ class RandomAgent(Agent):
 
 
 def _batch_dim(leaf: Any, is_first: bool) -> int:
-    """The batch dimension of a tensor of the initial internal state."""
+    """Return the batch dimension of a tensor of the initial internal state."""
     shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
     dim = 1 if len(shape) >= 3 and shape[1] == 1 and not is_first else 0
     if not shape or shape[dim] != 1:
         raise SpecError(
             f"the initial internal state holds {leaf!r:.60}, not a tensor for a batch of 1",
-            fix="return tensors [1, ...], or [layers, 1, ...] as torch.nn.GRU takes it",
+            fix="return tensors [1, ...], or [layers, 1, ...] as for torch.nn.GRU",
         )
     return dim
 
@@ -251,5 +251,5 @@ def _first(result: Any) -> Tensor:
 
 
 def _tensor(value: Any) -> Tensor:
-    """A tensor as it is; anything else on the CPU, whatever torch's default device is."""
+    """Convert anything but tensors to a CPU tensor, regardless of torch's default device."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")

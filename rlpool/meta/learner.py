@@ -1,4 +1,4 @@
-"""Collect rollouts, each on its own task, into a learner's storage."""
+"""Collection of rollouts, each on its own task, into a learner's storage."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlpool.seeding import probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
 
 BATCH_ROWS = 16
-"""Default number of rows of the policy's batch: as many as most machines have cores."""
+"""Default number of rows of the policy's batch: the number of cores of most machines."""
 
 MAX_CHUNK = 128
-"""Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
-out in pieces."""
+"""Maximum number of steps of a slot, to keep slots of image observations small. Longer rollouts are
+copied out in pieces."""
 
 
 def collect_rollouts_parallel(
@@ -34,38 +34,38 @@ def collect_rollouts_parallel(
 ) -> int:
     """Run rollouts, each on a task of ``train_tasks``, and store them.
 
-    Rollout *i* runs in environment ``i % n``, so that each of the *n* environments gets
+    Rollout *i* runs in environment ``i % n``: each of the *n* environments gets
     ``num_rollouts // n`` and the first ``num_rollouts % n`` one more; environments without a
-    rollout are left alone. The agent is called once per step for all of them. An environment that
-    ends a rollout starts its next one while the others go on. The agent's state is reset at the
-    start of every rollout and nowhere else: it lasts through all episodes of a trial.
+    rollout are not reset. The agent is called once per step for all of them. An environment that
+    ends a rollout starts its next one while the others continue. The agent's state is reset only at
+    the start of a rollout: it is kept through all episodes of a trial.
 
-    Rollouts reach the storage complete and in order. The seed and the noise of a rollout follow
-    from the learner's seed and from how many rollouts came before it, in all collections. A task
-    that is drawn follows from the learner's seed, the number of the collection and the number of
-    the rollout in it. Nothing depends on the environments: one or many, with processes or without,
-    give the same bits for an agent that is deterministic or draws from its ``noise``. (What an
-    agent draws from torch's global generator depends on who draws before it.)
+    Rollouts reach the storage complete and in order. The seed and the noise of a rollout depend
+    only on the learner's seed and on the number of rollouts before it in all collections. A drawn
+    task depends only on the learner's seed and on the numbers of the collection and of the rollout
+    in it. Any number of environments, with or without processes, gives the same bits, provided the
+    agent is deterministic or draws from its ``noise`` (draws from torch's global generator depend
+    on the draws before).
 
     Args:
         learner: A ``Learner``, or any object with ``agent``, ``policy_storage``, ``train_env``,
-            ``train_tasks`` and ``agent_arch`` (and ``seed`` and ``batch_rows``, if they matter).
-            A class of such objects can take this function as its method.
-        num_rollouts: How many rollouts, at least 0, each on a task that is drawn.
-        random_actions: Draw actions from the action space, without the agent.
-        parallel_env: Environments side by side, such as a ``ParallelEnvManager``. ``None``: one
-            rollout after another in ``learner.train_env``, in this process.
+            ``train_tasks`` and ``agent_arch`` (optionally ``seed`` and ``batch_rows``). This
+            function can be a method of its class.
+        num_rollouts: Number of rollouts, at least 0, each on a drawn task.
+        random_actions: Sample the action space instead of calling the agent.
+        parallel_env: Parallel environments, such as a ``ParallelEnvManager``. ``None`` runs
+            successive rollouts in ``learner.train_env``, in this process.
 
     Returns:
-        The steps of the environments. They are added to ``learner.n_env_steps_total``, and the
-        rollouts to ``learner.n_rollouts_total``; where the learner has ``_n_env_steps_total`` or
-        ``_n_rollouts_total``, to these instead, since the other name may then be its goal.
+        The number of environment steps. It is added to ``learner.n_env_steps_total``, and the
+        number of rollouts to ``learner.n_rollouts_total``, or to ``_n_env_steps_total`` and
+        ``_n_rollouts_total`` if the learner has these, since the public names may then be targets.
 
     Raises:
-        SpecError: For arguments and attributes that do not fit.
-        UsageError: Without any environment, or for an agent without the memory it needs.
+        SpecError: For invalid arguments and attributes.
+        UsageError: Without any environment, or for an agent without the required memory.
         EnvError, AgentError, WorkerError: If the environment, the agent or a worker fails. The
-            rollouts before the first that was not complete by then are stored and counted.
+            rollouts before the first incomplete one are stored and counted.
 
     Example:
         >>> class Storage(list):
@@ -86,7 +86,7 @@ def collect_rollouts_parallel(
     space = getattr(lanes, "action_space", None)
     if random_actions:
         agent: Agent = RandomAgent(space)
-        n_rows = 1  # they depend on no other row
+        n_rows = 1  # random actions do not depend on other rows
     elif isinstance(agent := learner.agent, Agent) or (
         callable(agent) and not hasattr(agent, "act")
     ):
@@ -103,7 +103,7 @@ def collect_rollouts_parallel(
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
     root, n_before, options = _draw(learner, n_rollouts, tasks)
-    # Environments are reset once per rollout, unless only another reset shows their keys.
+    # Environments are reset once per rollout, unless their keys have to be discovered first.
     first = (options[:1] or [None]) * lanes.n_lanes
     steps = rollout.probe([probe_seed(root)], first, None, resets=False)
     n_timesteps = min(int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK), MAX_CHUNK)
@@ -115,20 +115,20 @@ def collect_rollouts_parallel(
 
 @dataclass(eq=False, repr=False)
 class Learner:
-    """The parts that collecting rollouts needs; subclass it to add the learning.
+    """The attributes for collecting rollouts; subclass it to add the learning.
 
     Args:
         agent: An ``rlpool.Agent``, a module or another callable like one, or an object with
             ``act`` (see ``ActingAgent``).
-        policy_storage: Stores what was collected. It is called with these keywords,
-            or, if its parameters have other names, in this order:
+        policy_storage: Stores the collected data. It is called with these keywords, or in this
+            order if its parameters have other names:
             ``add_sample(observation, action, reward, terminal, next_observation)`` for each
             transition of a Markov agent, ``add_episode(observations, actions, rewards, terminals,
             next_observations)`` for each rollout of the others.
         train_env: One environment, or several as a ``VecEnv``, for collection without
             ``parallel_env``.
-        train_tasks: The tasks to draw from, numbers or not; ``None`` for all that the
-            environment knows.
+        train_tasks: The tasks to draw from, numbers or other objects; ``None`` for all tasks of the
+            environment.
         agent_arch: One of ``AGENT_ARCHS``, or its value.
         seed: Determines tasks, seeds of environments, noise of agents and random actions;
             ``None`` draws fresh entropy.
@@ -136,8 +136,8 @@ class Learner:
             With the same number of rows, results are bitwise equal for any number of environments.
 
     Attributes:
-        n_env_steps_total: Steps of all rollouts that were stored.
-        n_rollouts_total: Number of rollouts that were stored.
+        n_env_steps_total: Steps of all stored rollouts.
+        n_rollouts_total: Number of stored rollouts.
 
     Example:
         >>> class Storage(list):
@@ -168,10 +168,10 @@ class Learner:
 def _draw(
     learner: Any, n_rollouts: int, tasks: Sequence[Any] | None
 ) -> tuple[int, int, list[Options]]:
-    """Draw the next rollouts of a learner, which remembers how many were drawn from its seed.
+    """Draw the next rollouts of a learner, which counts the rollouts drawn from its seed.
 
     Returns:
-        Root, how many rollouts were drawn from it before, and the options of these.
+        Root, number of rollouts drawn from it before, and the options of the next ones.
     """
     seed = getattr(learner, "seed", None)
     fresh = (object(), 0, 0, 0)
@@ -186,7 +186,7 @@ def _draw(
 
 
 def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
-    """The environments to collect in."""
+    """Return the environments to collect in."""
     if parallel_env is not None and not isinstance(parallel_env, VecEnv):
         raise SpecError(
             f"parallel_env is a {type(parallel_env).__name__}, not a VecEnv",
@@ -200,7 +200,7 @@ def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
         )
     if isinstance(env, VecEnv):
         return env
-    # Kept with the learner: an environment is adapted once, and shows once what it observes.
+    # Kept with the learner: an environment is adapted once, and its keys are discovered once.
     if getattr(learner, "_rlpool_train_env", None) is not env:
         learner._rlpool_train_env, learner._rlpool_lanes = env, GymEnv([env])
     lanes: VecEnv = learner._rlpool_lanes
@@ -208,7 +208,7 @@ def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
 
 
 def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
-    """The tasks to draw from, ``None`` for environments without tasks."""
+    """Return the tasks to draw from, ``None`` for environments without tasks."""
     tasks = getattr(learner, "train_tasks", None)
     if tasks is None:
         if isinstance(lanes, GymEnv):
@@ -217,6 +217,6 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
     if not isinstance(tasks, Iterable) or not (tasks := list(tasks)):
         raise SpecError(
             f"train_tasks is {tasks!r}",
-            fix="give a list of tasks to draw from, or None for all that the environment knows",
+            fix="pass a list of tasks to draw from, or None for all tasks of the environment",
         )
     return tasks

@@ -1,4 +1,4 @@
-"""Which environment runs which rollout, what comes of it, and how that is stored."""
+"""Assignment of rollouts to environments, and their results and storage."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rlpool.slots.blocks import Arrays, Layout
 
 
 class RolloutColumns(NamedTuple):
-    """A complete rollout of L steps, as arrays that share no memory.
+    """A complete rollout of L steps, as arrays in separate memory.
 
     Attributes:
         observations: ``[L, ...]``, or a dict of such arrays; numbers are ``[L, 1]``.
         actions: Likewise.
         rewards: float32 ``[L, 1]``.
-        terminals: bool ``[L, 1]``, True at most at the end, and only for a termination.
+        terminals: bool ``[L, 1]``, True only in the last step, and only for a termination.
         next_observations: Like the observations, one step later.
     """
 
@@ -41,7 +41,7 @@ class RolloutColumns(NamedTuple):
 
 
 Deliver = Callable[[RolloutColumns], None]
-"""Takes a complete rollout."""
+"""Receives a complete rollout."""
 
 TASK_OPTION = "task"
 """Key of the task among the options of a reset."""
@@ -52,15 +52,15 @@ _METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
 
 @dataclass
 class RolloutPlan(Plan):
-    """Deals rollouts out to lanes: rollout *i* runs on lane ``i % n_lanes``. It runs alone.
+    """Assigns rollout *i* to lane ``i % n_lanes``. The only plan of its loop.
 
     Args:
         layout: One slot per lane. Longer rollouts are copied out slot by slot.
         observed: The keys of an observation.
         root: Root of seeds and noise.
-        n_before: How many rollouts were drawn from it before.
-        options: Of the reset of each rollout.
-        deliver: Takes complete rollouts in the order of their numbers.
+        n_before: Number of rollouts drawn from it before.
+        options: Options of the reset of each rollout.
+        deliver: Receives complete rollouts in order.
     """
 
     layout: Layout
@@ -81,31 +81,31 @@ class RolloutPlan(Plan):
         self._complete: dict[int, RolloutColumns] = {}
         self._n_delivered, self._has_begun = 0, False
         self._acted = [key for key in step.output if is_action(key)]
-        # Of environments that show the starts of episodes: how the episodes before them ended.
+        # With ``show_start``: the last observations of episodes within a trial.
         shapes = {key: array.shape for key, array in self.arrays.rows.items()}
         has_final = FINAL_KEY in shapes and shapes[FINAL_KEY] == shapes.get(DEFAULT_OBSERVATION_KEY)
         self._ends = [FINAL_KEY] * has_final
 
-    # As the queue of this one plan:
+    # Queue interface for this single plan:
 
     def has_next(self) -> bool:
-        """Whether it has not begun yet."""
+        """Whether the plan has not begun yet."""
         return not self._has_begun
 
     def next_plan(self) -> Plan | None:
-        """The plan, once."""
+        """Return the plan, once."""
         has_begun, self._has_begun = self._has_begun, True
         return None if has_begun else self
 
     def done(self, plan: Plan) -> None:
-        """Nothing follows."""
+        """Do nothing: no plan follows."""
 
     def failed(self, plan: Plan, error: WorkerError) -> None:
         """Raise the error."""
         raise error
 
     def next_episode(self, lane: Lane) -> bool:
-        """Let a lane take its next rollout, if there is any."""
+        """Start the next rollout of a lane, if there is one."""
         number = self._next[lane.number]
         if number >= len(self.options):
             return False
@@ -116,7 +116,7 @@ class RolloutPlan(Plan):
         return True
 
     def next_slot(self, lane: Lane) -> bool:
-        """The lane keeps its slot, as the contents were copied out."""
+        """Keep the lane's slot, whose contents were copied out."""
         return True
 
     def take_slot_of(self, lane: Lane, *, is_last: bool) -> None:
@@ -140,7 +140,7 @@ class RolloutPlan(Plan):
             for key in (*self.observed, "reward", *self._ends)
         }
         for key in self._ends:
-            is_end = after[key][:-1, -1] == 1  # they have the flag
+            is_end = after[key][:-1, -1] == 1  # the flag of an episode's end
             after[DEFAULT_OBSERVATION_KEY][:-1][is_end] = after[key][:-1][is_end]
         terminals = np.zeros((len(before["reward"]), 1), bool)
         terminals[-1] = finals["terminated"][slot]
@@ -154,7 +154,7 @@ class RolloutPlan(Plan):
 
 
 def _nested(arrays: Mapping[str, NDArray], keys: Sequence[str], default_key: str) -> Any:
-    """Arrays by key, or just the array of the default key; numbers ``[L]`` become ``[L, 1]``."""
+    """Return arrays by key, or the array of the default key; ``[L]`` becomes ``[L, 1]``."""
     columns = {
         key.removeprefix(f"{default_key}/"): array[:, None] if array.ndim == 1 else array
         for key, array in ((key, arrays[key]) for key in keys)
@@ -163,14 +163,14 @@ def _nested(arrays: Mapping[str, NDArray], keys: Sequence[str], default_key: str
 
 
 def store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
-    """A function that puts a rollout into the storage."""
+    """Return a function that adds a rollout to the storage."""
     is_markov = arch is AGENT_ARCHS.Markov
     name, names = _METHODS[is_markov]
     add = getattr(storage, name, None)
     if not callable(add):
         raise SpecError(
             f"policy_storage is a {type(storage).__name__} without {name}()",
-            fix=f"define {name}(), by which agent_arch {arch.name} stores, or change agent_arch",
+            fix=f"define {name}(), which agent_arch {arch.name} needs, or change agent_arch",
         )
 
     has_names = all(takes_keyword(add, name) for name in names)

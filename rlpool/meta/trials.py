@@ -1,4 +1,4 @@
-"""Trials: several consecutive episodes on one task, as one long episode; and how to make them."""
+"""Trials: several consecutive episodes on one task as one long episode."""
 
 from __future__ import annotations
 
@@ -29,52 +29,52 @@ from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A trial of ``episodes_per_task`` episodes on one task, as one episode.
 
-    The agent does not know the task and keeps what it has learnt from one episode to the next;
-    the task changes only at ``reset``. A trial, a Bayes-adaptive MDP, differs from its episodes:
+    The agent does not know the task and keeps its memory from one episode to the next; the task
+    changes only at ``reset``. A trial is a Bayes-adaptive MDP and differs from its episodes:
 
-    - The observation of an episode's last step has the flag 1, and the next action is chosen on
-      it. By then the next episode has begun: its first observation is ``info["start_state"]``, and
-      that action is its first one. With ``show_start``, ``step`` returns that first observation
-      instead, and the one with the flag is ``info["final_obs"]``.
-    - A trial ends as its last episode does: ``terminated`` if the environment terminated it,
-      ``truncated`` if its time ran out. (Within the trial the end of an episode is neither; it is
-      in ``info["done_mdp"]``.) So no trial is ``terminated`` merely because it reached its
-      horizon, and an off-policy learner bootstraps there.
-    - Box actions are in [-1, 1], clipped to that and scaled to the environment's own bounds.
+    - The observation of an episode's last step has the flag 1, and the next action is based on it.
+      The next episode has already begun: its first observation is ``info["start_state"]``, and that
+      action is its first one. With ``show_start``, ``step`` returns that first observation instead,
+      and the one with the flag is ``info["final_obs"]``.
+    - A trial ends like its last episode: ``terminated`` if the environment terminated it,
+      ``truncated`` at its time limit. (Within the trial, the end of an episode is only reported in
+      ``info["done_mdp"]``.) A trial that merely reaches its horizon is therefore not
+      ``terminated``, and an off-policy learner bootstraps there.
+    - Box actions are clipped to [-1, 1] and scaled to the environment's own bounds.
 
-    The environment may have Gymnasium's interface or an older one. If it has tasks, it or one of
-    its wrappers has ``reset_task(task)`` (``None`` draws one), ``get_current_task()``,
-    ``n_tasks``, and possibly ``get_all_task_idx()``. A trial begins with ``reset_task``, also the
-    first one of an environment, and one reset follows.
+    The environment can have Gymnasium's interface or an older one. An environment with tasks, or
+    one of its wrappers, has ``reset_task(task)`` (``None`` draws one), ``get_current_task()``,
+    ``n_tasks``, and optionally ``get_all_task_idx()``. Every trial begins with ``reset_task``
+    followed by one reset.
 
     Args:
         env: The environment, with a time limit.
         episodes_per_task: Episodes of a trial, at least 1.
-        oracle: Append the current task to the observation, before the flag, to measure what an
-            agent that knows the task could achieve.
-        show_start: Show the agent the first observation of every episode of the trial, instead of
-            the last one of the episode before.
+        oracle: Append the current task to the observation, before the flag, to measure the
+            performance of an agent that knows the task.
+        show_start: Show the agent the first observation of every episode of the trial, in place of
+            the last one of the previous episode.
 
     Attributes:
-        observation_space: The space of ``env``, extended by the task if ``oracle`` and by the flag
-            if there is more than one episode per task.
-        action_space: The space of ``env``; a Box becomes one of [-1, 1].
+        observation_space: The space of ``env``, extended by the task with ``oracle`` and by the
+            flag if there is more than one episode per task.
+        action_space: The space of ``env``; the bounds of a Box become [-1, 1].
         horizon_bamdp: Steps of the longest trial, ``episodes_per_task * max_episode_steps``.
-        episode_count: Episodes of this trial that have ended.
-        step_count_bamdp: Steps of this trial.
+        episode_count: Number of ended episodes of this trial.
+        step_count_bamdp: Number of steps of this trial.
         done_mdp: Whether the last step ended an episode.
         step_info_keys: Keys of the info that ``GymEnv`` adds to its ``info_keys``: ``final_obs``
             with ``show_start``.
 
     Raises:
         SpecError: For anything but an environment, fewer than one episode, no time limit, an
-            observation that is not a vector but would be extended, actions without bounds, or an
-            oracle without tasks.
+            observation to extend that is not a vector, actions without bounds, or an oracle without
+            tasks.
 
     References:
         Zintgraf et al. 2020, "VariBAD: a very good method for Bayes-adaptive deep RL via
         meta-learning". Ni et al. 2022, "Recurrent model-free RL can be a strong baseline for many
-        POMDPs", whose wrapper of this name this follows.
+        POMDPs", the source of the original wrapper.
 
     Example:
         >>> env = VariBadWrapper(gymnasium.make("CartPole-v1"), episodes_per_task=2)
@@ -96,7 +96,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._elapsed = 0  # steps of the running episode
         self.done_mdp, self._is_running = True, False
         self._options: dict[str, Any] | None = None
-        self._first_seed: int | None = None  # of the next reset, unless that brings another
+        self._first_seed: int | None = None  # of the next reset, unless it gets another
         self._bounds: tuple[Any, Any, Any] | None = None
         if isinstance(self.env.action_space, spaces.Box):
             self.action_space = self._unit_space(self.env.action_space)
@@ -111,26 +111,26 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def n_tasks(self) -> int | None:
-        """Number of tasks of the environment, ``None`` if it has none or cannot count them."""
+        """Number of tasks of the environment, ``None`` if there are none or it is unknown."""
         n_tasks = self._inner("n_tasks")
         return None if n_tasks is None else int(n_tasks)
 
     def reset_task(self, task: Any = None) -> Any:
-        """Give the environment a task; ``None`` lets it draw one."""
+        """Set the environment's task; ``None`` draws one."""
         reset_task = self._inner("reset_task")
         if reset_task is None:
             raise UsageError(
                 f"{self.unwrapped} got the task {task!r} but has no reset_task(task)",
-                fix="give the environment reset_task(task), or leave the task out",
+                fix="give the environment reset_task(task), or omit the task",
             )
         return reset_task(task)
 
     def get_current_task(self) -> Any:
-        """The environment's description of its task."""
+        """Return the environment's description of its task."""
         return self.env.get_wrapper_attr("get_current_task")()
 
     def get_all_task_idx(self) -> list[Any] | None:
-        """All tasks: those that the environment lists, or the numbers below ``n_tasks``.
+        """Return all tasks: the environment's list, or the numbers below ``n_tasks``.
 
         ``None`` for an environment that provides neither.
         """
@@ -146,18 +146,18 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Start a trial.
 
         Args:
-            seed: Seeds the environment before it gets its task, and in the reset. What
-                ``reset_task`` draws follows from the seed as well, if it draws from ``np_random``
-                or another generator among the environment's attributes.
-            options: For every reset of the environment within the trial. An option ``"task"`` is
-                used as ``task``.
-            task: The task, passed to ``reset_task``. ``None`` lets the environment draw one.
+            seed: Seeds the environment before it gets its task, and in the reset. It also
+                determines the draws of ``reset_task`` from ``np_random`` or another generator among
+                the environment's attributes.
+            options: Options of every reset of the environment within the trial. An option
+                ``"task"`` is used as ``task``.
+            task: The task, passed to ``reset_task``. ``None`` draws one.
 
         Returns:
             The first observation, with the flag 0, and the environment's info.
 
         Raises:
-            UsageError: For a task that the environment has no ``reset_task`` for.
+            UsageError: For a task if the environment has no ``reset_task``.
         """
         given = dict(options or {})
         from_options = given.pop(TASK_OPTION, None)
@@ -180,8 +180,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         Returns:
             Observation, reward, ``terminated``, ``truncated`` and an info with ``done_mdp``, and
-            with ``start_state`` where an episode began within the trial. With ``show_start``, the
-            observation is that start there, and the info has ``final_obs``.
+            with ``start_state`` if an episode began within the trial. With ``show_start``, the
+            observation is then that start, and the info has ``final_obs``.
 
         Raises:
             UsageError: Before ``reset``, or after the trial's end.
@@ -222,7 +222,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
                     f"oracle=True, but {self.unwrapped} has no tasks",
                     fix="give it reset_task(task) and get_current_task(), or use oracle=False",
                 )
-            self.reset_task(None)  # its description shows how long it is
+            self.reset_task(None)  # to find the length of its description
         dtype = space.dtype if space.dtype.kind == "f" else np.dtype(np.float32)
         n_task, n_flag = len(self._task_vector()), int(self.episodes_per_task > 1)
         low = np.concatenate([space.low, np.full(n_task, -np.inf), np.zeros(n_flag)])
@@ -230,7 +230,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype.type)
 
     def _extended(self, observation: Any, *, flag: bool) -> Any:
-        """What the agent sees; ``observation`` itself if nothing is appended."""
+        """Append task and flag to an observation, or return it unchanged."""
         if not self._is_extended:
             return observation
         flags = [flag] if self.episodes_per_task > 1 else []
@@ -239,7 +239,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return fitted("the observation with task and flag", parts, dtype)
 
     def _task_vector(self) -> Any:
-        """The task as an oracle sees it; empty without an oracle."""
+        """Return the task for an oracle, empty without one."""
         if not self.oracle:
             return ()
         return np.asarray(self.get_current_task(), np.float64).reshape(-1)
@@ -247,7 +247,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _unit_space(self, space: Any) -> spaces.Box:
         if not space.is_bounded():
             raise SpecError(
-                f"actions in [-1, 1] cannot be scaled to {space}, which has no bounds",
+                f"actions in [-1, 1] cannot be scaled to {space}, which is unbounded",
                 fix="give the environment's action space finite bounds",
             )
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)
@@ -256,7 +256,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return spaces.Box(-1.0, 1.0, space.shape, dtype)
 
     def _scaled(self, action: Any) -> Any:
-        """An action in [-1, 1], scaled to the bounds of the environment."""
+        """Scale an action in [-1, 1] to the bounds of the environment."""
         if self._bounds is None:
             return action
         low, high, half_width = self._bounds
@@ -265,7 +265,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise SpecError(
                 f"the action should have shape {list(low.shape)}, got {list(action.shape)}"
             )
-        # np.clip would take longer than everything else here.
+        # np.clip would take longer than the rest of this method.
         scaled = (np.minimum(np.maximum(action, -1.0), 1.0) + 1.0) * half_width + low
         dtype: Any = self.env.action_space.dtype
         if dtype.kind != "f":
@@ -274,14 +274,14 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return np.minimum(np.maximum(scaled, low), high).astype(dtype)
 
     def _inner(self, name: str) -> Any:
-        """An attribute of the environment or of what it wraps, ``None`` if it is missing."""
+        """Return an attribute of the environment or one it wraps, ``None`` if it is missing."""
         try:
             return self.env.get_wrapper_attr(name)
         except AttributeError:
             return None
 
     def _time_limit(self) -> int:
-        """Steps after which an episode is truncated: the smallest limit that can be found."""
+        """Return the number of steps after which an episode is truncated: the smallest limit."""
         found = [self._inner(name) for name in ("_max_episode_steps", "max_episode_steps")]
         found.append(getattr(getattr(self.env, "spec", None), "max_episode_steps", None))
         limits = [int(limit) for limit in found if limit is not None and 1 <= limit < np.inf]
@@ -293,7 +293,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return min(limits)
 
 
-# Making them -------------------------------------------------------------------------------------
+# Constructors ------------------------------------------------------------------------------------
 
 
 def make_env(
@@ -311,18 +311,18 @@ def make_env(
         env_id: An id for ``gymnasium.make``, also ``"module:EnvId"``, which imports the module
             first; or a callable that makes the environment, such as its class.
         episodes_per_task: Episodes of a trial.
-        seed: Seeds the action space and the first reset, unless that brings a seed; from 2**31 on,
-            its hash does.
+        seed: Seed of the action space, and of the first reset unless that has a seed. Seeds from
+            2**31 on are hashed.
         oracle: Append the task to the observations.
         show_start: Show the first observation of every episode, see ``VariBadWrapper``.
-        **kwargs: For the environment; ``max_episode_steps`` is its time limit.
+        **kwargs: Arguments of the environment; ``max_episode_steps`` is its time limit.
 
     Returns:
         The environment. It needs a ``reset`` before the first step.
 
     Raises:
-        SpecError: If ``env_id`` is neither an id nor callable, or makes no environment, or one that
-            ``VariBadWrapper`` refuses.
+        SpecError: If ``env_id`` is neither an id nor callable, or its result is not an environment
+            that ``VariBadWrapper`` accepts.
 
     Example:
         >>> env = make_env("CartPole-v1", episodes_per_task=2, seed=0)
@@ -331,10 +331,10 @@ def make_env(
     """
     maker: Any = env_id
     if not isinstance(maker, str) and not callable(maker):
-        fix = "pass an id such as 'CartPole-v1', or the class or function that makes it"
+        fix = "pass an id such as 'CartPole-v1', or a class or function that makes it"
         raise SpecError(f"env_id is {env_id!r:.60}, neither an id nor callable", fix=fix)
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
-    fix = "let it return one environment, an object with reset() and step()"
+    fix = "return one environment, an object with reset() and step()"
     check_is_env("env_id returned", env, fix)
     trials = VariBadWrapper(env, episodes_per_task, oracle, show_start=show_start)
     if seed is not None:
@@ -360,26 +360,26 @@ def make_parallel_env(
     """Make environments of trials in worker processes.
 
     Args:
-        env_id: As for ``make_env``; it is resolved in the workers, where its module is imported.
+        env_id: As for ``make_env``; it is resolved in the workers, which import its module.
         episodes_per_task: Episodes of a trial.
         n_workers: Number of processes; ``"auto"`` for ``max(1, cores - 2)``.
-        seed: Determines all seeds; no two environments share a stream.
+        seed: Determines all seeds; each environment has its own stream.
         oracle: Append the task to the observations.
         show_start: Show the first observation of every episode, see ``VariBadWrapper``.
         envs_per_worker: Environments in each process.
         timeout: Seconds without progress after which a worker counts as hanging; ``None`` for
             never.
-        min_ready: How many environments a collection waits for at a time, so that a slow one does
-            not hold up the others; ``None`` for all of them. Results do not depend on it.
+        min_ready: Number of environments a collection waits for at a time, so that a slow one does
+            not delay the others; ``None`` for all. Results do not depend on it.
         **kwargs: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
-            ``max_episodes_per_worker`` (trials, here) and ``start_method`` are
-            those of ``ParallelEnvManager``; all others are for the environment.
+            ``max_episodes_per_worker`` (here: trials) and ``start_method`` are arguments of
+            ``ParallelEnvManager``; all others are for the environment.
 
     Returns:
         A ``VecEnv`` of ``n_workers * envs_per_worker`` lanes.
 
     Raises:
-        SpecError: For wrong numbers of environments, or more processes than the system allows.
+        SpecError: For invalid numbers of environments, or more processes than the system allows.
         WorkerStartupError: If an environment cannot be made.
 
     Example:

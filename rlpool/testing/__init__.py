@@ -1,4 +1,4 @@
-"""An environment that counts, and checks of environments and agents, for users' tests."""
+"""A counting environment, and checks of environments and agents, for users' tests."""
 
 from rlpool.testing.check_agent import check_agent
 from rlpool.testing.check_env import check_env

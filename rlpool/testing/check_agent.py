@@ -1,7 +1,7 @@
-"""``check_agent``: whether an agent does what rlpool relies on.
+"""``check_agent``: checks that an agent meets rlpool's requirements.
 
-It runs in an ``EpisodeBatcher``, which refuses in its own words what does not fit, and is called
-again with what it got there.
+The agent runs in an ``EpisodeBatcher``, which raises its own errors for invalid results, and is
+then called again with the recorded arguments.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from rlpool.seeding import worker_seed
 from rlpool.testing.check_env import Checks, EnvChecks, Problems, differing
 
 _N_LANES = (1, 2, 5)
-"""In how many lanes to run it, unless a ``VecEnv`` says."""
+"""Numbers of lanes to run it in, unless a ``VecEnv`` determines it."""
 
 _N_STEPS = 4
-"""How many steps of an episode it is to see."""
+"""Number of steps of an episode."""
 
 _INPUTS = ("state", "observation", "agent_info", "history")
 
 Tensors = dict[str, torch.Tensor]
-"""What a call got or returned: ``state/...``, ``observation/...``, ``output/...`` and so on."""
+"""Arguments or results of a call: ``state/...``, ``observation/...``, ``output/...`` etc."""
 
 
 class Recorder(DeviceAgent):
-    """Passes calls on to an agent.
+    """Records the calls of an agent.
 
     Attributes:
-        calls: The arguments of each, the same after it, and what it returned, all of them copies.
+        calls: Copies of the arguments before and after each call, and of its results.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -51,7 +51,7 @@ class Recorder(DeviceAgent):
     def __call__(self, *inputs: Any) -> Any:
         """Call the agent."""
         given, returned = _copied(inputs), super().__call__(*inputs)
-        with suppress(TypeError, ValueError, AttributeError):  # the batcher refuses it
+        with suppress(TypeError, ValueError, AttributeError):  # the batcher raises the error
             self.calls.append((given, _copied(inputs), _results(returned, inputs[0])))
         return returned
 
@@ -60,8 +60,8 @@ class AgentChecks(Checks):
     """Checks of an agent.
 
     Attributes:
-        envs: Where observations come from.
-        agent_info: ``[R, ...]``, rows are used in turns.
+        envs: Source of the observations.
+        agent_info: ``[R, ...]``, rows are used in turn.
     """
 
     refusal = AgentSpecError
@@ -69,18 +69,18 @@ class AgentChecks(Checks):
     agent_info: DictTensor
 
     def make(self, number: int = 0) -> Any:
-        """Make an agent as worker ``number`` would."""
+        """Make an agent, as worker ``number`` would."""
         made = super().make(number)
         agent = as_agent(made)
         agent.seed(worker_seed(self.root, number))
         return agent
 
     def calls(self, n_lanes: int, n_runs: int = 1) -> list[tuple[Any, Any, Tensors]]:
-        """The calls of an agent by a batcher whose lanes end at any time.
+        """Record the calls of an agent by a batcher whose lanes end at any time.
 
         Args:
             n_lanes: Number of lanes.
-            n_runs: How often the same episodes are run.
+            n_runs: Number of runs of the same episodes.
         """
         recorder, n_episodes, info = Recorder(self.make()), 2 * n_lanes, self.agent_info
         if not info.empty():
@@ -91,7 +91,7 @@ class AgentChecks(Checks):
         create: Any = {"create_agent": lambda: recorder, "create_env": lambda: vec}
         create |= {"n_workers": 0, "seeds": self.root}
         with EpisodeBatcher(_N_STEPS, n_episodes, **create) as batcher:
-            recorder.calls.clear()  # of the call by which the batcher learns the keys
+            recorder.calls.clear()  # the call by which the batcher discovers the keys
             for _ in range(n_runs):
                 batcher.seek(0)
                 batcher.execute(n_episodes, info, self.envs.options)
@@ -100,11 +100,11 @@ class AgentChecks(Checks):
 
     @cached_property
     def trace(self) -> list[tuple[Any, Any, Tensors]]:
-        """The calls with the most lanes."""
+        """The recorded calls with the most lanes."""
         return self.calls(max(_N_LANES))
 
     def returns(self) -> Problems:
-        """It returns three values, with the same keys, shapes and dtypes in every call."""
+        """Results have the same keys, shapes and dtypes in every call."""
         first, *others = (self.calls(n)[0][-1] for n in _N_LANES)
         for other in others:
             one, two = ({k: torch.zeros_like(t[:1]) for k, t in r.items()} for r in (first, other))
@@ -124,28 +124,28 @@ class AgentChecks(Checks):
                 yield from differing(f"row {row} with others, and alone", one, other, fix)
 
     def deterministic(self) -> Problems:
-        """The same arguments give the same bits, whatever was called in between."""
+        """The same arguments give the same bits, regardless of calls in between."""
         agent, first, last = self.make(), self.trace[0][0], self.trace[-1][0]
-        fix = "draw from observation['noise'], call eval(), keep all but parameters in the state"
+        fix = "draw from observation['noise'], call eval(), keep everything else in the state"
         for one, other in ((first, last), (last, first)):
             result, _, *again = [_call(agent, inputs) for inputs in (one, other, one, one)]
             for each in again:
                 yield from differing("called twice, others in between", result, each, fix)
 
     def forgets(self) -> Problems:
-        """The end of an episode leaves no memory: the same episodes again give the same bits."""
+        """No memory survives the end of an episode: repeated episodes give the same bits."""
         calls = self.calls(1, n_runs=2)
         half = len(calls) // 2
-        fix = "keep memory in the state alone, and let initial_state begin it anew"
+        fix = "keep memory only in the state, and reset it in initial_state"
         for (one, _, first), (other, _, again) in zip(calls[:half], calls[half:], strict=False):
             both = _tensors(_INPUTS, one) | first, _tensors(_INPUTS, other) | again
             found = [*differing("an episode, and the same one after others", *both, fix=fix)]
             if any("'observation/" in message for _, message, _ in found):
-                return  # it is the environment, or a call before
+                return  # the environment or an earlier call is at fault
             yield from found
 
     def inputs_unchanged(self) -> Problems:
-        """What it is called with stays as it was."""
+        """A call does not change its arguments."""
         fix = "write into copies: x = x + 1, not x += 1 or x.add_(1)"
         for inputs, after, _ in self.trace:
             one, other = (_tensors(_INPUTS, each) for each in (inputs, after))
@@ -153,24 +153,24 @@ class AgentChecks(Checks):
 
 
 def _copied(inputs: Sequence[Any]) -> Any:
-    """The arguments of a call in other memory."""
+    """Copy the arguments of a call."""
     return tuple(None if part is None else part.clone() for part in inputs)
 
 
 def _tensors(names: Sequence[str], parts: Sequence[Any]) -> Tensors:
-    """The tensors of arguments or results by name."""
+    """Return the tensors of arguments or results by name."""
     given = [(name, part) for name, part in zip(names, parts, strict=True) if part is not None]
     return {f"{name}/{key}": tensor for name, part in given for key, tensor in part.items()}
 
 
 def _results(returned: Any, state: DictTensor | None) -> Tensors:
-    """What a call returned, copied: the agent may use the memory again."""
+    """Copy the results of a call: the agent may reuse the memory."""
     tensors = _tensors(("state", "output", "new_state"), agent_step(returned, state))
     return {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
 
 
 def _call(agent: Agent, inputs: Sequence[Any], rows: Any = slice(None)) -> Tensors:
-    """What an agent returns for copies of arguments, as in a worker."""
+    """Call an agent with copies of arguments, as in a worker."""
     with torch.inference_mode():
         given = _copied(inputs)
         returned = _results(agent(*given), given[0])
@@ -187,34 +187,34 @@ def check_agent(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> None:
-    """Check an agent against the contract of ``rlpool.Agent``, and report all problems at once.
+    """Check an agent against the interface of ``rlpool.Agent``, and report all problems at once.
 
-    Reported are, the first of each kind:
+    It reports the first problem of each kind:
 
-    - an exception, or a result that is not one of an agent, with one row per lane
-      and the same keys, shapes and dtypes in every call;
-    - an action outside of a discrete action space;
-    - results of a row that depend on other rows, bit by bit;
+    - an exception, or an invalid result: one without a row per lane, or with keys, shapes or
+      dtypes that differ between calls;
+    - an action outside a discrete action space;
+    - a row whose results depend on other rows, bit for bit;
     - different bits from the same arguments, noise included, after other calls or with another
       state of the global random generators;
     - memory that survives the end of an episode;
-    - state, observations, ``agent_info`` or history that were changed in place.
+    - in-place changes of state, observations, ``agent_info`` or history.
 
-    It runs in this process, as in a worker: under ``torch.inference_mode``. An instance that is
-    given is copied. The process's global random generators are left as they were.
+    The agent runs in this process under ``torch.inference_mode``, as in a worker. An instance is
+    copied. The process's global random generators are restored.
 
     Args:
-        agent: What ``create_agent`` of a batcher is, or an agent.
-        env: Where observations come from: what ``check_env`` takes.
+        agent: A ``create_agent`` function as for a batcher, or an agent.
+        env: Source of the observations, as for ``check_env``.
         agent_args: Arguments of ``create_agent``.
         env_args: Arguments of ``create_env``.
-        agent_info: As for ``execute``, with any number of rows, which are used in turns.
+        agent_info: As for ``execute``, with any number of rows, which are used in turn.
         options: ``options`` of every reset, like a row of ``env_info``.
         seed: Root of all seeds.
 
     Raises:
-        AgentSpecError: With all errors.
-        SpecError: For arguments that make no sense.
+        AgentSpecError: Listing all errors.
+        SpecError: For invalid arguments.
 
     Example:
         >>> check_agent(create_agent, CountingEnv)

@@ -1,7 +1,7 @@
-"""``check_env``: whether an environment does what rlpool relies on.
+"""``check_env``: checks that an environment meets rlpool's requirements.
 
-It runs in the lanes of a ``VecEnv``, as in a batcher. ``Checks`` holds what ``check_agent`` needs,
-too: a check is a generator method, and the first problem that it yields is reported.
+The environment runs in the lanes of a ``VecEnv``, as in a batcher. ``Checks`` is shared with
+``check_agent``: a check is a generator method, and its first problem is reported.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _CHOICES = (Discrete, MultiBinary, MultiDiscrete)  # spaces without bounds
 _RNG = "let reset(seed=...) restore all state, draw from self.np_random alone, and share nothing"
 
 Problems = Generator[tuple[bool, str, str], None, None]
-"""What a check yields: whether it is an error or only doubtful, what is wrong, and the fix."""
+"""Problems found by a check: whether it is an error or a warning, its description, and the fix."""
 
 
 class Checks:
-    """What is checked, and how its checks are run.
+    """Makes the object to check, and runs its checks.
 
     Args:
-        source: A function that makes it, or an instance, of which copies are made.
+        source: A function that makes the object, or an instance to copy.
         arguments: Arguments of the function.
         seed: Root of all seeds.
         is_instance: Whether ``source`` is an instance.
 
     Attributes:
         maker: The function, without the arguments of a ``partial``.
-        name: What errors call it.
-        made: What ``make`` has made, and ``close`` closes.
+        name: Its name in errors.
+        made: The objects made by ``make``, which ``close`` closes.
     """
 
     takes_seed = False  # whether the function is called with ``seed=``
@@ -70,7 +70,7 @@ class Checks:
         fits = not arguments if is_instance else isinstance(arguments, Mapping | None)
         if not fits or not (is_instance or callable(source)):
             text = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
-            raise SpecError(text, fix="pass a function, with a dict of arguments, or what it makes")
+            raise SpecError(text, fix="pass a function with a dict of arguments, or an instance")
         self.maker = getattr(source, "func", source)
         self.name: str = getattr(self.maker, "__qualname__", type(source).__name__)
         self.source = partial(copy.deepcopy, source) if is_instance else source
@@ -78,10 +78,10 @@ class Checks:
         self.made: list[Any] = []
 
     def run(self, *checks: Callable[[], Problems]) -> None:
-        """Run all checks, up to one that raises: most likely the others would raise the same.
+        """Run all checks up to one that raises: the others would probably raise the same.
 
         Raises:
-            RlpoolError: If there are errors, with the first one of each check.
+            RlpoolError: If there are errors, listing the first one of each check.
         """
         errors, doubts = list[str](), list[str]()
         for check in checks:
@@ -106,7 +106,7 @@ class Checks:
             warnings.warn(f"{self.name}: {doubt}", UserWarning, stacklevel=3)
 
     def make(self, number: int = 0) -> Any:
-        """Call the function as worker ``number`` would; what it returns is closed by ``close``."""
+        """Call the function as worker ``number`` would; ``close`` closes the result."""
         seed = worker_seed(self.root, number)
         with OwnState(seed).in_use():
             own = {"seed": seed} if self.takes_seed else {}
@@ -114,14 +114,14 @@ class Checks:
         return self.made[-1]
 
     def close(self) -> None:
-        """Close what was made."""
+        """Close all objects that were made."""
         while self.made:
             with suppress(Exception, SystemExit):
                 self.made.pop().close()
 
 
 def differing(how: str, one: Mapping[str, Any], other: Mapping[str, Any], fix: str) -> Problems:
-    """What is not bitwise the same in arrays or tensors by name, which came about as said."""
+    """Report arrays or tensors of the same name that differ bitwise; ``how`` describes the pair."""
     for key in sorted(one.keys() | other.keys()):
         values = one.get(key), other.get(key)
         first, second = map(np.asarray, values)
@@ -132,12 +132,12 @@ def differing(how: str, one: Mapping[str, Any], other: Mapping[str, Any], fix: s
 
 
 class Step(NamedTuple):
-    """What a reset or a step did.
+    """The result of a reset or a step.
 
     Attributes:
-        place: Which call, and in which episode.
+        place: Description of the call and its episode.
         row: The lane's row of ``VecEnv.current``.
-        returned: What the environment of a ``GymEnv`` returned, ``None`` for other lanes.
+        returned: Return value of the environment in a ``GymEnv``, ``None`` for other lanes.
     """
 
     place: str
@@ -155,11 +155,11 @@ class EnvChecks(Checks):
         is_instance = isinstance(source, VecEnv | VectorEnv) or is_environment(source)
         super().__init__(source, env_args, seed, is_instance)
         self.name = env if isinstance(env, str) else self.name
-        # The seed of a class means something else, and **kwargs may be those of an environment.
+        # The seed of a class has another meaning, and **kwargs may belong to an environment.
         is_env = inspect.isclass(self.maker) and not issubclass(self.maker, VecEnv)
         self.takes_seed = not is_env and takes_keyword(source, "seed", otherwise=False)
         self.options, self.n_steps = options, whole_number("n_steps", n_steps, 1)
-        self.seeds = episode_seeds(self.root, 0, 3)  # what an episode spoils shows in the next
+        self.seeds = episode_seeds(self.root, 0, 3)  # leftovers of an episode show in the next
 
     def make(self, number: int = 0) -> Any:
         """Make an environment, or a ``VecEnv`` of several."""
@@ -170,7 +170,7 @@ class EnvChecks(Checks):
         return made
 
     def lanes(self, number: int = 0, n_lanes: int = 1) -> VecEnv:
-        """New lanes; ``n_lanes`` if single environments are made."""
+        """Make new lanes: ``n_lanes`` of them if the function makes single environments."""
         envs = [self.make(number + lane) for lane in range(n_lanes)]
         return envs[0] if isinstance(envs[0], VecEnv) else GymEnv(envs)
 
@@ -182,11 +182,11 @@ class EnvChecks(Checks):
             seeds: Seeds of the episodes.
 
         Raises:
-            EnvError: If one of them fails.
+            EnvError: If a lane fails.
         """
         space = copy.deepcopy(getattr(vec, "action_space", None))
         if space is None:
-            fix = "let it have one: actions are drawn from it"
+            fix = "define one, from which actions are sampled"
             raise SpecError("it has no action_space", fix=fix)
         space.seed(self.seeds[0])
         structure = structure_of_space(space, name="action")
@@ -215,38 +215,38 @@ class EnvChecks(Checks):
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Episodes of one instance, one after another."""
+        """Steps of successive episodes of one instance."""
         with OwnState(1).in_use():
             vec = self.lanes()
             self.space = getattr(vec, "observation_space", None)
             return [step for seed in self.seeds for step in self.episodes(vec, [seed])[0]]
 
     def runs(self) -> Problems:
-        """Episodes run without an exception, and return what Gymnasium says."""
+        """Episodes run without an exception, and return values as Gymnasium defines them."""
         for place, _, returned in self.steps:
             if returned and not isinstance(returned[-1], dict):
                 yield False, f"{place}: info is not a dict", "return a dict, {} for nothing"
 
     def observations_fit(self) -> Problems:
-        """Every observation is in the space."""
+        """All observations are in the space."""
         for place, _, returned in self.steps:
             if self.space is None or returned is None or self.space.contains(returned[0]):
                 continue
             message = f"{place}: the observation is {returned[0]!r:.99}, not in {self.space}"
-            fix = "return what the space declares, or declare what is returned"
+            fix = "make the observations match the space, or change the space"
             yield isinstance(self.space, _CHOICES), message, fix
 
     def values_are_finite(self) -> Problems:
-        """No NaN in observations and rewards, no infinite ones."""
+        """Observations and rewards are not NaN or infinite."""
         for place, row, _ in self.steps:
             for key, array in row.items():
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     is_error = bool(np.isnan(array).any())
-                    fix = "find the division or logarithm that it comes from: one spoils a network"
+                    fix = "find the division or logarithm at fault: one NaN ruins a network"
                     yield is_error, f"{place}: the {key} is {array!s:.60}", fix
 
     def repeats(self) -> Problems:
-        """The same seed and actions give the same bits, whatever ran in between."""
+        """The same seed and actions give the same bits, regardless of episodes in between."""
         vec = self.lanes()
         for name, fix in vec.state_keepers.items():
             yield True, f"{name} carries state from one episode to the next", fix
@@ -256,17 +256,17 @@ class EnvChecks(Checks):
             yield from self._differing(one, again, "the same actions again")
 
     def starts_vary(self) -> Problems:
-        """Lanes and episodes do not all begin alike."""
+        """Initial observations differ between lanes and episodes."""
         vec = self.lanes(1, n_lanes=2)
         seeds = episode_seeds(self.root, 9, vec.n_lanes if vec.seeding == "episode" else 1)
         begun = [episode[0] for episode in self.episodes(vec, seeds)]
         begun += [step for step in self.steps if step.place.startswith("reset")]
         if len({pickle.dumps(step.row) for step in begun}) == 1:
             fix = "draw the start from self.np_random, unless it is meant to be fixed"
-            yield False, "all lanes and episodes begin alike, whatever their seeds", fix
+            yield False, "all lanes and episodes begin alike, regardless of their seeds", fix
 
     def fresh_instance_repeats(self) -> Problems:
-        """So does another instance, as after a crash, in each of its lanes, while others run."""
+        """Another instance, as after a crash, repeats them in each lane while others run."""
         with OwnState(1).in_use():
             vec = self.lanes(1, n_lanes=2)
             n_lanes = vec.n_lanes if vec.seeding == "episode" else 1
@@ -278,7 +278,7 @@ class EnvChecks(Checks):
             yield from self._differing(self.episodes(vec, [seed])[0], together[lane], how)
 
     def _differing(self, first: Sequence[Step], second: Sequence[Step], how: str) -> Problems:
-        """Where two episodes differ."""
+        """Report the first difference of two episodes."""
         for one, other in zip(first, second, strict=False):
             yield from differing(f"{one.place}, {how}", one.row, other.row, _RNG)
 
@@ -291,35 +291,35 @@ def check_env(
     seed: int = 0,
     n_steps: int = 100,
 ) -> None:
-    """Check an environment for what rlpool needs, and report all problems at once.
+    """Check an environment against rlpool's requirements, and report all problems at once.
 
-    Reported are, the first of each kind:
+    It reports the first problem of each kind:
 
-    - an exception, or a value that rlpool refuses, such as an observation of another shape or
-      dtype, a reward that is not a number or a flag that is not a bool;
-    - an observation outside its space (outside the bounds of a ``Box`` is a warning), NaN in
-      observations and rewards (infinite ones are a warning);
-    - different bits from the same seed and the same actions, in the same instance after other
-      episodes, or in another one, in another lane, as after a crash. Lanes that are reset together
+    - an exception, or an invalid value, such as an observation of another shape or dtype, a reward
+      that is not a number or a flag that is not a bool;
+    - an observation outside its space (a warning if it is outside the bounds of a ``Box``), and
+      NaN in observations and rewards (a warning for infinite values);
+    - different bits from the same seed and the same actions: in the same instance after other
+      episodes, or in another instance and lane, as after a crash. Lanes that are reset together
       are compared as far as they can be seeded;
-    - as a warning, that lanes and episodes all begin alike, which may be meant.
+    - as a warning, identical starts of all lanes and episodes, which may be intended.
 
-    It runs in this process, on instances of its own: an instance that is given is copied. The
-    process's global random generators are left as they were. Nothing interrupts an environment
-    that hangs: set a time limit for the test. What is only doubtful is a ``UserWarning``.
+    The check runs in this process, on its own instances: an instance that is passed is copied. The
+    process's global random generators are restored. An environment that hangs is not interrupted:
+    set a time limit for the test. Warnings are ``UserWarning``.
 
     Args:
-        env: What ``create_env`` of a batcher is, a function that makes a single environment, an
-            environment, or an id for ``gymnasium.make``. Prefer functions: an instance cannot
-            tell whether what makes it can be sent to a worker.
+        env: A ``create_env`` function as for a batcher, a function that makes a single environment,
+            an environment, or an id for ``gymnasium.make``. Prefer functions: with an instance, it
+            cannot be checked that the function can be sent to a worker.
         env_args: Arguments of the function.
         options: ``options`` of every reset, like a row of ``env_info``.
         seed: Root of all seeds.
-        n_steps: How many steps of an episode to look at.
+        n_steps: Number of steps of an episode to check.
 
     Raises:
-        EnvSpecError: With all errors.
-        SpecError: For arguments that make no sense.
+        EnvSpecError: Listing all errors.
+        SpecError: For invalid arguments.
 
     Example:
         >>> from rlpool.testing import CountingEnv

@@ -17,16 +17,16 @@ class CountingEnv(gymnasium.Env[Any, Any]):
     With ``t`` for the number of steps since the reset, the observation is ``[t]``, float32 ``[1]``:
     ``[0.]`` after the reset, ``[length]`` after the last step. The reward of a step is
     ``1000 * id + t`` with the ``t`` after it: 1, 2, 3 ... for the id 0. The step in which ``t``
-    reaches ``length`` ends the episode. Seeds and actions change nothing. ``info`` holds ``id``.
+    reaches ``length`` ends the episode. Seeds and actions have no effect. ``info`` holds ``id``.
 
-    ``reset(options={"length": 3, "id": 7})`` overrides the arguments for one episode, and so does
-    ``env_info``; ``truncate`` may be there as well. Other options are ignored.
+    ``reset(options={"length": 3, "id": 7})``, like ``env_info``, overrides the arguments for one
+    episode, and so does the option ``truncate``. Other options are ignored.
 
     Args:
-        length: Steps of an episode.
+        length: Number of steps of an episode.
         id: Number of an episode; part of its rewards.
         truncate: End episodes by ``truncated`` instead of ``terminated``.
-        n_actions: Size of the action space, a ``Discrete``. Actions change nothing.
+        n_actions: Size of the action space, a ``Discrete``. Actions have no effect.
 
     Attributes:
         t: Steps since the reset.
@@ -60,8 +60,8 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         """Start an episode at 0.
 
         Args:
-            seed: Changes nothing.
-            options: May hold ``length``, ``id`` and ``truncate`` of this episode.
+            seed: Has no effect.
+            options: Can hold ``length``, ``id`` and ``truncate`` of this episode.
         """
         super().reset(seed=seed)
         given = options or {}

@@ -1,4 +1,4 @@
-"""Running statistics by which observations and rewards are normalised."""
+"""Normalisation of observations and rewards by running statistics."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from rlpool.errors import SpecError
 from rlpool.machine.arguments import real_number, whole_number
 
 _EPSILON = 1e-8
-"""Added to variances: what never changes is divided by a small number, not by zero."""
+"""Added to variances, so that constant values are not divided by zero."""
 
 
 class RunningNormalizer(nn.Module):
-    """Normalises values with the mean and the variance of all that ``update`` was given.
+    """Normalises values by the mean and variance of all values passed to ``update``.
 
-    As a part of an agent it travels with the agent's ``state_dict()``: workers normalise with what
-    the learner had at the last ``batcher.update``, and an evaluation with what the agent has.
+    In an agent, its statistics are part of the agent's ``state_dict()``: workers use those of the
+    learner at the last ``batcher.update``, and evaluations those of the agent.
 
     Args:
-        shape: Of one value, such as ``env.observation_space.shape``.
-        clip: Normalised values lie within ``[-clip, clip]``.
+        shape: Shape of one value, such as ``env.observation_space.shape``.
+        clip: Normalised values are clipped to ``[-clip, clip]``.
 
     Attributes:
         mean: float64 ``[*shape]``, a buffer; 0 at first.
-        variance: float64 ``[*shape]``, a buffer, of the population; 1 at first.
-        count: float64 ``[]``, a buffer: how many values were taken into account.
+        variance: float64 ``[*shape]``, a buffer: population variance; 1 at first.
+        count: float64 ``[]``, a buffer: number of values seen.
 
     Raises:
-        SpecError: If a size is not a number from 0 on, or ``clip`` is not above 0.
+        SpecError: If a size is not an int of at least 0, or ``clip`` is not above 0.
 
     Example:
         >>> normalizer = RunningNormalizer(2)
@@ -54,7 +54,7 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Normalised values.
+        """Normalise values.
 
         Args:
             values: ``[..., *shape]``.
@@ -63,7 +63,7 @@ class RunningNormalizer(nn.Module):
             A new tensor of the same shape and dtype, float32 for integers.
 
         Raises:
-            SpecError: If the shape is another one.
+            SpecError: If the shape does not match.
         """
         self._check("values", values)
         if not values.is_floating_point():
@@ -73,15 +73,15 @@ class RunningNormalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, batch: Tensor, mask: Tensor | None = None) -> None:
-        """Take more values into account; after ``eval()`` this does nothing.
+        """Add values to the statistics; does nothing after ``eval()``.
 
         Args:
             batch: ``[..., *shape]``.
-            mask: ``[...]``, bool or zeros and ones: which values count, all by default, such as
-                ``episodes.mask()``.
+            mask: ``[...]``, bool or zeros and ones: the values to count, such as
+                ``episodes.mask()``. By default all.
 
         Raises:
-            SpecError: If a shape is another one, or values are not finite; nothing has changed.
+            SpecError: If a shape does not match, or values are not finite. Nothing has changed.
 
         Reference:
             Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
@@ -99,7 +99,7 @@ class RunningNormalizer(nn.Module):
             return
         variance, mean = torch.var_mean(values.double(), 0, correction=0)
         if not variance.isfinite().all():
-            fix = "leave padding out with mask, and see where they come from: check_env"
+            fix = "exclude padding with mask, and find their source with check_env"
             raise SpecError("batch has values that are not finite", fix=fix)
         n, count, difference = len(values), self.count, mean - self.mean
         squares = self.variance * count + variance * n + difference**2 * (count * n / (count + n))
@@ -110,27 +110,27 @@ class RunningNormalizer(nn.Module):
     def _check(self, name: str, values: Tensor) -> None:
         n = instance(values, Tensor, name).ndim - len(self._shape)
         if n < 0 or values.shape[n:] != self._shape:
-            fix = f"values have the shape {list(self._shape)}, in as many dimensions as you like"
+            fix = f"pass values of shape {list(self._shape)}, after any number of dimensions"
             raise SpecError(f"{name} is {kind(values)}", fix=fix)
 
 
 class RewardNormalizer(nn.Module):
     """Divides rewards by the running standard deviation of the lanes' discounted returns.
 
-    For windows of a ``Batcher`` whose lanes restart (``GymEnvInf``): a lane's return at a step is
-    what it has earned in its episode so far, each reward discounted by the steps since. It goes on
-    from one window to the next.
+    For windows of a ``Batcher`` whose lanes restart (``GymEnvInf``). A lane's return at a step is
+    the sum of its episode's rewards so far, each discounted by the steps since. It continues from
+    one window to the next.
 
     Args:
         n_lanes: Rows of a window.
         discount: From 0 to 1.
-        clip: Normalised rewards lie within ``[-clip, clip]``.
+        clip: Normalised rewards are clipped to ``[-clip, clip]``.
 
     Attributes:
         discounted_return: float64 ``[n_lanes]``, a buffer: each lane's return so far; 0 where an
-            episode begins. Not a part of ``state_dict()``, since a resumed ``Batcher`` begins new
-            episodes; after a ``reset`` call ``discounted_return.zero_()``.
-        statistics: The ``RunningNormalizer`` of all these returns.
+            episode begins. Not part of ``state_dict()``, since a resumed ``Batcher`` begins new
+            episodes. Call ``discounted_return.zero_()`` after a ``reset``.
+        statistics: The ``RunningNormalizer`` of these returns.
 
     Raises:
         SpecError: If a number is out of range.
@@ -158,25 +158,25 @@ class RewardNormalizer(nn.Module):
         self.register_buffer("discounted_return", zeros, persistent=False)
 
     def forward(self, reward: Tensor) -> Tensor:
-        """Normalised rewards: a new tensor of the shape and dtype of ``reward``."""
+        """Return normalised rewards, a new tensor of the shape and dtype of ``reward``."""
         deviation = (self.statistics.variance + _EPSILON).sqrt().to(reward.dtype)
         return (reward / deviation).clamp(-self._clip, self._clip)
 
     @torch.no_grad()
     def update(self, reward: Tensor, done: Tensor) -> None:
-        """Take the next window into account; after ``eval()`` this does nothing.
+        """Add the next window to the statistics; does nothing after ``eval()``.
 
         Args:
-            reward: ``[n_lanes, T]``, what each step earned (``_reward``).
+            reward: ``[n_lanes, T]``, the reward of each step (``_reward``).
             done: bool ``[n_lanes, T]``, True where a step ended its episode (``_done``).
 
         Raises:
-            SpecError: If a shape is another one, or rewards are not finite; nothing has changed.
+            SpecError: If a shape does not match, or rewards are not finite. Nothing has changed.
         """
         n_lanes = len(self.discounted_return)
         for name, tensor in (("reward", reward), ("done", done)):
             if tensor.ndim != 2 or len(tensor) != n_lanes or tensor.shape != reward.shape:
-                fix = f"windows of {n_lanes} lanes: [{n_lanes}, T]"
+                fix = f"pass windows of {n_lanes} lanes: [{n_lanes}, T]"
                 raise SpecError(f"{name} is {kind(tensor)}", fix=fix)
         if not self.training:
             return

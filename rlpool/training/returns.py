@@ -1,17 +1,17 @@
 """Returns, advantages and targets of value functions, over whole batches of trajectories.
 
-What all functions have in common:
+All functions share these conventions:
 
-- The last dimension is time; any dimensions may come before it: ``[B, T]``, ``[T]``.
-- ``reward``, ``done`` and so on are those of the step: ``window["_reward"]``, ``window["_done"]``.
-- A terminated step has no future. A truncated one has, worth ``next_value``, and so has the last
-  step of a window in which no episode ends.
-- ``discount`` is a number from 0 to 1, or a tensor that multiplies what follows each step.
-- ``lengths`` (``window.lengths``) says how many steps each row has, from 0 to T, for rows that may
-  be shorter than the others without an end of an episode; their last step is treated like that of
-  the window, and padding gets zeros. Without it, nothing of what follows an episode's end reaches
-  that episode either, and padding gets values that mean nothing.
-- Results are constants, without gradients: nothing flows back into targets.
+- The last dimension is time; any dimensions can precede it: ``[B, T]``, ``[T]``.
+- ``reward``, ``done`` etc. are those of the step: ``window["_reward"]``, ``window["_done"]``.
+- A terminated step has no future. A truncated step bootstraps from ``next_value``, as does the last
+  step of a window within an episode.
+- ``discount`` is a number from 0 to 1, or a tensor that multiplies the future of each step.
+- ``lengths`` (``window.lengths``) is the number of steps of each row, from 0 to T, for rows that
+  can end without the end of an episode. Their last step is treated like that of the window, and
+  padding becomes zero. Without it, values past the end of an episode do not affect the episode, and
+  the results in padding are meaningless.
+- Results are constants, without gradients.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def discounted_returns(
 ) -> Tensor:
     """Sum of the discounted rewards from each step to the end of its episode.
 
-    Without ``next_value``, nothing follows the window or a truncated episode.
+    Without ``next_value``, the future after a window or a truncated episode counts as 0.
 
     Args:
-        reward: float32 or float64 ``[..., T]``, what each step earned.
+        reward: float32 or float64 ``[..., T]``, the reward of each step.
         done: bool ``[..., T]``, True where a step ended its episode.
         discount: A number from 0 to 1, or a tensor like ``reward``.
-        next_value: Like ``reward``: the value of what each step led to. It is used where an
+        next_value: Like ``reward``: the value of the state after each step. It is used where an
             episode is truncated, and where the window ends.
-        terminated: bool ``[..., T]``, True where a step led to a state without a future. Needed
-            with ``next_value``.
+        terminated: bool ``[..., T]``, True where a step led to a terminal state. Required with
+            ``next_value``.
         lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
@@ -67,8 +67,8 @@ def discounted_returns(
     """
     if next_value is not None and terminated is None:
         raise SpecError(
-            "next_value without terminated: an episode that is truncated has a future, one that "
-            "is terminated has none",
+            "next_value without terminated: truncated episodes have a future, terminated ones "
+            "do not",
             fix="pass terminated=window['_terminated'], or terminated=done if nothing is truncated",
         )
     if next_value is None:
@@ -91,18 +91,18 @@ def n_step_returns(
     *,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Rewards of ``n_step`` steps, and the value of what follows them.
+    """Discounted rewards of ``n_step`` steps plus the value of the state after them.
 
-    Fewer steps where the episode or the window ends before; the value of what follows the last of
-    them counts unless that step is terminated.
+    Fewer steps count where the episode or the window ends earlier. The value is omitted where the
+    last step is terminated.
 
     Args:
-        reward: float32 or float64 ``[..., T]``, what each step earned.
-        next_value: Like ``reward``: the value of what each step led to.
-        terminated: bool ``[..., T]``, True where a step led to a state without a future.
+        reward: float32 or float64 ``[..., T]``, the reward of each step.
+        next_value: Like ``reward``: the value of the state after each step.
+        terminated: bool ``[..., T]``, True where a step led to a terminal state.
         done: bool ``[..., T]``, True where a step ended its episode.
         discount: A number from 0 to 1, or a tensor like ``reward``.
-        n_step: How many rewards at most, from 1.
+        n_step: Maximum number of rewards, at least 1.
         lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
@@ -146,20 +146,20 @@ def gae(
 
     The target of the value function is ``advantage + value``.
 
-    Rewards of many agents with a common end, ``[..., T, A]`` with ``done`` ``[..., T]``, give
-    advantages ``[..., T, A]``; values are then those of each agent, or ``[..., T]`` for all. Where
-    agents have ends of their own, ``[..., T, A]``, all tensors have to be transposed to
-    ``[..., A, T]``: of two alike dimensions, the last one is time.
+    Rewards ``[..., T, A]`` of many agents with a common end, ``done`` ``[..., T]``, give advantages
+    ``[..., T, A]``; values are per agent, or ``[..., T]`` for all. If agents end separately
+    (``done`` is ``[..., T, A]``), transpose all tensors to ``[..., A, T]``: the last dimension is
+    time.
 
     Args:
-        reward: float32 or float64 ``[..., T]``, what each step earned.
-        value: Like ``reward``: the value of what each step started from.
-        next_value: Like ``reward``: the value of what each step led to, which at the end of an
+        reward: float32 or float64 ``[..., T]``, the reward of each step.
+        value: Like ``reward``: the value of the state before each step.
+        next_value: Like ``reward``: the value of the state after each step, which at the end of an
             episode is not the next step's ``value``.
-        terminated: bool ``[..., T]``, True where a step led to a state without a future.
+        terminated: bool ``[..., T]``, True where a step led to a terminal state.
         done: bool ``[..., T]``, True where a step ended its episode.
         discount: A number from 0 to 1, or a tensor like ``reward``.
-        lambda_: From 0 (one-step differences) to 1 (whole returns).
+        lambda_: From 0 (one-step TD errors) to 1 (Monte Carlo returns).
         lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
@@ -196,14 +196,14 @@ def gae(
 
 
 class VTrace(NamedTuple):
-    """What ``vtrace`` returns.
+    """Result of ``vtrace``.
 
     Both are new tensors ``[..., T]`` of the shape, dtype and device of ``reward``, without a
     gradient. With ``lengths``, they are zero in padding.
 
     Attributes:
-        target: Target of the value function at what each step started from.
-        advantage: By which the gradient of the log-probability of each action is weighted.
+        target: Target of the value function at the state before each step.
+        advantage: Weight of the gradient of each action's log-probability.
 
     Example:
         >>> reward = value = next_value = torch.ones(1, 4)
@@ -234,21 +234,21 @@ def vtrace(
     c_clip: float = 1.0,
     lengths: Tensor | None = None,
 ) -> VTrace:
-    """V-trace: targets from actions that another policy has chosen.
+    """V-trace: off-policy targets from the actions of a behaviour policy.
 
     Args:
-        log_ratio: Like ``reward``: log-probability of each action under the policy that learns,
-            minus that under the policy that chose it.
-        reward: float32 or float64 ``[..., T]``, what each step earned.
-        value: Like ``reward``: the value of what each step started from.
-        next_value: Like ``reward``: the value of what each step led to.
-        terminated: bool ``[..., T]``, True where a step led to a state without a future.
+        log_ratio: Like ``reward``: log-probability of each action under the learning policy, minus
+            that under the behaviour policy.
+        reward: float32 or float64 ``[..., T]``, the reward of each step.
+        value: Like ``reward``: the value of the state before each step.
+        next_value: Like ``reward``: the value of the state after each step.
+        terminated: bool ``[..., T]``, True where a step led to a terminal state.
         done: bool ``[..., T]``, True where a step ended its episode.
         discount: A number from 0 to 1, or a tensor like ``reward``.
-        lambda_: From 0 to 1; multiplies the ratios that traces are cut with.
-        rho_clip: The largest ratio of a difference, which decides whose value function the target
-            is; above 0, ``float("inf")`` for no limit.
-        c_clip: The largest ratio that traces are cut with, above 0.
+        lambda_: From 0 to 1; multiplies the ratios of the traces.
+        rho_clip: Upper limit of the ratios of TD errors, above 0, ``float("inf")`` for none. It
+            determines the policy whose value function is learned.
+        c_clip: Upper limit of the ratios of the traces, above 0.
         lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
@@ -277,7 +277,7 @@ def vtrace(
     difference = rho * (steps.reward + steps.future - value)
     correction = steps.finished(summed_backwards(difference, cut * steps.factor))
     target = value + correction
-    # What the next step's target is above its value; at the end of an episode nothing.
+    # The next step's target minus its value, 0 at the end of an episode.
     following = torch.zeros_like(correction)
     following[..., :-1] = steps.factor[..., :-1] * correction[..., 1:]
     following.masked_fill_(steps.factor == 0, 0)
@@ -286,7 +286,7 @@ def vtrace(
 
 
 def _have_agents(reward: Any, value: Any, done: Any) -> bool:
-    """Whether rewards have a dimension of agents behind that of time; a single one needs values."""
+    """Whether rewards have an agent dimension after time; a single agent is detected by values."""
     if not all(isinstance(each, Tensor) for each in (reward, value, done)):
         return False
     has_more = reward.ndim > 1 and reward.shape[:-1] == done.shape
@@ -294,7 +294,7 @@ def _have_agents(reward: Any, value: Any, done: Any) -> bool:
 
 
 def _by_agent(value: Any, reward: Tensor, done: Tensor) -> Any:
-    """Values ``[..., T, A]``, or ``[..., T]`` for all agents, as ``[..., A, T]``."""
+    """Transpose values ``[..., T, A]``, or ``[..., T]`` for all agents, to ``[..., A, T]``."""
     if isinstance(value, Tensor) and value.shape == done.shape:
         value = value.unsqueeze(-1).expand(reward.shape)
     is_like = isinstance(value, Tensor) and value.ndim == reward.ndim
@@ -308,15 +308,15 @@ class Steps:
     """The steps of a window, checked.
 
     Args:
-        reward: See ``gae``, and so on.
+        reward: As in ``gae``, like the other arguments.
         **like_reward: Further tensors that have to be like ``reward``.
 
     Attributes:
         n_timesteps: T.
         reward: As given.
-        factor: What the sum from the next step on is multiplied with: the discount, 0 where an
-            episode or a row ends.
-        future: Discounted value of what each step led to, 0 where it is terminated.
+        factor: Factor of the sum from the next step on: the discount, 0 where an episode or a row
+            ends.
+        future: Discounted value of the state after each step, 0 where it is terminated.
     """
 
     def __init__(
@@ -352,18 +352,18 @@ class Steps:
         self.future = (discount * next_value).masked_fill_(terminated, 0)
 
     def reward_and_future_at_ends(self) -> Tensor:
-        """The rewards, with what follows them where a sum of rewards ends."""
+        """Return the rewards, plus the future where a sum of rewards ends."""
         return self.reward + self.future.masked_fill(self.factor != 0, 0)
 
     def finished(self, result: Tensor) -> Tensor:
-        """A result, zero in the padding if it is known where that is."""
+        """Return a result with zeros in the padding, if ``lengths`` were given."""
         if self._is_padding is None:
             return result
         return result.masked_fill_(self._is_padding, 0)
 
 
 def summed_backwards(terms: Tensor, factor: Tensor) -> Tensor:
-    """``y[t] = terms[t] + factor[t] * y[t + 1]``; a factor of 0 lets nothing through, not even NaN.
+    """Compute ``y[t] = terms[t] + factor[t] * y[t + 1]``; a factor of 0 also blocks NaN.
 
     Args:
         terms: ``[..., T]``.
@@ -385,22 +385,22 @@ def check_reward(reward: object) -> None:
 
 
 def _check_like(name: str, tensor: Any, reward: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a tensor that has another shape, dtype or device than it should have."""
+    """Refuse a tensor unless it has the shape and device of ``reward``, and ``dtype``."""
     is_like = isinstance(tensor, Tensor) and tensor.shape == reward.shape
     if not is_like or tensor.dtype != dtype or tensor.device != reward.device:
         wanted = f"{str(dtype).removeprefix('torch.')} {list(reward.shape)} on {reward.device}"
-        message = f"{name} is {kind(tensor)}, it should be {wanted}"
+        message = f"{name} is {kind(tensor)}, but should be {wanted}"
         raise SpecError(message, fix="give one element per step, like reward")
 
 
 def _ends_of_rows(lengths: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
-    """Where padding is, and the last steps of rows: bool ``[..., T]``."""
+    """Return masks of the padding and of the last steps of rows, bool ``[..., T]``."""
     is_int = isinstance(lengths, Tensor) and lengths.dtype == torch.int64
     if not is_int or lengths.shape != reward.shape[:-1]:
         message = f"lengths is {kind(lengths)}, reward is {kind(reward)}"
         raise SpecError(message, fix=f"give an int64 {list(reward.shape[:-1])}")
     n_timesteps = reward.shape[-1]
-    if lengths.device.type == "cpu" and lengths.numel():  # reading others would wait for a device
+    if lengths.device.type == "cpu" and lengths.numel():  # else reading would synchronise
         low, high = map(int, lengths.aminmax())
         if low < 0 or high > n_timesteps:
             message = f"lengths go from {low} to {high}, rows have {n_timesteps} steps"

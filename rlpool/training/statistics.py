@@ -1,4 +1,4 @@
-"""Returns and lengths of episodes, complete ones or those that go on from window to window."""
+"""Returns and lengths of episodes, complete or spread over several windows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _START = "initial_state"
 
 
 def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Tensor:
-    """Sum of the rewards of each row.
+    """Sum the rewards of each row.
 
     Args:
         trajectories: Complete episodes, such as those of an ``EpisodeBatcher``. Padding does not
             count.
-        key: What is summed up: one number per step, ``[B, T]`` or ``[B, T, 1]``.
+        key: Key to sum: one number per step, ``[B, T]`` or ``[B, T, 1]``.
 
     Returns:
-        float32 ``[B]`` (float64 if the rewards are), on their device. Summed up in float64.
+        float32 ``[B]`` (float64 if the rewards are), on their device. Summed in float64.
 
     Raises:
         SpecError: If there is no such key, or it has more than one number per step.
@@ -46,7 +46,7 @@ def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Ten
 
 
 def episode_lengths(trajectories: TemporalDictTensor) -> Tensor:
-    """Number of steps of each row of complete episodes: a copy of ``lengths``, int64 ``[B]``.
+    """Return the number of steps of each complete episode: a copy of ``lengths``, int64 ``[B]``.
 
     Example:
         >>> steps = {"_reward": torch.tensor([[1.0, 2.0, 4.0], [1.0, 0.0, 0.0]])}
@@ -57,13 +57,13 @@ def episode_lengths(trajectories: TemporalDictTensor) -> Tensor:
 
 
 class EndedEpisodes(NamedTuple):
-    """Episodes that ended in a window, in order of time, then of rows.
+    """Episodes that ended in a window, ordered by time, then row.
 
     Attributes:
-        returns: float32 ``[N]`` (float64 if the rewards are): sums over whole episodes, steps in
-            earlier windows included, as far as these were added.
-        lengths: int64 ``[N]``: their numbers of steps, counted likewise.
-        rows: int64 ``[N]``: the row of this window in which each of them ended.
+        returns: float32 ``[N]`` (float64 if the rewards are): sums over whole episodes, including
+            steps in earlier windows that were added.
+        lengths: int64 ``[N]``: numbers of steps, counted likewise.
+        rows: int64 ``[N]``: the row of this window in which each episode ended.
 
     Example:
         >>> done = torch.tensor([[False, True, False], [False, False, True]])
@@ -79,11 +79,11 @@ class EndedEpisodes(NamedTuple):
 
 
 class EpisodeStatistics:
-    """Returns and lengths of episodes in windows of a ``Batcher``, also of those that span several.
+    """Returns and lengths of episodes in windows of a ``Batcher``, even if they span several.
 
     Args:
-        key: What is summed up: one number per step, ``[B, T]`` or ``[B, T, 1]``. ``"_success"`` or
-            ``"_cost"``, say, in a second object.
+        key: Key to sum: one number per step, ``[B, T]`` or ``[B, T, 1]``. Use a second object for
+            another key, such as ``"_success"`` or ``"_cost"``.
 
     Example:
         >>> def create_endless_env(seed):
@@ -103,24 +103,23 @@ class EpisodeStatistics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the episodes that are running.
+        """Forget the running episodes.
 
-        Not needed after ``batcher.reset()``: the next window says itself where episodes begin.
+        Not needed after ``batcher.reset()``: the next window marks where episodes begin.
         """
-        # By lane: sum and length of the episode that runs there, up to now.
+        # By lane: sum and length of the running episode so far.
         self._running: NDArray = np.zeros((2, 0))
 
     def update(self, window: TemporalDictTensor) -> EndedEpisodes:
         """Add the next window.
 
-        Windows have to come in the order of their steps, none left out. Lanes that have stopped
-        are missing in later ones: ``window.info["lane"]`` says which lane each row is. Where it
-        is missing, row *i* is lane *i*.
+        Add all windows, in order. Lanes that have stopped are absent from later windows:
+        ``window.info["lane"]`` is the lane of each row. Without it, row *i* is lane *i*.
 
         Args:
             window: Trajectories with ``_reward`` (or the other key) and ``_done``, on any device.
-                Where ``initial_state`` is there and True in a row's first step, nothing of earlier
-                windows is added to that row.
+                A row whose first step has ``initial_state`` True does not continue an episode of
+                earlier windows.
 
         Returns:
             The episodes that ended in it, on the CPU.
@@ -133,7 +132,7 @@ class EpisodeStatistics:
         done = numbers_of(window, _DONE).bool().cpu().numpy()
         lanes = self._lanes_of(window)
         running = self._running[:, lanes].copy()
-        if _START in window:  # what ran there before was dropped
+        if _START in window:  # the episode that ran there was dropped
             running[:, numbers_of(window, _START)[:, :1].any(1).cpu().numpy()] = 0
         is_step = np.arange(done.shape[1]) < window.lengths.cpu().numpy()[:, None]
         counted = np.where(is_step, as_numpy(values), 0), is_step
@@ -151,7 +150,7 @@ class EpisodeStatistics:
         return EndedEpisodes(returns.to(_dtype_of(values)), lengths.long(), rows_found)
 
     def _lanes_of(self, window: TemporalDictTensor) -> Any:
-        """The lane of each row; there is a place for the sums of each."""
+        """Return the lane of each row, after extending the running sums to all lanes."""
         n_rows = window.n_elems()
         lanes: Any = slice(n_rows)
         n_lanes = n_rows
@@ -161,7 +160,7 @@ class EpisodeStatistics:
             is_right = lanes.shape == (n_rows,) and lanes.dtype.kind in "iu"
             if not is_right or lanes.min(initial=0) < 0 or len(np.unique(lanes)) < n_rows:
                 message = f"info[{name!r}] is {kind(window.info[name])}, not a lane for each row"
-                raise SpecError(message, fix="keep what the Batcher's window has there")
+                raise SpecError(message, fix="keep the values of the Batcher's window")
             n_lanes = int(lanes.max(initial=-1)) + 1
         n_more = max(0, n_lanes - self._running.shape[1])
         self._running = np.pad(self._running, [(0, 0), (0, n_more)])
@@ -169,13 +168,13 @@ class EpisodeStatistics:
 
 
 def _checked(trajectories: Any) -> TemporalDictTensor:
-    # None once all lanes have stopped, or if get() does not wait.
-    fix = "pass what batcher.get() returns, unless that is None"
+    # get() returns None once all lanes have stopped, or if it does not wait.
+    fix = "pass the result of batcher.get(), unless it is None"
     return instance(trajectories, TemporalDictTensor, "trajectories", fix)
 
 
 def numbers_of(trajectories: TemporalDictTensor, key: str) -> Tensor:
-    """One number per step, ``[B, T]``.
+    """Return one number per step, ``[B, T]``.
 
     Raises:
         SpecError: If there is no such key, or it has more than one number per step.

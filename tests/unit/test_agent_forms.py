@@ -332,14 +332,14 @@ def needs_more(observation: Any, temperature: float) -> Any: ...
 
 NO_AGENTS: list[tuple[Any, str]] = [
     (3, "create_agent returned int, not an agent"),
-    (Silent(), "Silent does not say how to choose actions"),
-    (nn.Module(), "Module does not say how to choose actions"),
+    (Silent(), "Silent cannot choose actions"),
+    (nn.Module(), "Module cannot choose actions"),
     (Net, "create_agent returned the class Net"),
     (lambda frame: frame, "<lambda> takes"),
     (lambda: None, "<lambda> takes"),
     (needs_more, "needs_more takes"),
-    (Noisy(), r"which has n_noise, but is no Agent[^$]*Noisy\(nn.Module, Agent\)"),
-    (Updates(), r"which has update, but is no Agent[^$]*Updates\(Agent\)"),
+    (Noisy(), r"with n_noise, not an Agent[^$]*Noisy\(nn.Module, Agent\)"),
+    (Updates(), r"with update, not an Agent[^$]*Updates\(Agent\)"),
 ]
 
 
@@ -368,7 +368,7 @@ class NoFirst(Agent):
     ("agent", "words"),
     [
         (Forgets, "the agent returned no next state"),
-        (NoFirst, "but does not say which is the first"),
+        (NoFirst, "but does not define the first one"),
         (lambda: lambda observation: zeros(observation), "the agent returned Tensor, not its"),
         (lambda: lambda observation: (1, 2, 3, 4), "the agent returned tuple of 4"),
         (lambda: lambda observation: (zeros(observation),) * 2, "^the agent returned tuple of 2"),

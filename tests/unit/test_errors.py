@@ -199,13 +199,13 @@ AgentError: agent.update: ConstantAgent does not implement update(info)
   where: worker 0
   fix:   define update(self, info), for instance self.model.load_state_dict(info)
 
-WorkerStartupError: Bare does not say how to choose actions
+WorkerStartupError: Bare cannot choose actions
   where: worker 0
-  fix:   define __call__(self, observation) in its class, of a module forward
+  fix:   define __call__(self, observation) in its class, or forward in a module
 
-WorkerStartupError: Linear.forward takes (input: torch.Tensor) -> torch.Tensor, not what agents are called with
+WorkerStartupError: Linear.forward takes (input: torch.Tensor) -> torch.Tensor, which are not the arguments of an agent
   where: worker 0
-  fix:   let it name what it needs of observation, state, agent_info and history
+  fix:   name the parameters it needs: observation, state, agent_info, history
 
 WorkerStartupError: create_env returned CountingEnv, not a VecEnv
   where: worker 0
@@ -216,13 +216,13 @@ EnvSpecError: env.reset: 'frame' should have shape [1], got [2]
   fix:   if it varies: docs/episodes.md, "Values of different lengths", has a wrapper that pads texts, sequences and arrays, with a key for their length
 
 SpecError: create_agent is an object, Linear
-  fix:   pass the function or class that makes it, which every worker calls: create_agent=MyAgent, agent_args={...}
+  fix:   pass the function or class that makes it; every worker calls it: create_agent=MyAgent, agent_args={...}
 
 SpecError: both n_workers and n_threads are given, two names of the same argument
   fix:   pass n_workers alone
 
 SpecError: 'x' in agent_info has 2 rows, 3 were expected
-  fix:   give one row for each, or one number for all; or leave agent_info out
+  fix:   give one row for each, or one number for all; or omit agent_info
 
 SpecError: n_episodes should be an int of at least 1, got None
   fix:   say how many: execute(32)

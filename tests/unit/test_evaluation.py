@@ -364,7 +364,7 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda _: evaluation_of([1.0, np.nan]).summary(), "episode 1 "),
     (lambda _: compare(ONE, NOT_ONE), "'a.json'"),
     (lambda _: compare(TWICE, TWICE), "seeds"),
-    (lambda _: compare(ONE, ELSEWHERE), "no seed"),
+    (lambda _: compare(ONE, ELSEWHERE), "share a seed"),
     (lambda _: compare(ONE, OTHER), "max_steps"),
     (lambda _: verify(ONE, StepCounter, create_counting), "no record"),
     (lambda _: plot(), "nothing to plot"),

@@ -164,7 +164,7 @@ WRONG: list[tuple[Any, Any, str]] = [  # a space and an observation, or a key an
     (BYTES, [1, 256], "256"),
     (spaces.Discrete(5), 1.5, "'frame'"),
     (spaces.Dict(a=BIT), {"b": 1}, "['b']"),
-    (spaces.Dict(a=BIT), {"a": 0, "b": 1}, "leave out ['b']"),
+    (spaces.Dict(a=BIT), {"a": 0, "b": 1}, "omit ['b']"),
     (spaces.Dict(a=BIT), 5, "['a']"),
     (spaces.Tuple([BIT]), (1, 2), "tuple"),
     *(("terminated", flag, "'terminated'") for flag in (NAN, None, "", 2, [False, True], 1j)),

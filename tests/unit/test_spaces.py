@@ -40,12 +40,12 @@ ACTED = {
 }
 GOOD: dict[str, Any] = {"start": 6, "small": 2, "many": [1, 2], "bits": [0, 1]}
 OUTSIDE: list[tuple[str, Any, str, str]] = [
-    ("start", 0, "0, outside of 5 to 6", "add `start`"),
-    ("start", 7, "7, outside of 5 to 6", "return actions of the space"),
-    ("small", 258, "258, outside of 0 to 2", "return actions"),
-    ("small", -1, "-1, outside of 0 to 2", "return actions"),
+    ("start", 0, "0, outside 5 to 6", "add `start`"),
+    ("start", 7, "7, outside 5 to 6", "return actions of the space"),
+    ("small", 258, "258, outside 0 to 2", "return actions"),
+    ("small", -1, "-1, outside 0 to 2", "return actions"),
     ("many", [2, 0], "[2, 0], outside", "return actions"),
-    ("bits", [0, -1], "[0, -1], outside of [0, 0]", "return"),
+    ("bits", [0, -1], "[0, -1], outside [0, 0]", "return"),
 ]
 
 
