@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import reduce
-from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,12 +13,13 @@ from ray.rllib.core.rl_module import RLModuleSpec
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from benchmarks.conformance.data import join
-from benchmarks.conformance.interface import Collector, Job, Steps
+from benchmarks.conformance.interface import NO_TARGETS, Collector, Job, Steps
 
-ELSEWHERE = dict.fromkeys(("n_step", "targets"), "its env runners compute none, its learners do")
+RAISED = "exception_names_its_cause unpicklable_exception_reaches_the_caller sys_exit_is_noticed"
+RESTARTED = "“RLlib tries to restart the lost EnvRunner(s)” (`AlgorithmConfig.fault_tolerance`)"
 
 
-class Module(TorchRLModule):
+class Act(TorchRLModule):
     def setup(self) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(1))  # optimizers refuse to have none
 
@@ -40,7 +40,8 @@ def steps(episode: Any) -> Steps:
 
 class Runners(Collector):
     package, start_s = "ray", 30.0
-    lacks: ClassVar[dict[str, str]] = ELSEWHERE | {"options": "passes none to `reset`"}
+    lacks: ClassVar[dict[str, str]] = NO_TARGETS | {"options": "`reset` gets no options"}
+    intended: ClassVar[dict[str, str]] = dict.fromkeys(RAISED.split(), RESTARTED)
 
     def open(self, job: Job) -> None:
         init(num_cpus=4, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
@@ -53,17 +54,16 @@ class Runners(Collector):
             config = PPOConfig().environment("job").debugging(seed=job.seed).evaluation(**more)
             numbers = {"num_envs_per_env_runner": job.n_envs // job.n_workers}
             config.env_runners(num_env_runners=n, **numbers)
-            model = RLModuleSpec(Module, model_config={"policy": job.policy})
-            config.rl_module(rl_module_spec=model).callbacks(on_episode_created=label)
-            self.opened = config.build_algo()
+            config.rl_module(rl_module_spec=RLModuleSpec(Act, model_config={"policy": job.policy}))
+            self.opened = config.callbacks(on_episode_created=label).build_algo()
             self.at_end.callback(self.opened.stop)
         return self.opened
 
     def sample(self, request: Any) -> list[Any]:
-        algorithm, more = self.algorithm(self.job.n_workers), {"local_env_runner": False}
-        algorithm.restore_env_runners(algorithm.env_runner_group)
-        more |= {"timeout_seconds": self.job.timeout_s}
-        return list(chain(*algorithm.env_runner_group.foreach_env_runner(request, **more)))
+        group = self.algorithm(self.job.n_workers).env_runner_group
+        self.opened.restore_env_runners(group)
+        more = {"local_env_runner": False, "timeout_seconds": self.job.timeout_s}
+        return reduce(list.__add__, group.foreach_env_runner(request, **more), [])
 
     def window(self, n_steps: int) -> list[Steps]:
         streams: dict[tuple, list[Steps]] = {}
@@ -72,8 +72,8 @@ class Runners(Collector):
         return [reduce(join, streams[env]) for env in sorted(streams)]
 
     def episodes(self, n: int) -> list[Steps]:
-        whole, rest = divmod(n, self.job.n_workers)  # as `evaluate` shares them out
-        found = self.sample(lambda r: r.sample(num_episodes=whole + (r.worker_index <= rest)))
+        n, more = divmod(n, self.job.n_workers)  # as `evaluate` shares them out
+        found = self.sample(lambda r: r.sample(num_episodes=n + (r.worker_index <= more)))
         return list(map(steps, found))
 
     def evaluate(self, n: int) -> list[float]:
