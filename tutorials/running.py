@@ -172,6 +172,10 @@ def film(agent, create_env, folder, env_args, agent_info=None):
     """Write a film of an episode into a folder; ``create_env`` takes a ``render_mode``."""
 
     def filmed(env):
+        # Gymnasium 1.4 films MuJoCo's robots with a camera that stands still; their own one follows.
+        renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+        if renderer is not None and env.unwrapped.model.ncam:
+            renderer.camera_id = 0
         # From the first step on: some resets only show which observations there are.
         return gym.wrappers.RecordVideo(env, folder, step_trigger=lambda step: step == 1)
 
