@@ -1,12 +1,11 @@
-"""What a fixed number of rows costs: ``agent_rows`` beside an agent with a row per lane.
+"""Cost of a fixed number of rows: ``agent_rows`` compared with one row per lane.
 
     python benchmarks/agent_rows.py [--lanes 1 4 8 16 32] [--rows 8 16 32] [--windows 5]
 
-An MLP (4-64-64-2) on CartPole, a GRU (4-64, memory of 64 numbers) on CartPole, and the Nature CNN
-on frames of 84 × 84 × 4 whose steps cost nothing, all in this process, on one thread. Turns
-alternate between the same agent with and without ``agent_rows``; ``times`` is how many times as
-long a batch step takes with it, the median of the windows. Prints a JSON line per agent and number
-of lanes.
+An MLP (4-64-64-2) on CartPole, a GRU (4-64, 64 hidden units) on CartPole, and the Nature CNN on
+frames of 84 × 84 × 4 with steps at no cost, all in this process, on one thread. Windows alternate
+between the same agent with and without ``agent_rows``; ``times`` is the median ratio of the times
+per batch step. Prints a JSON line per agent and number of lanes.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ AGENTS: dict[str, tuple[Callable[[], Agent], Callable[[], Any]]] = {
 
 
 def compare(name: str, n_lanes: int, args: Any) -> dict[str, float]:
-    """How many times as long a batch step takes, by number of rows."""
+    """Return the ratio of the times per batch step, by number of rows."""
     create_agent, make_env = AGENTS[name]
     n_episodes = 8 * n_lanes
 

@@ -1,13 +1,13 @@
-"""The bare loop: what the same processes achieve if nothing is stored or sent.
+"""The bare loop: the throughput of the same processes if they do not store or send data.
 
-As many spawned processes as there would be workers, each with its own environments and its own
-copy of the policy. A step is: call the policy on the batch under ``torch.inference_mode``, step
-every environment, reset those that ended, write the observations into the buffer that the policy
-reads. Rewards are dropped.
+One spawned process per worker of the batcher, each with its own environments and its own copy of
+the policy. A step calls the policy on the batch under ``torch.inference_mode``, steps every
+environment, resets those that ended, and writes the observations to the input buffer of the policy.
+Rewards are dropped.
 
-Vector environments take the batch of actions, restart their lanes by themselves, unseeded, and
-their observation is what the policy reads. The steps in which lanes restart are not counted, since
-they belong to no episode.
+Vector environments take the batch of actions, restart their lanes by themselves, unseeded, and pass
+their observation to the policy. The steps in which lanes restart are not counted, since they are
+not part of an episode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lanes:
     """The environments and the policy of one process.
 
     Args:
-        workload: What to run.
+        workload: The workload.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -38,7 +38,7 @@ class Lanes:
         space = self.envs[0].observation_space
         if space.shape is None or space.dtype is None:
             raise ValueError(f"the bare loop has no buffer for observations of {space}")
-        # As rlpool does: float64 becomes float32, everything else is kept.
+        # Like rlpool: float64 becomes float32, other dtypes are kept.
         dtype = np.dtype(np.float32) if space.dtype == np.float64 else space.dtype
         self._batch = np.zeros((len(self.envs), *space.shape), dtype)
         self._noise = torch.zeros(len(self.envs), self.policy.n_noise)
@@ -46,10 +46,10 @@ class Lanes:
             row[...] = env.reset()[0]
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """Step for a while.
+        """Step for at least this long.
 
         Returns:
-            Environment steps made, and the seconds they took.
+            Number of environment steps, and the seconds they took.
         """
         frame, noise, policy = torch.from_numpy(self._batch), self._noise, self.policy
         lanes = [
@@ -63,7 +63,7 @@ class Lanes:
             while clock() < end:
                 torch.rand(noise.shape, out=noise)
                 action = policy(frame, noise)["action"].numpy()
-                # Scalars as Python numbers, as environments like them best; vectors as views.
+                # Scalars as Python numbers, which environments handle fastest; vectors as views.
                 actions = action.tolist() if action.ndim == 1 else action
                 n_batches += 1
                 for (step, reset, row), action in zip(lanes, actions, strict=True):
@@ -83,7 +83,7 @@ class VectorLanes:
     """The vector environment and the policy of one process.
 
     Args:
-        workload: What to run.
+        workload: The workload.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -96,7 +96,7 @@ class VectorLanes:
         self._dtype = self.env.action_space.dtype
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """See ``Lanes.run``."""
+        """Step for at least this long, like ``Lanes.run``."""
         observation, noise, policy, step = (
             self._observation,
             self._noise,
@@ -118,7 +118,7 @@ class VectorLanes:
                 n_ended += np.count_nonzero(terminated | truncated)
             elapsed_s = clock() - start
         self._observation = observation
-        return n_batches * len(noise) - n_ended, elapsed_s  # each of them has restarted, or will
+        return n_batches * len(noise) - n_ended, elapsed_s  # without the steps of restarts
 
     def close(self) -> None:
         """Close the environment."""
@@ -129,7 +129,7 @@ class BareLoop:
     """The processes of the bare loop; blocked in a read outside of windows.
 
     Args:
-        workload: What they run.
+        workload: The workload.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -153,7 +153,7 @@ class BareLoop:
             raise
 
     def window(self, seconds: float) -> float:
-        """Let all processes run at the same time; returns their steps per second together."""
+        """Run all processes at the same time; returns their total steps per second."""
         for pipe in self._pipes:
             pipe.send(seconds)
         counts: list[tuple[int, float]] = [pipe.recv() for pipe in self._pipes]
@@ -162,7 +162,7 @@ class BareLoop:
     def close(self) -> None:
         """End the processes."""
         for pipe in self._pipes:
-            pipe.close()  # the end of the file is what ends them
+            pipe.close()  # they end at the end of the file
         for process in self._processes:
             process.join(_END_S)
             if process.is_alive():

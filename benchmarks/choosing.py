@@ -1,10 +1,10 @@
-"""How many workers and lanes are fastest, for environments of several kinds.
+"""The fastest numbers of workers and lanes for several kinds of environments.
 
     python benchmarks/choosing.py [--kinds cartpole ...] [--seconds 0.8] [--lanes 1 4 16]
 
-Each kind of environment runs with 0, 1 and 2 workers (4 as well where steps sleep) of 1 to 16
-lanes each, in windows (``Batcher``) or, where episodes are of unequal length, in requests of
-episodes with two pending (``EpisodeBatcher``). Nothing is learned: the caller waits.
+Each kind of environment runs with 0, 1 and 2 workers (also 4 if steps sleep) of 1 to 16 lanes each,
+in windows (``Batcher``) or, for episodes of unequal length, in requests of episodes with two
+pending (``EpisodeBatcher``). The caller only waits, without learning.
 
 Prints a JSON line per kind: steps per second by ``workers x lanes``.
 """
@@ -64,7 +64,7 @@ KINDS = {
 
 
 def steps_per_s(kind: Kind, n_workers: int, n_lanes: int, seconds: float) -> float:
-    """How fast so many workers of so many lanes collect."""
+    """Return the steps per second of ``n_workers`` workers with ``n_lanes`` lanes each."""
     workload = replace(kind.workload, n_lanes=n_lanes)
     all_lanes = max(1, n_workers) * n_lanes
     if kind.is_episodic:
@@ -81,7 +81,7 @@ def steps_per_s(kind: Kind, n_workers: int, n_lanes: int, seconds: float) -> flo
         n_steps, start = 0, 0.0
         for n_requests in itertools.count():
             collected = batcher.get()
-            if n_requests == 0:  # the first warms up
+            if n_requests == 0:  # warm-up
                 start = time.perf_counter()
             else:
                 n_steps += int(collected.lengths.sum())

@@ -1,17 +1,17 @@
-"""How fast episodes arrive from a Ray cluster, compared with the same workers on one machine.
+"""Throughput of a Ray cluster, relative to the same workers on one machine.
 
     python benchmarks/cluster.py [--n-episodes 16 256 2000] [--windows 9] [--seconds 1]
 
-The cluster is simulated on this machine: a head node without processors, to which this process
-belongs, and two nodes of one processor each, all with object stores of their own. Results travel
-from a node's store through the loopback device into the head's, as they would through a network.
-``RayEpisodeBatcher`` with one worker on each of the nodes and ``EpisodeBatcher`` with two workers
-take turns, window by window, with the same requests of W1 of ``throughput.py``. ``ratio`` compares
-each window of the first with the mean of the two windows of the second around it,
-``local_to_local`` does the same with the second alone: what it deviates from 1 is noise.
+The cluster is simulated on this machine: a head node without processors, which includes this
+process, and two nodes with one processor each, all with separate object stores. Results are sent
+from a node's store through the loopback device to the head's, as through a network.
+``RayEpisodeBatcher`` with one worker per node and ``EpisodeBatcher`` with two workers alternate,
+window by window, with the same requests of W1 of ``throughput.py``. ``ratio`` compares each window
+of the first with the mean of the two adjacent windows of the second. ``local_to_local`` compares
+the second with itself: its deviation from 1 is noise.
 
-Prints one JSON line per size of a request, with its bar, and every window to stderr. Needs the
-extra ``ray``.
+Prints one JSON line per size of a request, with its threshold, and every window to stderr. Needs
+the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rlpool.cluster import RayEpisodeBatcher
 N_NODES = 2
 
 BARS = {16: 0.7, 256: 0.75, 2000: 0.8}
-"""Episodes per request to the least median of ``ratio``."""
+"""Required median of ``ratio``, by episodes per request."""
 
 
 @contextmanager
 def simulated_cluster(store_bytes: int) -> Iterator[None]:
-    """A cluster on this machine, to which this process is connected."""
+    """Start a cluster on this machine, and connect this process to it."""
     head = {"num_cpus": 0, "object_store_memory": store_bytes}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
@@ -54,7 +54,7 @@ def simulated_cluster(store_bytes: int) -> Iterator[None]:
 
 
 def compare(n_episodes: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The cluster's batcher in turns with the local one."""
+    """Alternate between the cluster's batcher and the local one."""
     workload, kind = WORKLOADS["W1"], partial(RayEpisodeBatcher, n_nodes=N_NODES)
     with (
         make_batcher(workload, n_episodes) as local,
@@ -81,7 +81,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--n-episodes", nargs="+", type=int, default=list(BARS))
     parser.add_argument("--windows", type=int, default=9, help="windows of the cluster")
-    parser.add_argument("--seconds", type=float, default=1.0, help="least length of a window")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum length of a window")
     parser.add_argument("--store-mb", type=int, default=400, help="object store of each node")
     args = parser.parse_args()
     torch.set_num_threads(1)

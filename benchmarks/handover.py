@@ -1,14 +1,14 @@
-"""What taking a result costs the caller.
+"""Cost of receiving a result for the caller.
 
     python benchmarks/handover.py [--repeats 15]
 
 - ``get``: 1,000 episodes of CartPole-v1, then 32 episodes of 200 image frames. Collected by two
-  workers while the caller only polls ``progress``; once all episodes are finished, ``get()`` is
-  timed alone. ``fraction`` is its time divided by the time of the collection.
-- ``successor``: the first and the second access to ``_frame``, which is computed when it is first
-  accessed, and a copy of ``frame`` for comparison.
+  workers while the caller only polls ``progress``; ``get()`` is timed after all episodes have
+  finished. ``fraction`` is its time divided by the time of the collection.
+- ``successor``: the first and the second access to ``_frame``, which is computed on first access,
+  and a copy of ``frame`` for comparison.
 
-Prints JSON lines, with the bar, if there is one, and whether the median meets it.
+Prints JSON lines, with the threshold, if any, and whether the median meets it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from workloads import FRAMES, WORKLOADS, Workload, make_batcher, parser_of, quar
 from rlpool import EpisodeBatcher
 
 _LOOK_S = 2e-3
-"""Between two polls of the progress: short beside a collection, long beside a poll."""
+"""Interval between polls of the progress: much shorter than a collection, longer than a poll."""
 
 _SETTLE_S = 0.05
-"""Between the last episode and ``get()``, for the workers' last messages to arrive."""
+"""Wait between the last episode and ``get()``, for the workers' last messages to arrive."""
 
 BARS = {"frames": 0.02}
-"""The largest median of ``fraction``, by workload."""
+"""Maximum median of ``fraction``, by workload."""
 
 
 def collect(batcher: EpisodeBatcher, n_episodes: int) -> float:
-    """Request episodes and wait until all are finished; returns the seconds that took."""
+    """Request episodes and wait until all are finished; returns the time in seconds."""
     start = time.perf_counter()
     batcher.execute(n_episodes)
     while batcher.progress[0] < n_episodes:
@@ -45,14 +45,14 @@ def collect(batcher: EpisodeBatcher, n_episodes: int) -> float:
 
 
 def seconds_of(function: Any, *args: Any) -> float:
-    """How long one call takes."""
+    """Return the time of one call."""
     start = time.perf_counter()
     function(*args)
     return time.perf_counter() - start
 
 
 def measure_get(workload: Workload, n_episodes: int, n_repeats: int) -> None:
-    """Fractions of ``get()`` and costs of ``_frame``."""
+    """Measure the fractions of ``get()`` and the cost of ``_frame``."""
     seconds: dict[str, list[float]] = defaultdict(list)
     with make_batcher(workload, n_episodes) as batcher:
         for _ in range(n_repeats + 1):
@@ -66,7 +66,7 @@ def measure_get(workload: Workload, n_episodes: int, n_repeats: int) -> None:
             seconds["copy_of_frame"].append(seconds_of(result["frame"].clone))
             n_bytes = result["frame"].nbytes
             del result
-    kept = {name: values[1:] for name, values in seconds.items()}  # the first one warms up
+    kept = {name: values[1:] for name, values in seconds.items()}  # without the warm-up
     pairs = zip(kept["get"], kept["collection"], strict=True)
     fraction = quartiles([get / collection for get, collection in pairs], 5)
     ms = {f"{name}_ms": round(1e3 * statistics.median(kept[name]), 3) for name in kept}
@@ -82,7 +82,7 @@ def measure_get(workload: Workload, n_episodes: int, n_repeats: int) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="results that are timed")
+    parser.add_argument("--repeats", type=int, default=15, help="timed results")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for workload, n_episodes in ((WORKLOADS["W1"], 1000), (FRAMES, 32)):

@@ -1,20 +1,20 @@
-"""Whether the tutorials learn what is published: every script on several seeds.
+"""Comparison of the tutorials with published results, on several seeds.
 
     python benchmarks/learning.py --all                    # all runs that are not in the folder yet
     python benchmarks/learning.py --tasks ppo-CartPole-v1  # those of one task
     python benchmarks/learning.py --all --cleanrl FOLDER --cleanrl-python PYTHON  # and CleanRL's
-    python benchmarks/learning.py --table                  # what the folder has, as Markdown
+    python benchmarks/learning.py --table                  # results in the folder, as Markdown
 
 A run is a process, ``python tutorials/<script>.py --seed <seed> ...``, without worker processes.
-``--jobs`` of them run at the same time; one that was cut off goes on from its checkpoint. Its
-curve, its result and the versions are written to ``<folder>/<task>-<seed>.json``, and a picture of
-all seeds to ``<folder>/<task>.png``. Where nothing is published for the budget, the reference is
-CleanRL's own script, unchanged, on the same seeds; its ``FOLDER`` holds ``ppo_atari.py``.
-Those runs are written to ``<folder>/<task>-cleanrl-<seed>.json``.
+``--jobs`` of them run in parallel; an interrupted run is resumed from its checkpoint. Its curve,
+its result and the versions are written to ``<folder>/<task>-<seed>.json``, and a plot of all seeds
+to ``<folder>/<task>.png``. If there are no published results for the budget, the reference is
+CleanRL's own script, unchanged, on the same seeds; its ``FOLDER`` holds ``ppo_atari.py``. These
+runs are written to ``<folder>/<task>-cleanrl-<seed>.json``.
 
-The result of a run is the mean return of the last 100 episodes of training at the end of the
-budget, as in CleanRL's tables; where the reference is an evaluation, the mean return of 50 greedy
-episodes after training, as in rl-baselines3-zoo's.
+The result of a run is the mean return of the last 100 training episodes at the end of the budget,
+as in CleanRL's tables, or the mean return of 50 greedy episodes after training if the reference is
+an evaluation, as in rl-baselines3-zoo's.
 
 References:
     CleanRL's results: https://docs.cleanrl.dev/rl-algorithms/overview (Huang et al. 2022, "CleanRL:
@@ -47,10 +47,10 @@ from workloads import ATARI, cleanrl_command, interpreter
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 N_POINTS = 200
-"""Points of a curve that are kept."""
+"""Number of points kept of a curve."""
 
 EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?\s*(-?[\d.]+)")
-"""What CleanRL's scripts print at the end of an episode."""
+"""Output of CleanRL's scripts at the end of an episode."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Task:
         script: Name of the tutorial.
         env_id: The environment.
         n_steps: Budget in environment steps.
-        bar: The least mean result that counts as reached, ``None`` if it is another run's.
-        reference: What is published, and by whom.
-        n_seeds: How many seeds are run.
-        n_greedy: Greedy episodes after training which are the result; 0 for training returns.
-        cleanrl: CleanRL's script and its arguments, if runs of it are the reference.
-        setup: What CleanRL's interpreter runs before the script.
+        bar: Required mean result, ``None`` if the reference is another run.
+        reference: The published result and its source.
+        n_seeds: Number of seeds.
+        n_greedy: Number of greedy episodes of the result; 0 for training returns.
+        cleanrl: CleanRL's script and its arguments, if its runs are the reference.
+        setup: Code that CleanRL's interpreter runs before the script.
         flags: Arguments of the script in place of ``--env-id``.
     """
 
@@ -129,7 +129,7 @@ TASKS = [
 
 
 def run(task: Task, seed: int, folder: Path) -> None:
-    """Run a script to its end, and write what came out."""
+    """Run a script to its end, and write its result."""
     checkpoint = folder / f"{task.name}-{seed}.pt"
     command = [sys.executable, str(REPOSITORY / "tutorials" / f"{task.script}.py")]
     command += [*(task.flags or [f"--env-id={task.env_id}"]), f"--total-timesteps={task.n_steps}"]
@@ -145,7 +145,7 @@ def run(task: Task, seed: int, folder: Path) -> None:
 
 
 def run_cleanrl(scripts: Path, python: str, task: Task, seed: int, folder: Path) -> None:
-    """Run CleanRL's script to its end, and write what came out."""
+    """Run CleanRL's script to its end, and write its result."""
     script, *arguments = task.cleanrl
     command = cleanrl_command(python, scripts / script, task.setup)
     command += [*arguments, f"--total-timesteps={task.n_steps}", f"--seed={seed}", "--no-cuda"]
@@ -172,9 +172,9 @@ def result_path(task: Task, seed: int, folder: Path) -> Path:
 
 
 def result_of(task: Task, seed: int, progress: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a run: its result, and the mean of the last episodes at some points.
+    """Return the result of a run, and its curve: the mean of the last episodes at some points.
 
-    These are 100 episodes, or a tenth of a run that has fewer than a thousand.
+    The means are over 100 episodes, or a tenth of a run with fewer than a thousand.
     """
     returns, steps = progress["returns"], progress["steps"]
     width = min(100, max(1, len(returns) // 10))
@@ -197,25 +197,25 @@ def result_of(task: Task, seed: int, progress: dict[str, Any]) -> dict[str, Any]
     }
 
 
-# Showing ------------------------------------------------------------------------------------------
+# Output -------------------------------------------------------------------------------------------
 
 
 def results_of(
     task: Task, folder: Path, path_of: Callable[[Task, int, Path], Path] = result_path
 ) -> list[dict[str, Any]]:
-    """The results that are there, of the scripts here or with ``cleanrl_path`` of CleanRL's."""
+    """Return the existing results of our scripts, or with ``cleanrl_path`` of CleanRL's."""
     paths = (path_of(task, seed, folder) for seed in range(1, task.n_seeds + 1))
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def mean_and_spread(results: Sequence[dict[str, Any]]) -> str:
-    """Mean of the results, and their standard deviation if there are several."""
+    """Format the mean of the results, and their standard deviation if there are several."""
     values = [result["result"] for result in results]
     return f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def draw(task: Task, folder: Path) -> None:
-    """Draw the curves of all seeds beside what is published."""
+    """Plot the curves of all seeds with the published result."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -239,7 +239,7 @@ def draw(task: Task, folder: Path) -> None:
 
 
 def rows(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
-    """The results as a table in Markdown."""
+    """Return the rows of a Markdown table of the results."""
     yield "| script | environment | steps | reference | bar | rlpool | seeds |"
     yield "|---|---|---|---|---|---|---|"
     for task in tasks:
@@ -265,18 +265,18 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="run every task")
     parser.add_argument("--tasks", nargs="+", default=[], choices=[task.name for task in TASKS])
-    parser.add_argument("--seeds", nargs="+", type=int, help="only these of a task's seeds")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--seeds", nargs="+", type=int, help="only these seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel runs")
     parser.add_argument("--cleanrl", metavar="FOLDER", type=Path, help="CleanRL's scripts")
     parser.add_argument(
         "--cleanrl-python", metavar="PYTHON", type=interpreter, default=sys.executable
     )
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "docs" / "results")
-    parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--table", action="store_true", help="only print existing results")
     arguments = parser.parse_args()
     tasks = [t for t in TASKS if arguments.all or arguments.table or t.name in arguments.tasks]
     if not tasks:
-        parser.error("nothing to do: give --all, --tasks or --table")
+        parser.error("nothing to do: pass --all, --tasks or --table")
     folder = arguments.folder.resolve()
     if not arguments.table:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,21 +1,21 @@
-"""How fast whole training loops are beside those of CleanRL and Stable-Baselines3.
+"""Speed of whole training loops, compared with CleanRL and Stable-Baselines3.
 
     python benchmarks/learning_speed.py --cleanrl FOLDER --cleanrl-python PYTHON --sb3-python PYTHON
         [--workloads cartpole half_cheetah pong] [--rounds 4] [--seconds 8] [--variants]
 
-The same algorithm, environment, hyper-parameters and sizes: rlpool's tutorials as they are,
-CleanRL's scripts as they are (``FOLDER`` holds ``ppo.py``, ``ppo_continuous_action.py`` and
-``ppo_atari.py``), and Stable-Baselines3's ``PPO`` over a ``DummyVecEnv``. Everything counts that a
-run does: statistics, progress, files for TensorBoard (not Stable-Baselines3), checkpoints (only
-rlpool). Each is a program of its own with its own
-interpreter; they take turns, each for a few seconds.
+All use the same algorithm, environment, hyper-parameters and sizes: rlpool's tutorials unchanged,
+CleanRL's scripts unchanged (``FOLDER`` holds ``ppo.py``, ``ppo_continuous_action.py`` and
+``ppo_atari.py``), and Stable-Baselines3's ``PPO`` over a ``DummyVecEnv``. The whole run is timed,
+including statistics, progress, files for TensorBoard (except Stable-Baselines3) and checkpoints
+(only rlpool). Each is a separate program with its own interpreter; they alternate every few
+seconds.
 
-Start-up does not count: the clock starts at the first progress after ``--warm-up`` seconds of
-training, and the program is ended after ``--seconds`` more. Torch has one thread, on Pong two; with
-``--variants`` rlpool runs with other numbers of workers, too.
+Start-up is excluded: the clock starts at the first progress after ``--warm-up`` seconds of
+training, and the program is ended after another ``--seconds``. Torch uses one thread, on Pong two;
+with ``--variants`` rlpool also runs with other numbers of workers.
 
-Prints a JSON line per workload: steps per second, and rlpool's speed as a multiple of the others',
-each round compared with itself.
+Prints a JSON line per workload: steps per second, and rlpool's speed relative to the others in the
+same round.
 
 References:
     Huang et al. 2022, "CleanRL: High-quality single-file implementations of deep reinforcement
@@ -39,7 +39,7 @@ from workloads import ATARI, cleanrl_command, interpreter, note, parser_of, quar
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = re.compile(rb"\s(\d+)/\d+ \[|SPS: (\d+)|\nsteps (\d+)")
-"""Progress in the output: tqdm's, CleanRL's (one line per window), and that of ``BASELINES``."""
+"""Progress in the output of tqdm, CleanRL (one line per window), and ``BASELINES``."""
 
 BASELINES = """
 import sys, gymnasium, torch
@@ -73,7 +73,7 @@ def pong():
 torch.set_num_threads(int(sys.argv[2]))
 globals()[sys.argv[1]]().learn(10_000_000, callback=Show())
 """
-"""Stable-Baselines3 with CleanRL's hyper-parameters, which are also the tutorials'."""
+"""Stable-Baselines3 with the hyper-parameters of CleanRL and the tutorials."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Workload:
         n_steps_per_window: Steps between two lines of CleanRL's output.
         n_threads: Threads of torch.
         variants: Further arguments of rlpool's script, by name.
-        setup: What CleanRL's interpreter runs before the script.
+        setup: Code that CleanRL's interpreter runs before the script.
     """
 
     tutorial: str
@@ -128,7 +128,7 @@ WORKLOADS = {
 
 
 def commands(name: str, args: object, folder: str) -> dict[str, list[str]]:
-    """What to run, by contender."""
+    """Return the commands by contender."""
     workload = WORKLOADS[name]
     ours = [sys.executable, str(ROOT / "tutorials" / workload.tutorial), *workload.arguments]
     ours += ["--total-timesteps=10000000", f"--checkpoint={folder}/run.pt", f"--track={folder}"]
@@ -150,7 +150,7 @@ def commands(name: str, args: object, folder: str) -> dict[str, list[str]]:
 def steps_per_s(
     command: list[str], workload: Workload, warm_up_s: float, seconds: float, folder: str
 ) -> float:
-    """Run a program for a while, and return how fast it is once it trains."""
+    """Run a program for a while, and return its training speed."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(workload.n_threads)}
     program = subprocess.Popen(
         command,
@@ -189,13 +189,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--warm-up", type=float, default=2.0)
-    parser.add_argument("--variants", action="store_true", help="other numbers of workers, too")
+    parser.add_argument("--variants", action="store_true", help="also other numbers of workers")
     parser.add_argument("--cleanrl", metavar="FOLDER", help="CleanRL's scripts")
     parser.add_argument(
         "--cleanrl-python", metavar="PYTHON", type=interpreter, default=sys.executable
     )
     parser.add_argument(
-        "--sb3-python", metavar="PYTHON", type=interpreter, help="that has Stable-Baselines3"
+        "--sb3-python", metavar="PYTHON", type=interpreter, help="with Stable-Baselines3"
     )
     args = parser.parse_args()
     for name in args.workloads:

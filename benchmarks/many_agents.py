@@ -1,17 +1,17 @@
-"""Joint steps per second of many agents: rlpool beside the bare loop, TorchRL and AgileRL.
+"""Joint steps per second of many agents: rlpool, the bare loop, TorchRL and AgileRL.
 
     python benchmarks/many_agents.py [--windows 9] [--seconds 2]
 
-``simple_spread`` of mpe2: three agents, episodes of 25 steps, one network of 64 and 64 units for
-all of them. Turns alternate between the bare loop in this process (the base) and
+``simple_spread`` of mpe2: three agents, episodes of 25 steps, one shared network of 64 and 64
+units. Windows alternate between the bare loop in this process (the base) and
 
 - ``rlpool``: an ``EpisodeBatcher`` with two workers of 8 environments, requests of 64 episodes, the
   next one pending
 - ``torchrl``: ``MultiSyncCollector`` with two workers of 8 ``PettingZooEnv`` in a ``SerialEnv``
-- ``agilerl``: its ``AsyncPettingZooVecEnv`` with two processes, of one environment each, the policy
+- ``agilerl``: its ``AsyncPettingZooVecEnv`` with two processes of one environment each, the policy
   in the caller
 
-Peers that are not installed are left out. Prints a JSON line for each.
+Libraries that are not installed are skipped. Prints a JSON line for each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ N_EPISODES = 64
 
 
 class Team(nn.Module, Agent):
-    """The policy, for all of them."""
+    """The policy of all contenders."""
 
     n_noise = N_AGENTS
 
@@ -46,7 +46,7 @@ class Team(nn.Module, Agent):
         )
 
     def forward(self, frame: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        """Actions ``[..., A]`` for observations ``[..., A, 18]``."""
+        """Return actions ``[..., A]`` for observations ``[..., A, 18]``."""
         logits = self.network(frame).flatten(0, -2)
         noise = torch.rand(len(logits)) if noise is None else noise.flatten()
         return sample_categorical(logits, noise)[0].view(frame.shape[:-1])
@@ -67,7 +67,7 @@ def create_env(seed: int) -> PettingZooEnv:
 
 
 def bare_loop() -> Window:
-    """One process, one call of the policy for as many environments as a worker has."""
+    """Return a bare loop of one process, with the number of environments of a worker."""
     envs, team = [make_env() for _ in range(N_LANES)], Team()
     names = envs[0].possible_agents
     frames = np.zeros((N_LANES, N_AGENTS, 18), np.float32)

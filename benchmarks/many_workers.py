@@ -1,37 +1,37 @@
-"""What many workers on one machine would reach, from what a few of them cost on this one.
+"""Predicted throughput of many workers on one machine, from measurements with few workers.
 
     python benchmarks/many_workers.py [--sleep-ms 1] [--seconds 4]
 
-Environments sleep instead of computing, so a step needs little of a processor and many workers fit
-on few cores. Workers have one environment each. The caller has the first core to itself and the
-workers share the others, so that what the caller does costs as much as on a machine with a core
-for everybody. The first thing that an environment does in a step is to look at the clock: the time
-since it last did so is its *cycle*, which includes whatever it had to wait for.
+Environments sleep instead of computing, so a step needs little processor time and many workers fit
+on few cores. Each worker has one environment. The caller has its own core and the workers share the
+others, so the caller's work takes as long as on a machine with a core per process. An environment
+reads the clock at the beginning of each step: the time since its previous step is its *cycle*,
+which includes all waiting.
 
 ``episodes``: two requests pending, each of 4 episodes of 10 to 40 steps per worker. ``windows``: a
 ``Batcher``, 128 steps per window.
 
-The model. The cycle of one worker alone is a time ``z``, in which it needs no processor, and the
+The model: the cycle of a single worker consists of a time ``z`` without a processor, and the
 processor time ``p`` of a step. ``n`` workers on ``m`` cores are a closed queue: each is away for
 ``z`` and then needs a core for ``p``, as in M/M/m//n. With a core per worker the cycle is ``z + p``
-again, plus what is serial whatever the number of cores:
+again, plus the serial parts, which do not depend on the number of cores:
 
-- claims: a lock, held for ``claim_us`` per claim (measured for that many workers, without any):
-  a worker waits as in M/D/1;
-- the caller: ``c0 + c1 n`` of its processor time per request, fitted on up to 8 workers. With two
-  requests pending nobody waits for it as long as that is less than a request takes;
-- windows: one worker alone waits ``gap_ms`` between two of them, by its own clock. Many wait longer
-  by what the caller's ``get`` takes longer, ``g0 + g1 n``: measured when all messages are there
-  already, although most are handled while other workers still run. (What workers wait here is
-  longer still, as each prepares its window on the same core.)
+- claims: a lock, held for ``claim_us`` per claim (measured for this number of workers, without
+  processes): a worker waits as in M/D/1;
+- the caller: processor time ``c0 + c1 n`` per request, fitted on up to 8 workers. With two requests
+  pending, workers do not wait for it while this is less than the time of a request;
+- windows: a single worker waits ``gap_ms`` between windows, by its own clock. Many workers wait
+  longer by the additional time of the caller's ``get``, ``g0 + g1 n``, measured when all messages
+  have already arrived, although most are handled while other workers still run. (The wait measured
+  here is even longer, since all workers prepare their windows on the same core.)
 
-``efficiency`` is the time that a bare sleep takes, as a share of the cycle. Steps take longer in
-larger runs so that the cores suffice (``RUNS``), and ``p`` is that of each run: processes that
-share a core also share its cache. The model leaves out memory bandwidth, what cores cost each other
-in clock rate, and the kernel's own locks.
+``efficiency`` is the time of a bare sleep divided by the cycle. Steps take longer in larger runs so
+that the cores suffice (``RUNS``), and ``p`` is measured in each run, since processes that share a
+core also share its cache. The model ignores memory bandwidth, reduced clock rates under load, and
+locks of the kernel.
 
-Prints a JSON line per run with ``cycle_ms`` and what the model expects for it, that of 64
-workers also with what their start took and what memory each of them has; then one per prediction.
+Prints a JSON line per run with ``cycle_ms`` and the model's expectation (for 64 workers also start
+time and memory per worker), then one per prediction.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from rlpool.data.storage import Memory
 
 MOST_FITTED = 8
 RUNS = ((1, 1), (2, 1), (4, 1), (8, 1), (2, 10), (8, 10), (16, 5), (32, 15), (64, 30))
-"""Workers, and how many times as long as asked for a step sleeps in that run."""
+"""Numbers of workers, and the factor of the sleep of steps in that run."""
 
 PREDICTED = (64, 256)
 
@@ -73,7 +73,7 @@ N_WINDOW_STEPS = 128
 
 
 class CyclesEnv(StragglerEnv):
-    """Shows how long it took from the step before the last one to the last one, in seconds."""
+    """Observes the time between the last two steps, in seconds."""
 
     _before = 0.0
 
@@ -86,18 +86,18 @@ class CyclesEnv(StragglerEnv):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has measured, in seconds.
+    """Measurements of a run, in seconds.
 
     Attributes:
         kind: ``episodes`` or ``windows``.
-        n: Workers.
-        bare_s: A bare sleep.
-        cycle_s: The mean cycle; in windows that of all steps but the first.
+        n: Number of workers.
+        bare_s: Time of a bare sleep.
+        cycle_s: The mean cycle; in windows without the first step.
         processor_s: Processor time of a worker per step.
-        gap_s: By how much longer than others the first cycle of a window is.
+        gap_s: Additional time of the first cycle of a window.
         request_s: Median processor time of the caller per request.
-        get_s: The same if all messages are there already.
-        start_s: Time until the workers were there.
+        get_s: The same if all messages have already arrived.
+        start_s: Time until the workers were ready.
         memory_mb: Mean private and proportional memory of a worker.
         load: Load averages at its end.
     """
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def length_s(self) -> float:
-        """How long a request takes."""
+        """Time of a request."""
         if self.kind == "windows":
             return N_WINDOW_STEPS * self.cycle_s + self.gap_s
         return N_EPISODES * sum(N_STEPS) / 2 * self.cycle_s
@@ -126,7 +126,7 @@ class Run:
 
 
 def measured(kind: str, n: int, sleep_s: float, seconds: float) -> Run:
-    """Run requests for some time, the caller on a core of its own."""
+    """Run requests for some time, with the caller on its own core."""
     env = partial(CyclesEnv, sleep_s, *N_STEPS)
     workload = replace(WORKLOADS["W4"], make_env=env, n_workers=n, n_timesteps=N_STEPS[1])
     cores = sorted(os.sched_getaffinity(0))
@@ -149,7 +149,7 @@ def measured(kind: str, n: int, sleep_s: float, seconds: float) -> Run:
 
 
 def opened(kind: str, workload: Workload) -> tuple[Any, Callable[[], None]]:
-    """A batcher with workers that are ready, and what makes a request."""
+    """Return a batcher with ready workers, and a function that makes a request."""
     if kind == "windows":
         windows = make_window_batcher(workload, N_WINDOW_STEPS, workload.n_workers)
         windows.reset()
@@ -182,7 +182,7 @@ def collected(
     first_s, other_s = (np.concatenate(part) for part in (first, others))
     mean_s = float(np.concatenate([first_s, other_s]).mean())
     gap_s = float(first_s.mean() - other_s.mean())
-    n_steps = wall_s * len(pids) / mean_s  # results count those of whole requests only
+    n_steps = wall_s * len(pids) / mean_s  # results only count steps of whole requests
     if isinstance(execute, partial):  # an episode's first cycle is like any other
         return mean_s, used_s / n_steps, 0.0, request_s, 0.0
     get_s = late_get_s(batcher, execute, wall_s / len(own_s))
@@ -190,7 +190,7 @@ def collected(
 
 
 def late_get_s(batcher: Any, execute: Callable[[], None], length_s: float) -> float:
-    """The caller's median processor time for a window that is complete already."""
+    """Return the caller's median processor time for a complete window."""
     times = []
     for _ in range(min(9, 3 + int(1 / length_s))):
         time.sleep(1.5 * length_s)
@@ -202,13 +202,13 @@ def late_get_s(batcher: Any, execute: Callable[[], None], length_s: float) -> fl
 
 
 def processor_s(pids: Sequence[int]) -> float:
-    """Processor time that processes have used."""
+    """Return the processor time used by processes."""
     texts = [Path(f"/proc/{pid}/schedstat").read_text() for pid in pids]
     return sum(int(text.split()[0]) for text in texts) / 1e9
 
 
 def bare_sleep_s(sleep_s: float) -> float:
-    """What a sleep of this length takes."""
+    """Return the actual time of a sleep of this length."""
     n = max(10, round(0.5 / sleep_s))
     start_s = time.perf_counter()
     for _ in range(n):
@@ -217,7 +217,7 @@ def bare_sleep_s(sleep_s: float) -> float:
 
 
 def claim_s(n: int, n_claims: int = 3000) -> float:
-    """How long a worker holds the lock to make a claim."""
+    """Return the time for which a claim holds the lock."""
     memory = Memory.shared(4096)
     claims = Claims({"claim": np.zeros((n, 1), np.int64)}, 10 * n_claims, memory.fd)
     times = []
@@ -233,7 +233,7 @@ def claim_s(n: int, n_claims: int = 3000) -> float:
 
 
 def queued_cycle_s(n: int, m: int, away_s: float, needs_s: float) -> float:
-    """The mean cycle of n workers that are away for a time and then need one of m cores."""
+    """Return the mean cycle of n workers that are away for a time and then need one of m cores."""
     weight, weights = 1.0, [1.0]  # of k workers at the cores
     for k in range(n):
         weight *= (n - k) * needs_s / (away_s * min(k + 1, m))
@@ -243,7 +243,7 @@ def queued_cycle_s(n: int, m: int, away_s: float, needs_s: float) -> float:
 
 
 class Fitted:
-    """What the caller costs, from the runs of few workers.
+    """Fitted costs of the caller, from the runs of few workers.
 
     Args:
         runs: All runs of one kind, one worker first.
@@ -257,16 +257,16 @@ class Fitted:
         self._gets, *_ = np.linalg.lstsq(terms, [run.get_s for run in few], rcond=None)
 
     def request_s(self, n: int) -> float:
-        """The caller's processor time for a request."""
+        """Return the caller's processor time for a request."""
         return float(self._costs @ (1, n))
 
     def get_s(self, n: int) -> float:
-        """The caller's processor time for a window that is complete."""
+        """Return the caller's processor time for a complete window."""
         return float(self._gets @ (1, n))
 
 
 def predict(fitted: Fitted, n: int) -> dict[str, Any]:
-    """What ``n`` workers reach that have a core each."""
+    """Predict the efficiency of ``n`` workers with a core each."""
     alone, figures = fitted.alone, {}
     cycle_s = alone.cycle_s
     if alone.kind == "windows":
@@ -286,7 +286,7 @@ def predict(fitted: Fitted, n: int) -> dict[str, Any]:
 
 
 def show_run(run: Run, fitted: Fitted, n_cores: int) -> None:
-    """Print a run beside what the model says about it."""
+    """Print a run with the model's expectation."""
     alone = fitted.alone
     away_s = alone.cycle_s - alone.processor_s + run.bare_s - alone.bare_s
     modelled_s = queued_cycle_s(run.n, n_cores, away_s, run.processor_s)
@@ -311,13 +311,13 @@ def show_run(run: Run, fitted: Fitted, n_cores: int) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--sleep-ms", type=float, default=1.0, help="of the shortest steps")
+    parser.add_argument("--sleep-ms", type=float, default=1.0, help="sleep of the shortest steps")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a run")
     parser.add_argument("--kinds", nargs="+", default=["episodes", "windows"])
     args = parser.parse_args()
     n_cores = len(os.sched_getaffinity(0)) - 1
     if not n_cores:
-        parser.error("one core is for the caller: there has to be another one for the workers")
+        parser.error("at least two cores are needed: one for the caller, the others for workers")
     torch.set_num_threads(1)
     for kind in args.kinds:
         runs = []

@@ -1,20 +1,20 @@
-"""How much memory the caller has while it collects, and whether that stays flat. Linux only.
+"""Memory of the caller during collection, and its growth. Linux only.
 
     python benchmarks/memory.py [--parts peak growth] [--requests 1000]
 
-- ``peak``: the most memory that the caller has while it makes a batcher, collects 32 episodes of
-  200 frames of 84 × 84 × 4 bytes, ``n_results`` times, with ``n_pending`` requests at a time, and
-  reads all of each result, which it drops before it requests the next. A multiple of the bytes of
-  one result, without keys such as ``_frame``, which are computed on access and copies. It is the
-  growth of the largest resident set (VmHWM), plus what workers wrote into shared memory of the
-  caller that the caller has not read. Each line is measured in a process of its own. With fewer
-  slots than episodes, results are joined from chunks that were copied out of their slots.
-- ``growth``: many small requests in a row, each result dropped when the next one has arrived.
-  Memory of caller and workers together (shared pages once, without files such as libraries) and
-  descriptors, at equal intervals; ``growth_mb`` is what was added after the first tenth, by the end
-  of which every slot should have been written to once.
+- ``peak``: maximum memory of the caller while it makes a batcher, collects 32 episodes of 200
+  frames of 84 × 84 × 4 bytes, ``n_results`` times, with ``n_pending`` requests at a time, and reads
+  each result completely, dropping it before the next request. It is given as a multiple of the
+  bytes of one result, without keys such as ``_frame``, which are copies made on access. Measured
+  as the growth of the largest resident set (VmHWM), plus shared memory that workers have written
+  but the caller has not read. Each line is measured in a separate process. With fewer slots than
+  episodes, results are joined from chunks that were copied out of their slots.
+- ``growth``: many successive small requests, each result dropped when the next one has arrived.
+  Total memory of caller and workers (shared pages counted once, without files such as libraries)
+  and descriptors, at equal intervals; ``growth_mb`` is the growth after the first tenth, by when
+  every slot should have been written once.
 
-Prints JSON lines, with the bar, if there is one, and whether it is met.
+Prints JSON lines, with the threshold, if any, and whether it is met.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ PEAKS = [  # workers (0: the caller collects), slots, pending requests, results
 ]
 
 PEAK_BAR = 1.05
-"""The largest peak per pending request, where every episode has a slot of its own."""
+"""Maximum peak per pending request, if every episode has its own slot."""
 
 
 def measure_peak(n_workers: int, n_slots: int, n_pending: int, n_results: int) -> dict[str, Any]:
-    """The most memory that this process has, which should be a fresh one, while it collects."""
+    """Return the maximum memory of this process, which should be fresh, during collection."""
     torch.set_num_threads(1)
     small = Workload("small", partial(FramesEnv, 8), make_frames_policy, 2, 8, 16, 8)
-    peak_and_size(small, n_workers, 16, 1, 1)  # imports, and what is allocated only once
+    peak_and_size(small, n_workers, 16, 1, 1)  # imports and one-time allocations
     peak, n_bytes = peak_and_size(FRAMES, n_workers, n_slots, n_pending, n_results)
     figures = {"peak": round(peak / n_bytes, 3), "result_mb": round(n_bytes / 1e6, 1)}
     if n_slots >= n_pending * FRAMES.n_episodes:
@@ -71,9 +71,9 @@ def measure_peak(n_workers: int, n_slots: int, n_pending: int, n_results: int) -
 def peak_and_size(
     workload: Workload, n_workers: int, n_slots: int, n_pending: int, n_results: int
 ) -> tuple[int, int]:
-    """Collect; returns by how many bytes this process grew at most, and those of a result."""
+    """Collect; returns the maximum growth of this process, and the size of a result, in bytes."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, shared_before = bytes_of("VmRSS"), bytes_of("RssShmem")
     peak = n_bytes = 0
     with make_batcher(workload, n_slots, n_workers) as batcher:
@@ -93,13 +93,13 @@ def peak_and_size(
 
 
 def bytes_of(name: str) -> int:
-    """A line of what the kernel says about this process's memory."""
+    """Return a value of the kernel's memory statistics of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def shared_bytes() -> int:
-    """What anybody has written into the anonymous files that this process has open."""
+    """Return the bytes written to anonymous files that this process has open."""
     n_bytes = 0
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the listing's own
@@ -109,7 +109,7 @@ def shared_bytes() -> int:
 
 
 def measure_growth(workload: Workload, n_episodes: int, n_requests: int) -> dict[str, Any]:
-    """Memory and descriptors over many requests."""
+    """Measure memory and descriptors over many requests."""
     caller = psutil.Process()
     memory_mb, caller_descriptors, worker_descriptors = [], [], []
     every = max(1, n_requests // 10)
@@ -118,9 +118,9 @@ def measure_growth(workload: Workload, n_episodes: int, n_requests: int) -> dict
         result = None
         for request in range(1, n_requests + 1):
             batcher.execute(n_episodes)
-            # The variable holds the result before until this one is there.
+            # The variable keeps the previous result until this one has arrived.
             result = batcher.get()
-            result["frame"][:, ::8].max()  # looked at: only then its pages are the caller's too
+            result["frame"][:, ::8].max()  # reading maps its pages into the caller
             if request % every == 0:
                 gc.collect()
                 memory_mb.append(memory_mb_of([caller, *children]))
@@ -140,10 +140,10 @@ def measure_growth(workload: Workload, n_episodes: int, n_requests: int) -> dict
 
 
 def memory_mb_of(processes: list[psutil.Process]) -> float:
-    """Anonymous and shared memory of some processes, counting every page once.
+    """Return anonymous and shared memory of some processes, counting every page once.
 
-    Pages of files are left out: how much of a library counts for a process depends on who else
-    uses it on this machine.
+    Pages of files are excluded: the share of a library in a process's memory depends on other
+    processes on this machine.
     """
     kilobytes = 0
     for process in processes:
@@ -155,7 +155,7 @@ def memory_mb_of(processes: list[psutil.Process]) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--parts", nargs="+", default=["peak", "growth"], help="what to measure")
+    parser.add_argument("--parts", nargs="+", default=["peak", "growth"], help="measurements")
     parser.add_argument("--requests", type=int, default=1000, help="requests of each growth")
     args = parser.parse_args()
     torch.set_num_threads(1)

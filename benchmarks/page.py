@@ -1,21 +1,21 @@
-"""Makes the tables of documents from the raw results in docs/results.
+"""Generates the tables of documents from the raw results in docs/results.
 
     python benchmarks/page.py          # writes them into the documents
-    python benchmarks/page.py --check  # fails where a document has other figures
+    python benchmarks/page.py --check  # fails if a document has other figures
 
-A table stands between ``<!-- name -->`` and ``<!-- /name -->``. It stays as it is while the folder
-lacks its raw results:
+A table is between ``<!-- name -->`` and ``<!-- /name -->``. It is kept while the folder lacks its
+raw results:
 
-- ``returns``: what tutorials learn, from the files that ``learning.py`` writes, one per run.
-- ``trials``: what ``meta_rl.py`` prints at its end, from ``meta_rl.jsonl``: agent, seed, and the
-  average return of each episode of a trial, on tasks that were not trained on.
-- ``figures``: batchers beside the bare loop, from ``throughput.jsonl``, which holds what
-  ``throughput.py --workloads long W1 W2 W3 W4`` prints.
-- ``requests``: requests as training loops make them, from ``requests.jsonl``, likewise of
+- ``returns``: results of the tutorials, from the files of ``learning.py``, one per run.
+- ``trials``: final output of ``meta_rl.py``, from ``meta_rl.jsonl``: agent, seed, and the average
+  return of each episode of a trial, on tasks not used for training.
+- ``figures``: batchers relative to the bare loop, from ``throughput.jsonl``, the output of
+  ``throughput.py --workloads long W1 W2 W3 W4``.
+- ``requests``: requests of training loops, from ``requests.jsonl``, the output of
   ``throughput.py --workloads requests``.
-- ``lanes``: workers and lanes, from ``choosing.jsonl``, likewise of ``choosing.py``.
-- ``agents``: many agents, from ``many_agents.jsonl``, of ``many_agents.py``.
-- ``speed``: whole training loops, from ``learning_speed.jsonl``, of
+- ``lanes``: workers and lanes, from ``choosing.jsonl``, the output of ``choosing.py``.
+- ``agents``: many agents, from ``many_agents.jsonl``, the output of ``many_agents.py``.
+- ``speed``: whole training loops, from ``learning_speed.jsonl``, the output of
   ``learning_speed.py --variants`` with CleanRL and Stable-Baselines3.
 """
 
@@ -69,30 +69,30 @@ PROGRAMS = {
 
 
 def lines_of(folder: Path, name: str) -> list[Any]:
-    """What a script has printed, a JSON object per line; empty if that is not there."""
+    """Return the output of a script, one JSON object per line; empty if it is missing."""
     path = folder / f"{name}.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines()]
 
 
 def spread(found: Mapping[str, Any]) -> str:
-    """A ratio with its quartiles."""
+    """Format a ratio with its quartiles."""
     low, high = found["quartiles"]
     return f"{found['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def row(*cells: str) -> str:
-    """A row of a table."""
+    """Format a row of a table."""
     return f"|{'|'.join(cells)}|"
 
 
 def head(*cells: str) -> str:
-    """The first two rows of a table."""
+    """Format the first two rows of a table."""
     return f"{row(*cells)}\n{'|---' * len(cells)}|"
 
 
 def returns(folder: Path) -> Iterator[str]:
-    """What tutorials learn, beside what is published."""
+    """Results of the tutorials and published ones."""
     if not any(results_of(task, folder) for task in TASKS):
         return
     yield head("script", "environment", "steps", "published", "rlpool", "seeds")
@@ -112,7 +112,7 @@ def returns(folder: Path) -> Iterator[str]:
 
 
 def trials(folder: Path) -> Iterator[str]:
-    """What a memory is worth, for the same seeds one agent after the other."""
+    """The benefit of memory: agents on the same seeds."""
     runs = lines_of(folder, "meta_rl")
     for number, agent in enumerate(dict.fromkeys(run["agent"] for run in runs)):
         if not number:
@@ -125,7 +125,7 @@ def trials(folder: Path) -> Iterator[str]:
 
 
 def figures(folder: Path) -> Iterator[str]:
-    """Batchers, as a share of the bare loop's speed."""
+    """Throughput of batchers relative to the bare loop."""
     for number, line in enumerate(lines_of(folder, "throughput")):
         if not number:
             yield head("", "environment, policy, workers×lanes", "median", "quartiles")
@@ -167,7 +167,7 @@ def agents(folder: Path) -> Iterator[str]:
 
 
 def speed(folder: Path) -> Iterator[str]:
-    """Whole training loops: rlpool's script and its variants beside those of others."""
+    """Whole training loops: rlpool's script and its variants, and those of others."""
     others = ("CleanRL", "Stable-Baselines3")
     for number, line in enumerate(lines_of(folder, "learning_speed")):
         if not number:
@@ -194,7 +194,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
 
 
 def with_tables(text: str, folder: Path = FOLDER) -> str:
-    """A document with the tables that the raw results of a folder give."""
+    """Return a document with tables from the raw results of a folder."""
 
     def made(table: re.Match[str]) -> str:
         lines = [f"<!-- {table[1]} -->", *TABLES[table[1]](folder), f"<!-- /{table[1]} -->"]
@@ -218,7 +218,7 @@ def main() -> None:
             if not arguments.check:
                 path.write_text(made, encoding="utf-8")
     if arguments.check and stale:
-        sys.exit(f"not what docs/results gives: {', '.join(stale)}; run benchmarks/page.py")
+        sys.exit(f"tables differ from docs/results: {', '.join(stale)}; run benchmarks/page.py")
 
 
 if __name__ == "__main__":

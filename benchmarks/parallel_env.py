@@ -1,23 +1,22 @@
-"""How fast environments in processes step, compared with what other libraries have for that.
+"""Speed of environments in processes, compared with other libraries.
 
     python benchmarks/parallel_env.py [--parts step loop] [--windows 7] [--seconds 2]
 
-``step``: the time of one step of all environments, there and back, with actions that are ready: 2
-processes of 8 environments, CartPole-v1, HalfCheetah-v5 and uint8 frames of 84 × 84 × 4. Beside
-``ParallelEnvManager`` and environments in this process: Gymnasium's
+``step``: the round trip of one step of all environments with given actions: 2 processes of 8
+environments, CartPole-v1, HalfCheetah-v5 and uint8 frames of 84 × 84 × 4. Compared are
+``ParallelEnvManager``, environments in this process, Gymnasium's
 ``AsyncVectorEnv(shared_memory=True)``, ``SubprocVecEnv`` of Stable-Baselines3 and
-``ShmemVectorEnv`` of tianshou, where they are installed. Those have one environment per process;
-so that the number of processes is the same as well, each of their environments is a batch of 8
-that is stepped in a loop, its observations joined into one array. Episodes that end are reset in
-the step.
+``ShmemVectorEnv`` of tianshou, if they are installed. The latter have one environment per process.
+For the same number of processes, each of these environments is a batch of 8 that is stepped in a
+loop, with observations joined into one array. Episodes that end are reset in the step.
 
-``loop``: the rollout loop over a ``ParallelEnvManager`` beside the bare loop (see
-``bare_loop.py``): W1 with 2 processes of 16 environments, W2 with 2 of 8, and as many episodes per
-request as in ``throughput.py``.
+``loop``: the rollout loop over a ``ParallelEnvManager`` and the bare loop (see ``bare_loop.py``):
+W1 with 2 processes of 16 environments, W2 with 2 of 8, and as many episodes per request as in
+``throughput.py``.
 
-All take turns, window by window; a window of one is compared with the mean of the two windows of
-the other around it. Prints one JSON line per workload, and every window to stderr. ``ratio`` of
-``step`` says how many times as many steps as the other we make in the same time.
+All alternate, window by window; a window of one is compared with the mean of the two adjacent
+windows of the other. Prints one JSON line per workload, and every window to stderr. ``ratio`` of
+``step`` is the number of our steps divided by the other's in the same time.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from rlpool import EpisodeBatcher, GymEnv, ParallelEnvManager, VecEnv
 PARTS = ("step", "loop")
 
 N_WORKERS, N_LANES = 2, 8
-"""Of ``step``: processes, and environments in each."""
+"""Processes of ``step``, and environments in each."""
 
 
 class Batch(gymnasium.Env[Any, Any]):
@@ -91,7 +90,7 @@ class Batch(gymnasium.Env[Any, Any]):
 
 
 def actions_of(workload: Workload, n: int) -> np.ndarray[Any, Any]:
-    """Some batches of actions, to be used in turn."""
+    """Return some batches of actions, to be used in turn."""
     env = workload.make_env()
     env.action_space.seed(SEED)
     actions = np.array([[env.action_space.sample() for _ in range(n)] for _ in range(64)])
@@ -100,7 +99,7 @@ def actions_of(workload: Workload, n: int) -> np.ndarray[Any, Any]:
 
 
 def loop_of(step: Callable[[Any], Any], actions: np.ndarray[Any, Any]) -> Window:
-    """A window that repeats a step."""
+    """Return a window that repeats a step."""
 
     def window(seconds: float) -> float:
         n = 0
@@ -116,7 +115,7 @@ def loop_of(step: Callable[[Any], Any], actions: np.ndarray[Any, Any]) -> Window
 
 @contextmanager
 def over_lanes(env: VecEnv, workload: Workload) -> Iterator[Window]:
-    """Steps of a ``VecEnv`` of ours; lanes that end are reset, as the rollout loop does."""
+    """Steps of our ``VecEnv``, with lanes reset as by the rollout loop."""
     lanes = list(range(env.n_lanes))
     episodes = list(lanes)  # each lane's
 
@@ -184,7 +183,7 @@ PEERS: dict[str, Callable[[Workload], Any]] = {
 
 
 def compare_steps(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Round trips of a step of a manager, ours and the others' in turns."""
+    """Alternate between steps of our manager and of the others."""
     with ExitStack() as stack:
         ours = stack.enter_context(rlpool_manager(workload))
         others: dict[str, Window] = {}
@@ -192,7 +191,7 @@ def compare_steps(workload: Workload, args: argparse.Namespace) -> dict[str, Any
             try:
                 others[name] = stack.enter_context(PEERS[name](workload))
             except ImportError as error:
-                note(f"{name} is left out: {error}")
+                note(f"{name} is skipped: {error}")
         rates, peers = in_turns(ours, others, args.windows, args.seconds)
     n = N_WORKERS * N_LANES
     return {
@@ -220,7 +219,7 @@ def create_manager(seed: int, workload: Workload) -> ParallelEnvManager:
 
 
 def compare_loops(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """The rollout loop over a manager and the bare loop in turns."""
+    """Alternate between the rollout loop over a manager and the bare loop."""
     n_episodes = workload.n_episodes
     with (
         BareLoop(workload) as bare_loop,

@@ -1,34 +1,31 @@
-"""How fast the pool is compared with other replay buffers, and what memory it takes.
+"""Speed and memory of the pool, compared with other replay buffers.
 
     python benchmarks/pool.py [--sizes 10000 1000000] [--rounds 15] [--threads 1] [--frames 200000]
                               [--stacks 50000] [--stacked 1000000]
 
-The peers are TorchRL, Stable-Baselines3, tianshou and cpprb (``requirements-pool.txt``); one that
-is not installed is reported as missing. Everybody stores the same five keys and is given the same
-trajectory batch, so flattening it counts for everybody; see ``pool_peers.py`` for how each is used.
+The others are TorchRL, Stable-Baselines3, tianshou and cpprb (``requirements-pool.txt``); one that
+is not installed is reported as missing. All store the same five keys and get the same trajectory
+batch, so flattening is included for all; see ``pool_peers.py`` for their configuration.
 
 - ``extend``: 10,000 transitions of CartPole-v1, episodes of an untrained policy. The pools are
   full, so these replace the oldest ones.
-- ``extend_result``: the same of the pool for what ``EpisodeBatcher.get()`` returned, of which
-  nothing was looked at. The peers are timed as for ``extend``: computing ``_frame`` is free for
-  them.
+- ``extend_result``: the same for the pool with a result of ``EpisodeBatcher.get()`` that has not
+  been accessed. The others are timed as for ``extend``, without the cost of computing ``_frame``.
 - ``sample``: 256 transitions, uniformly.
-- ``sequences``: 32 pieces of episodes, of at most 64 steps. The others have no such thing (frame
-  stacking gives observations only).
-- ``prioritised``: 256 transitions in proportion to their priorities and their importance weights,
-  and then new priorities for them.
+- ``sequences``: 32 pieces of episodes of at most 64 steps. Most others do not support this (frame
+  stacking returns only observations).
+- ``prioritised``: 256 transitions in proportion to their priorities with importance weights, and
+  then new priorities for them.
 
-In each round every contender does every operation, one after the other in an order that is drawn
-anew, each for ``--window`` seconds. ``ratio`` is the time of the peer divided by that of the pool
-in the same round, so the pool is faster above 1. Samples are torch tensors or NumPy arrays,
-whichever the contender returns.
+In each round every contender runs every operation, in random order, each for ``--window`` seconds.
+``ratio`` is the time of the other divided by that of the pool in the same round, so the pool is
+faster above 1. Samples are torch tensors or NumPy arrays, as returned by the contender.
 
-- ``memory``: a pool of image frames 84 × 84 of uint8 in episodes of 100 steps, filled. Its
-  ``nbytes``, and the growth of this process, divided by the bytes of one frame per transition.
-- ``frame_stack``: pools of stacks of four such frames, one of which has ``frame_stack=4``: bytes
-  per transition, and the times of that one divided by those of the other one, alternately.
-  Episodes of 1,000 steps come in windows of 128. ``--stacked N`` fills only that one,
-  with N transitions.
+- ``memory``: a full pool of 84 × 84 uint8 image frames in episodes of 100 steps. Its ``nbytes``,
+  and the growth of this process, divided by the bytes of one frame per transition.
+- ``frame_stack``: pools of stacks of four such frames, with and without ``frame_stack=4``: bytes
+  per transition, and the ratio of their times, measured alternately. Episodes of 1,000 steps are
+  added in windows of 128. ``--stacked N`` only fills the former, with N transitions.
 
 Prints JSON lines.
 """
@@ -54,7 +51,7 @@ from workloads import SEED, WORKLOADS, make_batcher, quartiles, versions
 from rlpool import Pool, TemporalDictTensor
 
 N_TRANSITIONS = 10_000
-N_EPISODES = 600  # more than enough for so many transitions
+N_EPISODES = 600  # more than enough for N_TRANSITIONS
 EPISODE_FRAMES = 100
 STACK_EPISODE = 1000
 Watch = Callable[[], float]
@@ -62,9 +59,9 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def episodes() -> tuple[TemporalDictTensor, TemporalDictTensor]:
-    """Exactly ``N_TRANSITIONS`` in ordinary tensors; and a batcher's own result of nearly as many.
+    """Return exactly ``N_TRANSITIONS`` in ordinary tensors, and a result of a batcher.
 
-    The latter is the same episodes but for the last one, and its ``_frame`` is not computed.
+    The latter has the same episodes except for the last one, and its ``_frame`` is not computed.
     """
     with make_batcher(WORKLOADS["W1"], N_EPISODES, n_threads=0) as batcher:
         batcher.execute(N_EPISODES)
@@ -80,7 +77,7 @@ def episodes() -> tuple[TemporalDictTensor, TemporalDictTensor]:
 
 
 def stopwatch(function: Callable[[], Any], window_s: float, clock: Callable[[], float]) -> Watch:
-    """A function that times calls of another one for roughly ``window_s``: seconds per call."""
+    """Return a function that times another one for roughly ``window_s``: seconds per call."""
 
     def seconds(n_calls: int) -> float:
         start = clock()
@@ -88,14 +85,14 @@ def stopwatch(function: Callable[[], Any], window_s: float, clock: Callable[[], 
             function()
         return (clock() - start) / n_calls
 
-    seconds(1)  # compiled, allocated and cached by now
+    seconds(1)  # warm-up: compilation, allocation, caches
     return partial(seconds, max(1, int(window_s / min(seconds(1) for _ in range(3)))))
 
 
 def contenders(
     size: int, batch: TemporalDictTensor, *, prioritised: bool
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Filled stores by name, and why others are missing."""
+    """Return filled stores by name, and the reasons why others are missing."""
     made: dict[str, Contender] = {}
     missing: dict[str, str] = {}
     for kind in (RlPool, *PEERS):
@@ -112,7 +109,7 @@ def contenders(
 
 
 def watches(size: int, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """Operation to contender to stopwatch, and why other contenders are missing."""
+    """Return stopwatches by operation and contender, and the reasons why others are missing."""
     batch, result = episodes()
     uniform, missing = contenders(size, batch, prioritised=False)
     by_priority, missing_too = contenders(size, batch, prioritised=True)
@@ -134,7 +131,7 @@ def watches(size: int, args: argparse.Namespace) -> tuple[dict[str, Any], dict[s
 
 
 def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Figures of all operations on pools of one size."""
+    """Measure all operations on pools of one size."""
     timed, missing = watches(size, args)
     seconds: dict[tuple[str, str], list[float]] = {}
     order = random.Random(SEED)
@@ -170,8 +167,8 @@ def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def memory(n_frames: int) -> dict[str, Any]:
-    """What a pool of frames takes, divided by the bytes of its frames."""
-    # One step more than there are, as the frame after each step is the one before the next.
+    """Measure the memory of a pool of frames, divided by the bytes of its frames."""
+    # One additional step, since the frame after each step is the one before the next.
     shape = (10, EPISODE_FRAMES + 1, 84, 84)
     frames = torch.from_numpy(np.random.default_rng(SEED).integers(0, 256, shape, dtype=np.uint8))
     zeros = torch.zeros(10, EPISODE_FRAMES)
@@ -180,9 +177,9 @@ def memory(n_frames: int) -> dict[str, Any]:
     batch = TemporalDictTensor({**steps, "action": zeros.long()})
     process = psutil.Process()
     pool = Pool(pool_size=n_frames, seed=0)
-    Pool(pool_size=done.numel(), seed=0).extend(batch)  # what adding takes for a moment
+    Pool(pool_size=done.numel(), seed=0).extend(batch)  # temporary memory of adding
     before = process.memory_info().rss
-    # Twice as many as fit, so that evicted frames count as well.
+    # Twice the capacity, so that evicted frames count too.
     for _ in range(-(-2 * n_frames // done.numel())):
         pool.extend(batch)
     raw = n_frames * frames[0, 0].nbytes
@@ -197,13 +194,13 @@ def memory(n_frames: int) -> dict[str, Any]:
 
 
 def windows_of_stacks() -> Iterator[TemporalDictTensor]:
-    """Windows ``[8, 128]`` of episodes of 1,000 steps, stacks of four frames; without an end."""
+    """Generate windows ``[8, 128]`` of episodes of 1,000 steps, with stacks of four frames."""
     n_lanes, n_steps = 8, 128
     rng = np.random.default_rng(SEED)
     images = rng.integers(0, 256, (n_lanes, 8 * n_steps, 84, 84), dtype=np.uint8)
     time_of = np.zeros(n_lanes, int)  # step of the episode
     for start in itertools.count(0, n_steps):
-        # Each frame of a stack is so many steps old, or the first one of the episode.
+        # The ages of the frames of a stack, or the first frame of the episode.
         numbers = start + np.arange(n_steps + 1)
         steps = (time_of[:, None] + np.arange(n_steps + 1)) % STACK_EPISODE
         ages = np.minimum(np.arange(3, -1, -1), steps[..., None])
@@ -224,7 +221,7 @@ def windows_of_stacks() -> Iterator[TemporalDictTensor]:
 
 
 def filled(size: int, frame_stack: int | None) -> tuple[Pool, dict[str, Any]]:
-    """A pool of stacks, of twice as many as fit, and what it takes."""
+    """Fill a pool of stacks with twice its capacity; returns also its memory."""
     process, windows = psutil.Process(), windows_of_stacks()
     next(windows)
     before = process.memory_info().rss
@@ -242,7 +239,7 @@ def filled(size: int, frame_stack: int | None) -> tuple[Pool, dict[str, Any]]:
 
 
 def compare_stacks(size: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What a pool of stacks costs that stores single frames, relative to one that does not."""
+    """Compare pools of stacks that store single frames and whole stacks."""
     pools, figures = {}, {}
     for name, frame_stack in (("frames", 4), ("stacks", None)):
         pools[name], figures[name] = filled(size, frame_stack)
@@ -290,7 +287,7 @@ def main() -> None:
         "--clock",
         choices=list(CLOCKS),
         default="wall",
-        help="cpu counts the time of this process, all its threads: for machines that are shared",
+        help="cpu counts the time of all threads of this process: for shared machines",
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads; 0 for its default")
     parser.add_argument(

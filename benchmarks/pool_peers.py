@@ -1,9 +1,9 @@
-"""The pool and the replay buffers that it is compared with, behind one face.
+"""The pool and other replay buffers behind a common interface.
 
-Every one stores the same five keys of every step: observation, action, reward, next observation and
-whether the episode ended. What each is given is a trajectory batch ``[B, T]``; the peers flatten it
-by ``flat``, with one ``take`` per key, and are then filled by the widest call that they have.
-A module that is not installed makes ``ImportError`` when its class is made.
+All store the same five keys of every step: observation, action, reward, next observation and
+whether the episode ended. Each gets a trajectory batch ``[B, T]``; the others flatten it with
+``flat``, by one ``take`` per key, and are then filled by their call for the largest batch. If a
+library is not installed, its constructor raises ``ImportError``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ N_SEQUENCES, SEQUENCE_LENGTH = 32, 64
 ALPHA, BETA = 0.6, 0.4  # of prioritised sampling
 
 PRIORITIES = np.random.default_rng(0).random(BATCH_SIZE).astype(np.float32) + 1e-3
-"""New priorities, as a learner's errors are: of the same dtype, and known before."""
+"""New priorities, like a learner's errors: of the same dtype, and computed beforehand."""
 
 
 def flat(trajectories: TemporalDictTensor) -> dict[str, np.ndarray[Any, Any]]:
-    """The steps of trajectories as arrays ``[n, ...]``."""
+    """Return the steps of trajectories as arrays ``[n, ...]``."""
     lengths = trajectories.lengths.numpy()
     ends = np.cumsum(lengths)
     shifts = np.arange(len(lengths)) * trajectories.n_timesteps() - (ends - lengths)
@@ -44,16 +44,16 @@ class Contender:
 
     ``extend(trajectories)`` adds every step of a batch. ``sample()`` draws ``BATCH_SIZE``
     transitions uniformly, ``sequences()`` draws ``N_SEQUENCES`` pieces of episodes of at most
-    ``SEQUENCE_LENGTH`` steps, and ``prioritised()`` draws by priority and sets other priorities.
+    ``SEQUENCE_LENGTH`` steps, and ``prioritised()`` draws by priority and sets new priorities.
 
     Args:
-        size: Transitions that it holds.
+        size: Capacity in transitions.
         prioritised: Whether ``sample`` is proportional to priorities.
 
     Attributes:
-        name: How figures call it.
+        name: Its name in figures.
         packages: Distributions whose versions matter.
-        operations: What it can do, apart from ``extend``.
+        operations: Supported operations besides ``extend``.
     """
 
     name: ClassVar[str]
@@ -112,8 +112,8 @@ class TorchRL(Contender):
             )
             return
         self._buffer = TensorDictReplayBuffer(storage=storage, batch_size=BATCH_SIZE)
-        # Shares the storage, as another buffer would have to be filled on its own. Where episodes
-        # end is searched once per extend, not once per sample.
+        # Shares the storage, since another buffer would have to be filled separately. The ends of
+        # episodes are searched once per extend, not once per sample.
         self._slices = TensorDictReplayBuffer(
             storage=storage,
             sampler=SliceSampler(
@@ -140,7 +140,7 @@ class TorchRL(Contender):
 
 
 class StableBaselines3(Contender):
-    """``ReplayBuffer``. It adds one step of all its environments at a time, so it has many."""
+    """``ReplayBuffer`` of many environments, since it adds one step of all of them at a time."""
 
     name = "stable_baselines3"
     packages = ("stable-baselines3",)
@@ -173,7 +173,7 @@ class StableBaselines3(Contender):
 
 
 class Tianshou(Contender):
-    """``VectorReplayBuffer``; a single sub-buffer, as it goes through them in a Python loop."""
+    """``VectorReplayBuffer`` with a single sub-buffer, since it loops over them in Python."""
 
     name = "tianshou"
     packages = ("tianshou", "numba")

@@ -1,16 +1,16 @@
-"""What workers do for a training loop: proximal policy optimisation on CartPole-v1.
+"""Speed-up of a training loop by workers: proximal policy optimisation on CartPole-v1.
 
     python benchmarks/ppo_loop.py [--lanes 16] [--windows 7] [--seconds 4]
 
 The agent and the learning of ``tutorials/ppo.py``, windows of 128 steps of all lanes, torch on one
-thread. The contenders take turns, and count the steps that they have learned from:
+thread. The contenders alternate, and count the steps that they have learned from:
 
 - ``no workers``: a ``Batcher`` with ``n_threads=0``
 - ``2 workers``: half of the lanes in each
-- ``2 workers, ahead``: the next window is collected while this one is learned from, so that its
-  actions come from the parameters before
+- ``2 workers, ahead``: the next window is collected while this one is learned from, so its actions
+  come from the previous parameters
 
-``ratio`` compares each of them with the windows of ``no workers`` around it. Prints a JSON line per
+``ratio`` compares each of them with the adjacent windows of ``no workers``. Prints a JSON line per
 contender. ``learning_speed.py`` compares whole scripts with other libraries.
 """
 
@@ -38,7 +38,7 @@ class Loop:
     """A training loop over a batcher.
 
     Args:
-        n_lanes: Lanes of all workers together.
+        n_lanes: Total number of lanes.
         n_workers: Worker processes, 0 for none.
         is_ahead: Whether the next window is requested before this one is learned from.
     """

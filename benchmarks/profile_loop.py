@@ -1,20 +1,20 @@
-"""Where the time of a batch step goes, in one process.
+"""Profile of a batch step in one process.
 
     python benchmarks/profile_loop.py [--workloads W1 W2 W3] [--passes 10] [--cprofile 25]
 
 The lanes of one worker run in this process (``n_threads=0``), with timers around the policy,
-``env.step`` and ``env.reset``. What a timer costs is measured first and subtracted. Microseconds
+``env.step`` and ``env.reset``. The cost of a timer is measured first and subtracted. Microseconds
 per batch step, medians over passes:
 
 - ``whole``: everything
 - ``step``, ``reset``: inside the environments, without Gymnasium's wrappers around them
 - ``policy``: the network and the sampling, without the noise
-- ``rest``: the loop's own work, and the wrappers as far as it goes through them
+- ``rest``: the work of the loop, including wrappers that it calls
 
-``lanes_busy`` is below 1 because a request's last episodes do not end at the same time.
+``lanes_busy`` is below 1 because the last episodes of a request do not end at the same time.
 
-``--cprofile N`` prints the N functions that take most time of their own to stderr. Under cProfile
-small functions look more expensive than they are.
+``--cprofile N`` prints the N functions with the largest own time to stderr. cProfile overestimates
+small functions.
 
 Prints one JSON line per workload.
 """
@@ -37,7 +37,7 @@ from rlpool import EpisodeBatcher, GymEnv
 
 
 class Stopwatch:
-    """Adds up the time inside functions, less what the timers cost.
+    """Sums the time inside functions, minus the cost of the timers.
 
     Attributes:
         seconds: Time by part.
@@ -53,12 +53,12 @@ class Stopwatch:
         self._cost_s = self.seconds["step"] / n_calls
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self.seconds = dict.fromkeys(("step", "reset", "policy"), 0.0)
         self.n_calls = dict.fromkeys(self.seconds, 0)
 
     def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with a timer."""
+        """Wrap a function with a timer."""
         clock = time.perf_counter
 
         @functools.wraps(function)
@@ -73,7 +73,7 @@ class Stopwatch:
 
 
 def timed_batcher(workload: Workload, watch: Stopwatch) -> EpisodeBatcher:
-    """A batcher in this process, with timers around the policy and the innermost environments."""
+    """Make a batcher in this process with timers around policy and innermost environments."""
 
     def make_env() -> Any:
         env = workload.make_env()
@@ -95,7 +95,7 @@ def timed_batcher(workload: Workload, watch: Stopwatch) -> EpisodeBatcher:
 
 
 def profile(workload: Workload, n_passes: int, n_functions: int) -> None:
-    """Print where the time of requests goes."""
+    """Print the profile of requests."""
     n_episodes, watch = workload.n_episodes // workload.n_workers, Stopwatch()
     passes: list[dict[str, float]] = []
     with timed_batcher(workload, watch) as batcher, cProfile.Profile() as profiler:

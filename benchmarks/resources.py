@@ -1,4 +1,4 @@
-"""Processes of rlpool that this process has."""
+"""rlpool's child processes of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STAY = ("multiprocessing.resource_tracker", "rlpool-template", "rlpool.workers.
 
 
 def workers() -> list[psutil.Process]:
-    """Processes that this one has, but for the tracker and the template, which live as long."""
+    """Return child processes, except the tracker and the template, which live until the end."""
     return [p for p in psutil.Process().children(recursive=True) if not _stays(p)]
 
 

@@ -1,27 +1,27 @@
-"""How long workers take to start and to start again, and what each of them costs.
+"""Start and restart times of workers, and their memory and descriptors.
 
     python benchmarks/startup.py [--repeats 7]
 
-Workers forked from a template and spawned ones take turns, each in a program of its own. A worker
-has 16 CartPoles, unless another environment is named.
+Workers forked from a template and spawned ones alternate, each in a separate program. A worker has
+16 CartPoles unless stated otherwise.
 
-- ``first_batcher``: seconds from creating the first batcher of a program to having its first
-  episodes; ``from_program_start``: the same plus what came before, mostly imports.
+- ``first_batcher``: seconds from creating the first batcher of a program to receiving its first
+  episodes; ``from_program_start``: the same since the start of the program, including imports.
 - ``later_batcher``: the same for the next batcher of the program.
 - ``idle_memory``: private memory of a worker (unique set size) when it is ready; and
   ``busy_memory``: after its first million steps.
-- ``descriptors``: those in the caller per worker while a batcher is open; ``descriptors_kept``:
-  those that the first batcher leaves open, for the tracker of multiprocessing and the template;
-  ``descriptors_left``: those that a later one leaves open.
-- ``restart``: milliseconds from SIGKILL of a worker to its successor's first step, less what the
-  construction of the successor's environments took, by the successor's own clock; for an
-  environment that is made at once, and one that takes a second.
+- ``descriptors``: descriptors in the caller per worker while a batcher is open;
+  ``descriptors_kept``: those that the first batcher leaves open, for the tracker of multiprocessing
+  and the template; ``descriptors_left``: those that a later one leaves open.
+- ``restart``: milliseconds from SIGKILL of a worker to the first step of its successor, minus the
+  construction of the successor's environments, measured by its own clock; for an environment that
+  is created immediately, and one that takes a second.
 - ``slow_import``: seconds for a later batcher whose environments need a package that takes 2 s to
-  import, with ``rlpool.preload`` and without.
+  import, with and without ``rlpool.preload``.
 
-Prints JSON lines: medians, quartiles, the load average at the time, and the bar, if there is one,
-with whether the template's median meets it. Workers import this module, too, so imports that they
-do not need are inside functions.
+Prints JSON lines: medians, quartiles, the load average, and the threshold, if any, with whether the
+template's median meets it. Workers import this module too, so imports that they do not need are
+inside functions.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ BARS = {
     ("restart", 0.0): 100.0,
     ("restart", 1.0): 100.0,
 }
-"""The largest median allowed with the template, by measure and argument."""
+"""Maximum median with the template, by measure and argument."""
 
 
-# What is timed, each in a program of its own ----------------------------------------------------
+# Measurements, each in a separate program -------------------------------------------------------
 
 
 def make_batcher(
@@ -89,7 +89,7 @@ def create_cartpoles(seed: int) -> GymEnv:
 
 
 def first_episodes_s(n_workers: int, start_method: str, create: Callable[..., GymEnv]) -> float:
-    """From creating a batcher to having as many episodes as it has lanes."""
+    """Return the time from creating a batcher to receiving one episode per lane."""
     start = time.monotonic()
     with make_batcher(n_workers, start_method, create) as batcher:
         batcher.execute(n_workers * N_LANES)
@@ -98,7 +98,7 @@ def first_episodes_s(n_workers: int, start_method: str, create: Callable[..., Gy
 
 
 def run_batchers(start_method: str, n_workers: int) -> dict[str, Any]:
-    """The first batcher of this program, and two more."""
+    """Run the first batcher of this program, and two more."""
     n_before = n_descriptors()
     first_s = first_episodes_s(n_workers, start_method, create_cartpoles)
     from_start_s = time.monotonic() - program_start_s()
@@ -119,7 +119,7 @@ def run_batchers(start_method: str, n_workers: int) -> dict[str, Any]:
 
 
 def run_long(start_method: str, n_workers: int) -> dict[str, Any]:
-    """Workers that make a million steps each."""
+    """Run workers for a million steps each."""
     n_steps = 0
     with make_batcher(n_workers, start_method, create_cartpoles) as batcher:
         while n_steps < n_workers * N_STEPS:
@@ -129,7 +129,7 @@ def run_long(start_method: str, n_workers: int) -> dict[str, Any]:
 
 
 def run_restart(start_method: str, delay_s: float) -> dict[str, Any]:
-    """One death of the only worker, in the middle of a request."""
+    """Kill the only worker in the middle of a request."""
     with tempfile.TemporaryDirectory() as notes:
         with make_batcher(1, start_method, create_noting, notes=notes, delay_s=delay_s) as batcher:
             batcher.execute(500 * N_LANES)
@@ -144,7 +144,7 @@ def run_restart(start_method: str, delay_s: float) -> dict[str, Any]:
 
 
 def create_noting(notes: str, delay_s: float, seed: int) -> GymEnv:
-    """CartPoles, of which one notes how long making all of them took, and when it first steps."""
+    """Make CartPoles, one of which notes the time of making all of them, and of its first step."""
     start_s = time.monotonic()
     time.sleep(delay_s)
     envs = [gymnasium.make("CartPole-v1") for _ in range(N_LANES)]
@@ -162,7 +162,7 @@ def create_noting(notes: str, delay_s: float, seed: int) -> GymEnv:
 
 
 def run_slow_import(start_method: str, is_preloaded: bool) -> dict[str, Any]:
-    """A later batcher whose workers need a package that takes long to import."""
+    """Run a later batcher whose workers need a package with a slow import."""
     if is_preloaded:
         rlpool.preload("slow_package")
     first_episodes_s(2, start_method, create_with_slow_package)
@@ -175,7 +175,7 @@ def create_with_slow_package(seed: int) -> GymEnv:
 
 
 def workers_mb() -> list[float]:
-    """Private memory of each worker."""
+    """Return the private memory of each worker."""
     from resources import workers
 
     return [worker.memory_full_info().uss / 1e6 for worker in workers()]
@@ -193,11 +193,11 @@ PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-# Programs, in turns -----------------------------------------------------------------------------
+# Alternating programs ---------------------------------------------------------------------------
 
 
 def program_start_s() -> float:
-    """When this program was started, by the clock that all processes share."""
+    """Return the start time of this program, by the clock that all processes share."""
     return float(os.environ["STARTUP_BENCHMARK_S"])
 
 
@@ -211,7 +211,7 @@ def result_of(name: str, *arguments: Any) -> dict[str, list[float]]:
 
 
 def compare(name: str, n_repeats: int, about: str, value: float, *more: tuple[Any, ...]) -> None:
-    """Run variants of a program in turns, with both start methods unless told; print figures."""
+    """Alternate between variants of a program, by default both start methods; print figures."""
     variants = dict(more) or {kind: (method, value) for kind, method in METHODS.items()}
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(n_repeats):

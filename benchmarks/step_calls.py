@@ -1,15 +1,15 @@
-"""How many functions of rlpool are called per batch step, which no busy machine changes.
+"""Calls of rlpool's functions per batch step, a measure that does not depend on machine load.
 
     python benchmarks/step_calls.py [--workloads W1 infos W2 V1 windows request] [--functions]
 
-Every workload runs in this process (``n_threads=0``). After a request that warms it up, calls of
-functions of the package are counted by ``sys.setprofile``, lambdas, generators and comprehensions
-included, over whole requests: ends of episodes, resets and what a request costs are among them.
-They are divided by the calls of the agent. What agents call (``DictTensor``,
-``sample_categorical``) counts as well.
+Every workload runs in this process (``n_threads=0``). After a warm-up request, ``sys.setprofile``
+counts calls of the package's functions, including lambdas, generators and comprehensions, over
+whole requests: ends of episodes, resets and the cost of a request are included. They are divided by
+the number of calls of the agent. Calls by agents (``DictTensor``, ``sample_categorical``) count
+too.
 
-``request`` is what the caller does per request of 32 episodes of W1 that one worker runs: its calls
-are divided by the number of requests.
+``request`` counts the calls of the caller for requests of 32 episodes of W1 that one worker runs,
+divided by the number of requests.
 
 ``--functions`` lists each workload's functions with their calls per step.
 
@@ -46,14 +46,14 @@ from rlpool import DictTensor, EpisodeBatcher, TemporalDictTensor
 PACKAGE = str(Path(rlpool.__file__).parent)
 
 BUDGETS = {"W1": 30.0, "infos": 42.0, "W2": 19.0, "V1": 75.0, "windows": 26.0, "request": 110.0}
-"""Workload to the most calls per batch step, or per request."""
+"""Maximum number of calls per batch step or request, by workload."""
 
 N_WARM, N_COUNTED = 1, 2
-"""Requests before the count, and within it."""
+"""Requests before the count, and during it."""
 
 
 class StatefulAgent(PolicyAgent):
-    """The policy of W1 with a state, six numbers of noise, and ``agent_info`` that it reads."""
+    """The policy of W1 with a state, six numbers of noise, and ``agent_info``."""
 
     def __init__(self) -> None:
         super().__init__(WORKLOADS["W1"].make_policy)
@@ -82,7 +82,7 @@ AGENT_CALLS = {kind.__call__.__code__ for kind in (PolicyAgent, StatefulAgent)}
 
 @contextmanager
 def counting(calls: Counter[str]) -> Iterator[None]:
-    """Count calls of functions of rlpool within the section, and those of agents as ``agent``."""
+    """Count calls of rlpool's functions in a ``with`` block, and calls of agents as ``agent``."""
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -101,7 +101,7 @@ def counting(calls: Counter[str]) -> Iterator[None]:
 
 
 def calls_of_episodes(batcher: EpisodeBatcher, n_episodes: int, *infos: Any) -> Counter[str]:
-    """Calls of some requests for episodes."""
+    """Count the calls of some requests for episodes."""
     calls: Counter[str] = Counter()
     with batcher:
         for number in range(N_WARM + N_COUNTED):
@@ -112,7 +112,7 @@ def calls_of_episodes(batcher: EpisodeBatcher, n_episodes: int, *infos: Any) -> 
 
 
 def calls_of_requests() -> Counter[str]:
-    """Calls of the caller in some requests, each when its result is there."""
+    """Count the caller's calls in some requests, after each result has arrived."""
     calls: Counter[str] = Counter()
     with make_batcher(WORKLOADS["W1"], 32, n_threads=1) as batcher:
         for number in range(N_WARM + 4 * N_COUNTED):
@@ -127,7 +127,7 @@ def calls_of_requests() -> Counter[str]:
 
 
 def calls_of_windows() -> Counter[str]:
-    """Calls of some windows of 128 steps of 8 lanes that restart."""
+    """Count the calls of some windows of 128 steps of 8 lanes that restart."""
     calls: Counter[str] = Counter()
     with make_window_batcher(WORKLOADS["W1"], 128, n_threads=0, n_lanes=8) as batcher:
         batcher.reset()
@@ -139,7 +139,7 @@ def calls_of_windows() -> Counter[str]:
 
 
 def calls_with_infos() -> Counter[str]:
-    """W1 with everything that a request can have."""
+    """Count the calls of W1 with all optional parts of a request."""
     n_episodes, w1 = 200, WORKLOADS["W1"]
     batcher = EpisodeBatcher(
         w1.n_timesteps,
@@ -157,7 +157,7 @@ def calls_with_infos() -> Counter[str]:
 
 
 def calls_of(name: str) -> Counter[str]:
-    """Calls of a workload of other benchmarks, in one process."""
+    """Count the calls of a workload of other benchmarks, in one process."""
     workload = V1[0] if name == "V1" else WORKLOADS[name]
     n_episodes = {"W1": 200, "W2": 8, "V1": 256}[name]
     return calls_of_episodes(make_batcher(workload, n_episodes, n_threads=0), n_episodes)
@@ -172,7 +172,7 @@ COUNTS: dict[str, Callable[[], Counter[str]]] = {
 
 
 def per_step(calls: Counter[str]) -> dict[str, float]:
-    """Calls by function, per call of the agent."""
+    """Return the calls by function, per call of the agent."""
     return {k: n / calls["agent"] for k, n in calls.most_common() if k != "agent"}
 
 

@@ -1,4 +1,4 @@
-"""How fast episodes arrive, compared with the bare loop (see ``bare_loop.py``).
+"""Throughput of batchers, relative to the bare loop (see ``bare_loop.py``).
 
     python benchmarks/throughput.py [--workloads long W1 W2 W3 W4 V1 requests]
                                     [--windows 10] [--seconds 3]
@@ -10,29 +10,28 @@
 - W4: stragglers, 256 episodes of 10 to 200 steps that sleep 1 ms, 8 workers of 1 environment
 - V1: Gymnasium's ``CartPoleVectorEnv``, network of W1, 2 workers of one with 64 or 256 lanes
 
-long and W1 to W3: the bare loop and the batcher take turns, window by window, the one being blocked
-while the other runs. Nothing is queued when a window begins and nothing runs when it has ended. A
-window of the batcher repeats ``execute``, ``get`` and dropping the result; it counts the steps of
-the episodes that it got, over the time from the first ``execute`` to the last ``get``, which is a
-little more than ``--seconds``. ``ratio`` compares each window of the batcher with the mean of the
-two windows of the bare loop around it, ``bare_to_bare`` does the same with windows of the bare
-loop: what it deviates from 1 is noise.
+long and W1 to W3: the bare loop and the batcher alternate, window by window; one is blocked while
+the other runs. Requests do not extend beyond a window. A window of the batcher repeats ``execute``,
+``get`` and dropping the result; it counts the steps of the received episodes, over the time from
+the first ``execute`` to the last ``get``, which is slightly more than ``--seconds``. ``ratio``
+compares each window of the batcher with the mean of the two adjacent windows of the bare loop.
+``bare_to_bare`` compares the bare loop with itself: its deviation from 1 is noise.
 
 W4: ``efficiency`` is the sleep of all steps, divided by 8 times the time from ``execute`` to
 ``get``.
 
-V1: the bare loop of W1 takes turns with the bare loop over the vector environment and with
-two batchers. ``windows`` is a ``Batcher`` whose lanes restart, with windows of 512 steps: no lane
-runs empty. ``episodes`` is an ``EpisodeBatcher`` with requests of 128 episodes per lane; there
-lanes run empty at the end of a request, since each has its episodes beforehand. ``ratio`` compares
-with W1's bare loop, that of Python environments, and ``of_bare`` with the bare loop over the vector
-environment. Steps in which lanes restart are nowhere counted.
+V1: the bare loop of W1 alternates with the bare loop over the vector environment and with two
+batchers. ``windows`` is a ``Batcher`` whose lanes restart, with windows of 512 steps: lanes are
+never idle. ``episodes`` is an ``EpisodeBatcher`` with requests of 128 episodes per lane: lanes are
+idle at the end of a request, since each has a fixed share of episodes. ``ratio`` compares with W1's
+bare loop, that of Python environments, and ``of_bare`` with the bare loop over the vector
+environment. Steps in which lanes restart are not counted.
 
-``requests``: W1 again, as training loops ask for it: small requests, of which one or two are
-pending, and windows of 128 steps of 8 lanes that restart; each without and with an ``update``
-before every request. ``request_us`` is the time of a ``get`` and an ``execute`` when the result is
-complete already: what a request without an update costs the caller apart from waiting for its
-steps, and for a core, which workers that it wakes may take.
+``requests``: W1 with the requests of training loops: small requests, of which one or two are
+pending, and windows of 128 steps of 8 lanes that restart; each with and without an ``update``
+before every request. ``request_us`` is the time of a ``get`` and an ``execute`` for a complete
+result: the cost of a request without an update for the caller, excluding waiting for its steps or
+for a core that a woken worker takes.
 
 Prints one JSON line per workload, and every window to stderr; for ``requests`` a line per row of
 the table.
@@ -84,9 +83,9 @@ def batcher_window(batcher: EpisodeBatcher, n_episodes: int, seconds: float) -> 
     """Collect for at least this long; returns steps per second.
 
     Args:
-        batcher: A batcher with nothing pending.
+        batcher: A batcher without pending requests.
         n_episodes: Episodes per request.
-        seconds: No request is made after this long.
+        seconds: Requests are made for this long.
     """
     n_steps = 0
     start = now = time.perf_counter()
@@ -98,7 +97,7 @@ def batcher_window(batcher: EpisodeBatcher, n_episodes: int, seconds: float) -> 
 
 
 def compare(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Batcher and bare loop in turns."""
+    """Alternate between batcher and bare loop."""
     n_episodes = args.n_episodes or workload.n_episodes
     with BareLoop(workload) as bare_loop, make_batcher(workload, n_episodes) as batcher:
         windows = {f"batcher on {workload.name}": partial(batcher_window, batcher, n_episodes)}
@@ -124,11 +123,11 @@ def pending_window(
     """Collect with requests pending; returns steps per second.
 
     Args:
-        batcher: A batcher with nothing pending.
+        batcher: A batcher without pending requests.
         request: Makes a request.
-        n_pending: How many are pending while one is waited for.
-        update: What the agents are updated with before each request, ``None`` for nothing.
-        seconds: No request is made after this long.
+        n_pending: Number of requests pending at a time.
+        update: Argument of an update before each request, ``None`` for none.
+        seconds: Requests are made for this long.
     """
     for _ in range(n_pending):
         request()
@@ -149,9 +148,9 @@ def request_us(batcher: Any, request: Callable[[], None], request_s: float) -> f
     """Median time of a ``get`` and an ``execute`` if the result is complete, in microseconds.
 
     Args:
-        batcher: A batcher with nothing pending.
+        batcher: A batcher without pending requests.
         request: Makes a request.
-        request_s: How long the workers take for a request.
+        request_s: Time of the workers for a request.
     """
     times = []
     request()
@@ -166,7 +165,7 @@ def request_us(batcher: Any, request: Callable[[], None], request_s: float) -> f
 
 
 def small_requests(workload: Workload, args: argparse.Namespace) -> None:
-    """Requests as training loops make them, and the bare loop in turns; prints the table."""
+    """Alternate between requests of training loops and the bare loop; prints the table."""
     update = seeded_policy(workload.make_policy).state_dict()
     with BareLoop(workload) as bare_loop, ExitStack() as stack:
         makers: dict[str, tuple[Any, Callable[[], None], int]] = {}
@@ -198,7 +197,7 @@ def small_requests(workload: Workload, args: argparse.Namespace) -> None:
 
 
 def vector_envs(workloads: Sequence[Workload], args: argparse.Namespace) -> None:
-    """Bare loops and batchers over vector environments in turns; prints a line per workload."""
+    """Alternate between bare loops and batchers over vector environments; prints the results."""
     for workload in workloads:
         n_episodes = args.n_episodes or workload.n_episodes
         with ExitStack() as stack:
@@ -227,7 +226,7 @@ def vector_envs(workloads: Sequence[Workload], args: argparse.Namespace) -> None
 
 
 def stragglers(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Efficiency over requests of episodes that sleep."""
+    """Measure the efficiency of requests of episodes that sleep."""
     n_episodes = args.n_episodes or workload.n_episodes
     n_at_once = workload.n_workers * workload.n_lanes
     efficiencies = []
@@ -247,14 +246,14 @@ def stragglers(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
         "efficiency": efficiency["median"],
         "quartiles": efficiency["quartiles"],
         "n_requests": efficiency["n"],
-        # A sleep takes a little longer than it was asked to: no batcher can do better than this.
+        # A sleep takes slightly longer than requested: the upper limit of any batcher.
         "efficiency_of_sleeping": round(STEP_SLEEP_S / measured_sleep_s(), 3),
         "n_episodes": n_episodes,
     }
 
 
 def measured_sleep_s(n: int = 500) -> float:
-    """How long this machine sleeps when asked for ``STEP_SLEEP_S``."""
+    """Return the actual time of a sleep of ``STEP_SLEEP_S`` on this machine."""
     start = time.perf_counter()
     for _ in range(n):
         time.sleep(STEP_SLEEP_S)

@@ -1,7 +1,7 @@
-"""What the benchmarks run: environments, policies and their sizes; how they take turns and print.
+"""Workloads of the benchmarks (environments, policies, sizes), alternating windows, and output.
 
-Everything is at module level, so that spawned processes can import it by name. A policy knows
-nothing of rlpool: the bare loop calls the very same object on the very same batch.
+Everything is at module level, so that spawned processes can import it by name. A policy does not
+depend on rlpool: the bare loop calls the same object on the same batch.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ SEED = 0
 
 
 class FramesEnv(gymnasium.Env[Any, Any]):
-    """Image frames at no cost: a step costs only what is done with its observation.
+    """Image frames at no cost: the cost of a step is only that of handling its observation.
 
     Args:
         episode_steps: Length of every episode.
     """
 
     N_FRAMES = 4
-    """Distinct frames, shown in turn, so that consecutive steps differ."""
+    """Distinct frames, returned in turn, so that consecutive steps differ."""
 
     N_ACTIONS = 6
 
@@ -84,7 +84,7 @@ class StragglerEnv(gymnasium.Env[Any, Any]):
         step_s: Seconds per step.
         shortest: Steps of the shortest episode.
         longest: Steps of the longest episode.
-        computes: Whether a step uses the core meanwhile; otherwise it sleeps.
+        computes: Whether a step computes; otherwise it sleeps.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StragglerEnv(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._computes:
-            end = time.thread_time() + self._step_s  # of this thread, however many share the core
+            end = time.thread_time() + self._step_s  # unaffected by threads that share the core
             while time.thread_time() < end:
                 pass
         else:
@@ -120,7 +120,7 @@ def make_cartpole() -> gymnasium.Env[Any, Any]:
 
 
 def make_long_cartpole() -> gymnasium.Env[Any, Any]:
-    """CartPole whose pole may fall: every episode takes 500 steps, as those of a trained policy."""
+    """CartPole without termination: episodes take 500 steps, like those of a trained policy."""
     env: Any = gymnasium.make("CartPole-v1")
     env.unwrapped.theta_threshold_radians = env.unwrapped.x_threshold = math.inf
     return env
@@ -152,9 +152,9 @@ class CartPolePolicy(torch.nn.Module):
 
 
 class HalfCheetahPolicy(torch.nn.Module):
-    """Normal squashed by tanh, 17-256-256-6, standard deviations that do not depend on the state.
+    """Normal squashed by tanh, 17-256-256-6, with state-independent standard deviations.
 
-    Deviations of 1 keep an untrained policy moving, as exploration does.
+    Deviations of 1 keep an untrained policy moving, like exploration.
     """
 
     n_noise = 6
@@ -202,19 +202,18 @@ def _mlp(*sizes: int) -> torch.nn.Sequential:
 
 @dataclass(frozen=True)
 class Workload:
-    """An environment, a policy and how many of them.
+    """An environment and a policy, with their numbers.
 
     Attributes:
         name: Short name.
         make_env: Creates one environment.
-        make_policy: Creates the policy; its parameters follow from ``SEED``.
-        n_workers: Processes that collect.
+        make_policy: Creates the policy; its parameters depend on ``SEED``.
+        n_workers: Number of collecting processes.
         n_lanes: Environments in each of them.
-        n_episodes: Episodes per request: enough that the last ones, during which lanes run empty,
-            hardly count.
+        n_episodes: Episodes per request: enough to make idle lanes at the end negligible.
         n_timesteps: Longest episode.
-        make_vector_env: Creates one vector environment of so many lanes, with a seed, in place of
-            as many environments.
+        make_vector_env: Creates one vector environment of the given number of lanes, with a seed,
+            in place of as many environments.
     """
 
     name: str
@@ -239,7 +238,7 @@ WORKLOADS = {
 }
 
 FRAMES = Workload("frames", partial(FramesEnv, 200), make_frames_policy, 2, 8, 32, 200)
-"""Long episodes of frames, for what results cost the caller."""
+"""Long episodes of frames, for the cost of results for the caller."""
 
 V1 = [
     Workload(
@@ -247,7 +246,7 @@ V1 = [
     )
     for n_lanes in (64, 256)
 ]
-"""128 episodes per lane and request: even so, some lanes are through long before the last one."""
+"""128 episodes per lane and request: even so, some lanes finish long before the last one."""
 
 
 class PolicyAgent(Agent):
@@ -270,7 +269,7 @@ class PolicyAgent(Agent):
 
 
 def seeded_policy(make_policy: Callable[[], Any]) -> Any:
-    """The policy, with the same parameters in every process."""
+    """Create the policy, with the same parameters in every process."""
     torch.manual_seed(SEED)
     return make_policy()
 
@@ -282,7 +281,7 @@ def create_env(
 
 
 def create_lanes(workload: Workload, auto_reset: bool, seed: int | None = None) -> VecEnv:
-    """The lanes of one worker."""
+    """Create the lanes of one worker."""
     n_lanes = workload.n_lanes
     if workload.make_vector_env is None:
         kind = GymEnvInf if auto_reset else GymEnv
@@ -297,14 +296,14 @@ def make_batcher(
     n_pending: int = 1,
     kind: Callable[..., EpisodeBatcher] = EpisodeBatcher,
 ) -> EpisodeBatcher:
-    """A batcher with one slot for every episode.
+    """Make a batcher with one slot for every episode.
 
     Args:
-        workload: What to run.
-        n_episodes: Episodes per request, instead of the workload's own.
-        n_threads: Worker processes, instead of the workload's own.
+        workload: The workload.
+        n_episodes: Episodes per request, in place of the workload's.
+        n_threads: Worker processes, in place of the workload's.
         n_pending: Requests at a time.
-        kind: What makes it.
+        kind: Its class.
     """
     return kind(
         n_timesteps=workload.n_timesteps,
@@ -324,13 +323,13 @@ def make_window_batcher(
     n_threads: int | None = None,
     n_lanes: int | None = None,
 ) -> Batcher:
-    """A batcher of windows of lanes that restart.
+    """Make a batcher of windows of lanes that restart.
 
     Args:
-        workload: What to run.
+        workload: The workload.
         n_timesteps: Steps of a window.
-        n_threads: Worker processes, instead of the workload's own.
-        n_lanes: Lanes of each of them, instead of the workload's own.
+        n_threads: Worker processes, in place of the workload's.
+        n_lanes: Lanes of each of them, in place of the workload's.
     """
     workload = replace(workload, n_lanes=n_lanes or workload.n_lanes)
     return Batcher(
@@ -351,23 +350,23 @@ Window = Callable[[float], float]
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows what a script says about itself."""
+    """Make a parser with the description of a script."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=form)
 
 
 def note(text: str) -> None:
-    """Say how far it is, to stderr."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show(figures: Mapping[str, Any], *more: str) -> None:
-    """Print figures as a JSON line, with the versions they were measured with."""
+    """Print figures as a JSON line, with the versions of the packages."""
     print(json.dumps({**figures, "versions": versions(*more)}), flush=True)
 
 
 def timed(collect: Callable[[], int]) -> Window:
-    """A window that repeats ``collect``, which returns its number of steps."""
+    """Return a window that repeats ``collect``, which returns its number of steps."""
 
     def window(seconds: float) -> float:
         n_steps = 0
@@ -383,13 +382,13 @@ def timed(collect: Callable[[], int]) -> Window:
 def in_turns(
     base: Window, others: Mapping[str, Window], n_windows: int, seconds: float
 ) -> tuple[list[float], dict[str, tuple[list[float], list[float]]]]:
-    """Run windows of everybody in turns, ``base`` before and after each of the others.
+    """Alternate between windows, with ``base`` before and after each of the others.
 
     Returns:
-        Steps per second of the base, and by the name of the others theirs and, for each of their
-        windows, the ratio to the mean of the two windows of the base around it.
+        Steps per second of the base, and of the others by name, with the ratio of each of their
+        windows to the mean of the two adjacent windows of the base.
     """
-    names = [name for _ in range(-1, n_windows) for name in others]  # the first warm up
+    names = [name for _ in range(-1, n_windows) for name in others]  # the first ones warm up
     before, rates = [base(seconds)], []
     for name in names:
         rates.append(others[name](seconds))
@@ -404,22 +403,22 @@ def in_turns(
 
 
 def to_neighbours(windows: Sequence[float], around: Sequence[float]) -> list[float]:
-    """Each window by the mean of the two around it, of which there is one more than windows."""
+    """Divide each window by the mean of the two adjacent ones of ``around``, which has one more."""
     pairs = zip(windows, itertools.pairwise(around), strict=True)
     return [2 * window / sum(neighbours) for window, neighbours in pairs]
 
 
 def noise_of(base: Sequence[float]) -> dict[str, Any]:
-    """Windows of the base compared among themselves: what deviates from 1 is noise."""
+    """Compare windows of the base with each other: their deviation from 1 is noise."""
     triples = zip(base[:-2], base[1:-1], base[2:], strict=True)
     return quartiles([2 * middle / (left + right) for left, middle, right in triples])
 
 
 def versions(*more: str) -> dict[str, Any]:
-    """What the figures were measured with.
+    """Return the versions of the packages.
 
     Args:
-        more: Further distributions to name, if they are installed.
+        more: Further distributions, if they are installed.
     """
     found: dict[str, Any] = {}
     for name in ("rlpool", "torch", "gymnasium", "numpy", *more):
@@ -429,7 +428,7 @@ def versions(*more: str) -> dict[str, Any]:
 
 
 def quartiles(values: Sequence[float], n_digits: int = 3) -> dict[str, Any]:
-    """Median and quartiles of some values, and how many they were."""
+    """Return the median, the quartiles and the number of values."""
     if not values:
         return {"median": None, "quartiles": None, "n": 0}
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
@@ -440,7 +439,7 @@ def quartiles(values: Sequence[float], n_digits: int = 3) -> dict[str, Any]:
     }
 
 
-# Programs of others -----------------------------------------------------------------------------
+# Programs of other libraries --------------------------------------------------------------------
 
 ATARI = """
 try:
@@ -454,17 +453,17 @@ except ImportError:
 
 
 def interpreter(path: str) -> str:
-    """The type of an argument: a Python that can be started in any folder."""
+    """Argument type: a Python interpreter that can be started in any folder."""
     return os.path.abspath(shutil.which(path) or path)
 
 
 def cleanrl_command(python: str, script: Path, setup: str = "", n_threads: int = 1) -> list[str]:
-    """The command that runs one of CleanRL's scripts unchanged, to be followed by its arguments.
+    """Return the command for an unchanged script of CleanRL, to be followed by its arguments.
 
     Args:
-        python: An interpreter that has what the script imports.
-        script: Its path, as ``.../cleanrl/ppo.py``.
-        setup: What is run before.
+        python: An interpreter with the script's dependencies.
+        script: Its path, such as ``.../cleanrl/ppo.py``.
+        setup: Code to run before.
         n_threads: Threads of torch.
     """
     start = f"{setup}\nimport runpy, sys, torch\nsys.argv = sys.argv[1:]\n"

@@ -131,7 +131,7 @@ class NotEnoughDataError(RlpoolError, ValueError):
         ...     Pool(pool_size=100).sample(32)
         ... except NotEnoughDataError as error:
         ...     print(error.what)
-        32 transitions were asked for, but there are 0
+        32 transitions were requested, but there are 0
     """
 
 

@@ -2,13 +2,13 @@
 
 You will learn
 
-- how a ``Batcher`` returns the next steps of all environments, whether or not an episode ends,
-- what is in a window around the end of an episode,
-- how to bootstrap: the value of what follows counts after a truncation and at the end of a window,
-  and does not count after a termination.
+- how a ``Batcher`` returns windows: the next steps of all environments, across ends of episodes,
+- what a window contains around the end of an episode,
+- how to bootstrap: from the value of the next state after a truncation and at the end of a window,
+  but not after a termination.
 
-A pole that falls has no future. One that is stopped by the time limit has a future that we merely
-do not see: counting it as zero would teach the critic that balancing for long is bad.
+A pole that falls has no future. A pole stopped by the time limit would have gone on: counting its
+future as zero would teach the critic that balancing for long is bad.
 
 References:
     Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning".
@@ -34,8 +34,8 @@ from rlpool import (
 import running
 
 # The hyper-parameters of Stable-Baselines3's A2C, with the number of environments that
-# rl-baselines3-zoo (https://github.com/DLR-RM/rl-baselines3-zoo) takes for CartPole-v1.
-LEARNING_RATE = 7e-4  # at first; it falls linearly to 0, so that what is learned is kept
+# rl-baselines3-zoo (https://github.com/DLR-RM/rl-baselines3-zoo) uses for CartPole-v1.
+LEARNING_RATE = 7e-4  # initial value; decays linearly to 0, which stabilises the final policy
 N_ENVS, N_STEPS = 8, 5  # a window: this many steps of each environment
 BATCH_SIZE = N_ENVS * N_STEPS
 DISCOUNT = 0.99
@@ -43,7 +43,7 @@ VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
 
 
 class ActorCritic(nn.Module, Agent):
-    n_noise = 1  # random numbers per step, the same in every run
+    n_noise = 1  # random numbers per step, for reproducible runs
 
     def __init__(self, n_inputs, n_actions):
         super().__init__()
@@ -65,18 +65,18 @@ def make_network(n_inputs, n_outputs, last_gain):
 
 
 def create_env(seed, env_id, n_envs, render_mode=None):
-    # "Inf" for infinite: an environment whose episode ended starts the next one at once.
+    # "Inf" for infinite: environments restart automatically when an episode ends.
     return GymEnvInf([gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)], seed)
 
 
 def learn(agent, optimizer, window):
     """Take one gradient step; returns the losses."""
     value = agent.critic(window["frame"]).squeeze(-1)
-    # "frame" is where an action was taken, "_frame" what it led to. Inside an episode that is the
-    # "frame" of the next step. At its end it is the last observation of this episode, which the
-    # critic needs, while the next step has the first observation of another one.
+    # "frame" is the observation before an action, "_frame" the one after it. Within an episode,
+    # "_frame" equals the "frame" of the next step. At its end, it is the last observation, which
+    # the critic needs, while the next step has the first observation of another episode.
     # Discounted rewards up to the end of the episode or of the window, then the critic's estimate:
-    # "_done" stops the sum, "_terminated" says that nothing follows.
+    # "_done" stops the sum, "_terminated" omits the estimate.
     reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
     with torch.no_grad():
         ends = {"next_value": agent.critic(window["_frame"]).squeeze(-1), "terminated": terminated}
@@ -97,21 +97,21 @@ def learn(agent, optimizer, window):
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--env-id", default="CartPole-v1", help="with vector observations")
     parser.add_number("--total-timesteps", least=1, default=500_000)
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=0, choices=(0, 1, 2, 4, 8), help="workers"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="a2c.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="a2c.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=1_000, help="in windows")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=True)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
@@ -139,7 +139,7 @@ def main():
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total = arguments.total_timesteps
         bar = tqdm(desc="A2C", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:

@@ -1,15 +1,15 @@
-"""``Array``: where samples are written, with the rows before and after a batch within reach.
+"""``Array``: storage for samples, with access to the rows before and after a batch.
 
-What you will learn:
+You will learn
 
-- how an ``Array`` differs from a NumPy array, and how to get NumPy arrays and tensors out of it;
-- what padding is for, and what ``array[-1]`` means;
+- how an ``Array`` differs from a NumPy array, and how to get NumPy arrays and tensors from it;
+- the purpose of padding, and the meaning of ``array[-1]``;
 - how ``rotate`` carries the end of one batch over to the next one;
 - how ``next`` and ``previous`` pair each step with its neighbour in time;
 - how ``full_size`` turns an array into a replay window;
 - how several processes write into one array.
 
-Run it: ``python tutorials/arrays.py``. It takes a few seconds and needs nothing but rlpool.
+Run it: ``python tutorials/arrays.py``. It takes a few seconds and needs only rlpool.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ N_STEPS, N_ENVS = 5, 4
 
 
 def writing_and_reading() -> Array:
-    """An Array holds values and does not compute with them; views of it are for writing."""
+    """An Array stores values but does not compute; views of it can be written."""
     array = Array((N_STEPS, N_ENVS), np.float32)
     array[:] = np.arange(N_ENVS)
     array[1] = torch.full((N_ENVS,), 8.0)
 
-    # To compute, look at the same memory as a NumPy array or as a tensor.
+    # To compute, view the same memory as a NumPy array or a tensor.
     assert array.to_ndarray().sum(axis=-1).tolist() == [6, 32, 6, 6, 6]
     array.to_tensor()[2].mul_(10)
     assert array[2, 3] == 30
 
-    # Indexing never copies, so even what index arrays and masks select can be written to.
+    # Indexing never copies: even selections by index arrays and masks can be written.
     chosen = array[[0, 4], [1, 2]]
     chosen[...] = -1
     array[array.to_ndarray() > 5] = 5
@@ -48,22 +48,22 @@ def writing_and_reading() -> Array:
 
 
 def rows_around_a_batch() -> Array:
-    """Padding is room for one batch's last steps and the next batch's first ones."""
+    """Padding holds the last steps of the previous batch and the first ones of the next."""
     array = Array((N_STEPS, N_ENVS), np.float32, padding=1)
     array[:] = np.arange(N_ENVS)
 
-    # Indices count from the first visible row. The row before it is -1, which is not the last
-    # one: that is array.last, and the row after it is array.last + 1.
+    # Indices count from the first visible row. -1 is the row before it, not the last row: that is
+    # array.last, and the row after it is array.last + 1.
     assert (array.first, array.last) == (0, N_STEPS - 1)
     array[array.last + 1] = [4, 5, 6, 7]
     array[-1] = 100
-    # What is in the padding is not part of what is visible, and [:] does not write there.
+    # The padding is not visible, and [:] does not write to it.
     assert array.shape == (N_STEPS, N_ENVS)
     assert array.to_ndarray().max() == 3
     array[:] = 0
     assert (array[array.last + 1] == [4, 5, 6, 7]).all()
     assert (array[-1] == 100).all()
-    # Where there is no row, ints raise and slices are clipped.
+    # Outside the rows, ints raise and slices are clipped.
     assert array[-50:50].shape == (N_STEPS + 2, N_ENVS)
     try:
         array[array.last + 2]
@@ -81,7 +81,7 @@ def from_batch_to_batch() -> None:
         for step in range(N_STEPS):
             time += 1
             observations[step + 1] = time
-        # Rotating turns what follows this batch into the beginning of the next one.
+        # Rotating turns the rows after this batch into the beginning of the next one.
         observations.rotate()
         assert observations[0] == time
         assert observations[-1] == time - 1
@@ -89,7 +89,7 @@ def from_batch_to_batch() -> None:
 
 
 def neighbours_in_time() -> Array:
-    """Every view knows where it lies, so it can be asked for the time step after or before."""
+    """Every view knows its position, so it can return the time step after or before."""
     array = Array((N_STEPS, N_ENVS), np.float32, padding=1)
     array[...] = np.arange(N_STEPS * N_ENVS).reshape(N_STEPS, N_ENVS)
     array[-1] = np.arange(-N_ENVS, 0)
@@ -97,7 +97,7 @@ def neighbours_in_time() -> Array:
     assert (array[2].next == array[3]).all()
     assert (array[2].previous == [4, 5, 6, 7]).all()
 
-    # Transitions for Q-learning: a random batch, and what came after each of its steps.
+    # Transitions for Q-learning: a random batch, and the step after each of its steps.
     steps = np.random.default_rng(0).integers(0, N_STEPS - 1, size=16)
     batch = array[steps, steps % N_ENVS]
     assert (batch.next.to_ndarray() - batch.to_ndarray() == N_ENVS).all()
@@ -117,7 +117,7 @@ def replay_window() -> Array:
     assert (array == 7).all()
     array[...] = 8
     assert set(array.full.to_ndarray().ravel().tolist()) == {8, 42}
-    # Views stay where they were made, whatever the window does.
+    # Views do not move with the window.
     view = array[0]
     array.rotate()
     assert (array[0] == 42).all()
@@ -126,11 +126,11 @@ def replay_window() -> Array:
 
 
 def one_array_in_two_processes() -> Array:
-    """Shared arrays are never copied to other processes: those write into the same memory."""
+    """Shared arrays are not copied: other processes write to the same memory."""
     context = multiprocessing.get_context("spawn")
     array = Array((N_STEPS, N_ENVS), np.int32, storage="shared")
 
-    # Any view can be sent, through a pipe, through a queue, or as an argument of a process.
+    # Any view can be sent through a pipe or queue, or as an argument of a process.
     here, there = context.Pipe()
     receiver = context.Process(target=write_to_piped_array, args=(there,))
     receiver.start()
@@ -157,8 +157,7 @@ def main() -> None:
     print(f"The second half of a replay window:\n{replay_window()}\n")
     shared = one_array_in_two_processes()
     print(f"Written by two other processes:\n{shared}")
-    # The memory is freed with the last view of it. close() does not wait for that: from then on
-    # access raises.
+    # The memory is freed with its last view. After close(), access raises even if views exist.
     shared.close()
     print(shared)
 

@@ -2,11 +2,11 @@
 
 You will learn
 
-- that ``RayEpisodeBatcher`` has the calls of ``EpisodeBatcher``, with workers on many machines,
-- how to simulate a cluster on one machine, and what a real one changes: an address,
-- that the cluster changes no bit of what is collected, even if one of its nodes is lost.
+- that ``RayEpisodeBatcher`` has the methods of ``EpisodeBatcher``, with workers on many machines,
+- how to simulate a cluster on one machine (a real one only needs an address),
+- that the cluster collects the same bits, even if one of its nodes is lost.
 
-On a real cluster, with the same versions installed on every node (docs/cluster.md says how):
+On a real cluster, with the same versions installed on every node (see docs/cluster.md):
 
     python tutorials/cluster.py --address auto --n-workers 8
 
@@ -38,7 +38,7 @@ import running
 
 DISCOUNT = 0.99
 LAMBDA = 0.95
-CLIP = 0.2  # how far the probability of an action may move, as a ratio
+CLIP = 0.2  # largest change of probability ratios
 N_PASSES, N_MINIBATCHES = 4, 8  # over the steps of every epoch
 
 
@@ -56,7 +56,7 @@ class ActorCriticAgent(nn.Module, Agent):
         return {"action": action, "log_probability": log_probability}
 
 
-# Both travel to the nodes with this file's code: only what they import must be installed there.
+# Both are sent to the nodes with the code of this file; their imports must be installed there.
 def create_agent(seed=0):
     torch.manual_seed(seed)
     return ActorCriticAgent()
@@ -67,8 +67,8 @@ def create_env(seed, n_envs=16):
 
 
 def advantages_of(episodes, value, next_value):
-    """Generalised advantage estimation; everything is ``[B, T]``, zero past an episode's end."""
-    # A terminated episode has no future. One that is stopped by the time limit has.
+    """Generalised advantage estimation; tensors are ``[B, T]``, zero past the end of episodes."""
+    # A terminated episode has no future; an episode truncated by the time limit does.
     next_value = next_value * ~episodes["_terminated"]
     difference = (episodes["_reward"] + DISCOUNT * next_value - value) * episodes.mask()
     advantages = torch.zeros_like(difference)
@@ -84,7 +84,7 @@ def learn(agent, optimizer, episodes):
     with torch.no_grad():
         value = agent.critic(episodes["frame"]).squeeze(-1)
         advantages = advantages_of(episodes, value, agent.critic(episodes["_frame"]).squeeze(-1))
-    # From here on, steps are all that matters, not which episode they belong to.
+    # From here on, steps are treated independently of their episodes.
     is_step = episodes.mask().bool()
     keys = "frame", "action", "log_probability"
     parts = [*(episodes[key] for key in keys), advantages, advantages + value]
@@ -106,13 +106,13 @@ def learn(agent, optimizer, episodes):
 
 def train(agent, batcher, arguments):
     """Learn until the target is reached; returns the average return of every epoch."""
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-3)
     average_returns = []
     progress = tqdm(range(arguments.n_epochs), desc="PPO", unit="epoch")
     for _ in progress:
-        # The parameters are put into the object store once, however many nodes there are.
+        # The parameters are put into the object store once for all nodes.
         batcher.update(agent.state_dict())
         batcher.execute(arguments.n_episodes)
         episodes = batcher.get()
@@ -127,17 +127,17 @@ def train(agent, batcher, arguments):
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--address", help='of a running cluster, or "auto"; simulate one if absent')
+    parser.add_argument("--address", help='of a running cluster, or "auto"; default: simulate one')
     parser.add_number("--n-nodes", least=1, default=2, help="nodes to simulate")
     parser.add_number(
         "--n-workers", "--n-threads", least=1, default=1, help="worker processes per node"
     )
     parser.add_number("--n-epochs", least=1, default=40, help="at most")
     parser.add_number("--n-episodes", least=1, default=64, help="episodes per epoch")
-    parser.add_number("--seed", least=0, default=0, help="another one is another run")
+    parser.add_number("--seed", least=0, default=0, help="random seed")
     parser.add_argument("--target", type=float, default=400.0, help="average return to reach")
     arguments = parser.parse_args()
-    try:  # here, since --help does without it
+    try:  # here, to keep --help fast
         import ray
         from ray.cluster_utils import Cluster
     except ImportError:
@@ -147,14 +147,14 @@ def main():
     torch.set_num_threads(1)  # the workers need the other cores
     began = time.perf_counter()
 
-    # One machine plays several: each node has processes, an object store and a number of
-    # processors of its own. The first is the head, which every cluster has.
+    # One machine simulates several: each node has its own processes, object store and number of
+    # processors. The first is the head of the cluster.
     cluster, others = None, []
     if arguments.address is None:
         size = {"num_cpus": arguments.n_workers, "object_store_memory": 200 * 2**20}
         cluster = Cluster(initialize_head=True, head_node_args=size)
         others = [cluster.add_node(**size) for _ in range(arguments.n_nodes - 1)]
-    # Without log_to_driver=False, Ray prints here what the nodes log.
+    # Without log_to_driver=False, Ray prints the logs of the nodes here.
     ray.init(cluster.address if cluster else arguments.address, log_to_driver=False)
 
     common = {
@@ -168,30 +168,30 @@ def main():
     with RayEpisodeBatcher(**common, n_workers=arguments.n_workers) as batcher:
         average_returns = train(agent, batcher, arguments)
 
-    # The trained policy once more, on other episodes.
+    # Run the trained policy on other episodes.
     n_episodes = 2 * arguments.n_episodes
     with RayEpisodeBatcher(**common, n_workers=arguments.n_workers) as batcher:
         batcher.update(agent.state_dict())
         batcher.execute(n_episodes)
         if others:
-            # As if somebody had pulled the plug: its episodes run again on the nodes that are left.
+            # Like a power failure: its episodes run again on the remaining nodes.
             cluster.remove_node(others.pop(), allow_graceful=False)
         episodes = batcher.get()
     ray.shutdown()
     if cluster:
         cluster.shutdown()
 
-    # The same episodes without a cluster: not one bit differs.
+    # The same episodes without a cluster are bitwise equal.
     with EpisodeBatcher(**common, n_workers=0) as batcher:
         batcher.update(agent.state_dict())
         batcher.execute(n_episodes)
         expected = batcher.get()
     assert all(torch.equal(episodes[key], expected[key]) for key in expected)
-    print(f"{n_episodes} episodes of the cluster are bit by bit those of one machine")
+    print(f"{n_episodes} episodes of the cluster are bitwise equal to those of one machine")
 
     seconds = time.perf_counter() - began
     print(f"average return {fmean(average_returns[-3:]):.1f}", end=": ")
-    print(f"{len(average_returns)} epochs, {seconds:.1f} s in all")
+    print(f"{len(average_returns)} epochs, {seconds:.1f} s in total")
     if arguments.n_epochs >= 40:
         assert fmean(average_returns[-3:]) >= arguments.target, "did not reach the target"
         assert cluster is None or seconds < 120.0

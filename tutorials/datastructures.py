@@ -1,14 +1,14 @@
 """The two data structures: ``DictTensor`` and ``TemporalDictTensor``.
 
-What you will learn:
+You will learn
 
-- a ``DictTensor`` holds what belongs together for a batch: an observation, an agent's output;
-- a ``TemporalDictTensor`` holds trajectories of different lengths, and how to read them by row, by
-  time and as transitions;
-- what is a view and what is a copy;
-- how a loss over trajectories uses the mask, so that padding never counts.
+- that a ``DictTensor`` holds the named tensors of a batch, such as an observation or an output;
+- that a ``TemporalDictTensor`` holds trajectories of different lengths, and how to read them by
+  row, by time and as transitions;
+- which operations return views, and which copy;
+- how a loss over trajectories uses the mask to exclude padding.
 
-Run it: ``python tutorials/datastructures.py``. It takes a second and needs nothing but rlpool.
+Run it: ``python tutorials/datastructures.py``. It takes a second and needs only rlpool.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def tensors_of_a_batch() -> DictTensor:
     assert batch.n_elems() == 4
     assert batch["frame"].shape == (4, 3)
 
-    # A string reads a tensor; anything else selects rows of all tensors. Slices are views, int
-    # tensors and bool masks copy, a plain int also drops the batch dimension.
+    # A string returns a tensor; anything else selects rows of all tensors. Slices are views, int
+    # tensors and bool masks copy, a single int also drops the batch dimension.
     assert batch[1:3]["action"].tolist() == [1, 1]
     assert batch[torch.tensor([3, 0])]["frame"].equal(batch["frame"][[3, 0]])
     assert batch[batch["is_new"]].n_elems() == 2
     assert batch[2]["frame"].shape == (3,)
 
-    # Batches are taken apart and put together; keys can be joined, chosen and renamed.
+    # Batches can be split and concatenated; keys can be joined, selected and renamed.
     assert DictTensor.cat(batch.unfold())["action"].equal(batch["action"])
     info = DictTensor({"task": torch.arange(4)}).prepend_key("agent_info/")
     assert list(batch + info) == ["frame", "action", "is_new", "agent_info/task"]
     assert list((batch + info).truncate_key("agent_info/")) == ["task"]
 
-    # Rows of two batches are mixed exactly, for any dtype. An agent resets its state like this.
+    # Rows of two batches can be mixed bit for bit in any dtype, for example to reset a state.
     state = DictTensor({"memory": torch.full((4, 2), float("nan"))})
     fresh = DictTensor({"memory": torch.zeros(4, 2)})
     state = masked_dicttensor(state, fresh, batch["is_new"])
@@ -57,7 +57,7 @@ def tensors_of_a_batch() -> DictTensor:
 def trajectories_of_different_lengths() -> TemporalDictTensor:
     """A TemporalDictTensor holds tensors [B, T, ...]; row b has lengths[b] steps, then padding."""
     lengths = torch.tensor([3, 1, 5])
-    # Real trajectories come from a batcher. These are made from all steps, one after the other.
+    # Real trajectories come from a batcher. These are built from consecutive steps.
     steps = {"frame": torch.rand(9, 2), "_reward": torch.arange(1.0, 10.0)}
     trajectories = TemporalDictTensor.from_packed(
         steps, lengths, info=DictTensor({"env_info/task": torch.tensor([7, 8, 9])})
@@ -66,7 +66,7 @@ def trajectories_of_different_lengths() -> TemporalDictTensor:
     assert trajectories["_reward"][1].tolist() == [4, 0, 0, 0, 0]
     assert trajectories.mask()[0].tolist() == [1, 1, 1, 0, 0]
 
-    # By row: lengths and info follow, so a task is never separated from its trajectory.
+    # By row: lengths and info are selected too, so a task stays with its trajectory.
     longest_first = trajectories[lengths.argsort(descending=True)]
     assert longest_first.lengths.tolist() == [5, 3, 1]
     assert longest_first.info["env_info/task"].tolist() == [9, 7, 8]
@@ -80,7 +80,7 @@ def trajectories_of_different_lengths() -> TemporalDictTensor:
     assert last["_reward"].tolist() == [3, 4, 9]
     assert trajectories.temporal_slice(1, 4).lengths.tolist() == [2, 0, 3]
 
-    # As transitions: flatten drops the padding. It is what a replay buffer or a critic wants.
+    # As transitions, for a replay buffer or a critic: flatten drops the padding.
     transitions = trajectories.flatten(with_info=True)
     assert transitions["_reward"].equal(steps["_reward"])
     assert transitions["env_info/task"].tolist() == [7, 7, 7, 8, 9, 9, 9, 9, 9]
@@ -88,15 +88,15 @@ def trajectories_of_different_lengths() -> TemporalDictTensor:
 
 
 def mean_return(trajectories: TemporalDictTensor) -> float:
-    """Padding is zero in rewards, but not in what a network computes from it: use the mask."""
-    baseline = torch.full_like(trajectories["_reward"], 0.5)  # a network's output, everywhere
+    """Rewards are zero in padding, but outputs of networks are not: use the mask."""
+    baseline = torch.full_like(trajectories["_reward"], 0.5)  # a network's output, even in padding
     advantage = (trajectories["_reward"] - baseline) * trajectories.mask()
     assert advantage[1].tolist() == [3.5, 0, 0, 0, 0]
     return float(episode_returns(trajectories).mean())
 
 
 def views_and_files(trajectories: TemporalDictTensor) -> int:
-    """Slices share memory; a pickle or a file only holds the values of the slice."""
+    """Slices share memory, but a pickle or a file contains only the values of the slice."""
     block = trajectories.expand(1000)  # 997 more rows, with length 0
     part = block[:3]
     assert part["frame"].data_ptr() == block["frame"].data_ptr()

@@ -2,10 +2,10 @@
 
 You will learn
 
-- how a ``Pool`` takes the windows of a ``Batcher`` and gives random transitions to learn from,
-- how ``agent_info`` changes exploration from window to window, in the middle of episodes,
-- why a time limit is not an end: only ``_terminated`` cuts off the value of what comes next,
-- how networks, pool and seeds are saved together, so that a run goes on from there.
+- how a ``Pool`` stores the windows of a ``Batcher`` and samples random transitions to learn from,
+- how ``agent_info`` changes exploration from window to window, even within episodes,
+- why a time limit is not an end: only ``_terminated`` excludes the value of the next state,
+- how networks, pool and seeds are saved together, so that a run can be resumed.
 
 References:
     Mnih et al. 2015, "Human-level control through deep reinforcement learning".
@@ -27,17 +27,17 @@ import running
 # published results docs/results.md compares this script.
 LEARNING_RATE, DISCOUNT = 2.5e-4, 0.99
 POOL_SIZE, BATCH_SIZE = 10_000, 128
-N_STEPS = 10  # a window: after so many steps of an environment, there is one gradient step
+N_STEPS = 10  # steps of an environment per window, and so per gradient step
 LEARNING_STARTS = 10_000  # in environment steps, like the next one
-TARGET_PERIOD = 500  # the target network is the one of at most so many steps ago
-FIRST_EPSILON, LAST_EPSILON = 1.0, 0.05  # how probable it is that an action is random
-EXPLORATION_FRACTION = 0.5  # the part of all steps in which epsilon falls
+TARGET_PERIOD = 500  # steps between copies to the target network
+FIRST_EPSILON, LAST_EPSILON = 1.0, 0.05  # probability of a random action
+EXPLORATION_FRACTION = 0.5  # fraction of all steps in which epsilon decays
 
 
 class QNetwork(nn.Module, Agent):
-    """Takes the action of the largest value, or any with probability epsilon."""
+    """Takes the action with the largest value, or with probability epsilon a random one."""
 
-    n_noise = 2  # one number decides whether to explore, the other one where to
+    n_noise = 2  # one number decides whether to explore, the other one chooses the action
 
     def __init__(self, n_inputs, n_actions):
         super().__init__()
@@ -53,7 +53,7 @@ class QNetwork(nn.Module, Agent):
 
 
 def create_env(seed, env_id, n_envs=1, render_mode=None):
-    # "Inf" for infinite: an environment whose episode ended starts the next one at once.
+    # "Inf" for infinite: environments restart automatically when an episode ends.
     return GymEnvInf([gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)], seed)
 
 
@@ -63,11 +63,11 @@ def epsilon_after(n_steps, total):
 
 
 def targets_of(batch, target_network):
-    """What the values of the actions in a batch should be: ``[B]``."""
+    """Return the targets for the values of the actions in a batch, ``[B]``."""
     with torch.no_grad():
         next_value = target_network.model(batch["_frame"]).amax(1)
-    # A pole that fell has no future. One that was stopped by the time limit is "_done" as well, but
-    # would have kept standing: its value counts.
+    # A pole that fell has no future. A pole stopped by the time limit is also "_done", but would
+    # have kept standing: its value counts.
     return batch["_reward"] + DISCOUNT * next_value * ~batch["_terminated"]
 
 
@@ -83,23 +83,23 @@ def learn(batch, q_network, target_network, optimizer):
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--env-id", default="CartPole-v1", help="with vector observations")
     parser.add_number("--total-timesteps", least=1, default=500_000)
     parser.add_number("--learning-starts", least=0, default=LEARNING_STARTS)
     parser.add_number(
         "--n-workers", "--n-threads", least=0, default=0, help="worker processes, 0 for none"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_number("--evaluate", least=0, default=0, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="dqn.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="dqn.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=50_000, help="in steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=True)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
@@ -133,7 +133,7 @@ def main():
         parts |= {"pool": pool, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total, window_size = arguments.total_timesteps, N_STEPS * batcher.n_lanes
         bar = tqdm(desc="DQN", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + window_size <= total and not ctrl_c.is_pressed:
@@ -169,7 +169,7 @@ def main():
             running.save_checkpoint(arguments.checkpoint, parts, progress)
 
     final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
-    if arguments.evaluate:  # the policy at the end, without its exploration
+    if arguments.evaluate:  # the final policy, without exploration
         final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
     print(f"average return of {kind} episodes: {fmean(final):.1f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))

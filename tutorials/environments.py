@@ -1,13 +1,13 @@
-"""Environments: how every kind of Gymnasium space becomes named tensors.
+"""Environments: mapping of Gymnasium spaces to named tensors.
 
 You will learn
 
-- how to step a ``GymEnv`` yourself, without a batcher, which shows best what it consists of,
-- which keys, shapes and dtypes observations and actions of any space have,
-- how environments written for the old ``gym`` interface work,
-- how ``env_info`` reaches an environment, and how to limit the time of episodes,
-- how what an environment says in its ``info`` becomes part of the observation,
-- what ``GymEnvInf`` does when an episode ends.
+- how to step a ``GymEnv`` yourself, without a batcher,
+- the keys, shapes and dtypes of observations and actions for every space,
+- how environments of the old ``gym`` interface work,
+- how ``env_info`` reaches an environment, and how to limit the length of episodes,
+- how values of an environment's ``info`` become part of the observation,
+- how ``GymEnvInf`` restarts environments when an episode ends.
 """
 
 import gymnasium as gym
@@ -23,7 +23,7 @@ N_ENVS = 3
 
 
 def random_actions(env, n_rows):
-    """One random action per row. A dict space has several keys, "action/" before each."""
+    """Sample one action per row. A dict space has several keys with the prefix "action/"."""
     if isinstance(env.action_space, Dict):
         spaces = {f"action/{key}": space for key, space in env.action_space.items()}
     else:
@@ -34,7 +34,7 @@ def random_actions(env, n_rows):
 
 def run_episodes(env, n_steps):
     """Step until all environments have ended, or ``n_steps`` times; return the sums of rewards."""
-    # "running" are the numbers of the environments that take part: all of them after a reset.
+    # "running" are the indices of the running environments: all of them after a reset.
     observation, running = env.reset()
     assert torch.equal(running, torch.arange(env.n_envs()))
     assert observation["initial_state"].all()
@@ -43,7 +43,7 @@ def run_episodes(env, n_steps):
         if not len(running):
             break
         # One action per running environment. The result has the observations of those that were
-        # stepped, and of those that continue, which is what the next step starts from.
+        # stepped, and of those that continue, from which the next step starts.
         actions = random_actions(env, len(running))
         (stepped, were_running), (_, running) = env.step(actions)
         returns[were_running] += stepped["reward"]
@@ -52,8 +52,8 @@ def run_episodes(env, n_steps):
     return returns
 
 
-# A dict keeps its keys, a tuple is numbered, and whatever has no name is "frame". There are always
-# reward, terminated, truncated, done, initial_state and last_action, too.
+# A dict keeps its keys, parts of a tuple are numbered, and other observations are named "frame".
+# Further keys are reward, terminated, truncated, done, initial_state and last_action.
 OBSERVATIONS = {
     "CartPole-v1": {"frame": ((4,), torch.float32)},
     "FrozenLake-v1": {"frame": ((), torch.int64)},  # Discrete: a number per environment
@@ -65,7 +65,7 @@ OBSERVATIONS = {
 
 
 def real_environments(n_steps):
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     for name, expected in tqdm(OBSERVATIONS.items(), desc="real environments", unit="kind"):
         env = GymEnv([gym.make(name) for _ in range(N_ENVS)], seed=0)
@@ -96,7 +96,7 @@ class Robot(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        # Whatever env_info holds is here, at every reset.
+        # The row of env_info arrives here at every reset.
         self.holds = 0 if options is None else options["holds"]
         self.angle = np.zeros(2, np.float32)
         return self.observation(), {}
@@ -111,7 +111,7 @@ class Robot(gym.Env):
 
 
 def nested_spaces_and_env_info():
-    # Row n of env_info goes to environment n.
+    # Environment n gets row n of env_info.
     env = GymEnv([Robot() for _ in range(N_ENVS)], seed=0, max_episode_steps=10)
     observation, _ = env.reset(DictTensor({"holds": torch.tensor([0, 1, 1])}))
     assert {"camera", "arm/angle", "arm/holds"} <= set(observation.keys())
@@ -122,7 +122,7 @@ def nested_spaces_and_env_info():
     (stepped, _), _ = env.step(actions)
     assert torch.equal(stepped["last_action/turn"], actions["action/turn"])
 
-    # The robot itself never ends an episode. Its time limit does: truncated, not terminated.
+    # The robot never ends an episode, but its time limit does: truncated, not terminated.
     for _ in range(9):
         (stepped, _), (_, running) = env.step(random_actions(env, N_ENVS))
     assert stepped["truncated"].all()
@@ -139,17 +139,17 @@ def nested_spaces_and_env_info():
 
 
 def keys_of_infos():
-    # HalfCheetah says in every info how fast it runs; names alone mean float32 numbers.
+    # HalfCheetah reports its speed in every info; names without dtypes mean float32 numbers.
     env = GymEnv([gym.make("HalfCheetah-v5")], seed=0, info_keys=["x_velocity", "reward_ctrl"])
     observation, _ = env.reset()
-    assert observation["x_velocity"].item() == 0  # the info of a reset says nothing of it
+    assert observation["x_velocity"].item() == 0  # not in the info of a reset
     env.action_space.seed(0)
     (stepped, _), _ = env.step(random_actions(env, 1))
     assert stepped["x_velocity"].dtype == torch.float32
     assert stepped["reward_ctrl"].item() < 0
     env.close()
 
-    # Other dtypes are declared, and zero stands for missing ones. A slash leads into nested infos.
+    # Other dtypes are declared. Missing values are zero. A slash separates keys of nested infos.
     recorded = [
         gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1")) for _ in range(N_ENVS)
     ]
@@ -166,12 +166,12 @@ def keys_of_infos():
 
 
 class OldCountdown:
-    """As before Gymnasium: no spaces, ``seed()``, ``reset(env_info)``, four values per step."""
+    """The interface before Gymnasium: ``seed()``, ``reset(env_info)``, four values, no spaces."""
 
     def seed(self, seed=None):
         self.generator = np.random.default_rng(seed)
 
-    def reset(self, env_info=None):  # nothing is passed where there is no env_info
+    def reset(self, env_info=None):  # called without arguments if there is no env_info
         self.left = (env_info or {}).get("left", int(self.generator.integers(2, 6)))
         return {"left": self.left}
 
@@ -183,7 +183,7 @@ class OldCountdown:
 def old_environments():
     env = GymEnv([OldCountdown() for _ in range(N_ENVS)], seed=0)
     observation, running = env.reset(DictTensor({"left": torch.tensor([2, 4, 3])}))
-    # Without a declared space, a Python int is an int64, a float is a float32.
+    # Without a declared space, a Python int becomes int64, a float becomes float32.
     assert observation["left"].dtype == torch.int64
     lengths = torch.zeros(N_ENVS).long()
     while len(running):
@@ -199,11 +199,11 @@ def environments_that_restart():
     n_ended = 0
     for _ in range(20):
         (stepped, _), (observation, running) = env.step(wait)
-        # Every environment keeps running: the first result shows how an episode ended ...
+        # All environments keep running: the first result has the end of an episode ...
         assert len(running) == N_ENVS
         ended = stepped["done"]
         assert (stepped["left"][ended] == 0).all()
-        # ... and the second how the next one begins.
+        # ... and the second the start of the next one.
         assert (observation["left"][ended] >= 2).all()
         assert torch.equal(observation["initial_state"], ended)
         assert not observation["done"].any()
@@ -213,9 +213,9 @@ def environments_that_restart():
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_number("--n-steps", least=1, default=300, help="at most, per environment")
+    parser.add_number("--n-steps", least=1, default=300, help="maximum per environment")
     arguments = parser.parse_args()
-    import ale_py  # here, since --help does without it
+    import ale_py  # here, to keep --help fast
 
     gym.register_envs(ale_py)
     real_environments(arguments.n_steps)

@@ -1,12 +1,12 @@
-"""Evaluation: two checkpoints of one policy, compared on the same episodes, for others to repeat.
+"""Evaluation: a reproducible comparison of two checkpoints of a policy on the same episodes.
 
 You will learn
 
-- how ``agent_info`` gives every episode parameters of its own, so that a batcher evaluates a whole
+- how ``agent_info`` gives every episode its own parameters, so that a batcher evaluates a whole
   population of policies at once (here: random search, Mania et al. 2018),
-- how ``evaluate`` runs exactly the episodes with the seeds that you name, with the same bits for
-  any number of workers and environments,
-- what ``summary``, ``compare``, ``plot`` and ``verify`` say.
+- how ``evaluate`` runs exactly the episodes with the given seeds, with the same bits for any number
+  of workers and environments,
+- how to use ``summary``, ``compare``, ``plot`` and ``verify``.
 
 References:
     Mania, Guy and Recht 2018, "Simple random search of static policies is competitive for
@@ -31,11 +31,11 @@ from rlpool import (
 import running
 
 ENV_ID, N_INPUTS, N_ACTIONS = "HalfCheetah-v5", 17, 6
-LEARNING_RATE, NOISE = 0.05, 0.1  # of a step, and of the policies around the current one
+LEARNING_RATE, NOISE = 0.05, 0.1  # noise: standard deviation of perturbed policies
 
 
 class Linear(nn.Module):
-    """Actions are linear in the observation; ``agent_info`` may give every row its own weights."""
+    """Actions are linear in the observation; ``agent_info`` can hold weights for each row."""
 
     def __init__(self, weights=None):
         super().__init__()
@@ -58,7 +58,7 @@ def create_env(seed, n_steps, n_envs=8):
 
 
 def search(weights, batcher, n_directions):
-    """One step of random search: towards the directions with the higher returns."""
+    """Take one step of random search, towards the directions with higher returns."""
     directions = torch.randn(n_directions, N_ACTIONS, N_INPUTS)
     population = torch.cat([weights + NOISE * directions, weights - NOISE * directions])
     # Both policies of a direction run an episode with the same seed.
@@ -73,19 +73,19 @@ def search(weights, batcher, n_directions):
 def main():
     parser = running.Parser(__doc__)
     parser.add_number("--n-iterations", least=1, default=60, help="steps of random search")
-    parser.add_number("--n-directions", least=1, default=16, help="of each step")
-    parser.add_number("--n-steps", least=1, default=250, help="of an episode")
-    parser.add_number("--n-episodes", least=1, default=50, help="of each evaluation")
+    parser.add_number("--n-directions", least=1, default=16, help="per step")
+    parser.add_number("--n-steps", least=1, default=250, help="per episode")
+    parser.add_number("--n-episodes", least=1, default=50, help="per evaluation")
     parser.add_number("--n-workers", least=0, default=2, help="worker processes")
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     arguments = parser.parse_args()
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     env_args = {"n_steps": arguments.n_steps}
 
-    # The policy after a fifth of the search, and at its end.
+    # The policies after a fifth of the search, and at its end.
     weights = torch.zeros(N_ACTIONS, N_INPUTS)
     checkpoints = {"early": weights}
     with EpisodeBatcher(
@@ -103,7 +103,7 @@ def main():
                 checkpoints["early"] = weights
     checkpoints["late"] = weights
 
-    # Exactly these episodes, the same for both. Whoever reads the record can repeat them.
+    # The same episodes for both. They can be repeated from the record.
     for name, parameters in checkpoints.items():
         evaluation = evaluate(
             Linear(parameters),
@@ -115,11 +115,11 @@ def main():
         evaluation.save(f"{name}.json")
         print(f"{name}\n{evaluation.summary()}\n")
 
-    # The intervals above overlap or not by chance of the episodes; pairs take that chance out.
+    # The intervals above include the variation between episodes; pairs cancel it.
     early, late = Evaluation.load("early.json"), Evaluation.load("late.json")
-    print(f"late beside early\n{compare(late, early)}\n")
+    print(f"late compared with early\n{compare(late, early)}\n")
 
-    # Without workers, and with another number of environments: the same bits.
+    # The same bits without workers and with another number of environments.
     other_args = {**env_args, "n_envs": 3}
     print(verify(late, lambda: Linear(weights), create_env, env_args=other_args))
 

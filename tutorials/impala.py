@@ -1,12 +1,12 @@
-"""Actor and learner at the same time (IMPALA): V-trace corrects for policies that are a bit old.
+"""IMPALA: concurrent acting and learning, with V-trace to correct for slightly old policies.
 
 You will learn
 
 - how ``batcher.stream`` keeps requests in flight while the learner learns, so that workers seldom
   wait,
-- how old the policy of each episode is: ``--n-pending`` bounds it, and the order of calls decides,
-  so that a run is as reproducible as a synchronous one (``--n-pending 1``),
-- how ``vtrace`` makes targets from actions that an older policy has chosen.
+- the age of the policy of each episode: ``--n-pending`` bounds it, and it depends only on the order
+  of calls, so a run is as reproducible as a synchronous one (``--n-pending 1``),
+- how ``vtrace`` computes targets from actions of an older policy.
 
 References:
     Espeholt et al. 2018, "IMPALA: scalable distributed deep-RL with importance weighted
@@ -33,14 +33,14 @@ from rlpool import (
 
 import running
 
-N_EPISODES = 16  # of a request, and so of a gradient step
-LEARNING_RATE, DISCOUNT = 1e-2, 0.99  # the first falls linearly to zero
-REWARD_SCALE = 0.01  # sums of discounted rewards are about 1 then
+N_EPISODES = 16  # per request, and so per gradient step
+LEARNING_RATE, DISCOUNT = 1e-2, 0.99  # the learning rate decays linearly to zero
+REWARD_SCALE = 0.01  # makes sums of discounted rewards about 1
 VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 1.0, 0.01, 1.0
 
 
 class ActorCritic(nn.Module, Agent):
-    n_noise = 1  # random numbers per step, the same in every run
+    n_noise = 1  # random numbers per step, for reproducible runs
 
     def __init__(self, n_inputs, n_actions):
         super().__init__()
@@ -63,7 +63,7 @@ def learn(agent, optimizer, episodes):
     logits, value = agent.actor(features), agent.critic(features)[..., 0]
     log_probability = categorical_log_probability(logits, episodes["action"])
     with torch.no_grad():
-        # How likely the action is now, beside how likely it was for the policy that chose it.
+        # Probability of the action now, relative to that under the policy that chose it.
         log_ratio = log_probability - episodes["log_probability"]
         next_value = agent.critic(next_features)[..., 0]
         ends = episodes["_terminated"], episodes["_done"]
@@ -90,19 +90,19 @@ def learn(agent, optimizer, episodes):
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--env-id", default="CartPole-v1", help="with vector observations")
     parser.add_number("--n-updates", least=1, default=150, help="gradient steps")
     parser.add_number("--n-pending", least=1, default=3, help="requests in flight; 1 waits")
     parser.add_number("--n-workers", least=0, default=2, help="worker processes, 0 for none")
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="impala.pt", help="its curve is a .png")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="impala.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=20, help="in updates")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=True)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
@@ -124,14 +124,14 @@ def main():
         ) as batcher,
     ):
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
-        if arguments.resume:  # what was in flight is collected again, with this policy
+        if arguments.resume:  # requests in flight are collected again, with this policy
             progress = running.load_checkpoint(arguments.checkpoint, parts)
         total, n_before, start = arguments.n_updates, progress["n_steps"], time.perf_counter()
         requests = batcher.stream(n_episodes=N_EPISODES, n_pending=arguments.n_pending)
         bar = tqdm(desc="IMPALA", unit=" steps", initial=n_before)
         while progress["n_updates"] < total and not ctrl_c.is_pressed:
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_updates"] / total)
-            batcher.update(agent.state_dict())  # holds for the request that is made next
+            batcher.update(agent.state_dict())  # takes effect with the next request
             episodes = next(requests)
             learn(agent, optimizer, episodes)
             n_steps, returns = int(episodes.lengths.sum()), episode_returns(episodes).tolist()

@@ -1,18 +1,18 @@
-"""Learning to learn (RL²): an agent that finds out in one episode what it needs in the next.
+"""Learning to learn (RL²): an agent that explores in one episode and exploits in the next.
 
 You will learn
 
-- what a task is: ``reset`` turns one environment into one of many, without saying which,
-- what a trial is: several episodes on one task, through which an agent keeps its memory,
-- how a ``Learner`` collects rollouts in worker processes, each on a task of its own, while the
-  policy stays in this process (``make_parallel_env``, ``collect_rollouts_parallel``),
-- what memory is worth: compare ``--agent rl2`` with ``markov``, which has none, and with
-  ``oracle``, which is told the task.
+- tasks: ``reset`` turns one environment into one of many, which the agent does not know,
+- trials: several episodes on one task, through which an agent keeps its memory,
+- how a ``Learner`` collects rollouts in worker processes, each on its own task, while the policy
+  runs in this process (``make_parallel_env``, ``collect_rollouts_parallel``),
+- the benefit of memory: compare ``--agent rl2`` with ``markov``, which has none, and with
+  ``oracle``, which sees the task.
 
-A point robot starts in the middle of a half circle on which a goal is hidden, and is rewarded only
-while it is there. It has two episodes. In the first, it can do no better than to walk along the
-half circle; in the second, an agent that remembers goes almost straight to the goal, and earns
-9 to 12 of at most 13, depending on the seed (docs/results.md).
+A point robot starts in the middle of a half circle with a hidden goal, and is rewarded only at the
+goal. It has two episodes. In the first, the best it can do is to walk along the half circle; in the
+second, an agent with memory goes almost straight to the goal, and earns 9 to 12 of at most 13,
+depending on the seed (docs/results.md).
 
 References:
     Duan et al. 2016, "RL²: fast reinforcement learning via slow reinforcement learning".
@@ -42,13 +42,13 @@ from rlpool import (
 
 import running
 
-# Chosen on this environment. PPO as in ppo_continuous.py, over whole trials.
-LEARNING_RATE = 1e-3  # at first; it falls linearly to a fifth
+# Tuned on this environment. PPO as in ppo_continuous.py, over whole trials.
+LEARNING_RATE = 1e-3  # initial value; decays linearly to a fifth
 N_EPOCHS, N_MINIBATCHES = 6, 4
 DISCOUNT, LAMBDA, CLIP = 0.97, 0.95, 0.2
 VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.25, 0.5
-MAX_DIVERGENCE = 0.1  # between the policy that collected and the one that learns, in nats
-N_EPISODES = 2  # of a trial
+MAX_DIVERGENCE = 0.1  # of the learning policy from the collecting one, in nats
+N_EPISODES = 2  # per trial
 
 
 class PointRobot(gym.Env):
@@ -56,10 +56,10 @@ class PointRobot(gym.Env):
 
     def __init__(self, n_tasks, max_episode_steps=15, render_mode=None):
         self.render_mode, self.metadata = render_mode, {"render_fps": 5}
-        self.observation_space = Box(-10.0, 10.0, (2,))  # where it is; not where the goal is
+        self.observation_space = Box(-10.0, 10.0, (2,))  # its position, but not the goal's
         self.action_space = Box(-0.2, 0.2, (2,))
         self.max_episode_steps = max_episode_steps
-        # What makes an environment one for meta-RL: n_tasks, reset_task and get_current_task.
+        # The interface of environments for meta-RL: n_tasks, reset_task and get_current_task.
         self.n_tasks = n_tasks
         angles = np.random.default_rng(0).permutation(np.linspace(0.0, np.pi, n_tasks))
         self.goals = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
@@ -69,7 +69,7 @@ class PointRobot(gym.Env):
         self.goal = self.goals[self.np_random.integers(self.n_tasks) if task is None else task]
 
     def get_current_task(self):
-        return self.goal  # what the oracle sees
+        return self.goal  # for the oracle
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -79,11 +79,11 @@ class PointRobot(gym.Env):
     def step(self, action):
         self.position = self.position + action
         is_there = np.linalg.norm(self.position - self.goal) < 0.3
-        # Reaching the goal ends nothing; the trial's wrapper keeps the time.
+        # Reaching the goal does not end the episode; the trial's wrapper limits the time.
         return self.position, float(is_there), False, False, {}
 
     def render(self):
-        """The goal in green, and the robot in black."""
+        """Draw the goal in green, and the robot in black."""
         picture = np.full((200, 200, 3), 255, np.uint8)
         for (x, y), size, colour in ((self.goal, 12, (90, 200, 90)), (self.position, 4, (0, 0, 0))):
             column, row = (np.clip([100 + 60 * x, 100 - 60 * y], 12, 188)).astype(int)
@@ -100,9 +100,9 @@ class ActorCritic(nn.Module, Agent):
 
     def __init__(self, n_observed, n_actions, has_memory, n_hidden=64):
         super().__init__()
-        self.n_noise = n_actions  # random numbers per step, the same in every run
+        self.n_noise = n_actions  # random numbers per step, for reproducible runs
         self.has_memory = has_memory
-        # RL²: the last action and what it earned are part of what the agent sees.
+        # RL²: the last action and its reward are inputs of the agent.
         n_inputs = n_observed + (n_actions + 1 if has_memory else 0)
         self.encoder = nn.Sequential(nn.Linear(n_inputs, n_hidden), nn.Tanh())
         self.memory = nn.GRU(n_hidden, n_hidden, batch_first=True) if has_memory else None
@@ -115,7 +115,7 @@ class ActorCritic(nn.Module, Agent):
                 nn.init.orthogonal_(weight)
 
     def initial_state(self, agent_info, n):
-        """The memory is empty when a rollout begins, that is a trial, not an episode."""
+        """Return an empty memory for the start of a rollout, which is a trial, not an episode."""
         return {"hidden": torch.zeros(n, self.critic.in_features)}
 
     def forward(self, observation, state):
@@ -126,7 +126,7 @@ class ActorCritic(nn.Module, Agent):
         return {"action": action}, {"hidden": hidden[0]}
 
     def evaluate(self, frame, last_action, reward, hidden=None):
-        """Means and values of T steps of B trials, everything ``[B, T, ...]``."""
+        """Return means and values of T steps of B trials; all tensors are ``[B, T, ...]``."""
         inputs = [frame, last_action, reward.unsqueeze(-1)] if self.has_memory else [frame]
         features = self.encoder(torch.cat(inputs, -1))
         if self.has_memory:
@@ -144,7 +144,7 @@ class Trials:
         self.trials.append((observations, actions, rewards[:, 0]))
 
     def take_all(self):
-        """Frames, actions and rewards ``[B, T, ...]``; all trials have the same length here."""
+        """Return frames, actions and rewards ``[B, T, ...]``; all trials have the same length."""
         columns, self.trials = zip(*self.trials, strict=True), []
         return [torch.from_numpy(np.stack(column)) for column in columns]
 
@@ -155,8 +155,8 @@ def learn(agent, optimizer, frames, actions, rewards):
     with torch.no_grad():
         mean, values, _ = agent.evaluate(*inputs)
         old_log_probability = normal_log_probability(mean, agent.log_std, actions)
-        # A trial ends with its last step. The end of an episode inside it is none for the learner:
-        # what the first one finds out pays in the second.
+        # A trial ends with its last step. For the learner, it does not end with its first episode,
+        # whose exploration pays off in the second.
         is_last = torch.zeros_like(rewards, dtype=torch.bool)
         is_last[:, -1] = True
         next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
@@ -172,7 +172,7 @@ def learn(agent, optimizer, frames, actions, rewards):
             gain = torch.min(ratio * advantages[rows], clipped * advantages[rows])
             losses = {"policy": -gain.mean(), "value": (values - targets[rows]).square().mean()}
             if (ratio - 1.0 - ratio.log()).mean() > MAX_DIVERGENCE:
-                return losses  # far enough from the policy that collected
+                return losses  # far enough from the collecting policy
             optimizer.zero_grad()
             (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
@@ -181,18 +181,18 @@ def learn(agent, optimizer, frames, actions, rewards):
 
 
 def delayed(tensor):
-    """Each step with the value of the step before, the first with zeros."""
+    """Shift values by one step, with zeros in the first."""
     return torch.cat([torch.zeros_like(tensor[:, :1]), tensor[:, :-1]], 1)
 
 
 def returns_of_episodes(frames, rewards):
-    """Average return of each episode of the trials. A flag in the frame says where one ended."""
+    """Return the average return of each episode of the trials, whose ends are flagged in frames."""
     number = frames[..., -1].cumsum(1)
     return [(rewards * (number == i)).sum(1).mean().item() for i in range(N_EPISODES)]
 
 
 def save_curve(progress, title, path):
-    from matplotlib.figure import Figure  # here, because workers import this file as well
+    from matplotlib.figure import Figure  # here, because workers import this file too
 
     axes = (figure := Figure(layout="constrained")).subplots()
     for number, returns in enumerate(zip(*progress["returns"], strict=True), 1):
@@ -206,17 +206,17 @@ def parse_arguments():
     parser = running.Parser(__doc__)
     parser.add_argument("--agent", default="rl2", choices=["rl2", "markov", "oracle"])
     parser.add_number("--num-train-tasks", least=1, default=80)
-    parser.add_number("--num-eval-tasks", least=1, default=40, help="never trained on")
+    parser.add_number("--num-eval-tasks", least=1, default=40, help="not used for training")
     parser.add_number("--n-workers", "--num-parallel-workers", least=0, default=2, help="or 0")
     parser.add_number("--envs-per-worker", least=1, default=16)
     parser.add_number("--num-iters", least=1, default=250)
     parser.add_number("--num-rollouts-per-iter", least=1, default=64, help="trials")
-    parser.add_number("--seed", least=0, default=0, help="another one is another run")
+    parser.add_number("--seed", least=0, default=0, help="random seed")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of a trial at the end")
-    parser.add_argument("--checkpoint", default="meta_rl.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of a final trial")
+    parser.add_argument("--checkpoint", default="meta_rl.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=50, help="in iterations")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     return arguments
@@ -224,13 +224,13 @@ def parse_arguments():
 
 def main():
     arguments = parse_arguments()
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the workers need the other cores
     torch.manual_seed(arguments.seed)
     n_train, n_eval = arguments.num_train_tasks, arguments.num_eval_tasks
     shared = {"n_tasks": n_train + n_eval, "oracle": arguments.agent == "oracle"}
-    # Without other processes everything runs here, with the same results to the last bit.
+    # Without worker processes everything runs here, with bitwise the same results.
     n_envs, n_workers = arguments.envs_per_worker, arguments.n_workers
     train_env = GymEnv([make_env(PointRobot, N_EPISODES, **shared) for _ in range(n_envs)])
     parallel_env = None
@@ -241,7 +241,7 @@ def main():
     sizes = [train_env.observation_space.shape[0], train_env.action_space.shape[0]]
     agent = ActorCritic(*sizes, has_memory=arguments.agent == "rl2")
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    # Stored rollout by rollout; with or without processes in batches of 32 rows.
+    # Stored by rollout; collected in batches of 32 rows, with or without processes.
     storage, arch = Trials(), AGENT_ARCHS.Memory
     options = {"seed": arguments.seed, "batch_rows": 32}
     learner = Learner(agent, storage, train_env, range(n_train), arch, **options)
@@ -260,7 +260,7 @@ def main():
         while progress["n_iters"] < arguments.num_iters and not ctrl_c.is_pressed:
             share = progress["n_iters"] / arguments.num_iters
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - 0.8 * share)
-            # Tasks and noise follow from the iteration: a resumed run continues with the same ones.
+            # Tasks and noise depend on the iteration: a resumed run continues with the same ones.
             learner.seed = [arguments.seed, progress["n_iters"]]
             n_steps = learner.collect_rollouts_parallel(
                 arguments.num_rollouts_per_iter, parallel_env=parallel_env

@@ -2,19 +2,19 @@
 
 You will learn
 
-- how a ``PettingZooEnv`` gives joint episodes, whose tensors have an axis of agents,
-- how agents share a network, and act with random numbers of their own,
-- what an independent learner's critic sees (its own observation), and a centralised one's.
+- how a ``PettingZooEnv`` collects joint episodes, whose tensors have an axis of agents,
+- how agents share a network, but act with separate random numbers,
+- the inputs of an independent critic (the agent's observation) and of a centralised one.
 
-Three agents have to cover three landmarks without running into each other. They are rewarded
-together: each of them learns from the sum of all rewards.
+Three agents have to cover three landmarks without collisions. They are rewarded together: each
+learns from the sum of all rewards.
 
 Needs an extra: pip install "rlpool[pettingzoo,tutorials]"
 
 References:
     Yu et al. 2022, "The surprising effectiveness of PPO in cooperative multi-agent games".
     Papoudakis et al. 2021, "Benchmarking multi-agent deep reinforcement learning algorithms in
-    cooperative tasks", whose results docs/results.md shows beside those of this script.
+    cooperative tasks", whose results docs/results.md compares with this script.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ from rlpool import (
 
 import running
 
-N_AGENTS, N_ACTIONS, N_STEPS = 3, 5, 25  # of each episode
+N_AGENTS, N_ACTIONS, N_STEPS = 3, 5, 25  # steps per episode
 OBSERVATION_SIZE, STATE_SIZE = 18, 54  # the state consists of all observations
 N_EPISODES = 64  # per update
 LEARNING_RATE = 7e-4
@@ -42,11 +42,11 @@ N_EPOCHS, N_MINIBATCHES = 10, 4
 DISCOUNT, LAMBDA = 0.99, 0.95
 CLIP = 0.2
 VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.01, 0.5
-REWARD_SCALE = 0.1  # returns of about one are easier for the critic
+REWARD_SCALE = 0.1  # makes returns about 1, which is easier for the critic
 
 
 class Team(nn.Module, Agent):
-    """One actor and one critic for all agents, which see the number of the agent as well."""
+    """One actor and one critic for all agents, with the index of the agent as an input."""
 
     n_noise = N_AGENTS  # a random number per agent and step
 
@@ -70,13 +70,13 @@ class Team(nn.Module, Agent):
         return self.actor(with_number(frame))
 
     def values(self, frame, state):
-        """Of each agent [..., A]: from what it sees itself, or from what all of them see."""
+        """Return the value of each agent [..., A], from its observation or the whole state."""
         seen = state.unsqueeze(-2).expand(*frame.shape[:-1], -1) if self.is_central else frame
         return self.critic(with_number(seen)).squeeze(-1)
 
 
 def with_number(frame):
-    """Append to what each agent sees ``[..., A, n]`` which agent it is."""
+    """Append the agent's index to the observations ``[..., A, n]``."""
     return torch.cat([frame, torch.eye(N_AGENTS).expand(*frame.shape[:-1], -1)], -1)
 
 
@@ -89,7 +89,7 @@ def make_network(n_inputs, n_outputs, last_gain):
 
 
 def create_env(seed, n_envs, render_mode=None):
-    from mpe2 import simple_spread_v3  # here, since --help does without it
+    from mpe2 import simple_spread_v3  # here, to keep --help fast
 
     from rlpool.integrations.pettingzoo import PettingZooEnv
 
@@ -99,7 +99,7 @@ def create_env(seed, n_envs, render_mode=None):
 
 
 def learn(team, optimizer, episodes):
-    """Learn from complete episodes; all of them are truncated after as many steps."""
+    """Learn from complete episodes; all are truncated after the same number of steps."""
     reward = REWARD_SCALE * episodes["_reward"].unsqueeze(-1).expand(-1, -1, N_AGENTS)
     with torch.no_grad():
         value = team.values(episodes["frame"], episodes["state"])
@@ -132,14 +132,14 @@ def main():
     parser.add_argument("--central-critic", action="store_true", help="MAPPO instead of IPPO")
     parser.add_number("--total-timesteps", least=1, default=1_000_000, help="joint steps")
     parser.add_argument("--n-workers", type=int, default=2, choices=(0, 1, 2, 4))
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
-    parser.add_argument("--checkpoint", default="multi_agent.pt", help="its curve is a .png")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
+    parser.add_argument("--checkpoint", default="multi_agent.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=20, help="in updates")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)

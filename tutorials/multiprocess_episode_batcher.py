@@ -4,8 +4,8 @@ You will learn
 
 - how ``env_info`` turns one environment class into many environments, and ``agent_info`` one
   agent into many,
-- how ``execute`` asks worker processes for episodes and ``get`` returns them as tensors,
-- what is in these tensors, and that row *i* is the episode of row *i* of the infos,
+- how ``execute`` requests episodes from worker processes and ``get`` returns them as tensors,
+- the contents of these tensors: row *i* is the episode of row *i* of the infos,
 - that ``reexecute`` collects new episodes with the same infos,
 - that real environments (CartPole-v1) work the same way, with more episodes than slots.
 
@@ -25,7 +25,7 @@ import running
 
 
 class WindyLine(gym.Env):
-    """Stay on a line of length 2. Which wind blows is the environment's identity."""
+    """Stay on a line of length 2. The environment's id determines the wind."""
 
     def __init__(self):
         self.observation_space = Dict({"x": Box(-2.0, 2.0, ()), "env_id": Discrete(1000)})
@@ -48,10 +48,10 @@ class WindyLine(gym.Env):
 
 
 class LeftwardAgent(Agent):
-    """Goes left with a probability that depends on its identity."""
+    """Goes left with a probability that depends on its id."""
 
-    # Random numbers come from rlpool, one per step, so that the same seeds give the same episodes
-    # for any number of processes.
+    # rlpool provides the random numbers, one per step, so the same seeds give the same episodes for
+    # any number of processes.
     n_noise = 1
 
     def __init__(self, n_agents):
@@ -65,13 +65,13 @@ class LeftwardAgent(Agent):
         left = (ids + 1) / (self.n_agents + 1)
         logits = torch.stack([left, 1.0 - left], dim=1).log()
         action, _ = sample_categorical(logits, observation["noise"])
-        # What it did, and what it remembers in the next step.
+        # The outputs of this step, and the state for the next one.
         outputs = {"action": action, "agent_id": ids, "left": left}
         return outputs, {"timestep": state["timestep"] + 1}
 
 
 class CarefulAgent(LeftwardAgent):
-    """For CartPole: pushes to where the pole falls, and now and then the other way."""
+    """For CartPole: pushes in the direction of the fall, and sometimes in the other one."""
 
     def __call__(self, observation, state, agent_info):
         outputs, next_state = super().__call__(observation, state, agent_info)
@@ -82,7 +82,7 @@ class CarefulAgent(LeftwardAgent):
         return outputs, next_state
 
 
-# These functions run in the workers. The seed is for what reset() cannot seed.
+# These functions run in the workers. The seed is for anything that reset() cannot seed.
 
 
 def create_env(seed, max_episode_steps, n_envs=4):
@@ -94,8 +94,8 @@ def create_cartpole(seed, n_envs=8):
 
 
 def get_with_progress(batcher, description):
-    """Do what ``batcher.get()`` does, and show its progress."""
-    from tqdm import tqdm  # here, since --help does without it
+    """Call ``batcher.get()`` with a progress bar."""
+    from tqdm import tqdm  # here, to keep --help fast
 
     with tqdm(total=batcher.progress[1], desc=description, unit="episode") as bar:
         while (trajectories := batcher.get(blocking=False)) is None:
@@ -117,15 +117,15 @@ def main():
     arguments = parser.parse_args()
     n, n_workers = arguments.n_episodes, arguments.n_workers
 
-    print(f"One request asks for {n} episodes, and {n_workers} worker processes run them.")
-    print("Row i of a result is the episode of agent i on environment i, whichever worker ran it.")
+    print(f"Each request is for {n} episodes, which {n_workers} worker processes run.")
+    print("Row i of a result is the episode of agent i on environment i, run by any worker.")
     # One agent and one environment per episode.
     agent_info = {"agent_id": torch.arange(n)}
     env_info = {"env_id": torch.arange(n)}
 
     with EpisodeBatcher(
         n_timesteps=100,  # steps in a slot
-        n_slots=64,  # slots, which bound the memory
+        n_slots=64,  # bounds the memory
         n_workers=n_workers,
         seed=0,
         create_agent=LeftwardAgent,
@@ -140,17 +140,17 @@ def main():
         # Row i is the episode of row i of the infos.
         assert torch.equal(first["env_id"][:, 0], env_info["env_id"])
         assert torch.equal(first["agent_id"][:, 0], agent_info["agent_id"])
-        # "reward" came with the observation of a step, before there was an action; "_reward" is
-        # what the action earned: 1 per step here, and zero past the end of an episode.
+        # "reward" came with the observation, before the action; "_reward" is the reward of the
+        # action: 1 per step here, and zero past the end of an episode.
         assert (first["reward"][:, 0] == 0.0).all()
         assert torch.equal(first["_reward"], first.mask())
         # Every row ends once, at its last step.
         assert torch.equal(first["_done"].sum(dim=1), torch.ones(n).long())
         assert first["_done"][torch.arange(n), first.lengths - 1].all()
-        # What the agent remembers is stored, too.
+        # The agent's state is stored too.
         assert torch.equal(first["timestep"][0, : first.lengths[0]], torch.arange(first.lengths[0]))
 
-        # The same agents on the same environments again, with new seeds, so new episodes.
+        # The same agents on the same environments again, but new episodes with new seeds.
         batcher.reexecute()
         second = get_with_progress(batcher, "once more")
         assert torch.equal(second["env_id"][:, 0], env_info["env_id"])
@@ -158,13 +158,13 @@ def main():
     # Results outlive their batcher.
     print(f"windy line: average returns {average_return(first):.1f}, {average_return(second):.1f}")
 
-    # On CartPole-v1, env_info are the bounds of its random first state, options of its reset().
+    # On CartPole-v1, env_info holds options of its reset(): bounds of the random initial state.
     n = arguments.n_cartpole_episodes
     agent_info = {"agent_id": torch.arange(n)}
     width = torch.linspace(0.01, 0.2, n)
     env_info = {"low": -width, "high": width}
     with EpisodeBatcher(
-        # Episodes are up to 500 steps long, and there are more of them than slots: slots are
+        # Episodes are up to 500 steps long, and there are more episodes than slots: slots are
         # emptied and reused while get() waits.
         n_timesteps=100,
         n_slots=64,
@@ -183,7 +183,7 @@ def main():
     most, least = average_return(episodes[: n // 4]), average_return(episodes[-n // 4 :])
     print(f"average return of the most careful quarter {most:.1f}, of the least {least:.1f}")
     assert most > least
-    print("Expected, and so it is: row i has the ids i, and careful agents balance for longer.")
+    print("As expected, row i has the ids i, and careful agents balance for longer.")
     print("Next: read docs/tour.md, or run tutorials/reinforce.py, which learns from episodes.")
 
 

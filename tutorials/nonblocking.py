@@ -2,13 +2,13 @@
 
 You will learn
 
-- that ``execute`` returns at once, so that two batchers can work at the same time,
-- how ``get(blocking=False)`` asks whether a result is there; ``None`` means not yet,
-- that a batch is collected with one version of the parameters, whatever is sent in the meantime,
-  and how ``policy_version`` says which one it was.
+- that ``execute`` returns immediately, so that two batchers can work at the same time,
+- how ``get(blocking=False)`` checks for a result; ``None`` means that it is not ready,
+- that a batch is collected with one version of the parameters, ``policy_version``, even if others
+  are sent in the meantime.
 
-A policy is evaluated on many long episodes without exploration. Learning does not wait for that:
-it continues with newer parameters and checks after each step whether an evaluation is finished.
+A policy is evaluated on many long episodes without exploration. Learning does not wait for this: it
+continues with newer parameters and checks after each step whether an evaluation is finished.
 """
 
 import gymnasium as gym
@@ -61,7 +61,7 @@ def create_batcher(n_episodes, seed, is_greedy):
 
 
 def learn(agent, optimizer, episodes):
-    """One step of REINFORCE: see ``reinforce.py``, which explains it."""
+    """Take one step of REINFORCE, as explained in ``reinforce.py``."""
     mask = episodes.mask()
     returns = episodes["_reward"].flip(1).cumsum(1).flip(1)
     advantages = (returns - (returns * mask).sum(0) / mask.sum(0)) * mask
@@ -84,7 +84,7 @@ def main():
     parser.add_number("--n-episodes", least=1, default=32, help="episodes per step")
     parser.add_number("--n-evaluation-episodes", least=1, default=100)
     arguments = parser.parse_args()
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the workers need the other cores
     torch.manual_seed(0)
@@ -94,10 +94,10 @@ def main():
     evaluations = {}
 
     def evaluate(batcher, epoch):
-        """Ask for episodes with the current parameters, without waiting for them."""
+        """Request episodes with the current parameters, without waiting for them."""
         batcher.update(agent.state_dict())
         batcher.execute(arguments.n_evaluation_episodes)
-        # The first update of a batcher makes version 1, the next one version 2, and so on.
+        # The first update of a batcher creates version 1, the next one version 2, and so on.
         epoch_of_version[len(epoch_of_version) + 1] = epoch
 
     def note(episodes):
@@ -117,7 +117,7 @@ def main():
             episodes = learning.get()
             learn(agent, optimizer, episodes)
 
-            # Is the evaluation of some earlier parameters finished? If not, ask again later.
+            # Is the evaluation of earlier parameters finished? If not, check again later.
             finished = evaluation.get(blocking=False)
             if finished is not None:
                 note(finished)
@@ -126,12 +126,12 @@ def main():
                 learning=f"{average_return(episodes):.0f}",
                 evaluation=f"{list(evaluations.values())[-1]:.0f}" if evaluations else "...",
             )
-        # We do wait for the last one.
+        # Wait for the last one.
         note(evaluation.get())
 
     for epoch, value in evaluations.items():
         print(f"after {epoch:3} epochs: average return {value:.1f}")
-    # Every evaluation that was asked for has arrived, in order, under the epoch of its policy.
+    # All requested evaluations have arrived, in order, under the epoch of their policy.
     assert list(evaluations) == list(epoch_of_version.values())
     assert list(evaluations) == sorted(evaluations)
     if arguments.n_epochs >= 25:

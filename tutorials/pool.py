@@ -1,13 +1,14 @@
-"""``Pool``: the most recent transitions, to be sampled for learning.
+"""``Pool``: a replay pool of the most recent transitions.
 
 You will learn
 
-- how a pool runs environments in processes: those that choose their actions themselves, and those
-  of Gymnasium with a policy,
-- what a pool keeps (``pool_size``, ``window_size``, ``clearing_freq`` with ``window_size_``),
-- how an ``EpisodeBatcher`` feeds a pool, and a learner samples from it,
-- what can be sampled: transitions, also by priority, n-step returns, and sequences,
-- how to save a pool and to resume it.
+- how a pool runs environments in processes: those that choose their own actions, and those of
+  Gymnasium with a policy,
+- which transitions a pool keeps (``pool_size``, ``window_size``, ``clearing_freq`` with
+  ``window_size_``),
+- how to fill a pool from an ``EpisodeBatcher``,
+- how to sample transitions, with or without priorities, n-step returns, and sequences,
+- how to save and restore a pool.
 
 References:
     Sutton 1988, "Learning to predict by the methods of temporal differences" (n steps).
@@ -29,18 +30,18 @@ from rlpool import Agent, EpisodeBatcher, GymEnv, Pool, replay_agent
 
 
 class Walker:
-    """Walks on a line for ten steps and chooses itself where to go."""
+    """Walks on a line for ten steps and chooses its own actions."""
 
     def reset(self):
         # Position, velocity, time, last action. Python's, NumPy's and torch's generators are seeded
-        # for every episode, so that the same seed of the pool gives the same walks.
+        # for every episode, so the same seed of the pool gives the same walks.
         self.state = np.array([random.gauss(0.0, 1.0), 0.0, 0.0, 0.0])
         return self.state, 0
 
     def step(self, action):
-        # It receives its previous action and returns the one that it takes now.
+        # Gets the previous action, and returns the one that it takes now.
         action = 1 - action if random.random() < 0.3 else action
-        # The state changes in place: a pool copies what it is given, so that is fine.
+        # Updating the state in place is fine: a pool copies its inputs.
         self.state[1] += 0.1 if action == 1 else -0.1
         self.state[0] += self.state[1]
         self.state[2:] = self.state[2] + 1.0, action
@@ -48,24 +49,24 @@ class Walker:
 
 
 def environments_that_act():
-    """``store()`` runs one episode in each environment, all at the same time."""
+    """``store()`` runs one episode in each environment, all in parallel."""
     with Pool(env=[Walker(), Walker()], n_workers=2, pool_size=50, seed=0) as pool:
         pool.store()
         state, action, next_state, reward, done = pool.get_pool()
         assert state.shape == next_state.shape == (20, 4)
         assert action.shape == reward.shape == done.shape == (20,)
         assert (action == next_state[:, 3]).all()
-        # Each process has half of the pool. Transitions go to the emptier half more often than to
-        # the other one, so both hold steps of both processes.
+        # Each process has half of the pool. Transitions are added to a random half, more often to
+        # the emptier one, so both hold steps of both processes.
         assert sum(pool.lengths) == len(pool) == 20
         for _ in range(9):
             pool.store()
-        assert pool.lengths == [25, 25]  # when a half is full, its oldest transitions go
-    return len(pool)  # the processes have ended, what is stored remains
+        assert pool.lengths == [25, 25]  # a full half drops its oldest transitions
+    return len(pool)  # the processes have ended, but transitions are kept
 
 
 def what_is_kept():
-    """A pool that overflows may keep only a window; others are cleared from time to time."""
+    """A pool drops transitions one by one, down to a window, or at regular intervals."""
 
     def first_and_last_of_twelve(**window):
         pool = Pool(pool_size=10, **window)
@@ -75,31 +76,31 @@ def what_is_kept():
         assert (np.diff(states) == 1).all()
         return states[0], states[-1]
 
-    assert first_and_last_of_twelve() == (2, 11)  # the oldest one goes
-    # When number 10 is one too many, all but the newest three go; then comes number 11.
+    assert first_and_last_of_twelve() == (2, 11)  # the oldest ones are dropped
+    # When number 10 overflows, all but the newest three are dropped; then number 11 is added.
     assert first_and_last_of_twelve(window_size=3) == (8, 11)
-    # After every fifth transition the oldest two go, whether or not there is room.
+    # After every fifth transition the oldest two are dropped, even if the pool is not full.
     assert first_and_last_of_twelve(clearing_freq=5, window_size_=2) == (4, 11)
 
 
 def gymnasium_environments():
-    """Gymnasium environments do not choose actions: a policy does, or chance."""
+    """Actions of Gymnasium environments come from a policy, or are sampled."""
 
     def policy(state):
-        return int(state[2] > 0)  # to the side that the pole leans to
+        return int(state[2] > 0)  # in the direction of the pole
 
     envs = [gym.make("CartPole-v1") for _ in range(2)]
     with Pool(envs, n_workers=2, pool_size=1_000, random=False, policy=policy, seed=0) as pool:
         pool.store()
         state, action, _, _, done = pool.get_pool()
         assert (action == (state[:, 2] > 0)).all()
-        # With random=False each half holds the episodes of one process, step after step.
+        # With random=False each half holds the episodes of one process, in order.
         assert done.nonzero()[0].tolist() == [pool.lengths[0] - 1, len(pool) - 1]
     return len(pool)
 
 
 class RecurrentAgent(nn.Module, Agent):
-    """Explores at random, and has a recurrent network that values each action."""
+    """Explores randomly, with a recurrent network that computes the value of each action."""
 
     n_noise = 1
 
@@ -121,54 +122,54 @@ def create_env(seed):
 
 
 def fill_from_batcher(pool, agent):
-    """What a batcher returns goes into the pool: every step becomes a transition."""
+    """Add a batcher's episodes to the pool: every step becomes a transition."""
     with EpisodeBatcher(30, 64, RecurrentAgent, create_env=create_env, seed=0) as batcher:
         batcher.update(agent.state_dict())
         batcher.execute(n_episodes=64)
         trajectories = batcher.get()
         pool.extend(trajectories)
     assert len(pool) == trajectories.lengths.sum()
-    # Every key is there, unless Pool(keys=[...]) selects some. What is the same after one step and
-    # before the next, such as "_frame" and "frame", is stored once.
+    # All keys are stored, unless Pool(keys=[...]) selects some. Values that are the same after one
+    # step and before the next, such as "_frame" and "frame", are stored once.
     assert set(pool.specs) == set(trajectories.keys())
     return trajectories
 
 
 def transitions(pool):
-    """Uniformly drawn transitions, and those that look n steps ahead."""
+    """Sample transitions uniformly, with n-step returns."""
     batch = pool.sample(256)
     assert batch["frame"].shape == batch["_frame"].shape == (256, 4)
-    # Three steps, or fewer where an episode ends: the sum of their discounted rewards, "_frame"
-    # after the last step, and the factor for its value in a learner's target.
+    # Three steps, or fewer at the end of an episode: the sum of their discounted rewards, "_frame"
+    # after the last step, and the factor of its value in a learner's target.
     batch = pool.sample(256, n_step=3, discount=0.9)
     returns, factor = batch["n_step_return"], batch["n_step_discount"]
     goes_on = ~batch["_done"]
     assert (returns[goes_on] - (1.0 + 0.9 + 0.9**2)).abs().max() < 1e-5
     assert (factor[goes_on] - 0.9**3).abs().max() < 1e-5
-    # A pole that fell has no future. One that was stopped by the time limit has.
+    # A pole that fell has no future; a pole stopped by the time limit does.
     assert (factor[batch["_terminated"]] == 0).all()
     assert (factor[batch["_truncated"] & ~batch["_terminated"]] > 0).all()
 
 
 def sequences(pool, agent):
-    """For recurrent learners: steps in a row, from the state that the agent had there."""
+    """Sample sequences for recurrent learners: consecutive steps, with the agent's state."""
     batch = pool.sample_sequences(32, length=8)
     assert batch["frame"].shape == (32, 8, 4)
-    # A sequence that reaches the end of its episode is shorter; none continues into another one.
+    # A sequence ends with its episode: it never continues into another one.
     assert (batch["_done"].sum(1) <= 1).all()
     assert batch.temporal_multi_index(batch.lengths - 1)["_done"][batch.lengths < 8].all()
-    # The state of the agent is stored, too, so replaying can start in the middle of an episode.
-    # The parameters are still those that collected, so the outputs are the same.
+    # The state of the agent is stored too, so a replay can start in the middle of an episode. With
+    # the parameters of the collection, the outputs are the same.
     values = replay_agent(agent, batch)["values"]
     torch.testing.assert_close(values, batch["values"], rtol=1e-4, atol=1e-5)
     return batch.lengths.float().mean().item()
 
 
 def priorities(trajectories):
-    """Surprising transitions are drawn more often, and count less each time."""
+    """Sample surprising transitions more often, with smaller weights."""
     pool = Pool(pool_size=10_000, keys=["frame", "_frame", "_done"], seed=0, priority_exponent=1.0)
     pool.extend(trajectories)
-    # A learner would give its absolute errors. Here the ends of episodes get 10, all others 1.
+    # A learner would pass its absolute errors. Here the ends of episodes get 10, all others 1.
     for batch in pool.batches(256, n_batches=500):
         pool.update_priorities(batch["index"], 1.0 + 9.0 * batch["_done"])
     batch = pool.sample(512, beta=1.0)
@@ -180,12 +181,12 @@ def priorities(trajectories):
 
 
 def save_and_load(pool):
-    """A pool that was saved and loaded continues as if nothing had happened."""
-    other = Pool(pool_size=pool.pool_size)  # of the same configuration
+    """A pool that was saved and loaded continues with the same samples."""
+    other = Pool(pool_size=pool.pool_size)  # with the same configuration
     with tempfile.TemporaryDirectory() as folder:
         torch.save(pool.state_dict(), Path(folder) / "pool.pt")
         other.load_state_dict(torch.load(Path(folder) / "pool.pt", weights_only=True))
-    # The random generator is saved, too, so both give the same samples.
+    # The random generator is saved too, so both draw the same samples.
     for mine, its in zip(pool.batches(32, 3), other.batches(32, 3), strict=True):
         assert all(torch.equal(mine[key], its[key]) for key in mine)
 

@@ -2,9 +2,9 @@
 
 You will learn
 
-- how a ``Batcher`` over ``GymEnvInf`` gives windows: the next steps of environments that restart,
+- how a ``Batcher`` over ``GymEnvInf`` returns windows: the next steps of environments that restart,
 - how to learn from one window several times, with ``gae`` for the advantages,
-- how a run is saved, and goes on from there with new episodes.
+- how a run is saved, and resumed with new episodes.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
@@ -33,17 +33,17 @@ import running
 
 # The hyper-parameters of CleanRL's ppo.py (https://docs.cleanrl.dev/rl-algorithms/ppo), with whose
 # published results docs/results.md compares this script.
-LEARNING_RATE = 2.5e-4  # at first; it falls linearly to zero
+LEARNING_RATE = 2.5e-4  # initial value; decays linearly to zero
 N_ENVS, N_STEPS = 4, 128  # a window: this many steps of each environment
 BATCH_SIZE = N_ENVS * N_STEPS
-N_EPOCHS, N_MINIBATCHES = 4, 4  # how often and in how many parts to learn from a window
-DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
-CLIP = 0.2  # how far the probability of an action, and a value, may move per window
+N_EPOCHS, N_MINIBATCHES = 4, 4  # passes over a window, and minibatches per pass
+DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: from one-step TD (0) to Monte Carlo (1)
+CLIP = 0.2  # largest change of probability ratios and values per window
 VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.01, 0.5
 
 
 class ActorCritic(nn.Module, Agent):
-    n_noise = 1  # random numbers per step, the same in every run
+    n_noise = 1  # random numbers per step, for reproducible runs
 
     def __init__(self, n_inputs, n_actions):
         super().__init__()
@@ -65,15 +65,15 @@ def make_network(n_inputs, n_outputs, last_gain):
 
 
 def create_env(seed, env_id, n_envs, render_mode=None):
-    # "Inf" for infinite: an environment whose episode ended starts the next one at once.
+    # "Inf" for infinite: environments restart automatically when an episode ends.
     return GymEnvInf([gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)], seed)
 
 
 def learn(agent, optimizer, window):
     """Learn from one window; returns the losses of the last minibatch."""
     with torch.no_grad():
-        # "_frame" is what an action led to, also where the next step has another episode's first
-        # observation: what would have followed a time limit counts, what follows an end does not.
+        # "_frame" is the observation after an action, even if the next step begins another episode:
+        # a truncated episode has a future, a terminated one does not.
         value, next_value = (agent.critic(window[key]).squeeze(-1) for key in ("frame", "_frame"))
         reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
         advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
@@ -104,21 +104,21 @@ def losses_of(agent, frame, action, old_log_probability, old_value, advantage, t
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--env-id", default="CartPole-v1", help="with vector observations")
     parser.add_number("--total-timesteps", least=1, default=500_000)
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=0, choices=(0, 1, 2, 4), help="workers"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="ppo.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="ppo.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=100, help="in windows")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=True)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
@@ -146,7 +146,7 @@ def main():
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:

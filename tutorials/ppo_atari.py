@@ -2,9 +2,9 @@
 
 You will learn
 
-- how a vector environment in C++, ale-py's, becomes lanes that restart by themselves,
-- how a key of ``info`` reaches the learner: a lost life ends what an action is credited for,
-- what a convolutional network needs to learn fast on a CPU.
+- how a C++ vector environment, that of ale-py, becomes lanes that restart by themselves,
+- how a key of ``info`` reaches the learner: a lost life ends the credit of an action,
+- how to speed up a convolutional network on a CPU.
 
     python tutorials/ppo_atari.py --env-id breakout --seed 1 --track
 
@@ -40,24 +40,24 @@ import running
 
 # The hyper-parameters of CleanRL's ppo_atari.py (https://docs.cleanrl.dev/rl-algorithms/ppo), with
 # which docs/results.md compares this script.
-LEARNING_RATE = 2.5e-4  # at first; it falls linearly to zero
-N_ENVS, N_STEPS, BATCH_SIZE = 8, 128, 8 * 128  # a window: steps, of four frames, of each game
-N_EPOCHS, N_MINIBATCHES = 4, 4  # how often and in how many parts to learn from a window
-DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
-CLIP = 0.1  # how far the probability of an action, and a value, may move per window
+LEARNING_RATE = 2.5e-4  # initial value; decays linearly to zero
+N_ENVS, N_STEPS, BATCH_SIZE = 8, 128, 8 * 128  # a window: steps (of four frames) of each game
+N_EPOCHS, N_MINIBATCHES = 4, 4  # passes over a window, and minibatches per pass
+DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: from one-step TD (0) to Monte Carlo (1)
+CLIP = 0.1  # largest change of probability ratios and values per window
 VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.01, 0.5
-LAYOUT = torch.channels_last  # of images: convolutions take half the time
+LAYOUT = torch.channels_last  # halves the time of convolutions
 
 
 class ActorCritic(nn.Module, Agent):
-    """A policy and a critic that see with the same network."""
+    """A policy and a critic with a shared convolutional network."""
 
-    n_noise = 1  # random numbers per step, the same in every run
+    n_noise = 1  # random numbers per step, for reproducible runs
 
     def __init__(self, n_actions, bfloat16):
         super().__init__()
         self.uses_bfloat16 = bfloat16
-        # The last convolution is a linear layer of all that is left, and keeps the layout.
+        # The last convolution is a linear layer over all pixels, and keeps the layout.
         sizes = (4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1), (64, 512, 7, 1)
         layers = [part for size in sizes for part in (nn.Conv2d(*size), nn.ReLU())]
         self.network = nn.Sequential(*layers, nn.Flatten())
@@ -81,22 +81,22 @@ class ActorCritic(nn.Module, Agent):
 
 
 class SeededLanes(gymnasium.vector.VectorWrapper):
-    """Lanes of ale-py, which are reset one by one, each with a seed of its own."""
+    """Lanes of ale-py that are reset one by one, each with its own seed."""
 
-    # A lane that is reset does not restart by itself.
+    # Lanes do not restart by themselves.
     metadata: ClassVar = {"autoreset_mode": AutoresetMode.DISABLED}
 
     def reset(self, *, seed=None, options=None):
-        if isinstance(seed, list):  # one for each lane: ale-py wants those of lanes that are reset
+        if isinstance(seed, list):  # one per lane, but ale-py expects one per lane to be reset
             seed = np.array(seed)[(options or {}).get("reset_mask", ...)]
         return self.env.reset(seed=seed, options=options)
 
 
 def create_env(seed, env_id, n_workers, auto_reset=True):
-    # Frames are skipped, shrunk and stacked in C++. Rewards are clipped by the learner, so that
-    # returns are those of the game.
+    # Frames are skipped, resized and stacked in C++. The learner clips the rewards, so returns are
+    # those of the game.
     n_envs, cores = (N_ENVS // n_workers, 1) if n_workers else (N_ENVS, 0)  # 0: all
-    from ale_py.vector_env import AtariVectorEnv  # here, since --help does without it
+    from ale_py.vector_env import AtariVectorEnv  # here, to keep --help fast
 
     env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
     keys = {"lives": np.int32}
@@ -106,8 +106,8 @@ def create_env(seed, env_id, n_workers, auto_reset=True):
 def learn(agent, optimizer, window):
     """Learn from one window; returns the losses of the last minibatch."""
     value = window["value"]
-    # What an action led to is what the next step began with, except at the end of the window and
-    # where the next step is another episode's: there a truncated one counts, a terminated does not.
+    # The observation after an action is that of the next step, except at the end of the window and
+    # of episodes, where a truncated episode has a future and a terminated one does not.
     next_value = value.roll(-1, dims=1)
     is_last = window["_truncated"].clone()
     is_last[:, -1] = True
@@ -116,7 +116,7 @@ def learn(agent, optimizer, window):
     has_lost_life = window["_lives"] < window["lives"]
     terminated, done = (window[key] | has_lost_life for key in ("_terminated", "_done"))
     advantage = gae(window["_reward"].sign(), value, next_value, terminated, done, DISCOUNT, LAMBDA)
-    frame = window["frame"].flatten(0, 1).contiguous(memory_format=LAYOUT)  # still bytes
+    frame = window["frame"].flatten(0, 1).contiguous(memory_format=LAYOUT)  # still uint8
     parts = window["action"], window["log_probability"], value, advantage, advantage + value
     parts = [frame, *(part.flatten() for part in parts)]
     for _ in range(N_EPOCHS):
@@ -142,7 +142,7 @@ def losses_of(agent, frame, action, old_log_probability, old_value, advantage, t
 
 
 def film(agent, sizes, env_id, folder):
-    """Film an episode as the agent sees it: the last of its four frames, in every step."""
+    """Film an episode as the agent sees it: the last of the four frames of every step."""
     from moviepy import ImageSequenceClip
 
     with EpisodeBatcher(
@@ -162,14 +162,14 @@ def film(agent, sizes, env_id, folder):
     path = Path(folder) / f"episode-return-{episode_returns(episode).item():.0f}.mp4"
     path.parent.mkdir(parents=True, exist_ok=True)
     ImageSequenceClip(list(frames.numpy()), fps=15).write_videofile(str(path), logger=None)
-    print(f"film of an episode: {path}")
+    print(f"video of an episode: {path}")
 
 
 def check_game(game):
     from ale_py import roms
 
     if game not in (games := roms.get_all_rom_ids()):
-        running.refuse(f"--env-id: there is no game {game}; choose of {games}")
+        running.refuse(f"--env-id: there is no game {game}; choose one of {games}")
 
 
 def main():
@@ -179,18 +179,18 @@ def main():
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=2, choices=(0, 1, 2, 4, 8), help="workers"
     )
-    parser.add_argument("--bfloat16", action="store_true", help="faster if the CPU multiplies them")
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_argument("--bfloat16", action="store_true", help="faster on CPUs that support it")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--checkpoint", default="ppo_atari.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint", default="ppo_atari.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=100, help="in windows")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     check_game(arguments.env_id)
     from ale_py.vector_env import AtariVectorEnv
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.manual_seed(arguments.seed)
     n_actions = int(AtariVectorEnv(arguments.env_id, 1).single_action_space.n)
@@ -218,7 +218,7 @@ def main():
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:

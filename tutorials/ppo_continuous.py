@@ -3,9 +3,9 @@
 You will learn
 
 - how a normal distribution is sampled from an agent's noise,
-- how observations are normalised by the agent, so that workers and learner see the same numbers,
-  and rewards by the learner, so that windows and returns keep the environment's,
-- that more passes over longer windows change nothing else: compare with ppo.py.
+- how the agent normalises observations, so that workers and learner see the same numbers, and the
+  learner rewards, so that windows and returns keep those of the environment,
+- that the algorithm is that of ppo.py, with more passes over longer windows.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
@@ -36,19 +36,19 @@ import running
 
 # The hyper-parameters of CleanRL's ppo_continuous_action.py, with whose published results
 # (https://docs.cleanrl.dev/rl-algorithms/ppo) docs/results.md compares this script.
-LEARNING_RATE = 3e-4  # at first; it falls linearly to zero
+LEARNING_RATE = 3e-4  # initial value; decays linearly to zero
 N_ENVS, N_STEPS = 1, 2048  # a window: this many steps of each environment
 BATCH_SIZE = N_ENVS * N_STEPS
-N_EPOCHS, N_MINIBATCHES = 10, 32  # how often and in how many parts to learn from a window
-DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
-CLIP = 0.2  # how far the probability of an action, and a value, may move per window
+N_EPOCHS, N_MINIBATCHES = 10, 32  # passes over a window, and minibatches per pass
+DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: from one-step TD (0) to Monte Carlo (1)
+CLIP = 0.2  # largest change of probability ratios and values per window
 VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
 
 
 class ActorCritic(nn.Module, Agent):
     def __init__(self, n_inputs, n_actions):
         super().__init__()
-        self.n_noise = n_actions  # random numbers per step, the same in every run
+        self.n_noise = n_actions  # random numbers per step, for reproducible runs
         self.normalizer = RunningNormalizer(n_inputs)
         self.actor = make_network(n_inputs, n_actions, last_gain=0.01)
         self.log_std = nn.Parameter(torch.zeros(n_actions))
@@ -69,7 +69,7 @@ def make_network(n_inputs, n_outputs, last_gain):
 
 
 def create_env(seed, env_id, n_envs, render_mode=None):
-    # The actions of a normal distribution have no bounds; those of a joint have.
+    # Actions of a normal distribution are unbounded; those of a joint are bounded.
     envs = [gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)]
     return GymEnvInf([gym.wrappers.ClipAction(env) for env in envs], seed)
 
@@ -92,7 +92,7 @@ def learn(agent, reward_normalizer, optimizer, window):
             (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
             optimizer.step()
-    agent.normalizer.update(window["frame"])  # used from the next window on
+    agent.normalizer.update(window["frame"])  # takes effect from the next window
     return losses
 
 
@@ -109,21 +109,21 @@ def losses_of(agent, frame, action, old_log_probability, old_value, advantage, t
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="HalfCheetah-v4", help="with a vector as observation")
+    parser.add_argument("--env-id", default="HalfCheetah-v4", help="with vector observations")
     parser.add_number("--total-timesteps", least=1, default=1_000_000)
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=0, choices=(0, 1), help="worker processes"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="ppo_continuous.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="ppo_continuous.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=25, help="in windows")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=False)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
@@ -153,7 +153,7 @@ def main():
         parts |= {"optimizer": optimizer, "batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:

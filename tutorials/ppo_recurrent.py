@@ -2,16 +2,16 @@
 
 You will learn
 
-- how an agent keeps a state, here those of two GRU cells, and where that of an episode starts,
-- how windows are cut into sequences, and how ``replay_agent`` runs these again, with gradients
-  through time: from the state that is stored at the start of each row, and from the initial state
-  where an episode starts inside it,
-- how ``evaluate`` runs a trained policy greedily, which ``agent_info`` tells it to do.
+- how an agent keeps a state, here that of two GRU cells, and initialises it for an episode,
+- how windows are cut into sequences, and how ``replay_agent`` runs them again with gradients
+  through time: from the state stored at the start of each row, and from the initial state if an
+  episode starts within it,
+- how ``evaluate`` runs a trained policy greedily, as requested in ``agent_info``.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
     Hausknecht and Stone 2015, "Deep recurrent Q-learning for partially observable MDPs",
-    which hides part of what is seen, as this does with velocities.
+    which hides part of the observations, as this script does with velocities.
 """
 
 from pathlib import Path
@@ -39,25 +39,25 @@ from rlpool import (
 
 import running
 
-# Networks, learning rate, normalisation and the size of a gradient step are those of
+# Networks, learning rate, normalisation and the size of a minibatch are those of
 # rl-baselines3-zoo's ppo_lstm for CartPoleNoVel-v1, with whose published result
 # (https://github.com/DLR-RM/rl-baselines3-zoo) docs/results.md compares this script.
-LEARNING_RATE = 1e-3  # at first; it falls linearly to zero
-N_SEQUENCES, SEQUENCE_STEPS = 8, 32  # of which a gradient step consists
-# There a window is one gradient step long and is learned from 20 times, with a discount of 0.98 and
-# lambda = 0.8. Too short to see where a slow drift of the cart leads: here half of the runs
-# unlearned to stop it. These are Stable-Baselines3's defaults.
+LEARNING_RATE = 1e-3  # initial value; decays linearly to zero
+N_SEQUENCES, SEQUENCE_STEPS = 8, 32  # per gradient step
+# The original uses windows of one minibatch, 20 passes, a discount of 0.98 and lambda = 0.8, which
+# is too short to see the effect of a slow drift of the cart: half of the runs here unlearned to
+# stop it. The following are Stable-Baselines3's defaults.
 N_ENVS, N_STEPS = 8, 256  # a window: this many steps of each environment
 BATCH_SIZE = N_ENVS * N_STEPS
-N_EPOCHS = 10  # how often to learn from each window
-DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
-CLIP = 0.2  # how far the probability of an action may move per window
+N_EPOCHS = 10  # passes over each window
+DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: from one-step TD (0) to Monte Carlo (1)
+CLIP = 0.2  # largest change of probability ratios per window
 VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
 N_HIDDEN = 64
 
 
 class Memory(nn.Module):
-    """A recurrent network: what it returns depends on all observations of the episode."""
+    """A recurrent network, whose output depends on all observations of the episode so far."""
 
     def __init__(self, n_inputs, n_outputs):
         super().__init__()
@@ -72,7 +72,7 @@ class Memory(nn.Module):
 
 
 class RecurrentActorCritic(nn.Module, Agent):
-    n_noise = 1  # random numbers per step, the same in every run
+    n_noise = 1  # random numbers per step, for reproducible runs
 
     def __init__(self, n_inputs, n_actions):
         super().__init__()
@@ -94,7 +94,7 @@ class RecurrentActorCritic(nn.Module, Agent):
         return output, {"actor": actor, "critic": critic}
 
 
-# What can be seen in one picture, 1, and the velocities, 0.
+# 1 for values visible in a single image, 0 for velocities.
 VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "MountainCar-v0": [1, 0], "Acrobot-v1": [1, 1, 1, 1, 0, 0]}
 
 
@@ -123,8 +123,8 @@ def losses_of(agent, sequences):
 def learn(agent, reward_normalizer, optimizer, window):
     """Learn from one window; returns the losses of the last gradient step."""
     with torch.no_grad():
-        # "_frame" and "_critic" are what follows a step, also where the next step has another
-        # episode's: what would have followed a time limit counts, what follows an end does not.
+        # "_frame" and "_critic" are the values after a step, even if the next step begins another
+        # episode: a truncated episode has a future, a terminated one does not.
         next_frame = agent.normalizer(window["_frame"]).flatten(0, 1)
         hidden = window["_critic"].flatten(0, 1)
         value, next_value = window["value"], agent.critic(next_frame, hidden)[0].view(N_ENVS, -1)
@@ -134,7 +134,7 @@ def learn(agent, reward_normalizer, optimizer, window):
         advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
         window.set("advantage", (advantage - advantage.mean()) / (advantage.std() + 1e-8))
         window.set("target", advantage + value)
-    # Every step has the states before it, so that sequences may begin anywhere.
+    # Every step has the states before it, so sequences can begin anywhere.
     starts = range(0, N_STEPS, SEQUENCE_STEPS)
     slices = [window.temporal_slice(start, start + SEQUENCE_STEPS) for start in starts]
     sequences = TemporalDictTensor.cat(slices)
@@ -145,7 +145,7 @@ def learn(agent, reward_normalizer, optimizer, window):
             (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
             optimizer.step()
-    agent.normalizer.update(window["frame"])  # used from the next window on
+    agent.normalizer.update(window["frame"])  # takes effect from the next window
     return losses
 
 
@@ -156,16 +156,16 @@ def main():
     parser.add_argument(
         "--n-workers", "--n-threads", type=int, default=0, choices=(0, 1, 2, 4, 8), help="workers"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="ppo_recurrent.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="ppo_recurrent.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=10, help="in windows")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_number("--evaluate", least=0, default=50, help="greedy episodes at the end")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
@@ -196,7 +196,7 @@ def main():
         parts |= {"batcher": batcher}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total and not ctrl_c.is_pressed:
@@ -227,7 +227,7 @@ def main():
             running.save_checkpoint(arguments.checkpoint, parts, progress)
 
     final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
-    if arguments.evaluate:  # the policy at the end, without its exploration
+    if arguments.evaluate:  # the final policy, without exploration
         final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
     print(f"average return of {kind} episodes: {fmean(final):.1f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))

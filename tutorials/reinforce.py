@@ -3,7 +3,7 @@
 You will learn
 
 - how an agent that is a ``torch.nn.Module`` collects in worker processes and learns in this one,
-- how its random numbers come with the observation (``n_noise``), so that runs can be repeated,
+- how its random numbers come with the observation (``n_noise``), so that runs are reproducible,
 - how ``replay_agent`` computes the same outputs again, this time with gradients,
 - how ``update`` sends the new parameters to the workers.
 
@@ -33,7 +33,7 @@ from rlpool import (
 
 import running
 
-# Chosen for CartPole-v1: the first that we tried, and good enough to see how learning goes.
+# For CartPole-v1: the first value that we tried, and good enough to see the agent learn.
 LEARNING_RATE = 1e-2
 N_EPISODES = 32  # per gradient step
 
@@ -61,13 +61,13 @@ def learn(agent, optimizer, episodes):
     # can only affect the rewards after it.
     rewards, mask = episodes["_reward"], episodes.mask()
     returns = rewards.flip(1).cumsum(1).flip(1)
-    # The baseline of a step is the mean over the episodes that got that far; padding does not
-    # count.
+    # The baseline of a step is the mean over the episodes of at least that length, without the
+    # padding.
     baseline = (returns * mask).sum(0) / mask.sum(0)
     advantages = (returns - baseline) * mask
     advantages = advantages / (advantages[mask.bool()].std() + 1e-8)
-    # The same outputs as in the workers, this time with gradients. An agent without a state
-    # computes all steps in one call, which is what state="stored" does.
+    # The same outputs as in the workers, this time with gradients. For an agent without state,
+    # state="stored" computes all steps in one call.
     outputs = replay_agent(agent, episodes, state="stored")
     log_probabilities = categorical_log_probability(outputs["logits"], episodes["action"])
     loss = -(log_probabilities * advantages).sum() / mask.sum()
@@ -79,21 +79,21 @@ def learn(agent, optimizer, episodes):
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--env-id", default="CartPole-v1", help="with vector observations")
     parser.add_number("--n-epochs", least=1, default=40, help="gradient steps")
     parser.add_number(
         "--n-workers", "--n-threads", least=0, default=2, help="worker processes, 0 for none"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="reinforce.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="reinforce.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=10, help="in epochs")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=True)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     # The workers need the other cores, and these networks are too small to gain from threads.
     torch.set_num_threads(1)

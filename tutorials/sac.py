@@ -2,14 +2,14 @@
 
 You will learn
 
-- how a step of the environments and a gradient step alternate, with a ``Pool`` in between,
-- how an agent samples from a squashed normal distribution with its noise, and the learner too,
-- how ``agent_info`` says whether actions are random, the policy's, or without exploration.
+- how steps of the environments and gradient steps alternate, with a ``Pool`` in between,
+- how an agent samples from a squashed normal distribution with its noise, as does the learner,
+- how ``agent_info`` selects uniform actions, samples of the policy, or greedy actions.
 
 References:
     Haarnoja et al. 2018, "Soft actor-critic algorithms and applications".
     Fujimoto, van Hoof and Meger 2018, "Addressing function approximation error in actor-critic
-    methods" (two critics, of which the smaller value counts).
+    methods" (the smaller value of two critics).
 """
 
 import copy
@@ -33,24 +33,24 @@ class Hyperparameters:
 
     total_timesteps: int = 1_000_000
     actor_lr: float = 3e-4
-    critic_lr: float = 1e-3  # that of the entropy's weight, too
+    critic_lr: float = 1e-3  # also for the weight of the entropy
     discount: float = 0.99
-    tau: float = 0.005  # by which part the target critics follow the critics in a gradient step
+    tau: float = 0.005  # step of the target critics towards the critics per gradient step
     batch_size: int = 256
     pool_size: int = 1_000_000
     learning_starts: int = 5_000  # in steps; until then, actions are random
-    actor_period: int = 2  # after so many steps of the critics, the actor makes as many
+    actor_period: int = 2  # after this many steps of the critics, the actor makes as many
 
 
 # rl-baselines3-zoo's (hyperparams/sac.yml, and the defaults of Stable-Baselines3).
 PENDULUM = Hyperparameters(20_000, actor_lr=1e-3, learning_starts=100, actor_period=1)
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the normal distribution, before it is squashed
-GREEDY, SAMPLED, UNIFORM = 0, 1, 2  # how actions are chosen: agent_info["exploration"]
+GREEDY, SAMPLED, UNIFORM = 0, 1, 2  # values of agent_info["exploration"]
 
 
 def make_network(n_inputs, n_outputs):
     layers = nn.Linear(n_inputs, 256), nn.Linear(256, 256), nn.Linear(256, n_outputs)
-    relu = nn.ReLU(inplace=True)  # what goes into it is not needed again
+    relu = nn.ReLU(inplace=True)  # its input is not needed again
     return nn.Sequential(layers[0], relu, layers[1], relu, layers[2])
 
 
@@ -59,7 +59,7 @@ class Actor(nn.Module, Agent):
 
     def __init__(self, n_inputs, n_actions):
         super().__init__()
-        self.n_noise = n_actions  # random numbers per step, the same in every run
+        self.n_noise = n_actions  # random numbers per step, for reproducible runs
         self.model = make_network(n_inputs, 2 * n_actions)
 
     def distribution(self, frame):
@@ -76,8 +76,8 @@ class Actor(nn.Module, Agent):
 
 
 def create_env(seed, env_id, n_envs=1, render_mode=None):
-    # Actions are between -1 and 1, whatever those of the environment are. "Inf" for infinite: an
-    # environment whose episode ended starts the next one at once.
+    # Actions are rescaled to [-1, 1]. "Inf" for infinite: environments restart automatically when
+    # an episode ends.
     envs = [gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)]
     one = np.float32(1.0)
     return GymEnvInf([gym.wrappers.RescaleAction(env, -one, one) for env in envs], seed)
@@ -102,16 +102,16 @@ class Learner(nn.Module):
         return sample_tanh_normal(mean, log_std, torch.rand_like(mean))
 
     def targets_of(self, batch):
-        """What the values of the actions in a batch should be: ``[B]``."""
+        """Return the targets for the values of the actions in a batch, ``[B]``."""
         with torch.no_grad():
             next_action, log_probability = self.sample(batch["_frame"])
             next_value = values_of(self.target_critics, batch["_frame"], next_action).amin(0)
             next_value -= self.log_alpha.exp() * log_probability
-        # What would have followed a time limit counts, what follows an end does not.
+        # A truncated episode has a future, a terminated one does not.
         return batch["_reward"] + self.hyper.discount * next_value * ~batch["_terminated"]
 
     def learn(self, batch, n_steps):
-        """Learn from a batch; returns what is to be tracked."""
+        """Learn from a batch; returns the values to track."""
         values = values_of(self.critics, batch["frame"], batch["action"])
         loss = (values - self.targets_of(batch)).square().mean(1).sum()
         self.step("critics", loss)
@@ -128,12 +128,12 @@ class Learner(nn.Module):
         action, log_probability = self.sample(frame)
         alpha, value = self.log_alpha.exp(), values_of(self.critics, frame, action).amin(0)
         self.step("actor", (alpha.detach() * log_probability - value).mean())
-        # The entropy weighs more after it was below its target, and less after it was above.
+        # The weight of the entropy grows if it is below its target, and shrinks if it is above.
         excess = -log_probability.detach().mean() - self.target_entropy
         self.step("log_alpha", alpha * excess)
 
     def step(self, name, loss):
-        """Make a step of some parameters; gradients of others are not computed."""
+        """Step some parameters, without computing the gradients of others."""
         optimizer = self.optimizers[name]
         optimizer.zero_grad()
         loss.backward(inputs=optimizer.param_groups[0]["params"])
@@ -147,24 +147,24 @@ def values_of(critics, frame, action):
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
+    parser.add_argument("--env-id", default="Pendulum-v1", help="with vector observations")
     parser.add_number(
         "--n-workers", "--n-threads", least=0, default=0, help="worker processes, 0 for none"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_number("--evaluate", least=0, default=50, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="sac.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="sac.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=10_000, help="in steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     for field in fields(Hyperparameters):
         least = 1 if field.type is int and field.name != "learning_starts" else 0
         parser.add_number(f"--{field.name.replace('_', '-')}", least=least, type=field.type)
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=False)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     hyper = PENDULUM if arguments.env_id == "Pendulum-v1" else Hyperparameters()
     given = {field.name: getattr(arguments, field.name) for field in fields(hyper)}
@@ -198,7 +198,7 @@ def main():
         parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total, n_envs = hyper.total_timesteps, batcher.n_lanes
         bar = tqdm(desc="SAC", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + n_envs <= total and not ctrl_c.is_pressed:
@@ -232,7 +232,7 @@ def main():
             running.save_checkpoint(arguments.checkpoint, parts, progress)
 
     final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
-    if arguments.evaluate:  # the policy at the end, without its exploration
+    if arguments.evaluate:  # the final policy, without exploration
         final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
     print(f"average return of {kind} episodes: {fmean(final):.1f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))

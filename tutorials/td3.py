@@ -2,9 +2,9 @@
 
 You will learn
 
-- how a policy without randomness explores: with noise that its agent adds, or does not,
-- how networks, pool and seeds are saved together, so that a run goes on from there,
-- what else differs from soft actor-critic: compare with sac.py.
+- how a deterministic policy explores: with noise that its agent adds,
+- how networks, pool and seeds are saved together, so that a run can be resumed,
+- the differences from soft actor-critic: compare with sac.py.
 
 References:
     Fujimoto, van Hoof and Meger 2018, "Addressing function approximation error in actor-critic
@@ -36,7 +36,7 @@ class Hyperparameters:
     total_timesteps: int = 1_000_000
     learning_rate: float = 3e-4
     discount: float = 0.99
-    tau: float = 0.005  # by which part the target networks follow in a step of the actor
+    tau: float = 0.005  # step of the target networks per step of the actor
     batch_size: int = 256
     pool_size: int = 1_000_000
     learning_starts: int = 25_000  # in steps; until then, actions are random
@@ -55,25 +55,25 @@ PENDULUM = Hyperparameters(
     hidden_1=400,
     hidden_2=300,
 )
-# Standard deviations of the noise of actions: those that are taken, and those in targets, whose
-# noise is clipped.
+# Standard deviations of the noise of actions taken, and of actions in targets, whose noise is
+# clipped.
 EXPLORATION_NOISE, TARGET_NOISE, NOISE_CLIP = 0.1, 0.2, 0.5
-GREEDY, NOISY, UNIFORM = 0, 1, 2  # how actions are chosen: agent_info["exploration"]
+GREEDY, NOISY, UNIFORM = 0, 1, 2  # values of agent_info["exploration"]
 
 
 def make_network(n_inputs, hidden, n_outputs):
     sizes = (n_inputs, *hidden, n_outputs)
     layers = [nn.Linear(*ends) for ends in pairwise(sizes)]
-    relu = nn.ReLU(inplace=True)  # what goes into it is not needed again
+    relu = nn.ReLU(inplace=True)  # its input is not needed again
     return nn.Sequential(layers[0], relu, layers[1], relu, layers[2])
 
 
 class Actor(nn.Module, Agent):
-    """One action per observation, to which noise may be added."""
+    """One action per observation, optionally with noise."""
 
     def __init__(self, n_inputs, n_actions, hidden):
         super().__init__()
-        self.n_noise = n_actions  # random numbers per step, the same in every run
+        self.n_noise = n_actions  # random numbers per step, for reproducible runs
         self.model = nn.Sequential(make_network(n_inputs, hidden, n_actions), nn.Tanh())
 
     def forward(self, observation, agent_info):
@@ -86,8 +86,8 @@ class Actor(nn.Module, Agent):
 
 
 def create_env(seed, env_id, n_envs=1, render_mode=None):
-    # Actions are between -1 and 1, whatever those of the environment are. "Inf" for infinite: an
-    # environment whose episode ended starts the next one at once.
+    # Actions are rescaled to [-1, 1]. "Inf" for infinite: environments restart automatically when
+    # an episode ends.
     envs = [gym.make(env_id, render_mode=render_mode) for _ in range(n_envs)]
     one = np.float32(1.0)
     return GymEnvInf([gym.wrappers.RescaleAction(env, -one, one) for env in envs], seed)
@@ -108,7 +108,7 @@ class Learner(nn.Module):
         }
 
     def targets_of(self, batch):
-        """What the values of the actions in a batch should be: ``[B]``."""
+        """Return the targets for the values of the actions in a batch, ``[B]``."""
         target_actor, target_critics = self.targets
         with torch.no_grad():
             # Target policy smoothing: similar actions should have similar values.
@@ -116,11 +116,11 @@ class Learner(nn.Module):
             noise = noise.clamp(-NOISE_CLIP, NOISE_CLIP)
             next_action = (target_actor.model(batch["_frame"]) + noise).clamp(-1, 1)
             next_value = values_of(target_critics, batch["_frame"], next_action).amin(0)
-        # What would have followed a time limit counts, what follows an end does not.
+        # A truncated episode has a future, a terminated one does not.
         return batch["_reward"] + self.hyper.discount * next_value * ~batch["_terminated"]
 
     def learn(self, batch, n_steps):
-        """Learn from a batch; returns what is to be tracked."""
+        """Learn from a batch; returns the values to track."""
         values = values_of(self.critics, batch["frame"], batch["action"])
         loss = (values - self.targets_of(batch)).square().mean(1).sum()
         self.step("critics", loss)
@@ -133,7 +133,7 @@ class Learner(nn.Module):
         return {"loss": loss, "value": values.mean()}
 
     def step(self, name, loss):
-        """Make a step of some parameters; gradients of others are not computed."""
+        """Step some parameters, without computing the gradients of others."""
         optimizer = self.optimizers[name]
         optimizer.zero_grad()
         loss.backward(inputs=optimizer.param_groups[0]["params"])
@@ -147,24 +147,24 @@ def values_of(critics, frame, action):
 
 def main():
     parser = running.Parser(__doc__)
-    parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
+    parser.add_argument("--env-id", default="Pendulum-v1", help="with vector observations")
     parser.add_number(
         "--n-workers", "--n-threads", least=0, default=0, help="worker processes, 0 for none"
     )
-    parser.add_number("--seed", least=0, default=1, help="another one is another run")
+    parser.add_number("--seed", least=0, default=1, help="random seed")
     parser.add_number("--evaluate", least=0, default=50, help="greedy episodes at the end")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
-    parser.add_argument("--video", metavar="FOLDER", help="for a film of the policy at the end")
-    parser.add_argument("--checkpoint", default="td3.pt", help="its curve is a .png")
+    parser.add_argument("--video", metavar="FOLDER", help="for a video of the final policy")
+    parser.add_argument("--checkpoint", default="td3.pt", help="with its curve as .png")
     parser.add_number("--checkpoint-interval", least=1, default=10_000, help="in steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     for field in fields(Hyperparameters):
         least = 1 if field.type is int and field.name != "learning_starts" else 0
         parser.add_number(f"--{field.name.replace('_', '-')}", least=least, type=field.type)
     arguments = parser.parse_args()
     running.check_arguments(arguments)
     env = running.make_env(arguments, is_discrete=False)
-    from tqdm import tqdm  # here, since --help does without it
+    from tqdm import tqdm  # here, to keep --help fast
 
     hyper = PENDULUM if arguments.env_id == "Pendulum-v1" else Hyperparameters()
     given = {field.name: getattr(arguments, field.name) for field in fields(hyper)}
@@ -199,7 +199,7 @@ def main():
         parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
         if arguments.resume:
             progress = running.load_checkpoint(arguments.checkpoint, parts)
-        batcher.reset()  # a run that goes on begins new episodes
+        batcher.reset()  # a resumed run begins new episodes
         total, n_envs = hyper.total_timesteps, batcher.n_lanes
         bar = tqdm(desc="TD3", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + n_envs <= total and not ctrl_c.is_pressed:
@@ -233,7 +233,7 @@ def main():
             running.save_checkpoint(arguments.checkpoint, parts, progress)
 
     final, kind = progress["returns"][-100:] or [torch.nan], "the last 100"
-    if arguments.evaluate:  # the policy at the end, without its exploration
+    if arguments.evaluate:  # the final policy, without exploration
         final, kind = progress["evaluation"], f"{arguments.evaluate} greedy"
     print(f"average return of {kind} episodes: {fmean(final):.1f}")
     running.save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))

@@ -1,1 +1,1 @@
-"""The replay store: rings of transitions, what goes into them and how they are sampled."""
+"""The replay pool: rings of transitions, additions and sampling."""

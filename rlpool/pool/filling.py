@@ -1,4 +1,4 @@
-"""Adding transitions to the store of a pool, which the first ones decide what it holds."""
+"""Adding transitions to the store of a pool; the first ones determine its schema."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from rlpool.pool.schema import Schema
 from rlpool.pool.store import Settings, Store
 from rlpool.pool.sub_pool import routes
 
-_MOST_WAITING = 8  # ends of windows per lane, as batchers with the same seeds have the same lanes
+_MOST_WAITING = 8  # ends of windows per lane: batchers with the same seeds have the same lanes
 _SAVED = ("open", "waiting", "has_run", "max_priority")  # attributes
-_OTHER = "load it into a pool that is made with the same arguments"
+_OTHER = "load it into a pool with the same arguments"
 
 
 class Filler:
     """Holds a store, and adds transitions to it.
 
     Args:
-        settings: What the pool is made with.
+        settings: Settings of the pool.
         router: Chooses sub-pools.
 
     Attributes:
-        store: The store; before the first transition one of no columns.
+        store: The store; without columns before the first transition.
         router: As given.
-        max_priority: The largest priority given so far, to the pool's power; 0 if there is none.
-        open: Sub-pool to its ``next`` when its newest transition was one that may be continued.
-        waiting: Batcher and lane to what waits for its next window: a transition (see
+        max_priority: The largest priority so far, to the pool's power; 0 if there is none.
+        open: The ``next`` of sub-pools whose newest transition can be continued, by sub-pool.
+        waiting: By batcher and lane, the ends of windows that can be continued: a transition (see
             ``SubPools.find``), and episode, number and checksum of the step that would follow it.
         has_run: Whether the first transitions of all processes were added.
     """
@@ -64,7 +64,7 @@ class Filler:
         index: int | None = None,
         first: Sequence[int] = (),
     ) -> None:
-        """Add trajectories: see ``Pool.extend``; ``first`` are sub-pools of the first ones."""
+        """Add trajectories as ``Pool.extend``; ``first`` are the sub-pools of the first ones."""
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
@@ -84,13 +84,13 @@ class Filler:
         self.store = store
 
     def add(self, values: Mapping[str, NDArray], index: int | None) -> None:
-        """Add a single transition, of arrays without a batch dimension: see ``Pool.pool``."""
+        """Add a transition of arrays without a batch dimension, as ``Pool.pool``."""
         index = self._checked_index(index)
         keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
         new = ingest.from_single(values, store.schema)
-        # In a sub-pool that was chosen here, the one before is of the same episode by chance.
+        # In a sub-pool chosen here, the previous one is of the same episode only by chance.
         is_chosen = index is None and self._settings.n_workers > 1
         if index is None:
             index = int(np.argmin(store.sub_pools.lengths))
@@ -107,18 +107,18 @@ class Filler:
         self.store = store
 
     def add_run(self, episodes: Sequence[DictTensor]) -> None:
-        """Add what ``EpisodeRunner.run`` returned."""
+        """Add the episodes of ``EpisodeRunner.run``."""
         if not self._settings.random or self._settings.n_workers == 1:
             for process, steps in enumerate(episodes):
                 row = {key: tensor[None] for key, tensor in steps.items()}
                 self.extend(TemporalDictTensor(row), process)
             return
-        # The order in which the steps were made, as the episodes began together.
+        # Interleave the steps of parallel episodes in time order.
         times = np.concatenate([np.arange(steps.n_elems()) for steps in episodes])
         order = np.argsort(times, kind="stable")
         steps = DictTensor.cat(episodes).index(torch.from_numpy(order))
         rows = TemporalDictTensor({key: tensor[:, None] for key, tensor in steps.items()})
-        # The first of each process goes into its own sub-pool.
+        # The first transition of each process goes into its own sub-pool.
         self.extend(rows, first=[] if self.has_run else range(len(episodes)))
         self.has_run = True
 
@@ -135,7 +135,7 @@ class Filler:
         return list(self.store.schema.specs) if self.store.has_schema else self._settings.keys
 
     def _new_rows(self, trajectories: TemporalDictTensor) -> tuple[Store, ingest.NewRows]:
-        """Rows of some trajectories, and the store that they fit."""
+        """Return the rows of trajectories, and a store that fits them."""
         names = self.store.schema.infos if self.store.has_schema else self._settings.info_keys
         tensors, known = ingest.tensors_of(trajectories, names), self._known_keys()
         infos = tuple(tensors.maps[0])
@@ -148,7 +148,7 @@ class Filler:
     def _store_for(
         self, specs: Mapping[str, TensorSpec], source: str, infos: tuple[str, ...] = ()
     ) -> Store:
-        """The store for transitions, a new one for the first ones: they decide what it holds."""
+        """Return the store for transitions; the first ones determine the schema of a new one."""
         if self.store.has_schema:
             self.store.schema.check(specs, source)
             return self.store
@@ -164,7 +164,7 @@ class Filler:
         """Add pieces of these sizes to these sub-pools.
 
         Returns:
-            The first transition of each piece, see ``SubPools.find``.
+            The first transition of each piece, as for ``SubPools.find``.
         """
         first = np.zeros_like(sizes)
         for index in np.unique(chosen).tolist():
@@ -178,18 +178,18 @@ class Filler:
     def _join(
         self, store: Store, windows: NDArray, first: NDArray, sizes: NDArray, is_last: NDArray
     ) -> None:
-        """Join rows of windows with those that came before in their lanes, if these are stored.
+        """Join rows of windows with the previous windows of their lanes, if these are stored.
 
         Args:
-            store: Where they are.
-            windows: int64 ``[n, 4]``: what each row's ``info`` has under ``WINDOW_KEYS``.
-            first: The first transition of each row, see ``SubPools.find``.
+            store: Their store.
+            windows: int64 ``[n, 4]``: the ``WINDOW_KEYS`` of each row's ``info``.
+            first: The first transition of each row, as for ``SubPools.find``.
             sizes: Steps of each row.
-            is_last: Of all steps, whether the next one does not continue the episode.
+            is_last: For all steps, whether the next one does not continue the episode.
         """
         ends = np.flatnonzero(is_last)
         places = np.searchsorted(ends, sizes.cumsum() - 1)
-        n_ended = np.diff(places, prepend=-1) - 1  # episodes, before the last step
+        n_ended = np.diff(places, prepend=-1) - 1  # episodes that ended before the last step
         step = np.where(n_ended, 0, windows[:, 3]) + np.diff(ends, prepend=-1)[places]
         last = first + (sizes - 1) * len(store.sub_pools)
         here = np.column_stack([windows[:, 2:], store.checksums(first, after=False)])
@@ -209,7 +209,7 @@ class Filler:
     # State -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next additions depend on; tensors are views."""
+        """Return everything that the next additions depend on; tensors are views."""
         return {
             "settings": self._settings.saved(),
             "store": self.store.state_dict() if self.store.has_schema else None,
@@ -218,14 +218,14 @@ class Filler:
         }
 
     def loaded(self, state: Mapping[str, Any]) -> Filler:
-        """A filler with a store of its own that goes on where a saved one was.
+        """Make a filler with a new store that continues from a saved one.
 
         Raises:
-            SpecError: If the other pool was made with other arguments.
+            SpecError: If the saved pool has other arguments.
         """
         for name, value in self._settings.saved().items():
             found = state["settings"][name]
-            # A pool that names no keys takes what comes.
+            # A pool without ``keys`` accepts any.
             if found != value and (value or name not in ("keys", "info_keys")):
                 raise SpecError(f"the saved pool has {name} {found}, this one {value}", fix=_OTHER)
         router = np.random.Generator(np.random.PCG64())

@@ -1,8 +1,8 @@
-"""From trajectories and single transitions to rows that are ready to be written.
+"""Conversion of trajectories and single transitions to rows that are ready to be written.
 
-Nothing is copied on the way, unless it has another dtype than what is stored. The next observation
-is mostly the next row's, so it is not stored: a row is the last of a piece where an episode ends,
-or where the next row does not start from the value after the step::
+Values are not copied unless their dtype differs from the stored one. The next observation is
+usually that of the next row, so it is not stored. A row is the last of a piece if an episode ends,
+or if the next row does not start from the value after the step::
 
     frame         a   b   c   k   l
     _frame        b   c   d   l   m
@@ -46,37 +46,37 @@ TRANSITION_KEYS = (
     *(DEFAULT_OBSERVATION_KEY, ACTION_KEY, successor_key(DEFAULT_OBSERVATION_KEY)),
     *(REWARD_KEY, DONE_KEY),
 )
-"""What ``get_pool`` returns."""
+"""Names of the results of ``get_pool``."""
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
 _START = "initial_state"
 _END_FLAGS = (DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY)
 _SUFFICIENT = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
-"""Flags from which every end of an episode within a row is known."""
+"""Sets of flags that determine every end of an episode within a row."""
 
 NOTHING_CUT = 2**63 - 1  # more steps than any row has
 _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
 
 
 class LazyRows(NamedTuple):
-    """Values of a key, one per transition: some rows of an array."""
+    """Values of a key, one per transition, as a selection of rows of an array."""
 
     array: NDArray
     rows: NDArray
 
     def part(self, places: slice | NDArray) -> LazyRows:
-        """Some of the values, no copy."""
+        """Select some of the values, without copying."""
         return LazyRows(self.array, self.rows[places])
 
     def values(self, out: NDArray | None = None) -> NDArray:
-        """The values ``[n, ...]``, copied to an array or a new one."""
-        # Clipped because that is faster than "raise", which makes a copy of the target.
+        """Copy the values ``[n, ...]`` to an array, by default a new one."""
+        # "clip" is faster than "raise", which copies the target.
         values: NDArray = self.array.take(self.rows, 0, out, "clip")
         return values
 
     def newest_frames(self) -> LazyRows:
-        """The last frames of stacks, no copy."""
+        """Return the last frames of stacks, without copying."""
         n_frames = self.array.shape[1]
         frames = self.array.reshape(-1, *self.array.shape[2:])
         return LazyRows(frames, self.rows * n_frames + n_frames - 1)
@@ -86,12 +86,12 @@ class NewRows(NamedTuple):
     """Transitions to be added, in order.
 
     Attributes:
-        columns: Key to values, for every column of the schema; of stacks the whole ones.
+        columns: Values by key, for every column of the schema, with whole stacks.
         is_last: bool ``[n]``: whether the next one does not continue the episode.
-        finals: Paired key to values after the step, right wherever ``is_last`` holds.
-        is_terminal: bool ``[n]``: whether the state after it has no future.
-        ends_known: Whether it is known where episodes end.
-        terminal_known: Whether it is known which ones are terminal.
+        finals: Values after the step by paired key, valid where ``is_last`` is True.
+        is_terminal: bool ``[n]``: whether the state after it is terminal.
+        ends_known: Whether the ends of episodes are known.
+        terminal_known: Whether it is known which transitions are terminal.
         shortest_cut: Steps of the shortest row that ends within an episode.
     """
 
@@ -104,7 +104,7 @@ class NewRows(NamedTuple):
     shortest_cut: int = NOTHING_CUT
 
     def part(self, places: slice | NDArray) -> NewRows:
-        """Some of the transitions, no copy: a range, or pieces that each end with a last one."""
+        """Select a range, or pieces that each end with a last transition, without copying."""
         columns, finals = (
             {key: values.part(places) for key, values in every.items()}
             for every in (self.columns, self.finals)
@@ -117,29 +117,29 @@ Tensors = ChainMap[str, torch.Tensor]
 
 
 def tensors_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> Tensors:
-    """Values of steps ``[B, T, ...]``, not copied.
+    """Return values of steps ``[B, T, ...]``, not copied.
 
     Args:
         trajectories: The trajectories.
-        names: Keys of their ``info``; ``"agent_info"`` means all that begin with it and a slash.
+        names: Keys of their ``info``; ``"agent_info"`` means all keys ``agent_info/...``.
 
     Returns:
         Values of the ``info`` for every step, then those of the steps, which may be lazy.
 
     Raises:
-        SpecError: If there is no such key, or the steps have the same one.
+        SpecError: If there is no such key, or the steps have the same key.
     """
     found: Any = {}
     n_times, info = trajectories.n_timesteps(), trajectories.info
     for name in names:
         if name in trajectories and name not in info:
-            continue  # a key of the steps, kept as such
+            continue  # a key of the steps
         keys = [key for key in info if key == name or key.startswith(join_key(name, ""))]
         if not keys:
             raise SpecError(
                 f"the info of the trajectories has no {name!r}, it has {list(info)}",
-                fix="execute(agent_info=..., env_info=...) gives keys of these names; name others "
-                "in info_keys, or use another pool",
+                fix="execute(agent_info=..., env_info=...) adds keys of these names; change "
+                "info_keys, or use another pool",
             )
         if taken := [key for key in keys if key in trajectories]:
             raise SpecError(f"steps and info both have {taken}", fix="rename one of them")
@@ -150,18 +150,18 @@ def tensors_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> Tensor
 
 
 def from_trajectories(tensors: Tensors, lengths: NDArray, schema: Schema) -> NewRows:
-    """Every step of trajectories ``[B, T, ...]``, in row-then-time order.
+    """Return all steps of trajectories ``[B, T, ...]``, in row-then-time order.
 
-    Values after a step that are derived from those before it are not computed.
+    Values after a step that can be derived from those before it are not computed.
 
     Args:
-        tensors: See ``tensors_of``.
-        lengths: Steps of each.
-        schema: What is stored.
+        tensors: The result of ``tensors_of``.
+        lengths: Steps of each trajectory.
+        schema: The schema of the store.
 
     Raises:
-        SpecError: If a value does not fit into the dtype that is stored, a flag is neither true nor
-            false, or a stack is not the one before it, shifted by a frame.
+        SpecError: If a value does not fit the stored dtype, a flag is not a bool, or a stack is not
+            the previous one shifted by a frame.
     """
     rows = np.arange(len(lengths)).repeat(lengths)
     times = np.arange(len(rows)) - (lengths.cumsum() - lengths).repeat(lengths)
@@ -200,8 +200,8 @@ def from_trajectories(tensors: Tensors, lengths: NDArray, schema: Schema) -> New
         else:
             finals[key] = rows_of(name, spec)
             _mark_jumps(is_last, columns[key], finals[key])
-    # A row may hold several episodes. Values that follow from each other do not prove that it is
-    # one: a reset may lead to the very state in which an episode ended.
+    # A row may hold several episodes, even if each state is the next one's start: a reset may lead
+    # to exactly the state in which an episode ended.
     ends_known = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _SUFFICIENT)
     for key in schema.stacks:
         for some in _parts(len(is_last) - 1, columns[key].array):
@@ -212,11 +212,11 @@ def from_trajectories(tensors: Tensors, lengths: NDArray, schema: Schema) -> New
 
 
 def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
-    """A single transition of arrays without a batch dimension.
+    """Convert a single transition of arrays without a batch dimension.
 
     Raises:
-        SpecError: If a value does not fit into the dtype that is stored, or a stack is not the one
-            before it, shifted by a frame.
+        SpecError: If a value does not fit the stored dtype, or a stack is not the previous one
+            shifted by a frame.
     """
     first = np.zeros(1, np.int64)
 
@@ -233,12 +233,12 @@ def from_single(values: Mapping[str, NDArray], schema: Schema) -> NewRows:
 
 
 def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
-    """Refuse stacks ``[n + 1, ...]`` that are not each the one before without its oldest frame.
+    """Refuse stacks ``[n + 1, ...]`` that are not the previous stack shifted by one frame.
 
     Args:
         key: Their key.
         stacks: The stacks.
-        is_last: bool ``[n]``: which of them may be followed by anything.
+        is_last: bool ``[n]``: stacks that may be followed by any other.
 
     Raises:
         SpecError: Naming the key.
@@ -247,9 +247,9 @@ def _check_shifted(key: str, stacks: NDArray, is_last: NDArray) -> None:
     differs = (words[:-1, 1:] != words[1:, :-1]).any(axis=(1, 2))
     if (differs & ~is_last).any():
         raise SpecError(
-            f"a step within an episode does not shift the stack {key!r} by one frame, and a pool "
-            "with frame_stack stores the newest frame only",
-            fix=f"leave frame_stack out; if episodes end there, add {DONE_KEY!r}",
+            f"a step within an episode does not shift the stack {key!r} by one frame, but a pool "
+            "with frame_stack stores only the newest frame",
+            fix=f"omit frame_stack; if episodes end there, add {DONE_KEY!r}",
         )
 
 
@@ -259,41 +259,41 @@ def _finals(tensors: Tensors, key: str) -> NDArray | None:
 
 
 def _flags(key: str, values: NDArray) -> NDArray:
-    """The flags of steps, bool ``[n]``."""
+    """Return the flags of steps, bool ``[n]``."""
     are_flags = values.dtype.kind == "b" or np.isin(values, (0, 1)).all()
     if math.prod(values.shape[1:]) != 1 or not are_flags:
         raise SpecError(
-            f"{key!r} has values that are neither true nor false, or several per step",
+            f"{key!r} has values other than True and False, or several per step",
             fix="pass a bool per step",
         )
     return values.reshape(-1).astype(bool, copy=False)
 
 
 def _mark_jumps(is_last: NDArray, values: LazyRows, after: LazyRows) -> None:
-    """Mark steps whose value after the step is not the value that the next one starts from.
+    """Mark steps whose value after the step differs from the value before the next one.
 
-    They end a piece that nothing can continue, whether an episode ends there or steps are missing;
-    flags say where episodes end.
+    They end a piece, whether an episode ends there or steps are missing; flags mark the ends of
+    episodes.
     """
     for some in _parts(len(is_last) - 1, values.array):
         next_ones = slice(some.start + 1, some.stop + 1)
         here = _as_words(after.part(some).values(), 1)
         there = _as_words(values.part(next_ones).values(), 1)
-        # Several times faster than any(axis=1), as few differ.
+        # Several times faster than any(axis=1), since few differ.
         is_last[some.start + np.flatnonzero(here != there) // here.shape[1]] = True
 
 
 def _parts(n: int, array: NDArray) -> Iterator[slice]:
-    """Ranges of n values ``array[0]`` of a few megabytes each."""
+    """Iterate over ranges of n values ``array[0]``, of a few megabytes each."""
     n_at_once = max(1, _COMPARED_BYTES // max(1, array[:1].nbytes))
     for start in range(0, n, n_at_once):
         yield slice(start, min(start + n_at_once, n))
 
 
 def _as_words(array: NDArray, n_leading: int) -> NDArray:
-    """Values as rows of bits, after some leading dimensions that are kept.
+    """View values as rows of bits after ``n_leading`` dimensions.
 
-    Bits are to be compared, as NaN is not equal to itself; the widest words take the least time.
+    Bits are compared because NaN is not equal to itself; the widest words are fastest.
     """
     shape = (*array.shape[:n_leading], math.prod(array.shape[n_leading:]))
     flat = np.ascontiguousarray(array).reshape(shape)
@@ -302,34 +302,34 @@ def _as_words(array: NDArray, n_leading: int) -> NDArray:
 
 
 def converted(key: str, array: NDArray, dtype: np.dtype[Any]) -> NDArray:
-    """Values in the dtype of their column, see ``fitted``."""
+    """Convert values to the dtype of their column with ``fitted``."""
     if key in REWARDS:
         return fitted_rewards(repr(key), array)
-    return fitted(repr(key), array, dtype, "let the first transitions have a dtype for all values")
+    return fitted(repr(key), array, dtype, "add a transition with a wide enough dtype first")
 
 
 # Specs ------------------------------------------------------------------------------------------
 
 
 def specs_of(tensors: Tensors, keys: Sequence[str] | None) -> dict[str, TensorSpec]:
-    """Shapes and dtypes of a step of trajectories; nothing is computed.
+    """Return shapes and dtypes of a step of trajectories, without computing values.
 
     Args:
-        tensors: See ``tensors_of``.
-        keys: The keys to look at, ``None`` for all.
+        tensors: The result of ``tensors_of``.
+        keys: The keys, ``None`` for all.
 
     Raises:
         SpecError: If a key is missing, or for a dtype that NumPy lacks.
     """
     specs = {}
     for key in chosen(tensors, keys, "the trajectories"):
-        # A derived value after a step is like the value before it.
+        # A derived value after a step has the spec of the value before it.
         is_derived = _finals(tensors, key) is not None
         tensor = tensors[key.removeprefix("_") if is_derived else key]
         dtype = numpy_dtype(tensor.dtype)
         if dtype.kind == "O":
             raise SpecError(
-                f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
+                f"a pool cannot hold {key!r}: NumPy does not have the dtype {tensor.dtype}",
                 fix="pass tensor.float()",
             )
         specs[key] = TensorSpec(tuple(tensor.shape[2:]), dtype)
@@ -337,10 +337,10 @@ def specs_of(tensors: Tensors, keys: Sequence[str] | None) -> dict[str, TensorSp
 
 
 def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, source: str) -> list[str]:
-    """The keys to store, ``None`` for all.
+    """Return the keys to store, ``None`` for all.
 
     Raises:
-        SpecError: If one of them is missing.
+        SpecError: If a key is missing.
     """
     refuse_missing(source, values, keys or (), "choose other keys, or use another pool")
     return list(values if keys is None else keys)
@@ -352,23 +352,23 @@ def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, source: str) -
 def transition_of(
     s: Any, a: Any, next_s: Any, r: Any, done: Any, terminated: Any
 ) -> dict[str, NDArray]:
-    """A transition as arrays by key, without a batch dimension.
+    """Convert a transition to arrays by key, without a batch dimension.
 
     Raises:
-        SpecError: If the two states differ in shape, reward or flags are no single numbers, or an
-            episode terminates without being done.
+        SpecError: If the two states differ in shape, reward or flags are not single numbers, or
+            ``terminated`` is True without ``done``.
     """
     before, after = (_named(state, "", DEFAULT_OBSERVATION_KEY) for state in (s, next_s))
     shapes, after_shapes = ({k: v.shape for k, v in each.items()} for each in (before, after))
     if shapes != after_shapes:
         raise SpecError(
             f"s has shapes {shapes}, next_s has {after_shapes}",
-            fix="both are single states of one shape",
+            fix="pass single states of the same shape",
         )
     refuse_taken(before, "s")
     values = {**before, **_named(a, ACTION_KEY, ACTION_KEY)}
     for key, state in before.items():
-        # One dtype for both: that of s, unless it holds no fractions and next_s may.
+        # One dtype for both: that of s, unless only next_s can hold fractions.
         dtype = state.dtype
         if not np.can_cast(after[key].dtype, dtype, "same_kind"):
             dtype = np.result_type(dtype, after[key].dtype)
@@ -387,7 +387,7 @@ def transition_of(
 
 
 def refuse_taken(state_keys: Collection[str], source: str) -> None:
-    """Refuse states with keys that a transition uses for something else."""
+    """Refuse states with keys that a transition uses otherwise."""
     own = {ACTION_KEY, REWARD_KEY, DONE_KEY, TERMINATED_KEY, *map(successor_key, state_keys)}
     taken = sorted(own & set(state_keys))
     if taken:
@@ -395,7 +395,7 @@ def refuse_taken(state_keys: Collection[str], source: str) -> None:
 
 
 def _named(value: Any, prefix: str, only: str) -> dict[str, NDArray]:
-    """Arrays by key, of a value or of a nested dict of values."""
+    """Return arrays by key of a value or of a nested dict of values."""
     if not isinstance(value, Mapping):
         return {only: as_array(value)}
     arrays: dict[str, NDArray] = {}
@@ -413,9 +413,9 @@ def _single(name: str, value: Any) -> NDArray:
 
 
 def as_array(value: Any) -> NDArray:
-    """A value as an array, of objects if it is none of numbers.
+    """Convert a value to an array, of objects if it does not consist of numbers.
 
-    Python's floats become float32 if that holds them; a NumPy scalar keeps its dtype.
+    Python floats become float32 if they fit; a NumPy scalar keeps its dtype.
     """
     try:
         array = as_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)

@@ -29,59 +29,60 @@ from rlpool.seeding import root_from
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
 _FORMAT = 5  # of state_dict
-_SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
+_SAMPLING, _ROUTING = 1, 2  # purposes of the generators' seeds
 
 
 class Pool:
-    """A bounded store of transitions: the most recent ones, to be sampled for learning.
+    """A bounded replay store of the most recent transitions.
 
-    It is filled in three ways, which may be mixed as long as transitions have the same keys:
-    ``extend(trajectories)`` takes what a batcher returned, ``store()`` runs an episode in each of
-    its own environments, and ``pool(s, a, next_s, r, done)`` adds a single transition. Rewards are
-    stored in float32, whichever way they come in.
+    There are three ways to fill it, which can be mixed if the transitions have the same keys:
+    ``extend(trajectories)`` adds a batcher's results, ``store()`` runs an episode in each of the
+    pool's own environments, and ``pool(s, a, next_s, r, done)`` adds a single transition. Rewards
+    are always stored in float32.
 
-    The pool is divided into ``n_workers`` sub-pools whose capacities add up to ``pool_size``. Each
-    keeps its newest transitions: when one is added to a full one, the oldest is dropped, or with
-    ``window_size`` all but the newest ``window_size``. Adding costs the same however full the pool
-    is, and never moves what is there.
+    The pool is divided into ``n_workers`` sub-pools with a total capacity of ``pool_size``. Each
+    keeps its newest transitions: when a full one overflows, the oldest transition is dropped, or
+    with ``window_size`` all but the newest ``window_size``. The cost of adding does not depend on
+    the fill level, and stored transitions are never moved.
 
-    Not for use by several threads at once, nor in a forked process.
+    A pool must not be used by several threads at once, or in a forked process.
 
     Args:
         env: Environments for ``store()``, one per process; see ``store``.
-        n_workers: Number of sub-pools, and of processes of ``store()``. By default as many as there
-            are environments, or 1.
-        pool_size: Transitions to hold in all.
-        window_size: What a sub-pool keeps when it overflows, at most its capacity.
-        clearing_freq: Whenever this many transitions were added to a sub-pool, drop its
-            ``window_size_`` oldest.
-        window_size_: See ``clearing_freq``; only together with it.
-        random: Whether a transition of ``store()`` is added to a sub-pool at random, with
-            probability proportional to 1 / (its length + 1); otherwise to that of its process.
-            Where transitions of several processes mix, none is known to follow another, so that
-            sequences and n-step returns have a single step.
+        n_workers: Number of sub-pools, and of processes of ``store()``. By default the number of
+            environments, or 1.
+        pool_size: Total capacity in transitions.
+        window_size: Number of transitions that a sub-pool keeps when it overflows, at most its
+            capacity.
+        clearing_freq: After this many additions to a sub-pool, drop its ``window_size_`` oldest
+            transitions.
+        window_size_: Required with ``clearing_freq``.
+        random: Whether a transition of ``store()`` is added to a random sub-pool, with probability
+            proportional to 1 / (its length + 1), or to that of its process. If transitions of
+            several processes mix, successors are unknown: sequences and n-step returns have a
+            single step.
         policy: For ``store()`` with Gymnasium environments: a function from state to action, sent
             to the workers. By default the action space is sampled.
         seed: Root seed of sampling, of the choice of sub-pools and of ``store()``; ``None`` draws
             one.
         keys: Keys of trajectories to store, by default all.
         info_keys: Keys of the trajectories' ``info`` to store with every transition, such as
-            ``"env_info/task"`` or ``"seed"``; ``"agent_info"`` stands for all that begin with it
-            and a slash. Samples have them among their keys, sequences in their ``info``, where
-            ``replay_agent`` takes ``agent_info`` from.
-        storage: ``"local"``, or ``"memmap"`` (a file without a name, for pools beyond memory).
+            ``"env_info/task"`` or ``"seed"``; ``"agent_info"`` means all keys ``agent_info/...``.
+            Samples have them among their keys, sequences in their ``info``, from which
+            ``replay_agent`` reads ``agent_info``.
+        storage: ``"local"``, or ``"memmap"`` (an unnamed file, for pools larger than memory).
         directory: Directory of the file of ``"memmap"``, by default that of temporary files.
         priority_exponent: Sample in proportion to priorities to this power (alpha in the paper),
             see ``update_priorities``; by default uniformly.
-        frame_stack: Observations ``[frame_stack, ...]`` are stacks of so many frames, the newest
-            last, from which each step drops the oldest. Only the newest frame is stored, a quarter
-            of the memory for 4; samples have whole stacks again, bit by bit.
+        frame_stack: Observations ``[frame_stack, ...]`` are stacks of this many frames, newest
+            last; each step drops the oldest. Only the newest frame is stored, a quarter of the
+            memory for 4. Samples have complete stacks, bit for bit.
         timeout: Seconds without a step after which a process of ``store()`` counts as hanging.
-        start_method: How processes of ``store()`` are started, as for ``EpisodeBatcher``.
+        start_method: Start method of the processes of ``store()``, as for ``EpisodeBatcher``.
 
     Raises:
-        SpecError: For sizes below 1, one of ``clearing_freq`` and ``window_size_`` without the
-            other, another number of environments than of processes, or an unknown storage.
+        SpecError: For sizes below 1, only one of ``clearing_freq`` and ``window_size_``, different
+            numbers of environments and processes, or an unknown storage.
 
     Example:
         >>> pool = Pool(pool_size=1000, seed=0)
@@ -119,7 +120,7 @@ class Pool:
         check_choice("random", random, (True, False))
         seed = None if seed is None else whole_number("seed", seed, 0)
         check_choice("storage", storage, ("local", "memmap"))
-        allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
+        allocate(storage, 1, directory=directory)  # checks the arguments now
         FailurePolicy(start_method=start_method)
         settings = Settings(
             whole_number("pool_size", pool_size, n_workers),
@@ -136,7 +137,7 @@ class Pool:
             None if frame_stack is None else whole_number("frame_stack", frame_stack, 2),
         )
         if settings.keys == []:
-            raise SpecError("keys are empty", fix="leave keys out to store all")
+            raise SpecError("keys are empty", fix="omit keys to store all")
         self._settings, root = settings, root_from(seed)
         self._generator, router = (
             np.random.Generator(np.random.PCG64([purpose, root]))
@@ -151,37 +152,37 @@ class Pool:
     def _store(self) -> Store:
         return self._filler.store
 
-    # What there is ---------------------------------------------------------------------------
+    # Contents --------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Transitions that there are."""
+        """Return the number of transitions in the pool."""
         return len(self._store)
 
     @property
     def pool_size(self) -> int:
-        """Transitions that fit in."""
+        """Capacity in transitions."""
         return self._settings.pool_size
 
     @property
     def lengths(self) -> list[int]:
-        """Transitions that each sub-pool holds."""
+        """Number of transitions in each sub-pool."""
         return self._store.sub_pools.lengths
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Key to shape and dtype of a transition; empty before the first one was added."""
+        """Shape and dtype of a transition by key; empty before the first addition."""
         return self._store.schema.specs
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use: rows that were written so far, bookkeeping and priorities included."""
+        """Bytes in use: rows written so far, including bookkeeping and priorities."""
         return self._store.nbytes
 
     def transitions(self, keys: Sequence[str] | None = None) -> DictTensor:
-        """All transitions, sub-pool by sub-pool, the oldest of each first.
+        """Return all transitions, sub-pool by sub-pool, oldest first.
 
         Args:
-            keys: Which keys, by default all.
+            keys: The keys, by default all.
 
         Returns:
             ``[len(pool), ...]``, copies.
@@ -206,11 +207,11 @@ class Pool:
         return DictTensor({key: torch.from_numpy(arrays[key]) for key in wanted})
 
     def get_pool(self) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
-        """States, actions, next states, rewards and done flags of all transitions.
+        """Return states, actions, next states, rewards and done flags of all transitions.
 
         Returns:
             Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, sub-pool by
-            sub-pool, the oldest of each first; empty arrays before the first transition.
+            sub-pool, oldest first; empty arrays before the first transition.
 
         Raises:
             UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
@@ -229,7 +230,7 @@ class Pool:
             if missing := [key for key in TRANSITION_KEYS if key not in self.specs]:
                 raise UsageError(
                     f"the pool has no {missing}, it has {list(self.specs)}",
-                    fix="use transitions(), which gives every key",
+                    fix="use transitions(), which returns all keys",
                 )
             every = self.transitions(TRANSITION_KEYS)
             s, a, next_s, r, done = (every[key].numpy() for key in TRANSITION_KEYS)
@@ -240,29 +241,29 @@ class Pool:
     def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
         """Add every step of some trajectories, in row-then-time order.
 
-        Each row is a stream of its own, which may hold several episodes. ``_done``,
-        ``_terminated`` and ``_truncated``, or ``initial_state`` say where they end, whether these
-        are stored or not; without them n-step returns and sequences are refused until ``clear``.
-        Rows of a single step need none.
+        Each row is a separate stream, which may hold several episodes. Their ends are read from
+        ``_done``, from ``_terminated`` and ``_truncated``, or from ``initial_state``, even if these
+        are not stored. Without them, n-step returns and sequences are refused until ``clear``. Rows
+        of a single step do not need them.
 
         Windows of a ``Batcher`` are joined by their ``info``, so keep it: samples continue in the
-        lane's next window, whatever ``index`` it was added with. They end where that is not stored,
-        or does not begin with the observation that the last step led to.
+        lane's next window, regardless of the ``index`` of either. They end if that window is not
+        stored, or does not begin with the observation after the last step.
 
-        Values after a step that follow from the next step, such as ``_frame``, are not stored
-        twice. The pool keeps no reference to the trajectories. Of their ``info`` it stores what
-        ``info_keys`` names, with every transition; keys that earlier transitions did not have are
-        not stored.
+        Values after a step that equal those of the next step, such as ``_frame``, are not stored
+        twice. The pool does not keep a reference to the trajectories. It stores the ``info_keys``
+        of their ``info`` with every transition; keys that earlier transitions did not have are not
+        stored.
 
         Args:
             trajectories: ``[B, T, ...]`` with the keys of the pool, on any device.
-            index: The sub-pool to add to. By default each trajectory is added to one that is drawn
-                with probability proportional to 1 / (its length + 1).
+            index: The sub-pool to add to. By default one is drawn for each trajectory, with
+                probability proportional to 1 / (its length + 1).
 
         Raises:
-            SpecError: If keys or shapes are not those that the pool holds, a value does not fit its
-                dtype, a step does not shift a stack of frames, or a disk or the memory is full.
-                What is stored is kept.
+            SpecError: If keys or shapes do not match the pool's, a value does not fit its dtype, a
+                step does not shift a stack of frames, or disk or memory is full. Stored transitions
+                are kept.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -272,8 +273,8 @@ class Pool:
             >>> len(pool), pool.sample(8)["frame"].shape
             (12, torch.Size([8, 1]))
         """
-        fix = "TemporalDictTensor.from_packed(transitions, lengths) makes one of transitions"
-        instance(trajectories, TemporalDictTensor, "what extend() gets", fix)
+        fix = "convert transitions with TemporalDictTensor.from_packed(transitions, lengths)"
+        instance(trajectories, TemporalDictTensor, "the argument of extend()", fix)
         self._filler.extend(trajectories, index)
 
     def pool(
@@ -289,23 +290,23 @@ class Pool:
     ) -> None:
         """Add a single transition; calling the pool does the same.
 
-        The transitions that are added to a sub-pool are one stream, as of one environment: one that
-        starts where the one before it ended, which was not ``done``, continues its episode, and
-        the state between them is stored once. So give each of several environments an ``index`` of
-        its own. Without an index, none continues another unless there is a single sub-pool.
+        The transitions of a sub-pool form one stream, as from one environment: a transition that
+        starts in the state after the previous one continues its episode unless that was ``done``,
+        and the state between them is stored once. Use a different ``index`` for each of several
+        environments. Without an index, transitions are only continued in a single sub-pool.
 
         Args:
             s: The state ``[*S]``, an array, tensor or number; copied.
             a: The action ``[*A]``.
             next_s: The state after it ``[*S]``.
             r: The reward, a number; stored in float32.
-            done: Whether the episode ended, by itself or cut off.
-            terminated: Whether it ended by itself, and was not cut off; by default ``done``.
-            index: The sub-pool to add to. By default one at random, or the emptiest one with
+            done: Whether the episode ended by termination or truncation.
+            terminated: Whether it ended by termination; by default ``done``.
+            index: The sub-pool to add to. By default a random one, or the emptiest one with
                 ``random=False``.
 
         Raises:
-            SpecError: If something does not fit what the pool holds.
+            SpecError: If a value does not match the pool's keys, shapes and dtypes.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)
@@ -319,19 +320,19 @@ class Pool:
     __call__ = pool
 
     def store(self) -> None:
-        """Run one episode in each environment, each in its own process, and add them.
+        """Run one episode in each environment, in separate processes, and add them.
 
-        Returns when all episodes have ended. Environments follow one of two protocols. Those of
-        Gymnasium: actions come from ``policy`` or the action space. Those that choose their own
-        actions: ``reset() -> (state, action)`` and ``step(action) -> (action, next_state, reward,
-        done)``, where the action stored is the one that ``step`` returns. Environments and policy
-        are sent when the pool is made. The processes start with the first call, live until
-        ``close`` or an error, and their environments keep what they remember.
+        Returns when all episodes have ended. Environments follow one of two protocols. In
+        Gymnasium's, actions come from ``policy`` or the action space. Otherwise the environment
+        chooses its actions: ``reset() -> (state, action)`` and ``step(action) -> (action,
+        next_state, reward, done)``, where the action returned by ``step`` is stored. Environments
+        and policy are pickled by the constructor. The processes start with the first call and live
+        until ``close`` or an error; their environments keep their state between calls.
 
         Raises:
             UsageError: Without environments, or after ``close``.
-            EnvError, AgentError: If an environment or the policy fails; nothing of this run is
-                added, and the next run starts new processes.
+            EnvError, AgentError: If an environment or the policy fails. The episodes of this run
+                are dropped, and the next run starts new processes.
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a process cannot start,
                 dies or hangs; likewise.
 
@@ -344,11 +345,11 @@ class Pool:
         if self._runner is None:
             raise UsageError("the pool has no environments", fix="pass env=[...], or use extend()")
         if self._runner.closed:
-            raise UsageError("the pool was closed", fix="make another one, close it later")
+            raise UsageError("the pool was closed", fix="make a new one, or close it later")
         self._filler.add_run(self._runner.run())
 
     def clear(self) -> None:
-        """Drop all transitions; their keys stay fixed.
+        """Drop all transitions; their keys remain fixed.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)
@@ -373,29 +374,28 @@ class Pool:
         """Draw transitions with replacement, uniformly or in proportion to their priorities.
 
         Args:
-            batch_size: How many, at most as many as there are.
-            n_step: Look so many steps ahead, or fewer where an episode, or what is stored of it,
-                ends before; a warning says so, once, if shorter rows ended within an episode and
-                cannot be joined (see ``extend``). Keys with a leading ``_`` then have their value
-                after the last of these steps, except ``_reward``. The result also has
-                ``n_step_return``, the discounted sum of the rewards of these steps, and
-                ``n_step_discount``, the factor for the value of what comes after, both float32
-                ``[batch_size]``. The factor is ``discount ** steps``, or 0 after a termination: the
-                trajectories' ``_terminated``, or where they lack it ``_done`` without
-                ``_truncated``, whether these are stored or not. After a truncation, which is not a
-                termination, the value of the last observation counts.
+            batch_size: Number of transitions, at most the number in the pool.
+            n_step: Look this many steps ahead, or fewer if the episode or its stored part ends
+                earlier; one warning is logged if shorter rows end within an episode and cannot be
+                joined (see ``extend``). Keys with a leading ``_`` except ``_reward`` then have
+                their value after the last of these steps. The result also has ``n_step_return``,
+                the discounted sum of the rewards of these steps, and ``n_step_discount``, the
+                factor of the value of the state after them, both float32 ``[batch_size]``. The
+                factor is ``discount ** steps``, or 0 after a termination: ``_terminated`` of the
+                trajectories, or if missing ``_done`` without ``_truncated``, even if these are not
+                stored. After a truncation, the value of the last observation counts.
             discount: Discount per step, for ``n_step``.
-            beta: Exponent of the importance weights, for a pool with priorities: 1 corrects
-                the bias of sampling by priority in full.
+            beta: Exponent of the importance weights, for a pool with priorities: 1 fully corrects
+                the bias of prioritised sampling.
 
         Returns:
-            Every key of a transition ``[batch_size, ...]``, copies. With priorities also ``index``,
-            int64, for ``update_priorities``, and ``weight``, float32, at most 1.
+            Copies ``[batch_size, ...]`` of every key of a transition. With priorities also
+            ``index``, int64, for ``update_priorities``, and ``weight``, float32, at most 1.
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
-            SpecError: If ``n_step`` is given and no ``_reward`` is stored, or it is not known where
-                some episodes end or terminate, see ``Pool.extend``.
+            SpecError: If ``n_step`` is given and ``_reward`` is not stored, or the ends or
+                terminations of some episodes are unknown, see ``Pool.extend``.
 
         Reference:
             Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
@@ -414,26 +414,26 @@ class Pool:
     def sample_sequences(
         self, batch_size: int, length: int, *, beta: float = 0.4
     ) -> TemporalDictTensor:
-        """Draw sequences of steps that followed each other in one episode, for recurrent learners.
+        """Draw sequences of consecutive steps of one episode, for recurrent learners.
 
-        A sequence starts at a transition that is drawn as by ``sample``, and ends after ``length``
-        steps, or earlier where its episode, or what is stored of it, ends. It goes on in the next
-        window, see ``extend``.
+        A sequence starts at a transition drawn as by ``sample``, and ends after ``length`` steps,
+        or earlier if its episode or the stored part of it ends. It continues in the next window,
+        see ``extend``.
 
         Args:
-            batch_size: How many, at most as many as there are transitions.
-            length: Steps of the longest.
+            batch_size: Number of sequences, at most the number of transitions.
+            length: Maximum number of steps.
             beta: Exponent of the importance weights, for a pool with priorities.
 
         Returns:
-            Every key ``[batch_size, length, ...]``, copies, zero-padded past ``lengths``; see
-            ``mask()``. The agent's state that a sequence starts from is the first step of the
-            state's keys. ``info`` has what ``info_keys`` of the pool names; with priorities also
-            ``index`` and ``weight`` of the first steps.
+            Copies ``[batch_size, length, ...]`` of every key, zero-padded past ``lengths``; see
+            ``mask()``. The first step of the state's keys is the agent's state at the start of the
+            sequence. ``info`` has the pool's ``info_keys``; with priorities also ``index`` and
+            ``weight`` of the first steps.
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
-            SpecError: If the ends of some episodes are not known, see ``Pool.extend``.
+            SpecError: If the ends of some episodes are unknown, see ``Pool.extend``.
 
         Reference:
             Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
@@ -451,11 +451,11 @@ class Pool:
     def batches(
         self, batch_size: int, n_batches: int | None = None, **options: Any
     ) -> Iterator[DictTensor]:
-        """An iterator over batches, each drawn on demand.
+        """Iterate over batches, each drawn on demand.
 
         Args:
             batch_size: Transitions per batch.
-            n_batches: How many batches, ``None`` for no end.
+            n_batches: Number of batches, ``None`` for unlimited.
             **options: As for ``sample``.
 
         Example:
@@ -473,10 +473,10 @@ class Pool:
     def update_priorities(self, index: Any, priorities: Any) -> None:
         """Set the priorities of transitions, usually their absolute errors plus a small constant.
 
-        New transitions have the largest priority given so far, or 1, so that each is soon seen.
+        New transitions get the largest priority so far, or 1, so that each is sampled soon.
 
         Args:
-            index: int64 ``[n]``, as ``sample`` gave it. Transitions that were dropped are left out.
+            index: int64 ``[n]``, from ``sample``. Transitions dropped since then are ignored.
             priorities: ``[n]``, finite and not negative.
 
         Raises:
@@ -495,7 +495,7 @@ class Pool:
         if alpha is None:
             raise UsageError(
                 "the pool samples uniformly and has no priorities",
-                fix="make it with priority_exponent=0.6, for instance",
+                fix="make it with priority_exponent=0.6, for example",
             )
         given, powers = checked_priorities(index, priorities, alpha)
         store = self._store
@@ -510,12 +510,12 @@ class Pool:
     # Saving ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next samples depend on, except what environments remember.
+        """Return everything that the next samples depend on, except the state of environments.
 
         Returns:
-            Tensors, numbers and texts, which ``torch.save`` writes and
-            ``torch.load(path, weights_only=True)`` reads; with ``mmap=True`` it needs no memory of
-            its own. The tensors are views: save them, or copy them, before the pool is changed.
+            Tensors, numbers and texts for ``torch.save`` and
+            ``torch.load(path, weights_only=True)``; loading with ``mmap=True`` does not need
+            additional memory. The tensors are views: save or copy them before the pool changes.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)
@@ -535,16 +535,16 @@ class Pool:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what another pool was; from here on both give the same samples.
+        """Restore the state of another pool; both then draw the same samples.
 
         Args:
-            state: What its ``state_dict`` returned; copied. If this pool is not empty, memory must
-                have room for both.
+            state: Its ``state_dict``, which is copied. If this pool is not empty, there must be
+                memory for both.
 
         Raises:
-            SpecError: If the state is damaged, or the other pool was made with other sizes, rules,
-                keys or another ``priority_exponent`` or ``frame_stack``. This one then keeps what
-                it has. ``seed`` and ``storage`` may differ.
+            SpecError: If the state is damaged, or the sizes, rules, keys, ``priority_exponent`` or
+                ``frame_stack`` of the other pool differ. This pool is then unchanged. ``seed`` and
+                ``storage`` may differ.
 
         Example:
             >>> pool = Pool(pool_size=1000, seed=0)
@@ -567,14 +567,14 @@ class Pool:
         except Exception as error:
             raise SpecError(
                 f"the state is damaged, or not that of a pool: {error!r:.200}",
-                fix="load another copy of what state_dict() returned; this pool is as it was",
+                fix="load another copy of state_dict(); this pool is unchanged",
             ) from error
         self._filler, self._generator = filler, np.random.Generator(generator)
 
-    # Life ------------------------------------------------------------------------------------
+    # Lifetime --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the processes of ``store()``. What is stored is kept. May be repeated.
+        """End the processes of ``store()``; repeatable. Stored transitions are kept.
 
         Example:
             >>> pool = Pool([CountingEnv()], pool_size=100)
@@ -592,7 +592,7 @@ class Pool:
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "a pool cannot be copied or pickled",
-            fix="transitions() copies what it holds, load_state_dict(other.state_dict()) all of it",
+            fix="copy its transitions(), or use load_state_dict(other.state_dict())",
         )
 
     def __repr__(self) -> str:

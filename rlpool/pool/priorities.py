@@ -1,8 +1,8 @@
-"""Priorities of rows, to be drawn from in proportion, vectorised.
+"""Vectorised sampling of rows in proportion to their priorities.
 
-A tree of sums with 16 children per node, whose top is searched as a whole: for a million priorities
-that are three levels, each of which costs a few array operations for a whole batch, where a binary
-tree has twenty. Sums are always computed from their children, so rounding errors do not accumulate.
+A tree of sums with 16 children per node, whose top level is searched as a whole. A million
+priorities need three levels (a binary tree twenty), each with a few array operations per batch.
+Sums are always computed from their children, so rounding errors do not accumulate.
 
 Reference:
     Schaul et al., "Prioritized Experience Replay", ICLR 2016, section 3.3 for the proportional
@@ -22,7 +22,7 @@ from rlpool.pool.ingest import as_array
 
 _FANOUT = 16
 _TOP_SIZE = 2**14  # nodes of the top level
-_MOST_POWER = 1e290  # of a priority, so that many of them can be summed
+_MOST_POWER = 1e290  # of a priority, so that the sum of many does not overflow
 
 
 class PriorityTree:
@@ -54,7 +54,7 @@ class PriorityTree:
         return sum(level.nbytes for level in self._levels)
 
     def set(self, rows: slice | NDArray, priorities: float | NDArray) -> None:
-        """Change priorities; of a row that is named twice, the last one counts."""
+        """Change priorities; if a row occurs twice, the last priority counts."""
         self._levels[0][rows] = priorities
         for level, blocks in zip(self._levels[1:], self._blocks, strict=False):
             if isinstance(rows, slice):
@@ -67,13 +67,13 @@ class PriorityTree:
         """Draw rows in proportion to their priorities, one from each of n equal shares.
 
         Args:
-            n: How many.
+            n: Number of rows.
             generator: Source of randomness.
 
         Returns:
             int64 ``[n]``, ascending. ``total`` must not be zero.
         """
-        # Running sums are torch's, which are four times as fast as NumPy's.
+        # torch's cumulative sum is four times as fast as NumPy's.
         top = torch.from_numpy(self._levels[-1]).cumsum(0).numpy()
         rest = (np.arange(n) + generator.random(n)) * (top[-1] / n)
         nodes = np.minimum(np.searchsorted(top, rest, side="right"), len(top) - 1)
@@ -96,7 +96,7 @@ class PriorityTree:
 
 
 def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[NDArray, NDArray]:
-    """Indexes int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha.
+    """Return indices int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha.
 
     Raises:
         SpecError: For other shapes, and for values that are not finite or negative.
@@ -104,7 +104,7 @@ def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[NDArr
     given = as_array(index)
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
         shape = f"{given.dtype}{list(given.shape)}"
-        raise SpecError(f"index should be int64 [n] as sample() gave it, got {shape}")
+        raise SpecError(f"index should be int64 [n] as returned by sample(), got {shape}")
     values = as_array(priorities)
     is_right = values.dtype.kind in "biuf" and values.shape == given.shape
     if is_right:
@@ -113,7 +113,7 @@ def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[NDArr
         is_right = (np.isfinite(values) & (values >= 0) & (powers <= _MOST_POWER)).all()
     if not is_right:
         raise SpecError(
-            f"priorities should be finite numbers [{given.size}], none of them negative or huge, "
+            f"priorities should be finite numbers [{given.size}], not negative or huge, "
             f"got {values}",
             fix="pass absolute errors, and look for NaN or divergence in the loss",
         )

@@ -1,7 +1,7 @@
-"""Episodes of a list of environments, each in a worker process of its own: ``Pool.store()``.
+"""Episodes of a list of environments, each in a separate worker process: ``Pool.store()``.
 
-A ``Batcher`` of one lane per worker runs them, window by window until all have ended. What is here
-gives each worker its environment, and an agent that asks the pool's policy.
+A ``Batcher`` with one lane per worker runs them window by window until all have ended. This module
+gives each worker its environment, and an agent that calls the pool's policy.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from rlpool.workers.sharing import Parcel, pickled
 from rlpool.workers.worker_process import called
 
 _HOW_TO_PICKLE = (
-    "make it in the first reset() or call, which runs in the process, or leave it out in "
-    "__getstate__"
+    "make it in the first reset() or call, which runs in the process, or exclude it in __getstate__"
 )
 _WINDOW_STEPS = 128  # a round trip costs as much as many steps
-# What is stored of a window, in order: first part of its key, name in the pool, prefix of the names
-# where there are several. The last action after a step is that step's, whoever chose it.
+# Stored keys of a window, in order: first part of the key, name in the pool, prefix of the names if
+# there are several. The last action after a step is the action of that step.
 _STORED = (
     (STATE_KEY, DEFAULT_OBSERVATION_KEY, ""),
     (f"_last_{ACTION_KEY}", ACTION_KEY, f"{ACTION_KEY}/"),
@@ -46,31 +45,30 @@ _STORED = (
 
 
 class EpisodeRunner:
-    """Runs one episode per environment, all at the same time, as often as needed.
+    """Runs one episode per environment, all in parallel, as often as needed.
 
     Environment p always runs in process p, which is started by the first ``run`` and keeps the
-    environment, with whatever it remembers, until ``close`` or an error.
+    environment and its state until ``close`` or an error.
 
-    The noise of an episode derives from ``seed``, the number of the run and that of the process:
-    it is handed to environments that take seeds, and seeds the action space and the process's
-    ``random``, NumPy and torch generators. With the same seed, the same sequence of runs gives
-    the same data.
+    The seeds of an episode derive from ``seed``, the number of the run and that of the process.
+    They seed environments that accept seeds, the action space, and the process's ``random``, NumPy
+    and torch generators. With the same seed, the same sequence of runs gives the same data.
 
     Args:
         envs: One environment per process, of either protocol (see ``rlpool.envs.one_env``).
         processes: The number of environments.
         seed: A non-negative int; ``None`` draws one.
-        policy: Called in the workers with a state for an action, for Gymnasium environments;
+        policy: A function from state to action for Gymnasium environments, called in the workers;
             ``None`` samples their action spaces.
         timeout: Seconds without a step after which a process counts as hanging, ``None`` for
             never.
-        start_method: How processes are started, as for ``Batcher``.
+        start_method: Start method of the processes, as for ``Batcher``.
 
     Attributes:
         closed: Whether ``close`` was called.
 
     Raises:
-        SpecError: For another number of environments, and for objects that are not environments.
+        SpecError: For a wrong number of environments, and for other objects.
         WorkerStartupError: If an environment or the policy cannot be pickled.
     """
 
@@ -104,35 +102,35 @@ class EpisodeRunner:
 
         Raises:
             EnvError, AgentError: If an environment or the policy fails.
-            SpecError: If environments disagree about the states or actions.
+            SpecError: If the states or actions of environments differ in structure.
             WorkerStartupError: If an environment or the policy cannot be loaded.
             WorkerDiedError, WorkerTimeoutError: If a process dies or hangs.
         """
-        # A run that fails or is interrupted drops its episodes, and ends the processes.
+        # A run that fails or is interrupted drops its episodes and ends the processes.
         number, self._n_runs = self._n_runs, self._n_runs + 1
         try:
             return self._run(LaneSeeds(self._root, number))
-        except UsageError:  # another thread is inside, and goes on
+        except UsageError:  # raised while another thread runs, which continues
             raise
         except BaseException:
             self._stop()
             raise
 
     def state_dict(self) -> dict[str, int]:
-        """What the noise of further runs derives from: ``root`` and ``n_runs``."""
+        """Return the root of the seeds, and the number of runs: ``root`` and ``n_runs``."""
         return {"root": self._root, "n_runs": self._n_runs}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where another runner was, with new workers.
+        """Continue from the state of another runner, with new workers.
 
         Args:
-            state: What its ``state_dict`` returned. What environments remember is not in it.
+            state: Its ``state_dict``, which does not contain the state of environments.
         """
         self._stop()
         self._root, self._n_runs = int(state["root"]), int(state["n_runs"])
 
     def close(self) -> None:
-        """End the workers within a few seconds, whatever they are doing. May be repeated."""
+        """End the workers within a few seconds, even if they are busy; repeatable."""
         self.closed = True
         self._stop()
 
@@ -142,7 +140,7 @@ class EpisodeRunner:
         self._batcher = None
 
     def _run(self, lane_seeds: LaneSeeds) -> list[DictTensor]:
-        """The steps of one episode of every environment, put together from windows."""
+        """Join the steps of one episode of every environment from windows."""
         seeds = [lane_seeds.seed(process, 0) for process in range(len(self._envs))]
         batcher = self._batcher = self._batcher or self._started(seeds)
         batcher.reset(env_info={"seed": seeds})
@@ -160,7 +158,7 @@ class EpisodeRunner:
         return [DictTensor.cat(episode) for episode in parts]
 
     def _started(self, seeds: Sequence[int]) -> Batcher:
-        """A batcher with a worker per environment."""
+        """Start a batcher with a worker per environment."""
         factory = WorkerFactory(self._envs, self._policy, seeds, self._root)
         return Batcher(
             _WINDOW_STEPS,
@@ -175,7 +173,7 @@ class EpisodeRunner:
 
 
 def _names_in_pool(window: TemporalDictTensor) -> dict[str, str]:
-    """What a pool calls the keys of a window that it stores, in its order."""
+    """Return a pool's names of the stored keys of a window, in the pool's order."""
     names: dict[str, str] = {}
     for start, name, prefix in _STORED:
         for key in window:
@@ -192,7 +190,7 @@ def _check_environments(envs: Any, processes: int) -> None:
         message = f"env should be a list of {processes} environments, got {envs!r:.60}"
         raise SpecError(message, fix="pass one environment per process (n_workers)")
     for number, env in enumerate(envs):
-        fix = "pass an object with reset() and step(), such as gymnasium.make(...) returns"
+        fix = "pass an object with reset() and step(), such as gymnasium.make(...)"
         check_is_env(f"environment {number} is", env, fix)
 
 
@@ -201,13 +199,13 @@ def _check_environments(envs: Any, processes: int) -> None:
 
 @dataclass
 class WorkerFactory:
-    """Makes the environment and the agent of a worker from pickles that all workers get.
+    """Makes the environment and the agent of a worker from pickles that are sent to all workers.
 
     Attributes:
         envs: The environments, pickled.
         policy: The policy or ``None``, pickled.
         seeds: Seeds of the first episodes of all environments of the pool.
-        root: The root seed, from which follows the seed that each worker gets.
+        root: The root of the workers' seeds.
     """
 
     envs: Sequence[Parcel]
@@ -216,7 +214,7 @@ class WorkerFactory:
     root: int
 
     def create_env(self, seed: int) -> OneEnv:
-        """The environment of the worker that is created with a seed."""
+        """Load the environment of the worker with a seed."""
         _derive_entropy_from_process()
         root = root_from(self.root)
         number = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
@@ -230,16 +228,16 @@ class WorkerFactory:
         return env
 
     def create_agent(self) -> ActionChooser:
-        """The agent of that environment."""
+        """Make the agent of that environment."""
         return ActionChooser(self._env, called(self._where, "loading policy", self.policy.load))
 
 
 class ActionChooser(Agent):
-    """Actions for one environment: of the policy, random ones, or those that it takes itself.
+    """Chooses the actions of one environment: the policy's, random ones, or the environment's own.
 
     Args:
-        env: The environment, which the agent asks what its actions look like.
-        policy: Called with one state for one action; ``None`` samples the action space.
+        env: The environment, from which the agent reads the structure of actions.
+        policy: A function from one state to one action; ``None`` samples the action space.
     """
 
     def __init__(self, env: OneEnv, policy: Callable[[Any], Any] | None) -> None:
@@ -257,10 +255,10 @@ class ActionChooser(Agent):
     ) -> AgentStep:
         """Choose the action of the only row."""
         if self._env.chooses_actions:
-            # The environment follows its own actions, whatever it is given.
+            # The environment ignores this and chooses its own action.
             actions = {key: observation[f"last_{key}"] for key in self._env.action_leaves or ()}
         elif self._env.is_fresh and self._first is not None:
-            actions = self._first  # the loop asks twice: before the episode, too
+            actions = self._first  # also needed by the call before the episode
         else:
             actions = self._chosen(observation)
             self._first = actions if self._env.is_fresh else None
@@ -292,9 +290,9 @@ class ActionChooser(Agent):
 
 
 def _derive_entropy_from_process() -> None:
-    """Let Gymnasium's generators that nobody seeds be seeded by ``random``, which is.
+    """Seed Gymnasium's unseeded generators from ``random``, which is seeded.
 
-    Environments that choose their own actions often wrap one of Gymnasium's, and reset it and
+    Environments that choose their own actions often wrap a Gymnasium environment, and reset it and
     sample its actions without a seed.
     """
     original = seeding.np_random

@@ -1,7 +1,7 @@
 """Samples, n-step returns and sequences, drawn from the transitions of a store.
 
-Transitions are drawn and read by their rows in the store. If there is only one sub-pool, rows past
-the end stand for those at the beginning, which costs nothing.
+Transitions are drawn and read by their rows in the store. With a single sub-pool, rows past the end
+wrap around to the beginning.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
 _LOG = logging.getLogger("rlpool")
 _TOO_SHORT = (
-    "n_step is %d, but rows of %d steps in the pool end within an episode, so that returns end "
-    "there, too: keep the info of a Batcher's windows, which joins them, or give longer rows"
+    "n_step is %d, but rows of %d steps in the pool end within an episode, and so do the returns: "
+    "keep the info of a Batcher's windows, which joins them, or add longer rows"
 )
-_LONGEST = 2**31  # steps: more than any episode has, small enough for int64 row numbers
+_LONGEST = 2**31  # steps: longer than any episode, small enough for int64 row numbers
 
 
 def sample(
@@ -39,7 +39,7 @@ def sample(
     discount: float,
     beta: float,
 ) -> DictTensor:
-    """Draw transitions: see ``Pool.sample``."""
+    """Draw transitions as ``Pool.sample``."""
     whole_number("batch_size", batch_size, 1)
     if n_step is not None:
         n_step = whole_number("n_step", n_step, 1)
@@ -58,7 +58,7 @@ def sample(
 def sample_sequences(
     store: Store, generator: np.random.Generator, batch_size: int, length: int, beta: float
 ) -> TemporalDictTensor:
-    """Draw sequences: see ``Pool.sample_sequences``."""
+    """Draw sequences as ``Pool.sample_sequences``."""
     whole_number("batch_size", batch_size, 1)
     length = whole_number("length", length, 1)
     if length > _LONGEST:
@@ -80,22 +80,22 @@ def sample_sequences(
 
 
 def _draw(store: Store, generator: np.random.Generator, n: int) -> NDArray:
-    """Rows of transitions, int64 ``[n]``."""
+    """Draw rows of transitions, int64 ``[n]``."""
     if len(store) < n:
         raise NotEnoughDataError(
-            f"{n} transitions were asked for, but there are {len(store)}",
-            fix="add more before sampling, or ask for a smaller batch",
+            f"{n} transitions were requested, but there are {len(store)}",
+            fix="add more before sampling, or request a smaller batch",
         )
     if store.tree is not None:
         if store.tree.total <= 0:
             raise UsageError(
-                "all priorities are zero, so that nothing can be drawn",
+                "cannot sample: all priorities are zero",
                 fix="add a small constant to the priorities",
             )
         return generator.permutation(store.tree.draw(n, generator))
     lengths = store.sub_pools.lengths
-    # Half the time of generator.integers, and uniform up to one part in 2**53 / len(store).
-    # The product is always below the total.
+    # Half the time of generator.integers, and uniform up to one part in 2**53 / len(store). The
+    # product is always below the total.
     places = generator.random(n)
     places *= sum(lengths)
     rows = places.astype(np.int64)
@@ -110,23 +110,23 @@ def _draw(store: Store, generator: np.random.Generator, n: int) -> NDArray:
 
 
 def _steps_from(store: Store, first: NDArray, most: int, samples: str) -> tuple[NDArray, NDArray]:
-    """Steps that follow each other in an episode.
+    """Find consecutive steps of an episode.
 
     Args:
         store: The store.
-        first: Rows of the first ones, int64 ``[n]``.
-        most: The most steps to look at; there may be fewer transitions.
-        samples: What errors call them.
+        first: Rows of the first steps, int64 ``[n]``.
+        most: Maximum number of steps, which may exceed the number of transitions.
+        samples: Their name in errors.
 
     Returns:
-        Rows ``[n, most]``, and how many of each are steps of one episode, at least 1.
+        Rows ``[n, most]``, and the number of steps of one episode in each, at least 1.
     """
     if most > 1:
         missing = TRUNCATED_KEY if store.terminal_known else DONE_KEY
         _check_known(store.ends_known, samples, missing)
     ahead = np.arange(min(most, len(store)))
     rows = store.sub_pools.ahead(first[:, None], ahead)
-    # The newest transition is a last one, so this never leaves what is stored.
+    # The newest transition is a last one, so this never leaves the stored rows.
     is_last = store.is_last.take(rows, mode="wrap")
     is_last[:, -1] = True
     lengths = is_last.argmax(axis=1) + 1
@@ -149,7 +149,7 @@ def _steps_from(store: Store, first: NDArray, most: int, samples: str) -> tuple[
 def _look_ahead(
     store: Store, batch: dict[str, NDArray], rows: NDArray, n_step: int, discount: float
 ) -> NDArray:
-    """Add the returns of some steps; gives the rows of the last of these steps."""
+    """Add the n-step returns, and return the rows of the last steps."""
     spec = store.schema.columns.get(REWARD_KEY)
     if spec is None or np.prod(spec.shape) != 1:
         message = f"n_step needs one number per step, {REWARD_KEY!r} is {spec or 'missing'}"
@@ -173,7 +173,7 @@ def _look_ahead(
 
 
 def _weights(store: Store, rows: NDArray, beta: float) -> dict[str, NDArray]:
-    """Index and importance weight of rows, relative to the largest weight among them."""
+    """Return index and importance weight of rows, relative to their largest weight."""
     tree: Any = store.tree
     beta = real_number("beta", beta, "from 0 on, and finite")
     index, numbers = store.sub_pools.transitions_at(rows)
@@ -186,16 +186,16 @@ def _weights(store: Store, rows: NDArray, beta: float) -> dict[str, NDArray]:
 
 
 def _check_known(is_known: bool, samples: str, missing: str) -> None:
-    """Refuse what would cross from one episode into another, or count what is not there."""
+    """Refuse samples that need unknown ends or terminations of episodes."""
     if not is_known:
         raise SpecError(
-            f"{samples} need to know where episodes end, and some trajectories had no {missing!r}",
+            f"{samples} need the ends of episodes, but some trajectories had no {missing!r}",
             fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}",
         )
 
 
 def _padded(values: NDArray, is_step: NDArray) -> torch.Tensor:
-    """Values of steps at their places ``[B, T, ...]``, zeros elsewhere."""
+    """Scatter values of steps to ``[B, T, ...]``, zeros elsewhere."""
     padded = np.zeros((*is_step.shape, *values.shape[1:]), values.dtype)
     padded[is_step] = values
     return torch.from_numpy(padded)

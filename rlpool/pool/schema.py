@@ -1,4 +1,4 @@
-"""What a pool stores of a transition: a column per key."""
+"""The schema of a pool: one column per key of a transition."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from rlpool.errors import SpecError
 from rlpool.slots.blocks import successor_key
 
 OF_PIECES = ("finals/", "heads/")
-"""What the names of arrays begin with that have an entry per piece of an episode, not per row."""
+"""Prefixes of the names of arrays with one entry per piece of an episode instead of per row."""
 
 _MOST_BYTES = 8  # per number
 REWARDS = ("reward", "_reward")
-_SIGNALS = ("reward", *FLAGS)  # callers change rewards of steps, and resets clear flags
+_SIGNALS = ("reward", *FLAGS)  # users change rewards of steps, and resets clear flags
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What is stored of a transition.
+    """The stored columns of a transition.
 
     Attributes:
-        columns: Key to the shape and dtype of a value.
-        paired: Those of them whose value after the step, ``_key``, follows from the next row.
-        infos: Those that come from the ``info`` of trajectories: one value per trajectory.
+        columns: Shape and dtype of a value by key.
+        paired: Columns whose value after the step, ``_key``, is taken from the next row.
+        infos: Columns from the ``info`` of trajectories, with one value per trajectory.
         n_frames: Frames of a stack.
-        stacks: Columns that are stacks of so many frames, of which a row holds the newest.
+        stacks: Columns that are stacks of ``n_frames``; a row holds only the newest.
     """
 
     columns: Mapping[str, TensorSpec]
@@ -39,11 +39,11 @@ class Schema:
 
     @classmethod
     def from_specs(cls, specs: Mapping[str, TensorSpec], n_frames: int | None = None) -> Schema:
-        """The schema of transitions with these keys; rewards are stored in float32.
+        """Make the schema of transitions with these keys; rewards are stored in float32.
 
         Raises:
-            SpecError: For anything but numbers of up to 64 bits and bools, and if there should be
-                stacks of ``n_frames`` and are none.
+            SpecError: For anything but numbers of up to 64 bits and bools, and if ``n_frames`` is
+                given but no column is a stack.
         """
         for key, spec in specs.items():
             if spec.dtype.kind not in "biuf" or spec.dtype.itemsize > _MOST_BYTES:
@@ -57,7 +57,7 @@ class Schema:
             for key, spec in specs.items()
         }
         derived: set[str] = set()
-        for key in sorted(specs, key=len):  # of x, _x and __x the first two are a pair
+        for key in sorted(specs, key=len):  # of x, _x and __x, the first two form a pair
             is_pair = specs.get(successor_key(key)) == specs[key] and specs[key].n_bytes
             if is_pair and key not in (*_SIGNALS, *derived):
                 derived.add(successor_key(key))
@@ -72,27 +72,27 @@ class Schema:
         schema = cls(columns, paired, (), n_frames or 1, stacks)
         if n_frames is not None and not stacks:
             raise SpecError(
-                f"frame_stack is {n_frames}, but no observation has the shape [{n_frames}, ...] of "
-                f"so many frames: {schema}",
-                fix="move the axis of the frames to the front, or leave frame_stack out",
+                f"frame_stack is {n_frames}, but no observation has the shape [{n_frames}, ...]: "
+                f"{schema}",
+                fix="move the axis of the frames to the front, or omit frame_stack",
             )
         return schema
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Every key of a transition."""
+        """Specs of all keys of a transition."""
         return {**self.columns, **{successor_key(key): self.columns[key] for key in self.paired}}
 
     @property
     def rows(self) -> dict[str, TensorSpec]:
-        """What a row holds of each column: all of it, or the newest frame of a stack."""
+        """Specs of a row: a whole value of each column, or the newest frame of a stack."""
         return {
             key: TensorSpec(spec.shape[1:], spec.dtype) if key in self.stacks else spec
             for key, spec in self.columns.items()
         }
 
     def arrays(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes per row of a store's arrays by name, in the order in which they lie."""
+        """Return the specs per row of a store's arrays by name, in memory order."""
         flag, number = TensorSpec((), np.dtype(np.bool_)), TensorSpec((), np.dtype(np.int32))
         arrays = {"is_last": flag, "is_terminal": flag, "piece": number}
         arrays["follower"], rows = TensorSpec((), np.dtype(np.int64)), self.rows
@@ -112,14 +112,14 @@ class Schema:
         return ", ".join(each.values())
 
     def check(self, specs: Mapping[str, TensorSpec], source: str) -> None:
-        """Refuse transitions with all keys, one of which has another shape.
+        """Refuse transitions whose shapes differ from the schema.
 
         Raises:
-            SpecError: Naming the key and both sides.
+            SpecError: Naming the key and both specs.
         """
         for key, spec in self.specs.items():
             if specs[key].shape != spec.shape:
                 raise SpecError(
-                    f"{key!r} of {source} is {specs[key]}, the pool holds {spec}",
+                    f"{key!r} of {source} is {specs[key]}, but the pool holds {spec}",
                     fix="use another pool for other transitions",
                 )

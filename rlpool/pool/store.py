@@ -1,25 +1,24 @@
-"""Where a pool keeps its transitions: sub-pools, and a column of rows per key.
+"""Storage of a pool's transitions: sub-pools, and a column of rows per key.
 
-A key ``x`` that comes with ``_x``, such as ``frame`` and ``_frame``, is one column. The value
-after a step is the next row's value, unless the row is the last of its piece of an episode. The
-values after those are in ``finals``, once per piece::
+A pair of keys ``x`` and ``_x``, such as ``frame`` and ``_frame``, is one column. The value after a
+step is the next row's value, unless the row is the last of its piece of an episode. The values
+after last rows are in ``finals``, once per piece::
 
     row         0   1   2   3   4
     frame       a   b   c   k   l
     is_last     -   -   x   -   x      after a step: b, c, finals[0], l, finals[1]
     piece       0   0   0   1   1
 
-A row that ends a window of a ``Batcher`` is a last one too. Where the episode goes on in the next
-window, ``follower`` says which transition that is: by its number and sub-pool, so that it shows
-whether it is still there.
+A row that ends a window of a ``Batcher`` is also a last one. If the episode continues in the next
+window, ``follower`` identifies that transition by number and sub-pool, so that it can be checked
+whether it still exists.
 
-Of a stack of frames, a row holds the newest one. The older ones are those of the rows before it, up
-to the first row of its piece. The frames before that one are in ``heads``, once per piece. ``age``
-says how many rows of the piece come before a row, at most all but one frame of a stack. Finals are
-whole stacks.
+A row holds the newest frame of a stack. The older frames are those of the previous rows, back to
+the first row of its piece, and before that in ``heads``, once per piece. ``age`` is the number of
+rows of the piece before a row, at most the number of frames minus one. Finals are whole stacks.
 
-The number of a piece is used again when its last row is dropped. Memory for the full size is mapped
-at once, and costs nothing until it is written to.
+The number of a piece is reused after its last row is dropped. Memory for the full size is mapped at
+once; it costs nothing until it is written to.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from rlpool.slots.blocks import successor_key
 
 @dataclass(frozen=True)
 class Settings:
-    """What a pool is made with; see ``Pool``."""
+    """Settings of a pool, with the meaning of the arguments of ``Pool``."""
 
     pool_size: int
     n_workers: int
@@ -60,19 +59,19 @@ class Settings:
     frame_stack: int | None
 
     def saved(self) -> dict[str, Any]:
-        """Those that a saved pool and the one that loads it must have in common."""
+        """Return the settings that a saved pool and the one that loads it must share."""
         kept = {k: v for k, v in vars(self).items() if k not in ("rules", "storage", "directory")}
         return {**kept, **vars(self.rules)}
 
 
 class FreeRows:
-    """Hands out rows of an array. Those that were given back come first.
+    """Hands out rows of an array, returned ones first.
 
     Args:
         capacity: Number of rows.
 
     Attributes:
-        n_used: So many from the first on are or were in use.
+        n_used: Number of leading rows that are or have been in use.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -81,11 +80,11 @@ class FreeRows:
         self._n_free = 0
 
     def n_used_with(self, n: int) -> int:
-        """How many will be or have been in use after taking so many."""
+        """Return ``n_used`` after taking ``n`` more rows."""
         return self.n_used + max(0, n - self._n_free)
 
     def reserve(self, n: int) -> NDArray:
-        """Free rows, int32 ``[n]``."""
+        """Return free rows, int32 ``[n]``."""
         n_again = min(n, self._n_free)
         self._n_free -= n_again
         again = self._free[self._n_free : self._n_free + n_again]
@@ -93,7 +92,7 @@ class FreeRows:
         return np.concatenate([again, np.arange(start, self.n_used, dtype=np.int32)])
 
     def give_back(self, rows: NDArray) -> None:
-        """Let rows be taken again."""
+        """Return rows to the free ones."""
         self._free[self._n_free : self._n_free + rows.size] = rows
         self._n_free += rows.size
 
@@ -102,26 +101,26 @@ class Store:
     """Sub-pools of transitions.
 
     Args:
-        schema: What is stored.
-        settings: What the pool is made with.
+        schema: The schema.
+        settings: Settings of the pool.
 
     Attributes:
-        columns: Key to array ``[n_rows, ...]``.
-        finals: Paired key to the value after the last row of each piece.
-        is_last: bool ``[n_rows]``: whether the next row does not continue the episode. The newest
-            row of a sub-pool always is.
-        is_terminal: bool ``[n_rows]``: whether the state after the step has no future.
+        columns: Arrays ``[n_rows, ...]`` by key.
+        finals: Values after the last row of each piece, by paired key.
+        is_last: bool ``[n_rows]``: whether the next row does not continue the episode. Always True
+            for the newest row of a sub-pool.
+        is_terminal: bool ``[n_rows]``: whether the state after the step is terminal.
         piece: int32 ``[n_rows]``: the number of a row's piece.
         sub_pools: The sub-pools.
         has_followers: Whether any last row has a follower.
-        ends_known: Whether it is known of all transitions where episodes end.
-        terminal_known: Whether it is known of all transitions if they are terminal.
-        shortest_cut: Steps of the shortest row that was added, ends within an episode, and cannot
-            be joined with what follows; 0 once there was a warning.
+        ends_known: Whether the ends of episodes are known for all transitions.
+        terminal_known: Whether terminal states are known for all transitions.
+        shortest_cut: Steps of the shortest added row that ends within an episode and cannot be
+            joined with the next one; 0 after the warning.
         tree: The priorities, or ``None``.
 
     Raises:
-        SpecError: If the machine has not enough memory or the disk not enough room.
+        SpecError: If there is not enough memory or disk space.
     """
 
     def __init__(self, schema: Schema, settings: Settings) -> None:
@@ -144,24 +143,21 @@ class Store:
 
     @property
     def has_schema(self) -> bool:
-        """Whether it is decided what is stored of a transition."""
+        """Whether the first transitions have determined the schema."""
         return bool(self.schema.columns)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use: rows written so far, bookkeeping and priorities included."""
+        """Bytes in use: rows written so far, including bookkeeping and priorities."""
         rows = {
-            index: slice(min(each.next - each.origin, each.n_rows))  # used since all was cleared
+            index: slice(min(each.next - each.origin, each.n_rows))  # used since the last clear
             for index, each in enumerate(self.sub_pools)
         }
         n_bytes = sum(part.nbytes for part in self._parts(rows).values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
     def _parts(self, rows: Mapping[Any, slice], n_pieces: int | None = None) -> dict[str, NDArray]:
-        """Parts of all arrays that belong to some rows and pieces, by name; by default all pieces.
-
-        They are views.
-        """
+        """Return views of all arrays for some rows and pieces (by default all), by name."""
         pieces = {"": slice(self._piece_numbers.n_used if n_pieces is None else n_pieces)}
         return {
             f"{name}{part}": array[some]
@@ -175,7 +171,7 @@ class Store:
     # State -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All transitions; tensors of arrays are views."""
+        """Return all transitions; tensors of arrays are views."""
         rows = self.sub_pools.readable()
         arrays = self._parts(rows)
         if self.tree is not None:
@@ -191,16 +187,16 @@ class Store:
             "n_pieces": self._piece_numbers.n_used,
             "ends_known": self.ends_known,
             "terminal_known": self.terminal_known,
-            # Where a view has no bytes another one may begin, and torch.save wants one dtype per
-            # place.
+            # An empty view may share its address with another, but torch.save requires one dtype
+            # per address.
             "arrays": {n: t if t.numel() else t.clone() for n, t in tensors.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Fill an empty store of the same schema, which is of no use afterwards if this raises.
+        """Fill an empty store of the same schema, which is unusable if this raises.
 
         Raises:
-            SpecError: If a disk is full; this and other errors if an array is missing, or another.
+            SpecError: If the disk is full; this or another error if an array is missing or wrong.
         """
         self.sub_pools.numbers[...] = state["numbers"].numpy(force=True)
         rows, n_pieces = self.sub_pools.readable(), int(state["n_pieces"])
@@ -224,21 +220,21 @@ class Store:
     # Writing ---------------------------------------------------------------------------------
 
     def add(self, index: int, new: NewRows, priority: float = 1.0, *, joined: bool = False) -> None:
-        """Add transitions to a sub-pool, and drop those that its rules name.
+        """Add transitions to a sub-pool, and drop others by its rules.
 
         Args:
             index: Number of the sub-pool.
-            new: The transitions, whose last one ends its piece of an episode.
+            new: The transitions; the last one ends its piece of an episode.
             priority: Priority of each.
-            joined: Whether the first one continues the episode of the newest one there is.
+            joined: Whether the first one continues the episode of the newest stored one.
 
         Raises:
-            SpecError: If a disk is full; nothing was changed.
+            SpecError: If the disk is full; nothing has changed.
         """
         sub_pool, n = self.sub_pools[index], len(new.is_last)
         start, after = sub_pool.next, sub_pool.next + n
         n_kept = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
-        if n_kept < n:  # the others would be dropped again
+        if n_kept < n:  # the others would be dropped immediately
             new = new.part(slice(n - n_kept, n))
         oldest, first = after - n_kept, after - len(new.is_last)
         lasts = np.flatnonzero(new.is_last)
@@ -256,7 +252,7 @@ class Store:
                 if self.tree is not None:
                     for each in slices:
                         self.tree.set(each, priority)
-            except BaseException:  # of a handler that ran out of patience: half is written
+            except BaseException:  # from a signal handler: half is written
                 self.clear()
                 raise
 
@@ -266,10 +262,10 @@ class Store:
         """Write new rows.
 
         Args:
-            slices: Where they are.
+            slices: Their rows.
             new: The transitions.
-            lasts: Which of them end a piece.
-            newest: The row that the first one continues, if there is one.
+            lasts: Those that end a piece.
+            newest: The row that the first one continues, if any.
         """
         pieces = self._piece_numbers.reserve(len(lasts) - len(newest))
         if newest:
@@ -302,13 +298,13 @@ class Store:
         self.is_last[newest] = False
 
     def join(self, before: NDArray, after: NDArray) -> None:
-        """Let last rows be followed by others, both int64 ``[n]``: see ``SubPools.find``."""
+        """Set the followers of last rows, both int64 ``[n]`` as for ``SubPools.find``."""
         rows, present = self.sub_pools.find(before)
         self._follower[rows[present]] = after[present] + 1
         self.has_followers |= bool(present.any())
 
     def checksums(self, names: NDArray, *, after: bool) -> list[int]:
-        """A checksum for each transition of what it starts from, or of what it led to."""
+        """Return a checksum of the values before or after each transition."""
         rows, _ = self.sub_pools.find(names)
         values = self.take_after(rows) if after else self.take(rows, self.schema.paired)
         flat = [each.reshape(len(rows), -1).view(np.uint8) for each in values.values()]
@@ -325,7 +321,7 @@ class Store:
             sub_pool.numbers[0] = stop
 
     def clear(self) -> None:
-        """Drop all transitions; the next ones use the same rows and pieces."""
+        """Drop all transitions; the next ones reuse their rows and pieces."""
         with defer_signals():
             if self.tree is not None:
                 self.tree.set(slice(0, self.sub_pools.n_rows), 0.0)
@@ -335,10 +331,10 @@ class Store:
             self.shortest_cut = NOTHING_CUT
 
     def _reserve(self, rows: Mapping[Any, slice], n_pieces: int) -> None:
-        """Make sure that a disk has room for rows and pieces before they are written.
+        """Reserve disk space for rows and pieces before they are written.
 
         Raises:
-            SpecError: If it has none.
+            SpecError: If the disk is full.
         """
         if self._memory.kind != "memmap":
             return
@@ -348,10 +344,10 @@ class Store:
 
     # Reading ---------------------------------------------------------------------------------
 
-    # Rows past the end stand for those at the beginning: mode="wrap" costs nothing.
+    # Rows past the end wrap around to the beginning: mode="wrap" costs nothing.
 
     def take(self, rows: NDArray, keys: Sequence[str] | None = None) -> dict[str, NDArray]:
-        """Rows of those columns that are among some keys, copies ``[len(rows), ...]``."""
+        """Copy rows ``[len(rows), ...]`` of the columns among ``keys``."""
         wanted = self.columns if keys is None else [key for key in keys if key in self.columns]
         return {
             key: self._stacked(key, rows)
@@ -361,14 +357,14 @@ class Store:
         }
 
     def take_after(self, rows: NDArray, keys: Sequence[str] | None = None) -> dict[str, NDArray]:
-        """Values after some rows' steps, copies.
+        """Copy the values after the steps of some rows.
 
         Args:
             rows: int64 rows.
-            keys: Some of the keys that are returned; by default all of them.
+            keys: The keys to return, by default all.
 
         Returns:
-            ``_key`` of the paired keys to values ``[len(rows), ...]``.
+            Values ``[len(rows), ...]`` by ``_key`` of the paired keys.
         """
         taken: dict[str, NDArray] = {}
         wanted = [k for k in self.schema.paired if keys is None or successor_key(k) in keys]
@@ -387,12 +383,12 @@ class Store:
         return taken
 
     def followers(self, rows: NDArray) -> NDArray:
-        """Rows with which the windows go on that some rows end; -1 where nothing is known of it."""
+        """Return the rows that follow last rows in the next window, -1 where unknown."""
         names = self._follower.take(rows, 0, None, "wrap") - 1
         return np.where((found := self.sub_pools.find(names))[1], found[0], -1)
 
     def _stacked(self, key: str, rows: NDArray, n_ahead: int = 0) -> NDArray:
-        """Stacks of frames, whose newest ones are so many rows ahead of some rows: 0 or 1."""
+        """Return stacks of frames whose newest frame is ``n_ahead`` (0 or 1) rows ahead."""
         n_frames = self.schema.n_frames
         back = np.arange(n_frames - 1, -1, -1) - n_ahead
         sources = self.sub_pools.ahead(rows[:, None], -back)
@@ -404,7 +400,7 @@ class Store:
         return stacks
 
     def ends_in(self, index: int, new: NewRows) -> bool:
-        """Whether the newest transition of a sub-pool ended where a new one starts."""
+        """Whether new transitions start in the state after the newest one of a sub-pool."""
         newest = self.sub_pools.rows_of(np.array([index]), self.sub_pools.numbers[[index], 1] - 1)
         ends = self.take_after(newest)
         starts = {successor_key(key): new.columns[key].values() for key in self.schema.paired}
@@ -412,7 +408,7 @@ class Store:
 
 
 def _allocated(schema: Schema, settings: Settings, n_rows: int) -> Memory:
-    """Memory for a store."""
+    """Allocate the memory of a store."""
     pool_size, sizes = settings.pool_size, carved_bytes(schema.rows, n_rows)  # pieces are fewer
     n_bytes = sum(carved_bytes(schema.arrays(), n_rows).values())
     if settings.storage == "memmap":
@@ -424,4 +420,4 @@ def _allocated(schema: Schema, settings: Settings, n_rows: int) -> Memory:
         return f'lower pool_size{number}, or use storage="memmap"'
 
     check_size(sizes, advice, f"a pool of {pool_size} transitions")
-    return Memory.local(n_bytes)  # most of it is never touched
+    return Memory.local(n_bytes)  # most of it may never be touched

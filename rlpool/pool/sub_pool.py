@@ -1,11 +1,11 @@
-"""Which transitions a sub-pool holds, and when it drops some.
+"""The contents of sub-pools, and their rules for dropping transitions.
 
-A sub-pool is a window over the stream of all transitions that were ever added to it. They are
-numbered as they come, number ``i`` lies in row ``(i - origin) % n_rows`` of the sub-pool, and only
-the oldest are ever dropped: two numbers, ``oldest`` and ``next``, say what a sub-pool holds.
-Nothing moves when something is added or dropped. When all is cleared, the next one becomes the
-``origin``: its row has been in use already. A sub-pool may have some more rows than it holds
-transitions, so that the rows before the oldest one can still be read.
+A sub-pool is a window over the stream of all transitions ever added to it. They are numbered in
+order, number ``i`` is in row ``(i - origin) % n_rows`` of the sub-pool, and only the oldest are
+dropped: the numbers ``oldest`` and ``next`` determine the contents. Adding and dropping do not move
+transitions. After ``clear``, the next number becomes the ``origin``, so that rows already in use
+are used first. A sub-pool may have a few more rows than transitions, so that the rows before the
+oldest one can still be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpool.machine.arguments import whole_number
 
 @dataclass(frozen=True)
 class WindowRules:
-    """When a sub-pool drops transitions, after each one that is added; see ``Pool``."""
+    """The rules by which a sub-pool drops transitions after each addition; see ``Pool``."""
 
     window_size: int | None = None
     clearing_freq: int | None = None
@@ -41,15 +41,15 @@ class WindowRules:
             )
 
     def length_after(self, capacity: int, length: int, n_before: int, n_added: int) -> int:
-        """Transitions that a sub-pool holds after some were added one by one.
+        """Return the length of a sub-pool after additions one by one.
 
         Computed from one clearing to the next, not one by one.
 
         Args:
-            capacity: The most that it holds.
-            length: Transitions in it.
-            n_before: Transitions ever added before.
-            n_added: Transitions added.
+            capacity: Its capacity.
+            length: Its length before.
+            n_before: Number of earlier additions.
+            n_added: Number of additions.
         """
         kept = min(self.window_size or capacity, capacity)
         freq = self.clearing_freq
@@ -58,7 +58,7 @@ class WindowRules:
             is_clearing = freq is not None and (n_before + n) % freq == 0
             length += n - is_clearing
             if length > capacity:
-                # From the first overflow on the length runs in circles: kept, ..., capacity, kept.
+                # After the first overflow, the length cycles: kept, ..., capacity, kept.
                 length = kept + (length - capacity - 1) % (capacity + 1 - kept)
             if is_clearing:  # before its last transition is compared with the capacity
                 length = max(0, length + 1 - (self.window_size_ or 0))
@@ -70,9 +70,9 @@ class SubPool:
     """The window of one sub-pool.
 
     Args:
-        offset: Row of the store where it begins.
-        capacity: Transitions that it holds at most.
-        n_rows: Rows that it has.
+        offset: Its first row in the store.
+        capacity: Maximum number of transitions.
+        n_rows: Number of rows.
         numbers: ``oldest``, ``next`` and ``origin``.
     """
 
@@ -84,12 +84,12 @@ class SubPool:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest transition in it."""
+        """Number of its oldest transition."""
         return int(self.numbers[0])
 
     @property
     def next(self) -> int:
-        """Number that the next transition will get."""
+        """Number of the next transition to be added."""
         return int(self.numbers[1])
 
     @property
@@ -101,11 +101,11 @@ class SubPool:
         return max(0, self.next - self.oldest)
 
     def place(self, number: int) -> int:
-        """Where a transition lies, counted from the first row."""
+        """Return the row of a transition, counted from the first row."""
         return (number - self.origin) % self.n_rows
 
     def slices(self, start: int, stop: int) -> list[slice]:
-        """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
+        """Return the rows of transitions ``start`` to ``stop``, at most two slices of the store."""
         if start >= stop:
             return []
         first, end = self.offset + self.place(start), self.offset + self.n_rows
@@ -116,12 +116,12 @@ class SubPool:
 
 
 class SubPools(list[SubPool]):
-    """All sub-pools of a store, and where their transitions lie in it.
+    """All sub-pools of a store, and the rows of their transitions.
 
     Args:
-        pool_size: Transitions of all sub-pools; the first ones have one more if need be.
+        pool_size: Total capacity; the first sub-pools have one more if it is not divisible.
         n: Number of sub-pools.
-        n_spare: Rows that each of them has more than transitions.
+        n_spare: Additional rows of each sub-pool.
 
     Attributes:
         numbers: ``oldest``, ``next`` and ``origin`` of the sub-pools, int64 ``[n, 3]``.
@@ -141,18 +141,18 @@ class SubPools(list[SubPool]):
 
     @property
     def lengths(self) -> list[int]:
-        """Transitions that each of them holds."""
+        """Number of transitions in each sub-pool."""
         return [len(sub_pool) for sub_pool in self]
 
     @property
     def n_rows(self) -> int:
-        """Rows of all of them."""
+        """Total number of rows."""
         return int(self._n_rows.sum())
 
     def readable(self) -> dict[str, slice]:
-        """Rows of all transitions, and those before them that can still be read.
+        """Return the rows of all transitions, and earlier ones that can still be read.
 
-        By what the state of a pool adds to the names of their arrays.
+        Keys are the suffixes of the names of arrays in the state of a pool.
         """
         return {
             f"/{index}.{number}": rows
@@ -165,19 +165,19 @@ class SubPools(list[SubPool]):
         }
 
     def rows(self) -> NDArray:
-        """Rows of all transitions, int64 ``[n]``: sub-pool by sub-pool, the oldest first."""
+        """Return the rows of all transitions, int64 ``[n]``, sub-pool by sub-pool, oldest first."""
         slices = (rows for each in self for rows in each.slices(each.oldest, each.next))
         ranges = (np.arange(rows.start, rows.stop) for rows in slices)
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def rows_of(self, index: NDArray, numbers: NDArray) -> NDArray:
-        """Rows of transitions, by sub-pool and number."""
+        """Return the rows of transitions, given by sub-pool and number."""
         places = (numbers - self.numbers[index, 2]) % self._n_rows[index]
         rows: NDArray = self._offsets[index] + places
         return rows
 
     def find(self, names: NDArray) -> tuple[NDArray, NDArray]:
-        """Rows of transitions, and whether they are still there.
+        """Return the rows of transitions, and whether they are still stored.
 
         Args:
             names: ``number * len(self) + sub-pool`` of each.
@@ -187,7 +187,7 @@ class SubPools(list[SubPool]):
         return self.rows_of(index, numbers), (oldest <= numbers) & (numbers < after)
 
     def ahead(self, rows: NDArray, n_steps: int | NDArray) -> NDArray:
-        """Rows so many places after others, of the same sub-pool."""
+        """Return the rows ``n_steps`` after others in the same sub-pool."""
         if len(self) == 1:
             return rows + n_steps
         index = self._index(rows)
@@ -196,14 +196,14 @@ class SubPools(list[SubPool]):
         return after
 
     def transitions_at(self, rows: NDArray) -> tuple[NDArray, NDArray]:
-        """The transitions at some rows, by sub-pool and number."""
+        """Return the transitions at some rows, by sub-pool and number."""
         index = self._index(rows)
-        # The one that lies there is less than all rows before the next one.
+        # The transition in a row is less than ``n_rows`` before the next one.
         newest = self.numbers[index, 1] - 1
         return index, newest - (self.rows_of(index, newest) - rows) % self._n_rows[index]
 
     def _index(self, rows: NDArray) -> NDArray:
-        """The sub-pool of each row."""
+        """Return the sub-pool of each row."""
         return np.searchsorted(self._offsets, rows, side="right") - 1
 
 
@@ -213,15 +213,15 @@ def routes(
     sizes: Sequence[int],
     draws: Sequence[float],
 ) -> list[int]:
-    """Numbers of sub-pools for additions, each drawn as if those before had been made.
+    """Choose sub-pools for successive additions, each drawn as if the previous had been made.
 
     The probability of a sub-pool is proportional to 1 / (its length + 1).
 
     Args:
         sub_pools: The sub-pools.
-        rules: When they drop transitions.
-        sizes: How many transitions are added at a time.
-        draws: A float from 0 to below 1 for each addition; an int names the sub-pool.
+        rules: Their rules for dropping transitions.
+        sizes: Number of transitions of each addition.
+        draws: A float in [0, 1) for each addition, or an int to choose the sub-pool.
     """
     lengths, added = sub_pools.lengths, [sub_pool.next for sub_pool in sub_pools]
     chosen = []

@@ -48,7 +48,7 @@ def test_tutorial_runs(name: str, program_folder: Path, capfd: pytest.CaptureFix
 def test_the_tutorial_of_clusters_runs(program_folder: Path) -> None:
     flags = ("--n-nodes=2", "--n-epochs=2", "--n-episodes=8")
     output = run_with_ray(str(FOLDER / "cluster.py"), *flags, folder=program_folder)
-    assert "16 episodes of the cluster are bit by bit those of one machine" in output
+    assert "16 episodes of the cluster are bitwise equal to those of one machine" in output
 
 
 def test_tutorials_say_what_they_teach_and_use_public_names_only() -> None:

@@ -233,8 +233,8 @@ UsageError: nothing is pending
 SpecError: cannot select from 3 rows with tuple (slice(None, None, None), 0)
   fix:   index one of the tensors: observation["frame"][:, 2]
 
-NotEnoughDataError: 1 transitions were asked for, but there are 0
-  fix:   add more before sampling, or ask for a smaller batch
+NotEnoughDataError: 1 transitions were requested, but there are 0
+  fix:   add more before sampling, or request a smaller batch
 """  # noqa: E501
 
 HERE = "this process"
