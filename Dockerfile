@@ -1,14 +1,13 @@
-# rlpool on a CPU. By default a container does the main job: it collects episodes of real
-# environments in worker processes.
+# rlpool on a CPU. By default, a container collects episodes of real environments in worker processes.
 #
 #     docker build --tag rlpool .
 #     docker run --rm rlpool
 #     docker run --rm rlpool python tutorials/ppo.py --total-timesteps 100000
 #
-# Workers share anonymous memory, not /dev/shm: no --shm-size is needed.
+# Workers share anonymous memory, not /dev/shm: --shm-size is not needed.
 FROM python:3.13-slim
 
-# The index of PyTorch's builds without CUDA, which are several gigabytes smaller.
+# Index of PyTorch's builds without CUDA, which are several gigabytes smaller.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 
@@ -20,7 +19,7 @@ COPY rlpool rlpool
 COPY tutorials tutorials
 RUN python -m pip install -c constraints.txt ".[tutorials]"
 
-# Scripts write their pictures and checkpoints into the directory that they are started in.
+# Scripts write plots and checkpoints to the current directory.
 RUN useradd --create-home researcher && chown researcher: .
 USER researcher
 CMD ["python", "tutorials/multiprocess_episode_batcher.py"]

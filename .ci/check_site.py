@@ -1,13 +1,13 @@
-"""Check the built documentation: its links, that nothing is from elsewhere, and in a browser.
+"""Check the built documentation: links, no external resources, and pages in a browser.
 
     mkdocs build --strict
     python .ci/check_site.py site
     python .ci/check_site.py site --browser --screenshot first_page.png
 
 The first part reads the HTML files. With ``--browser``, a headless Chromium opens every page from a
-server on this machine: no page may be empty, print an error, fail to load anything or ask another
-host for anything, and the search has to find ``env_info``. Needs the standard library, and for the
-second part Chromium (Debian: ``apt-get install chromium``).
+server on this machine: pages must not be empty, print errors, fail to load resources or contact
+other hosts, and the search has to find ``env_info``. Needs only the standard library, and Chromium
+for the second part (Debian: ``apt-get install chromium``).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 SOUGHT = "env_info"
-"""What the search has to find."""
+"""Term that the search has to find."""
 
 DEADLINE_S = 60.0
-"""For one page, or one answer of the browser: far beyond what the slowest machine needs."""
+"""For one page or one answer of the browser: far more than the slowest machine needs."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Page(HTMLParser):
-    """What one HTML file refers to.
+    """References of an HTML file.
 
     Attributes:
-        links: Targets of links, which a reader may follow.
-        loaded: Addresses of scripts, styles and pictures, which the browser loads by itself.
-        anchors: Places that can be linked to.
+        links: Targets of links.
+        loaded: Addresses of scripts, styles and images, which the browser loads.
+        anchors: Targets within the page.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what a tag refers to."""
+        """Record the references of a tag."""
         values = {name: value for name, value in attrs if value is not None}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
@@ -72,7 +72,7 @@ class Page(HTMLParser):
 
 
 def broken_references(site: Path) -> Iterator[str]:
-    """What the files of a site refer to and does not exist, or would come from elsewhere."""
+    """Report references of a site that do not exist or are external resources."""
     pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
     if not pages:
         yield f"{site} has no pages"
@@ -85,7 +85,7 @@ def broken_references(site: Path) -> Iterator[str]:
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:
                 continue
-            # From the root of the site, if there is a leading slash; or the page itself.
+            # Relative to the root of the site with a leading slash; empty for the page itself.
             place = urlsplit(urljoin(f"/{name}", parts.path)).path if parts.path else f"/{name}"
             target = site / unquote(place).removeprefix("/")
             if target.is_dir():
@@ -118,14 +118,14 @@ class Browser:
 
     Args:
         program: The browser.
-        folder: Where it keeps its files.
+        folder: Folder for its files.
         window: Width and height in pixels.
     """
 
     def __init__(self, program: str, folder: str, window: tuple[int, int] = (1280, 900)) -> None:
         read_end, self._to = os.pipe()
         self._from, write_end = os.pipe()
-        # Above 3 and 4, which the protocol asks for in the browser.
+        # Above 3 and 4, the descriptors of the protocol in the browser.
         theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_end, write_end)]
         flags = [
             *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -149,7 +149,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method and wait for its result; what happens meanwhile is kept in ``events``."""
+        """Call a method and wait for its result; events until then are kept in ``events``."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -169,20 +169,20 @@ class Browser:
             self.events.append(self._next())
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript."""
+        """Evaluate a JavaScript expression."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']['text']}")
         return result["result"].get("value")
 
     def open(self, address: str) -> None:
-        """Open a page, and wait until it and everything on it is loaded."""
+        """Open a page, and wait until it is completely loaded."""
         self.events.clear()
         self.call("Page.navigate", url=address)
         self.wait_for("Page.loadEventFired")
 
     def complaints(self, origin: str) -> Iterator[str]:
-        """What went wrong since the page was opened."""
+        """Report problems since the page was opened."""
         for event in self.events:
             method, what = event.get("method"), event.get("params", {})
             if method == "Runtime.exceptionThrown":
@@ -199,7 +199,7 @@ class Browser:
             elif method == "Network.requestWillBeSent":
                 address = what["request"]["url"]
                 if not address.startswith((f"{origin}/", "data:", "blob:")):
-                    yield f"asks elsewhere: {address}"
+                    yield f"contacts another host: {address}"
 
     def close(self) -> None:
         """End the browser."""
@@ -228,10 +228,10 @@ class Browser:
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files, and prints nothing."""
+    """Serves files without printing."""
 
     def log_message(self, *_: object) -> None:
-        """Not a word."""
+        """Do not log."""
 
 
 @contextmanager
@@ -264,7 +264,7 @@ FOUND = """[...document.querySelectorAll("a.md-search-result__link")].map(link =
 
 
 def problems_in_browser(site: Path, program: str, screenshot: Path | None) -> Iterator[str]:
-    """What a reader would see go wrong."""
+    """Report problems that a reader would see."""
     names = sorted(p.relative_to(site).as_posix() for p in site.rglob("*.html"))
     with tempfile.TemporaryDirectory() as folder, served(site) as origin:
         browser = Browser(program, folder)
@@ -300,7 +300,7 @@ def problems_in_browser(site: Path, program: str, screenshot: Path | None) -> It
 def main() -> int:
     """Print every problem; returns 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("site", type=Path, help="the folder that mkdocs build wrote")
+    parser.add_argument("site", type=Path, help="output folder of mkdocs build")
     parser.add_argument("--browser", action="store_true", help="open every page in Chromium")
     parser.add_argument("--screenshot", type=Path, help="where to save the first page, a .png")
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Print how many lines of code there are beside their budgets, and how rooms build on each other.
+"""Print lines of code with their budgets, and the layers of rooms.
 
-A line of code is one that holds more than a comment, a docstring or nothing. A room is a package or
-a module directly in ``rlpool/``. A room's floor is the length of the longest chain of imports below
-it; rooms that import each other share a floor and are listed as a circle.
+A line of code contains more than a comment or a docstring. A room is a package or a module directly
+in ``rlpool/``. The floor of a room is the length of the longest chain of imports below it; rooms
+that import each other share a floor and are listed as a circle.
 
-Budgets of rooms are reported. Those of whole trees and of the number of modules are enforced, since
-growth needs a decision: the exit code is 1 above one of them.
+Budgets of rooms are only reported. Those of whole trees and of the number of modules are enforced:
+the exit code is 1 above one of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TREE_BUDGETS = {
     "benchmarks": 3_000,
     "benchmarks/conformance": 1_500,
 }
-MODULE_BUDGET = 130  # modules of the package, each package's ``__init__`` apart
+MODULE_BUDGET = 130  # modules of the package, without the ``__init__`` of packages
 ROOM_BUDGETS = {
     ("batch", "workers", "manager", "cluster"): 4_300,
     ("loop", "slots"): 1_440,
@@ -54,7 +54,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 
 
 def code_lines(source: str) -> int:
-    """Lines of a module that hold code."""
+    """Count the lines of code of a module."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -67,13 +67,13 @@ def code_lines(source: str) -> int:
 
 
 def room_of(file: Path, tree: Path) -> str:
-    """The package or the module directly in a tree that a file belongs to."""
+    """Return the package or the module directly in a tree to which a file belongs."""
     parts = file.relative_to(tree).parts
     return parts[0] if len(parts) > 1 else Path(parts[0]).stem
 
 
 def imported(source: str) -> Iterator[str]:
-    """Modules of the package that a module imports, wherever it does so."""
+    """Find the modules of the package that a module imports, at any level."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -83,7 +83,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 def imports_of_rooms(tree: Path) -> dict[str, set[str]]:
-    """What each room of the package imports of the others."""
+    """Return the rooms that each room of the package imports."""
     imports: dict[str, set[str]] = {}
     for file in sorted(tree.rglob("*.py")):
         room = room_of(file, tree)
@@ -98,7 +98,7 @@ def imports_of_rooms(tree: Path) -> dict[str, set[str]]:
 
 
 def reachable(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """All rooms that each room builds on, directly or not."""
+    """Return all rooms that each room depends on, directly or indirectly."""
     below = {room: set(targets) for room, targets in imports.items()}
     for middle in imports:
         for targets in below.values():
@@ -108,7 +108,7 @@ def reachable(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def floors(imports: dict[str, set[str]]) -> dict[str, int]:
-    """The floor of each room, from 0."""
+    """Return the floor of each room, from 0."""
     below = reachable(imports)
 
     def floor(room: str) -> int:
@@ -119,14 +119,14 @@ def floors(imports: dict[str, set[str]]) -> dict[str, int]:
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of rooms that import each other."""
+    """Find groups of rooms that import each other."""
     below = reachable(imports)
     groups = {tuple(sorted(o for o in below if o in below[r] and r in below[o])) for r in below}
     return sorted([*group] for group in groups if len(group) > 1)
 
 
 def sizes(tree: Path) -> dict[str, int]:
-    """Lines of code of each room of a tree, without those of trees within it."""
+    """Count the lines of code of each room of a tree, without nested trees."""
     counts: dict[str, int] = {}
     within = [ROOT / each for each in TREES if tree in (ROOT / each).parents]
     for file in sorted(tree.rglob("*.py")):
@@ -138,12 +138,12 @@ def sizes(tree: Path) -> dict[str, int]:
 
 
 def beside(n: int, most: int | None) -> str:
-    """A number and its budget."""
+    """Format a number and its budget."""
     return f"{n:>7,} of {most:>6,}" if most else f"{n:>7,}"
 
 
 def report_package(tree: Path, counts: dict[str, int]) -> Iterator[str]:
-    """The rooms of the package, by floor and by budget."""
+    """Format the rooms of the package, by floor and by budget."""
     imports = imports_of_rooms(tree)
     floor_of = floors(imports)
     yield f"  {len(counts)} rooms on {1 + max(floor_of.values(), default=-1)} floors"
@@ -156,7 +156,7 @@ def report_package(tree: Path, counts: dict[str, int]) -> Iterator[str]:
 
 
 def report(trees: Iterable[Path]) -> tuple[list[str], list[str]]:
-    """The lines of the table, and what is above its budget."""
+    """Return the lines of the table, and of the exceeded budgets."""
     lines, above = [], []
     for tree in trees:
         counts, name = sizes(tree), tree.relative_to(ROOT).as_posix()

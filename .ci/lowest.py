@@ -1,6 +1,6 @@
 """Prints constraints with the lowest versions that pyproject.toml declares.
 
-What it does not bound has the version of constraints.txt:
+Other packages have the version of constraints.txt:
 
     python .ci/lowest.py > lowest.txt
     python -m pip install -c lowest.txt ".[test]"

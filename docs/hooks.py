@@ -1,11 +1,11 @@
-"""What the site needs beside MkDocs: generated pages, and docstrings as Markdown.
+"""Hooks of MkDocs for the site: generated pages, and docstrings as Markdown.
 
-Documents link to tutorials, benchmarks and the README as files of the repository, so that links
-work wherever the repository is read. On the site these files are pages, and links lead there.
-``docs/api.md`` becomes an index and one page per section.
+Documents link to tutorials, benchmarks and the README as files, so that links also work in the
+repository. On the site these files are pages, and links lead there. ``docs/api.md`` becomes an
+index and one page per section.
 
 For programs that read documentation, the site has two more files, following https://llmstxt.org:
-``llms.txt`` lists the pages with a sentence for each, ``llms-full.md`` is all of them in one.
+``llms.txt`` lists the pages with a sentence each, ``llms-full.md`` contains all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAGES = {
         for path in sorted((REPOSITORY / folder).glob("*.py"))
     },
 }
-"""Programs and files outside of docs/, and the pages that are made of them."""
+"""Programs and files outside docs/, and their pages."""
 
 SOURCES = {page: source for source, page in PAGES.items()}
 
@@ -48,15 +48,15 @@ NAMES = {
     name.rpartition(".")[2]: name
     for name in re.findall(r"^::: (\S+)$", REFERENCE, flags=re.MULTILINE)
 }
-"""Names in the reference, short and full."""
+"""Short and full names in the reference."""
 
 
 def reference_pages() -> dict[str, str]:
-    """The pages of ``docs/api.md``: its introduction with a table of sections, then each section.
+    """Split ``docs/api.md`` into its introduction with a table of sections, and one page each.
 
     Returns:
-        Markdown by place on the site. The section ``## Some words`` is ``api/some-words.md``: a
-        link to ``api.md#some-words`` leads there.
+        Markdown by path on the site. The section ``## Some words`` is ``api/some-words.md``; links
+        to ``api.md#some-words`` lead there.
     """
     introduction, *sections = re.split(r"^## ", REFERENCE, flags=re.MULTILINE)
     pages, rows = {}, []
@@ -81,11 +81,11 @@ HIDDEN = re.compile(
         )
     )
 )
-"""Names of members that the reference leaves out."""
+"""Patterns of members that the reference omits."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the pages of the reference, and link to the repository if pyproject.toml names it."""
+    """List the pages of the reference, and link to the repository if pyproject.toml has it."""
     config.nav = with_reference(config.nav)
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     address = re.search(r'^urls = \{.*\bRepository = "([^"]+)"', project, flags=re.MULTILINE)
@@ -95,7 +95,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def with_reference(entries: list[Any]) -> list[Any]:
-    """A navigation in which the pages of the reference replace ``api.md``."""
+    """Replace ``api.md`` in the navigation by the pages of the reference."""
     found = []
     for entry in entries:
         if entry == "api.md":
@@ -120,7 +120,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def page_of(source: str) -> str:
-    """The Markdown of one file: itself, or a program with its first line above it."""
+    """Return the Markdown of a file: itself, or a program below its first line."""
     text = (REPOSITORY / source).read_text(encoding="utf-8")
     if source.endswith(".md"):
         return text
@@ -129,14 +129,14 @@ def page_of(source: str) -> str:
         summary = re.match(r'"""(.*?)(?:"""|\n\n)', text, flags=re.DOTALL)
         about = summary[1] if summary else ""
         return (
-            "---\nsearch:\n  boost: 0.5\n---\n"  # what explains a name is found before what uses it
+            "---\nsearch:\n  boost: 0.5\n---\n"  # explanations are found before uses
             f"# {name}\n\n{about}\n\n```console\npython {source}\n```\n\n```python\n{text}```\n"
         )
     return f"# {name}\n\n```text\n{text}```\n"
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files of the repository lead to the pages that these are on the site."""
+    """Point links to files of the repository to their pages on the site."""
     place = page.file.src_uri
 
     def address_on_page(target: str) -> str:
@@ -148,13 +148,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def with_links(markdown: str, place: str, files: Files, address: Callable[[str], str]) -> str:
-    """Let links to files of the repository lead to pages.
+    """Point links to files of the repository to pages.
 
     Args:
         markdown: A page.
-        place: Where it is on the site.
-        files: The site's.
-        address: What to write for a page or picture of the site.
+        place: Its path on the site.
+        files: Files of the site.
+        address: Returns the link to a page or image of the site.
     """
     source = "docs/api.md" if place in REFERENCE_PAGES else SOURCES.get(place, f"docs/{place}")
 
@@ -176,13 +176,13 @@ def with_links(markdown: str, place: str, files: Files, address: Callable[[str],
 
 
 def title_of(path: str) -> str:
-    """The heading of a document of the repository."""
+    """Return the heading of a document of the repository."""
     heading = re.search(r"^# (.+)$", (REPOSITORY / path).read_text(encoding="utf-8"), re.MULTILINE)
     return heading[1] if heading else path
 
 
 def with_names_linked(markdown: str) -> str:
-    """Let the first mention of each public name lead to the reference."""
+    """Link the first mention of each public name to the reference."""
     names = dict(NAMES)
 
     def lead(mention: re.Match[str]) -> str:
@@ -200,19 +200,19 @@ def with_names_linked(markdown: str) -> str:
 # Files for programs that read ---------------------------------------------------------------------
 
 TEXTS: dict[str, str] = {}
-"""Every page as Markdown, by its place, with links from the root of the site."""
+"""Every page as Markdown, by path, with links from the root of the site."""
 
 NAVIGATION: list[Navigation] = []
-"""That of the site which is being made."""
+"""The navigation of the site being built, in a list."""
 
 
 def address_on_site(target: str) -> str:
-    """Where a page or picture is, seen from the root of the site."""
+    """Return the path of a page or image from the root of the site."""
     return re.sub(r"\.md$", ".html", target)
 
 
 def on_nav(nav: Navigation, *, config: MkDocsConfig, files: Files) -> None:
-    """Note which pages there are, and in what order."""
+    """Record the pages and their order."""
     NAVIGATION[:] = [nav]
 
 
@@ -234,7 +234,7 @@ def on_post_build(*, config: MkDocsConfig) -> None:
 
 
 def line_about(place: str) -> str:
-    """A link to a page, and its first sentence."""
+    """Return a link to a page with its first sentence."""
     text = re.sub(r"\A---\n.*?^---\n", "", TEXTS[place], flags=re.DOTALL | re.MULTILINE)
     title, _, rest = text.partition("\n")
     paragraphs = (part.replace("\n", " ").strip() for part in rest.split("\n\n"))
@@ -245,7 +245,7 @@ def line_about(place: str) -> str:
 
 
 def with_docstrings(text: str, package: griffe.Module) -> str:
-    """A page of the reference with what it asks for: signatures and docstrings."""
+    """Insert signatures and docstrings into a page of the reference."""
 
     def described(entry: re.Match[str]) -> str:
         found = package[entry[1].removeprefix("rlpool.")] if "." in entry[1] else package
@@ -260,13 +260,13 @@ def with_docstrings(text: str, package: griffe.Module) -> str:
 def descriptions(
     found: griffe.Object | griffe.Alias, name: str, members: list[str], level: int = 2
 ) -> Iterator[str]:
-    """Names, signatures and docstrings of an object and of its members.
+    """Describe an object and its members by name, signature and docstring.
 
     Args:
         found: The object.
-        name: How users import it.
-        members: Which of its members. If there are none, all methods of a class that users call.
-        level: Of its heading.
+        name: Its public name.
+        members: Its members. If empty, all public methods of a class.
+        level: Level of its heading.
     """
     if found.docstring is not None or level == 2:
         parts = [f"{'#' * level} {name}"]
@@ -281,16 +281,16 @@ def descriptions(
 
 
 class DocstringsAsMarkdown(Extension):
-    """Reads what docstrings take from reStructuredText: ``Example:`` sections and ``::`` blocks."""
+    """Converts reStructuredText in docstrings: ``Example:`` sections and ``::`` blocks."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Rewrite one docstring, before it is parsed."""
+        """Rewrite a docstring before it is parsed."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring with ``Examples:`` as its section, and fences around its literal blocks."""
+    """Rename ``Example:`` sections to ``Examples:``, and fence literal blocks."""
     lines, result = docstring.splitlines(), []
     while lines:
         line = lines.pop(0)
@@ -298,7 +298,7 @@ def as_markdown(docstring: str) -> str:
         is_literal = line.endswith("::")
         is_example = line.strip() in ("Example:", "Example::")
         if not (is_literal or is_example):
-            # Powers are not bold, unless they are code already.
+            # Powers are not bold, unless they are already code.
             parts = line.split("``")
             parts[::2] = [re.sub(r"(?<=\w)\*\*(?=\w)", r"\\*\\*", part) for part in parts[::2]]
             result.append("``".join(parts))
@@ -326,7 +326,7 @@ def as_markdown(docstring: str) -> str:
 
 
 def is_python(text: str) -> bool:
-    """Whether a literal block is a program or a session, and not a table, say."""
+    """Whether a literal block is a program or a session, rather than a table, for example."""
     try:
         ast.parse(text)
     except SyntaxError:
@@ -335,10 +335,10 @@ def is_python(text: str) -> bool:
 
 
 class DefaultsAsValues(Extension):
-    """Shows defaults as their values: neither names of constants, nor the dots of unpacked ones."""
+    """Shows defaults as values, not as names of constants or as dots of unpacked arguments."""
 
     def on_function(self, *, func: Function, **_: Any) -> None:
-        """Rewrite the defaults of one function, in its signature and in its docstring."""
+        """Rewrite the defaults of a function in its signature and docstring."""
         values = {}
         for parameter in func.parameters:
             constant = None
@@ -349,22 +349,22 @@ class DefaultsAsValues(Extension):
             if constant and (value := value_of(func, constant)):
                 parameter.default = values[parameter.name] = value
         for parameter in list(func.parameters):
-            if parameter.default == "...":  # a second name of another one
+            if parameter.default == "...":  # an alias
                 del func.parameters[parameter.name]
         for section in func.docstring.parsed if func.docstring and values else ():
             if isinstance(section, DocstringSectionParameters):
                 for described in section.value:
                     described.value = values.get(described.name, described.value)
         if func.name == "__init__" and func.docstring and not func.docstring.value:
-            func.docstring = None  # made by unpacking: the class explains the same arguments
+            func.docstring = None  # made by unpacking: the class documents the same arguments
 
 
 POLICY = "rlpool.workers.failure_policy.FailurePolicy"
-"""Where the defaults of the arguments are that many classes share."""
+"""Source of the defaults of arguments shared by many classes."""
 
 
 def value_of(function: Function, constant: str) -> str | None:
-    """What a constant of rlpool is, as it is written; None if it is not known."""
+    """Return the source text of a constant of rlpool; ``None`` if it is unknown."""
     try:
         value = function.modules_collection[constant].value
     except (AttributeError, KeyError):

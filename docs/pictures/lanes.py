@@ -1,8 +1,8 @@
-"""Draw what lanes do over time: episodes, a straggler, and a worker that is killed.
+"""Draw a timeline of lanes: episodes, a straggler, and a worker that is killed.
 
-A real run: three workers of three lanes, whose environments note in a file when an episode begins
-and ends. Two requests of 24 episodes are pending. Episode 4 of the first is long; in episode 10, a
-worker kills itself, once, with SIGKILL.
+A real run of three workers with three lanes, whose environments record the beginning and end of
+episodes in a file. Two requests of 24 episodes are pending. Episode 4 of the first is long; in
+episode 10, the worker kills itself once with SIGKILL.
 
     python docs/pictures/lanes.py --output docs/pictures/lanes.svg
 """
@@ -28,13 +28,13 @@ from rlpool import EpisodeBatcher, GymEnv
 
 N_WORKERS, N_LANES = 3, 3
 N_EPISODES = 24  # of each request
-STEP_S = 0.005  # that a step sleeps; the lanes of a worker step one after the other
+STEP_S = 0.005  # sleep of a step; the lanes of a worker step one after another
 STRAGGLER, KILLED = 4, 10  # episodes of the first request
 COLOURS = ("#00897b", "#ffb300")  # of the two requests
 
 
 class NotedEnv(gym.Env):
-    """Episodes of a given length, which are noted in a file."""
+    """Episodes of a given length, recorded in a file."""
 
     observation_space = gym.spaces.Box(0.0, 1.0, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -47,7 +47,7 @@ class NotedEnv(gym.Env):
     def note(self, what: str) -> None:
         row = self.worker * N_LANES + self.lane
         line = " ".join(map(str, (what, time.monotonic(), row, *self.episode)))
-        with self.notes.open("a") as file:  # one write of a short line: it is not torn
+        with self.notes.open("a") as file:  # a single write of a short line is atomic
             file.write(f"{line}\n")
 
     def reset(self, *, seed=None, options=None):
@@ -97,7 +97,7 @@ class Bar(NamedTuple):
 
 
 def run() -> tuple[list[Bar], list[float]]:
-    """Collect two requests; returns what the lanes did, and when each result was there."""
+    """Collect two requests; returns the bars of the lanes, and the arrival times of results."""
     lengths = np.random.default_rng(3).integers(8, 40, (2, N_EPISODES))
     lengths[0, STRAGGLER] = 110
     logging.basicConfig(level=logging.WARNING)  # shows the restart
@@ -120,19 +120,19 @@ def run() -> tuple[list[Bar], list[float]]:
             for row in lengths:
                 episodes = batcher.get()
                 results_s.append(time.monotonic() - start_s)
-                assert episodes.lengths.tolist() == row.tolist()  # the killed one as well
+                assert episodes.lengths.tolist() == row.tolist()  # including the killed one
         lines = [line.split() for line in notes.read_text().splitlines()]
     return bars_of(lines, start_s), results_s
 
 
 def bars_of(lines: list[list[str]], start_s: float) -> list[Bar]:
-    """What was noted, as attempts at episodes."""
+    """Convert the records to attempts at episodes."""
     running: dict[int, tuple[int, int, float]] = {}
     bars = []
     for what, noted_s, *numbers in lines:
         moment_s = float(noted_s) - start_s
         row, request, episode = map(int, numbers)
-        # The death of a worker ends what all of its lanes were at.
+        # The death of a worker ends the episodes of all its lanes.
         worker = row // N_LANES
         lanes = range(worker * N_LANES, (worker + 1) * N_LANES) if what == "killed" else [row]
         if what == "begin":
@@ -148,12 +148,12 @@ def bars_of(lines: list[list[str]], start_s: float) -> list[Bar]:
 
 def draw(bars: list[Bar], results_s: list[float], output: str) -> None:
     """One row per lane, one bar per episode."""
-    import matplotlib as mpl  # here, because workers import this file as well
+    import matplotlib as mpl  # here, because workers import this file too
     from matplotlib.figure import Figure
 
     lost = next(bar for bar in bars if not bar.has_ended and bar.episode == KILLED)
     again = next(bar for bar in bars if bar.has_ended and (bar.request, bar.episode) == (0, KILLED))
-    # The worker that is killed on top: which one runs the episode differs from run to run.
+    # The killed worker is on top: it varies from run to run.
     worker = lost.row // N_LANES
     order = sorted(range(N_WORKERS * N_LANES), key=lambda row: (row // N_LANES != worker, row))
     figure = Figure(figsize=(10, 4.6), layout="constrained")
@@ -199,7 +199,7 @@ def draw(bars: list[Bar], results_s: list[float], output: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", default="lanes.svg", help="the picture, .svg or .png")
+    parser.add_argument("--output", default="lanes.svg", help="output file, .svg or .png")
     output = parser.parse_args().output
     draw(*run(), output)
 

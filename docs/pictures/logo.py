@@ -1,6 +1,8 @@
-"""Draw the logo: three lanes, whose episodes of different lengths follow each other.
+"""Draw the logo: three lanes with consecutive episodes of different lengths.
 
     python docs/pictures/logo.py --output docs/pictures/logo.svg
+
+The colours are legible on light and dark backgrounds.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from pathlib import Path
 
 SIZE, HEIGHT, GAP = 96, 20, 4  # pixels: the picture, a lane, and the space between two episodes
 LANES = ((54, 38), (26, 66), (70, 22))  # lengths of episodes
-COLOURS = ("#26a69a", "#ffb300")  # by turns, legible on light and on dark
+COLOURS = ("#26a69a", "#ffb300")  # alternating
 
 
 def drawing() -> str:
-    """The picture as SVG."""
+    """Return the logo as SVG."""
     bars = []
     for lane, lengths in enumerate(LANES):
         x, y = GAP, GAP + lane * (HEIGHT + 14)

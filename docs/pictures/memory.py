@@ -1,7 +1,7 @@
 """Draw the memory of a request: slots with the steps of episodes, and chunks of longer ones.
 
-Two real runs with the same seeds. In the first, every episode has a slot of its own; in the second,
-slots are shorter than most episodes. Which worker wrote a step is what its observation says.
+Two real runs with the same seeds. In the first, every episode has its own slot; in the second,
+slots are shorter than most episodes. Observations contain the number of the worker.
 
     python docs/pictures/memory.py --output docs/pictures/memory.svg
 """
@@ -52,7 +52,7 @@ def create_env(seed):
 
 
 def collect(n_timesteps: int) -> TemporalDictTensor:
-    """Run all episodes, in slots of so many steps."""
+    """Run all episodes, in slots of ``n_timesteps``."""
     factories = {"create_agent": Still, "create_env": create_env}
     with EpisodeBatcher(
         n_timesteps, len(LENGTHS), **factories, n_workers=N_WORKERS, seed=0
@@ -64,8 +64,8 @@ def collect(n_timesteps: int) -> TemporalDictTensor:
 
 
 def draw(episodes: TemporalDictTensor, joined: TemporalDictTensor, output: str) -> None:
-    """The block of the first run, and below it the rows of the second with their chunks."""
-    import matplotlib as mpl  # here, because workers import this file as well
+    """Draw the block of the first run, and below it the rows of the second with their chunks."""
+    import matplotlib as mpl  # here, because workers import this file too
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
@@ -125,7 +125,7 @@ def draw(episodes: TemporalDictTensor, joined: TemporalDictTensor, output: str) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", default="memory.svg", help="the picture, .svg or .png")
+    parser.add_argument("--output", default="memory.svg", help="output file, .svg or .png")
     draw(collect(LONG), collect(SHORT), parser.parse_args().output)
 
 

@@ -80,7 +80,7 @@ def replay_agent(
     check_choice("state", state, ("recompute", "stored"))
     agent = as_agent(agent)
     if not instance(trajectories, TemporalDictTensor, "trajectories").lengths.any():
-        raise SpecError("the trajectories have no steps", fix="leave empty trajectories out")
+        raise SpecError("the trajectories have no steps", fix="omit empty trajectories")
     replay = _Replay(agent, trajectories)
     if state == "stored" and not agent.require_history():
         return replay.at_once()

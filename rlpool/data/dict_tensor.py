@@ -274,9 +274,7 @@ class DictTensor(DictTensorBase):
     def _n_rows(self) -> int:
         for key, tensor in self._tensors.items():
             if not tensor.ndim:
-                raise SpecError(
-                    f"key {key!r} is 0-d: it has no rows", fix="leave it out: get(keys)"
-                )
+                raise SpecError(f"key {key!r} is 0-d: it has no rows", fix="omit it: get(keys)")
         return self.n_elems()
 
     def n_elems(self) -> int:

@@ -139,7 +139,7 @@ class VectorGymEnv(VecEnv):
         # Only for lanes that cannot be reset one by one:
         self._resets_all = True  # whether the next reset resets all lanes
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
-        # What the last call has shown of all lanes, unless it is in all their columns.
+        # Results of the last call for all lanes, unless the columns have all of them.
         self._latest: tuple[Any, Any] | None = None
 
     def close(self) -> None:

@@ -159,7 +159,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._gone, self._listed = set(), set()
         self._alive = self._agents_now()
         if not self._alive:
-            raise SpecError("reset() left no agents", fix="let agents begin with the episode")
+            raise SpecError("reset() left no agents", fix="begin episodes with an agent")
         first = {agent: observations.get(agent) for agent in self._alive}
         return self._observed(first, {}, {}, {}), self._infos(infos)
 
