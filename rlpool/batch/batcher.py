@@ -1,4 +1,4 @@
-"""Batchers of episodes: many agents on many environments, complete episodes as named tensors."""
+"""Batchers of episodes: many environments, complete episodes as named tensors."""
 
 from __future__ import annotations
 
@@ -26,74 +26,73 @@ from rlpool.seeding import N_SEEDS, checked_seeds
 from rlpool.slots.blocks import Layout, StepSpecs
 
 InfoOf = Info | Callable[[int], Info]
-"""``agent_info`` or ``env_info`` of all requests, or a function of the request's number."""
+"""``agent_info`` or ``env_info`` of all requests, or a function of the request number."""
 
 
 class EpisodeBatcher(BatcherBase):
     """Collects complete episodes in worker processes.
 
-    Row *i* of a result is episode *i* of its ``execute``: it ran with row *i* of ``agent_info``
-    and of ``env_info``. With the same ``seeds`` and the same number of environments per worker,
-    results are bitwise the same for any ``n_workers``. Use a batcher from one thread at a time.
+    Row *i* of a result is episode *i* of its ``execute``, run with row *i* of ``agent_info`` and
+    ``env_info``. With the same ``seeds`` and the same number of environments per worker, results
+    are bitwise identical for any ``n_workers``. Use a batcher from one thread at a time.
 
-    If a signal handler raises inside a call (Ctrl-C), the workers are ended, what was in flight is
-    dropped, and the next ``execute`` begins with new workers. docs/reliability.md says what else is
-    not promised.
+    If a signal handler raises inside a call (Ctrl-C), the workers are ended, requests in flight are
+    dropped, and the next ``execute`` starts new workers. docs/reliability.md lists the limits of
+    these guarantees.
 
     Args:
-        n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
-        n_slots: Slots in flight, which bound the memory; at least one per worker, and by default
-            four for each environment of a worker. If a request has
-            more episodes, or episodes are longer than a slot, full slots are copied out while
-            ``get`` waits.
-        create_agent: Called as ``create_agent(**agent_args)`` in every worker: an ``Agent``, a
-            module or another callable. Lambdas, closures and classes defined in a script or
-            notebook are fine.
-        agent_args: Keyword arguments of ``create_agent``. Tensors in shared memory, and whatever
-            else processes of ``torch.multiprocessing`` share, are shared with the workers, here
-            as in ``env_args`` and closures; all else is copied.
+        n_timesteps: Length of a slot in steps. Longer episodes continue in further slots.
+        n_slots: Slots in flight, which bound the memory; at least one per worker, by default four
+            for each environment of a worker. If a request has more episodes, or episodes are longer
+            than a slot, full slots are copied out while ``get`` waits.
+        create_agent: Called as ``create_agent(**agent_args)`` in every worker; returns an
+            ``Agent``, a module or another callable. Lambdas, closures and classes defined in a
+            script or notebook work.
+        agent_args: Keyword arguments of ``create_agent``. Tensors in shared memory and other
+            objects that ``torch.multiprocessing`` can share are shared with the workers, here as
+            in ``env_args`` and closures; everything else is copied.
         create_env: Called as ``create_env(seed=..., **env_args)`` in every worker (with
-            ``n_workers=0`` in this process), without ``seed`` if it takes none. Returns a
+            ``n_workers=0`` in this process), without ``seed`` if it does not accept one. Returns a
             ``VecEnv``: a ``GymEnv`` or, with ``n_workers=0``, a ``ParallelEnvManager``. Each worker
             resets its environments once before the first request, to learn keys, shapes and
             dtypes; a wrapper that counts or records episodes (``RecordVideo``) sees that reset as
             an episode without steps.
-        env_args: Keyword arguments of ``create_env``. A ``seed`` among them replaces the one that
-            differs from worker to worker.
+        env_args: Keyword arguments of ``create_env``. A ``seed`` among them replaces the default
+            seed, which differs between workers.
         n_workers: Number of worker processes; 0 runs everything in this process while ``get``
-            waits: for debuggers and profilers, with the same results.
-        seeds: Also ``seed``. A non-negative int, or a list with one per worker; hashed into one
+            waits, with the same results, for debuggers and profilers.
+        seeds: Also ``seed``. A non-negative int, or a list with one per worker, hashed into one
             root seed. ``None`` draws one and logs it. Environments and agents get seeds below
-            2**31; the first 2**31 episodes of a batcher have different ones.
+            2**31; the first 2**31 episodes of a batcher have distinct seeds.
         timeout: Seconds without a step of any environment after which a worker counts as
-            hanging, ``None`` for never. Must be longer than the slowest single ``reset``, ``step``
-            or call of the agent.
-        on_worker_failure: ``"restart"`` replaces a worker that died or hangs while the others go
-            on, and its successor runs the unfinished episodes again, with the same result;
-            ``"raise"`` reports it, and the batcher is of no further use.
-        max_restarts: The most replacements in all; ``None`` for no limit. Workers that fail again
-            and again without having done any work are given up in any case.
-        on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
-            worker, which counts as one of ``max_restarts``, and runs the episode again;
-            ``"truncate"`` replaces it and ends the episode with the step that failed, whose reward
-            is 0: ``info["failed"]`` and ``failures`` say so.
-        max_episode_restarts: An episode that fails this often at one step, whether its environment
-            raises or its worker dies or hangs, is not run again: it is truncated, or an error of
-            its request with ``on_env_error="raise"``. ``None`` for no limit.
+            hung, ``None`` for never. Must be longer than the slowest single ``reset``, ``step``
+            or agent call.
+        on_worker_failure: ``"restart"`` replaces a worker that died or hung while the others
+            continue; its successor runs the unfinished episodes again, with the same result.
+            ``"raise"`` reports the failure, after which the batcher is unusable.
+        max_restarts: Maximum number of replacements; ``None`` for no limit. A worker that fails
+            repeatedly without having done any work is not restarted in any case.
+        on_env_error: ``"raise"`` reports an environment that raises. ``"restart"`` replaces its
+            worker, which counts towards ``max_restarts``, and runs the episode again.
+            ``"truncate"`` replaces it and ends the episode with the failed step, with reward 0;
+            ``info["failed"]`` and ``failures`` report it.
+        max_episode_restarts: An episode that fails this often at the same step, whether its
+            environment raises or its worker dies or hangs, is not run again: it is truncated, or
+            with ``on_env_error="raise"`` an error of its request. ``None`` for no limit.
         max_episodes_per_worker: Replace a worker after this many episodes; ``None`` for never.
-            This does not count as a failure. A worker with more environments than
-            this runs only this many of them at a time.
+            This does not count as a failure. A worker with more environments than this runs only
+            this many of them at a time.
         start_method: ``"auto"`` forks workers from a template process where that is safe, which
-            takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. The
-            results are the same, see docs/processes.md.
-        agent_rows: Call the agent with this many rows every time, whatever the number of lanes: in
-            several calls if there are more, with copies in the other rows if there are fewer. Then
-            results are bitwise the same for any number of environments per worker as well, see
-            docs/reproducibility.md. By default it has a row per environment of its worker.
-        progress: The default of ``get(progress=)``.
+            takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. Results
+            are the same, see docs/processes.md.
+        agent_rows: Call the agent with exactly this many rows, whatever the number of lanes: in
+            several calls if there are more lanes, padded with copies if there are fewer. Results
+            are then also bitwise identical for any number of environments per worker, see
+            docs/reproducibility.md. By default there is one row per environment of the worker.
+        progress: Default of ``get(progress=)``.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
+        SpecError: For arguments of the wrong type or size, colliding keys, or more workers or
             memory than this machine allows.
         WorkerStartupError: If ``create_env`` or ``create_agent`` raises or cannot be pickled.
         WorkerDiedError: If a worker dies before it is ready.
@@ -115,17 +114,17 @@ class EpisodeBatcher(BatcherBase):
     """
 
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
-    """Arguments that make blocks smaller."""
+    """Arguments to lower for smaller blocks."""
 
     _SLOTS_PER_LANE = 4  # of one worker, by default
 
     _NAME = "EpisodeBatcher"
 
-    _counts_lanes = False  # whether a request is by default for as many episodes
+    _counts_lanes = False  # whether ``n_episodes`` defaults to the number of lanes
 
     _next_episode = 0
     _last: tuple[int, Infos, list[int] | None] | None = None
-    _tape: Tape | None = None  # of an episode that workers repeat in place of the next request
+    _tape: Tape | None = None  # episode that workers repeat in place of the next request
 
     @crash_only
     def execute(
@@ -136,29 +135,29 @@ class EpisodeBatcher(BatcherBase):
         *,
         episode_seeds: Sequence[int] | None = None,
     ) -> None:
-        """Request episodes; returns at once. Further requests queue up.
+        """Request episodes and return at once. Further requests queue up.
 
         Args:
-            n_episodes: Any number from 1. A ``MonoThreadEpisodeBatcher`` runs by default as many
-                as there are environments.
+            n_episodes: Any number from 1. For a ``MonoThreadEpisodeBatcher`` the default is the
+                number of environments.
             agent_info: ``[n_episodes, ...]`` or empty: row *i* goes to the agent with episode *i*.
                 A ``DictTensor``, or a dict of tensors, NumPy arrays, lists or numbers; a number
-                holds for all episodes. It is copied.
+                applies to all episodes. It is copied.
             env_info: Likewise: row *i* reaches the environment of episode *i* as
-                ``reset(options={...})``, or ``reset(env_info={...})`` where it takes that. Without
-                ``env_info`` nothing is passed, so that the environment's own default applies.
-            episode_seeds: What the environment of each episode is reset with, ``n_episodes`` ints
-                from 0 to 2**31 - 1, as a sequence or a 1-d array; ``info["seed"]`` repeats them.
-                Any of them may occur several times. The agent's noise stays that of the number of
-                the episode. By default they derive from ``seeds``, and are all different.
+                ``reset(options={...})``, or ``reset(env_info={...})`` if it takes that. Without
+                ``env_info`` nothing is passed, so the environment's own default applies.
+            episode_seeds: Seeds for the ``reset`` of each episode, ``n_episodes`` ints from 0 to
+                2**31 - 1 as a sequence or a 1-d array, returned as ``info["seed"]``. Repeats are
+                allowed. The agent's noise still derives from the episode's number. By default the
+                seeds derive from ``seeds`` and are distinct.
 
         Raises:
-            SpecError: If an info holds anything but numbers, or has another number of rows; if
-                ``episode_seeds`` are no seeds or of another number; or, for environments that can
-                only be reset together (see ``VectorGymEnv``), if seeds are named, rows of
+            SpecError: If an info contains anything but numbers or has a wrong number of rows; if
+                ``episode_seeds`` are not valid seeds or their number is wrong; or, for environments
+                that can only be reset together (see ``VectorGymEnv``), if seeds are given, rows of
                 ``env_info`` differ, or there are fewer slots than lanes.
             UsageError: If the batcher is closed.
-            WorkerDiedError: If a worker died meanwhile.
+            WorkerDiedError: If a worker has died.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -210,7 +209,7 @@ class EpisodeBatcher(BatcherBase):
 
     @property
     def next_episode(self) -> int:
-        """Number of the next episode in the batcher's life: how many were requested, or ``seek``'s.
+        """Number of the next episode: episodes requested so far, or the number given to ``seek``.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -222,15 +221,15 @@ class EpisodeBatcher(BatcherBase):
 
     @crash_only
     def seek(self, number: int) -> None:
-        """Let the next ``execute`` begin with this episode of the batcher's life.
+        """Make the next ``execute`` begin with this episode of the batcher's life.
 
-        The seed, the noise and the row in the agent's batch of an episode follow from its number,
-        whatever the request it belongs to: two batchers that run episodes 0-7 and 8-15 have
-        together the results of one that runs 16. Vector environments that are seeded per request
-        are the exception, see ``VectorGymEnv``.
+        An episode's seed, noise and row in the agent's batch depend only on its number, not on its
+        request: two batchers that run episodes 0-7 and 8-15 together return the results of one that
+        runs 16. Vector environments that are seeded per request are the exception, see
+        ``VectorGymEnv``.
 
         Args:
-            number: From 0. New batchers begin with 0; requests continue from one to the next.
+            number: From 0. New batchers begin with 0; each request continues after the last.
 
         Raises:
             SpecError: For anything but a number from 0 to 2**62.
@@ -258,29 +257,29 @@ class EpisodeBatcher(BatcherBase):
         agent_info: InfoOf = None,
         env_info: InfoOf = None,
     ) -> Iterator[TemporalDictTensor]:
-        """Results without end, with the next requests in flight while one is learned from.
+        """Yield results without end, collecting the next ones while you learn from one.
 
         The first ``n_pending`` requests are made at once, each further one when the next result is
-        asked for: an ``update`` between two results applies to the request that is made then. So
-        which policy an episode runs with follows from the order of calls, and results are the same
-        for any number of workers. What is in flight is dropped when the loop is left.
+        requested; an ``update`` between two results applies to the request made then. An episode's
+        policy thus depends only on the order of calls, and results are the same for any number of
+        workers. Requests in flight are dropped when the loop ends.
 
         Args:
-            n_episodes: Of each request, from 1.
-            n_pending: Requests in flight, from 1. With one, all episodes run with the last update.
-            agent_info: As for ``execute``, for every request; or a function that is called with
-                the number of the request, from 0, and returns that.
+            n_episodes: Episodes per request, from 1.
+            n_pending: Requests in flight, from 1. With one, all episodes use the last update.
+            agent_info: As for ``execute``, for every request; or a function that returns it, called
+                with the number of the request, from 0.
             env_info: Likewise.
 
         Yields:
-            What ``get`` returns, in order. ``info["policy_age"]`` says how many updates older than
-            the last one the policy of each row is: at most ``n_pending - 1``, with one update per
-            result.
+            Results as returned by ``get``, in order. ``info["policy_age"]`` is the number of
+            updates by which the policy of each row is older than the latest: at most ``n_pending -
+            1`` with one update per result.
 
         Raises:
-            SpecError: For other numbers.
+            SpecError: If a number is out of range.
             UsageError: If the batcher is closed.
-            RlpoolError: What ``execute`` and ``get`` raise, from the iterator.
+            RlpoolError: Errors of ``execute`` and ``get``, raised by the iterator.
 
         Example:
             >>> policy = torch.nn.Linear(4, 2)
@@ -333,13 +332,13 @@ class EpisodeBatcher(BatcherBase):
     def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
-        """See ``BatcherBase.layout``."""
+        """Implement ``BatcherBase.layout``."""
         n_slots = max(n_slots or cls._SLOTS_PER_LANE * specs.n_lanes, n_workers)
         return Layout(specs, n_slots, n_timesteps, n_workers).checked(cls._LOWERABLE)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):
-    """An ``EpisodeBatcher`` in the calling process, which needs no slots to be chosen.
+    """An ``EpisodeBatcher`` in the calling process, without slots to choose.
 
     Everything runs while ``get`` waits.
 
@@ -349,8 +348,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
         env_args: Keyword arguments of ``create_env``.
         seeds: Also ``seed``. A non-negative int; ``None`` draws one and logs it.
-        agent_rows: Call the agent with this many rows; by default with one per environment.
-        progress: Whether ``get`` shows a bar, or a function that it calls; see ``get``.
+        agent_rows: Call the agent with this many rows; by default one per environment.
+        progress: Default of ``get(progress=)``.
 
     Example:
         >>> with MonoThreadEpisodeBatcher(create_agent, {}, create_env) as batcher:
@@ -360,7 +359,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
     """
 
     _N_TIMESTEPS = 128
-    """Steps per slot; longer episodes are joined from several."""
+    """Steps per slot; longer episodes are joined from several slots."""
 
     _LOWERABLE = ()
 
@@ -375,7 +374,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
         *,
-        seed: int | None = None,  # seeds, by the time that it arrives here
+        seed: int | None = None,  # already renamed to seeds when the call arrives here
         agent_rows: int | None = None,
         progress: ShowProgress = False,
     ) -> None:

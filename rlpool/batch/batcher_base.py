@@ -1,4 +1,4 @@
-"""What all batchers share: workers, seeds, results, updates, states, closing."""
+"""Shared part of all batchers: workers, seeds, results, updates, state, closing."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("rlpool")
 
 _SHOW_EVERY_S = 0.25
-"""A few times a second: what people can follow, and costs nothing."""
+"""A few times a second is as fast as people can follow and costs nothing."""
 
 
 class BatcherBase(CrashOnly, ProcessOwner):
-    """The owner of a batcher's workers, who updates and closes them.
+    """Owns a batcher's workers; updates and closes them.
 
-    A call that is interrupted drops what is in flight; the next request begins with new workers.
+    An interrupted call drops the requests in flight; the next request starts new workers.
     """
 
     _dispatcher: Dispatcher | None = None
@@ -73,12 +73,12 @@ class BatcherBase(CrashOnly, ProcessOwner):
     _failures: tuple[WorkerError, ...] = ()
 
     _NAME: str
-    """What advice calls the class; it may be the function whose batcher it is."""
+    """Name of the class in error messages; of an internal batcher, the public function's name."""
 
     _WATCHES_INFOS = False
-    """Whether a key of ``info_keys`` that is in no info is an error, not a warning."""
+    """Whether a key of ``info_keys`` that no info contains is an error instead of a warning."""
 
-    _max_steps: int | None = None  # of episodes, which are truncated there
+    _max_steps: int | None = None  # limit at which episodes are truncated
 
     @also_takes(n_threads="n_workers", seed="seeds")
     def __init__(
@@ -130,8 +130,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
                 f"n_workers={n_workers}", "n_workers=0 gives the same bits in one process"
             )
             check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers")
-        # Not methods of this object: a batcher that is dropped, as when a notebook's cell is run
-        # again, ends its workers at once only if nothing refers back to it.
+        # Not methods of this object: without references back to it, a batcher that is dropped (a
+        # notebook cell that is run again, for example) ends its workers at once.
         self._start_workers = partial(
             Dispatcher,
             self._recipe,
@@ -145,7 +145,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
     def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
-        """The layout of blocks, which fit into memory."""
+        """Make the layout of the blocks and check that they fit into memory."""
         raise NotImplementedError
 
     @property
@@ -155,12 +155,12 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     @property
     def n_lanes(self) -> int:
-        """Lanes of all workers: environments that run at the same time."""
+        """Lanes of all workers, that is, environments that run at the same time."""
         return self._not_closed().n_lanes * self._n_workers
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Class, specification, wrappers and seeding of the environments; empty if not known yet.
+        """Class, spec, wrappers and seeding of the environments; empty while unknown.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -171,24 +171,24 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     @property
     def policy_version(self) -> int:
-        """How many updates there were: what ``info["policy_version"]`` of new requests will say."""
+        """Number of updates so far, which new requests report as ``info["policy_version"]``."""
         self._not_closed()
         return self._policy.version
 
     @property
     def n_pending(self) -> int:
-        """Requests whose results were not taken with ``get``."""
+        """Number of requests whose results ``get`` has not returned yet."""
         dispatcher = self._not_closed()
         return 0 if self.is_interrupted else len(dispatcher.pending)
 
     def fileno(self) -> int:
         """A descriptor for ``asyncio``, ``selectors`` and the like.
 
-        It is open until ``close``, or until a call is interrupted. It can be read when a worker has
-        sent something or has ended, which need not be a whole result. So ask with
-        ``get(blocking=False)`` first, wait for the descriptor only after ``None``, and ask again
-        when it can be read; also after a second without, because workers that failed are started
-        again inside of calls. Do not read from it. With ``n_workers=0`` it can always be read.
+        It stays open until ``close``, or until a call is interrupted. It becomes readable when a
+        worker has sent something or has ended, which need not mean a complete result. So call
+        ``get(blocking=False)`` first, wait for the descriptor only after ``None``, then call again.
+        Call again after a second at the latest, because failed workers are only restarted inside
+        calls. Do not read from the descriptor. With ``n_workers=0`` it is always readable.
 
         Raises:
             UsageError: If the batcher is closed.
@@ -219,15 +219,15 @@ class BatcherBase(CrashOnly, ProcessOwner):
     @property
     @crash_only
     def progress(self) -> tuple[int, int]:
-        """Rows finished and requested, of the oldest request that was not handed out.
+        """Finished and requested rows of the oldest pending request.
 
-        Rows are episodes; of a ``Batcher`` they are lanes, which count once their worker is done
-        with the window. Looks at what workers have reported, and returns at once; with
-        ``n_workers=0`` all of the request runs here, as in ``get``.
+        Rows are episodes, or lanes for a ``Batcher``; a lane counts once its worker has finished
+        the window. The call reads the workers' reports and returns at once; with ``n_workers=0``
+        it runs the whole request, like ``get``.
 
         Raises:
-            RlpoolError: If that request failed, or a worker died or hangs for good; ``get`` raises
-                the same.
+            RlpoolError: If that request failed, or a worker died or hung for good; ``get`` raises
+                the same error.
         """
         dispatcher = self._open()
         if dispatcher.pending:
@@ -262,44 +262,43 @@ class BatcherBase(CrashOnly, ProcessOwner):
         timeout: float | None = None,
         progress: ShowProgress | None = None,
     ) -> TemporalDictTensor | None:
-        """Take the result of the oldest request: its episodes, or of a ``Batcher`` the window.
+        """Return the result of the oldest request: its episodes, or the window of a ``Batcher``.
 
         Args:
-            blocking: Wait for it; otherwise return ``None`` until all of it is there. With
-                ``n_workers=0`` nothing runs but in calls like this one, so it waits in any case.
-            timeout: Seconds to wait at most; ``None`` for no limit. The request goes on, and
-                another ``get`` returns its result. It is ignored with ``n_workers=0``.
-            progress: ``True`` shows a bar of tqdm while this call waits. A function is called as
-                ``progress(done, asked)`` instead, at the beginning, a few times a second and at the
-                end; it may not call the batcher. By default, what the batcher's own argument
-                ``progress`` says. A ``Batcher`` counts lanes in place of episodes, once
-                their worker is done with the window.
+            blocking: Wait for the result; otherwise return ``None`` until it is complete. With
+                ``n_workers=0`` environments run only inside calls, so ``get`` always waits.
+            timeout: Maximum wait in seconds; ``None`` for no limit. The request continues, and a
+                later ``get`` returns its result. Ignored with ``n_workers=0``.
+            progress: ``True`` shows a tqdm bar while this call waits. A function is called instead
+                as ``progress(done, asked)`` at the beginning, a few times a second and at the end;
+                it must not call the batcher. The default is the batcher's own ``progress``.
+                A ``Batcher`` counts lanes, once their worker has finished the window.
 
         Returns:
-            Tensors ``[n_rows, T, ...]``, a row per episode, or per lane that ran, T being the
-            length of the longest row, zero past each row's length: the environments' keys,
-            ``reward``, ``terminated``, ``truncated``, ``done``, ``initial_state``,
-            ``last_action``, the agent's outputs and state, and with a leading ``_`` the
-            environment's keys and the state after the step (computed on first access). ``info``
-            has per row ``episode``, ``seed``, ``policy_version``, ``agent_info/...`` and
-            ``env_info/...``; of a ``Batcher`` also ``batcher``, ``lane`` and ``first_step``. They
-            are views of memory that is yours until you drop the last of
-            them, and is reused afterwards.
+            Tensors ``[n_rows, T, ...]`` with one row per episode (of a ``Batcher``, per lane that
+            ran), where T is the length of the longest row; zero past each row's length. Keys: the
+            environment's keys, ``reward``, ``terminated``, ``truncated``, ``done``,
+            ``initial_state``, ``last_action``, the agent's outputs and state, and, prefixed with
+            ``_``, the environment's keys and the agent's state after the step (computed on first
+            access). ``info`` has one value per row: ``episode``, ``seed``, ``policy_version``,
+            ``agent_info/...`` and ``env_info/...``, for a ``Batcher`` also ``batcher``, ``lane``
+            and ``first_step``. The tensors are views of memory that is reused once you drop the
+            last of them.
 
-            Lengths of windows are from 1 to ``n_timesteps`` (from 0 where lanes cannot be reset one
-            by one: the steps in which they restart are missing). A ``Batcher`` returns ``None``
+            Window lengths are 1 to ``n_timesteps`` (from 0 where lanes cannot be reset one by one,
+            since the steps in which they restart are left out). A ``Batcher`` returns ``None``
             once, when all lanes have stopped (see ``all_stopped``).
 
         Raises:
-            UsageError: If nothing is pending, as when the last call was interrupted, or the
-                batcher is closed; if a ``Batcher`` has returned ``None`` before; or
-                ``progress=True`` without tqdm.
-            TimeoutError: If the result is not there after ``timeout``: a ``ResultTimeoutError``.
-            EnvError, AgentError: If the user's code failed. The request is lost, the batcher
-                still works; a ``Batcher`` needs a ``reset`` to go on.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-            Exception: What a function given as ``progress`` raises. That interrupts the call: what
-                is in flight is dropped.
+            UsageError: If nothing is pending, for example after an interrupted call; if the batcher
+                is closed; if a ``Batcher`` has already returned ``None``; or for ``progress=True``
+                without tqdm.
+            TimeoutError: If there is no result after ``timeout``: a ``ResultTimeoutError``.
+            EnvError, AgentError: If the user's code failed. The request is lost, but the batcher
+                still works; a ``Batcher`` needs a ``reset`` first.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hung.
+            Exception: Any error of a ``progress`` function. It interrupts the call, which drops
+                the requests in flight.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -334,13 +333,13 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return self._hand_out(dispatcher)
 
     def _has_stopped(self) -> bool:
-        """Whether nothing will ever be pending again, which is not an error at first."""
+        """Whether nothing will ever be pending again, which is not an error the first time."""
         return False
 
     def _wait(
         self, dispatcher: Dispatcher, blocking: bool, timeout: float | None, progress: ShowProgress
     ) -> None:
-        """Wait until the oldest request is settled."""
+        """Wait until the oldest request is done."""
         until_s = math.inf if timeout is None else time.monotonic() + timeout
         is_done, crew = dispatcher.is_done, dispatcher.crew
         if not blocking or timeout == 0.0:
@@ -356,24 +355,24 @@ class BatcherBase(CrashOnly, ProcessOwner):
             dispatcher.show = None
 
     def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
-        """The result of the oldest request, which is settled."""
+        """Return the result of the oldest request, which is done."""
         trajectories, failures = dispatcher.hand_out()
         self._failures = tuple(failures[row] for row in sorted(failures))
         return trajectories
 
     @crash_only
     def update(self, info: Any) -> None:
-        """Hand new parameters to every worker's ``agent.update``.
+        """Send new parameters to every worker's ``agent.update``.
 
-        The object is copied now, once for all workers, and takes effect with the next
-        ``execute``: episodes that were requested before keep their policy, and all that is
-        requested later runs with the new one. Each update has to be complete: of several in a row
-        an agent may get only the last. What ``agent.update`` raises surfaces in the ``get`` of the
-        next ``execute``, and of every further one until an update succeeds.
+        The object is copied now, once for all workers, and takes effect with the next ``execute``:
+        episodes already requested keep their policy, later ones use the new one. Each update must
+        be complete, because an agent may get only the last of several in a row. If ``agent.update``
+        raises, the ``get`` of the next ``execute`` raises that error, and so does every further one
+        until an update succeeds.
 
         Args:
             info: Any object that cloudpickle can pickle, such as ``model.state_dict()``. Tensors
-                arrive on the CPU, without gradients.
+                arrive on the CPU without gradients.
 
         Raises:
             UsageError: If the batcher is closed.
@@ -393,16 +392,16 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     @crash_only
     def state_dict(self) -> State:
-        """What a new batcher needs to go on from here, see ``load_state_dict``.
+        """The state from which a new batcher can continue, see ``load_state_dict``.
 
-        Save it beside the learner's own state::
+        Save it with the learner's own state::
 
             torch.save({"batcher": batcher.state_dict(), "policy": policy.state_dict()}, path)
 
         Returns:
             ``root`` of all seeds, ``next_episode``, and ``policy_version``. While requests are
-            pending, ``next_episode`` is the first one that was not returned: what is in flight
-            is collected again after loading, with the policy that is loaded then.
+            pending, ``next_episode`` is the first episode that was not returned: requests in flight
+            are collected again after loading, with the policy loaded then.
 
         Raises:
             UsageError: If the batcher is closed.
@@ -420,21 +419,21 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     @crash_only
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another batcher was when its ``state_dict`` was called.
+        """Continue from the ``state_dict`` of another batcher.
 
-        The next request of an ``EpisodeBatcher`` has the bits that the other one's next request
-        would have had, if it had the same arguments and nothing was pending. A ``Batcher`` begins
+        The next request of an ``EpisodeBatcher`` returns the same bits as the other batcher's next
+        request would have, given the same arguments and no pending requests. A ``Batcher`` begins
         new episodes: call ``reset``. The seeds of the state replace this batcher's.
 
-        A state does not hold the parameters of the agents: call ``update`` before the next
-        request. Nor does it hold what environments and their wrappers keep from one episode to the
-        next, such as the statistics of ``NormalizeObservation``.
+        The state does not include the agents' parameters: call ``update`` before the next request.
+        Nor does it include what environments and wrappers keep across episodes, such as the
+        statistics of ``NormalizeObservation``.
 
         Args:
-            state: What ``state_dict`` returned, saved and loaded or not.
+            state: The return value of ``state_dict``, saved and loaded or not.
 
         Raises:
-            SpecError: If it is anything else. Nothing has changed then.
+            SpecError: If it is anything else; nothing has changed then.
             UsageError: If results are pending here, or the batcher is closed.
 
         Example:
@@ -448,7 +447,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         """
         self._refuse_pending("load_state_dict()")
         state = checked_state(state)
-        # Workers tell policies apart by their versions: none may come back with other parameters.
+        # Workers distinguish policies by version: a version must not return with other parameters.
         version = max(self._policy.version, state["policy_version"])
         self._policy = self._policy._replace(version=version)
         self._root = state["root"]
@@ -460,36 +459,35 @@ class BatcherBase(CrashOnly, ProcessOwner):
             raise UsageError(message, fix="take them with get() first")
 
     def _first_pending(self, dispatcher: Dispatcher) -> int:
-        """Number of the first episode that was not returned."""
+        """Number of the first episode that was not returned yet."""
         raise NotImplementedError
 
     def _go_to(self, number: int) -> None:
-        """Let the next episode be the one with this number."""
+        """Make this the number of the next episode."""
         raise NotImplementedError
 
     @property
     def failures(self) -> tuple[WorkerError, ...]:
-        """Why episodes were given up, of the result that ``get`` returned last, in order of rows.
+        """Errors of the truncated episodes in the last result of ``get``, in order of rows.
 
-        ``where.row`` of an error is the row (of a ``Batcher`` the lane). ``info["failed"]`` of the
-        result says in which rows an episode was
-        given up, if ``on_env_error`` is not ``"raise"``.
+        ``where.row`` of an error is its row (of a ``Batcher``, its lane). Unless ``on_env_error``
+        is ``"raise"``, ``info["failed"]`` of the result marks the rows with truncated episodes.
         """
         self._not_closed()
         return self._failures
 
     def stats(self) -> Stats:
-        """What the workers are doing, read from memory that they share: nobody waits for anybody.
+        """Activity of the workers, read from shared memory without waiting.
 
         ``python -m rlpool top`` shows the same numbers from outside the program.
 
         Returns:
-            Numbers per worker and lane; rates and shares are those of the time since the previous
-            call, see ``WorkerStats``. With ``n_workers=0`` this process is worker 0, and whatever
-            it does outside of rlpool counts as waiting.
+            Numbers per worker and lane; rates and shares cover the time since the previous call,
+            see ``WorkerStats``. With ``n_workers=0`` this process is worker 0, and its time outside
+            of rlpool counts as waiting.
 
         Raises:
-            UsageError: If the batcher is closed, or its workers are those of a cluster.
+            UsageError: If the batcher is closed, or its workers belong to a cluster.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -504,9 +502,9 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return replace(self._not_closed().read_stats(), name=type(self).__name__)
 
     def close(self) -> None:
-        """End the workers, whatever they are doing, within a few seconds. May be repeated.
+        """End the workers, whatever they are doing, within a few seconds. Can be repeated.
 
-        Results that were handed out stay valid.
+        Results already returned stay valid.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -527,7 +525,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return self._dispatcher is not None
 
     def _begin(self) -> Dispatcher:
-        """Start workers, new ones if a call was interrupted."""
+        """Start workers: the first ones, or new ones after an interruption."""
         dispatcher = self._start_workers(root=self._root)
         dispatcher.crew.control.name = type(self).__name__
         self._dispatcher = dispatcher
@@ -539,14 +537,14 @@ class BatcherBase(CrashOnly, ProcessOwner):
             self._dispatcher.close(at_once=True)
 
     def _open(self) -> Dispatcher:
-        """What every call begins with; one that was interrupted has ended the workers."""
+        """First step of every call: after an interrupted one, end the workers."""
         dispatcher = self._not_closed()
         if self.is_interrupted and not dispatcher.is_closed:
             dispatcher.close(at_once=True)
         return dispatcher
 
     def _ready(self) -> Dispatcher:
-        """``_open``, with workers: new ones if the last call was interrupted."""
+        """Like ``_open``, but start new workers if the last call was interrupted."""
         dispatcher = self._open()
         return self._begin() if self.is_interrupted else dispatcher
 

@@ -1,4 +1,4 @@
-"""What arguments of batchers and their states may be."""
+"""Validation of batcher arguments and state dicts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 
 LAST_NUMBER = 2**62
-"""Numbers of episodes and policies are 64-bit words in workers."""
+"""Episode and policy numbers are 64-bit words in workers."""
 
 LAST_ROOT = 2**128 - 1
-"""Roots of seeds have 128 bits, see ``root_from``."""
+"""Root seeds have 128 bits, see ``root_from``."""
 
 Show = Callable[[int, int], object]
 
 ShowProgress = bool | Show
-"""True for a bar, False for nothing, or a function of the rows that are finished and requested."""
+"""True for a bar, False for nothing, or a function of the finished and requested rows."""
 
 State = dict[str, int]
 
@@ -29,7 +29,7 @@ Seeds = int | Sequence[int] | None
 
 
 def checked_progress(progress: Any) -> ShowProgress:
-    """An argument ``progress``.
+    """Validate an argument ``progress``.
 
     Raises:
         SpecError: If it is neither a bool nor a function.
@@ -45,14 +45,14 @@ def checked_progress(progress: Any) -> ShowProgress:
 def showing_progress(
     progress: ShowProgress, finished: Callable[[], tuple[int, int]]
 ) -> Iterator[Callable[[], None]]:
-    """Show progress at the beginning, at the end, and whenever the function is called in between.
+    """Show progress at the beginning, at the end, and whenever the yielded function is called.
 
     Args:
-        progress: How, True for a bar.
-        finished: Returns the rows that are finished and requested.
+        progress: True for a bar, or the function to call.
+        finished: Returns the numbers of finished and requested rows.
 
     Raises:
-        UsageError: If there should be a bar, and tqdm is not installed.
+        UsageError: If a bar is requested and tqdm is not installed.
     """
     bar: Any = nullcontext()
     if progress is True:
@@ -79,10 +79,10 @@ def showing_progress(
 
 
 def checked_state(state: Any) -> State:
-    """Refuse what no batcher can go on from.
+    """Validate the state dict of a batcher.
 
     Raises:
-        SpecError: If it is not exactly what ``state_dict`` returns.
+        SpecError: Unless it is exactly what ``state_dict`` returns.
     """
     names = ("root", "next_episode", "policy_version")
     fix = "pass what state_dict() of a batcher returned"
@@ -97,14 +97,14 @@ def checked_state(state: Any) -> State:
 
 
 def checked_batcher_seeds(seeds: Any, n_workers: int = 0) -> Seeds:
-    """Seeds as an int, or a list of them that is as long as there are workers, if there are any."""
+    """Validate seeds: one int, or a list with one per worker."""
     if seeds is None:
         return None
     try:
         numbers = [whole_number("each of seeds", seed, 0) for seed in seeds]
     except TypeError:
         return whole_number("seeds", seeds, 0, fix="give one int, or one per worker")
-    # In this process any list is fine: one from a run with workers gives the same data.
+    # In this process a list may have any length: one from a run with workers gives the same data.
     if not numbers or (n_workers and len(numbers) != n_workers):
         raise SpecError(
             f"seeds has {len(numbers)} entries, n_workers is {n_workers}",

@@ -1,11 +1,11 @@
-"""The caller's side of collecting: a queue of requests, their blocks, their workers, their results.
+"""The caller's side of collecting: requests, their blocks, their workers, their results.
 
-A request is queued until its slots fit into what is in flight, then it runs in every worker, until
-each is done with it and its result goes to the user. If it fails or is cancelled, its block is used
-again once every worker is done with it.
+A request is queued until its slots fit next to those in flight. It then runs in every worker until
+each has finished its part, and its result is returned to the user. If it fails or is cancelled, its
+block is reused once every worker has finished with it.
 
-A worker that is gone still owes its part of the requests that run. Its successor is told about
-their blocks, the policy that each began with, and the requests, which say what is left to do.
+A worker that is gone still owes its part of the running requests. Its successor is sent their
+blocks, the policy of each, and the requests, which include the unfinished episodes.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from rlpool.workers.wire import Done, Failed, Message, Ready
 _LOG = logging.getLogger("rlpool")
 
 _LONG_STEPS = 100_000
-"""Steps of an episode after which it is doubtful that the policy ever ends it."""
+"""Steps after which an episode is unlikely to end by itself."""
 
-_KEEP_STATE = "wrappers carry state from one episode to the next, which seeds do not repeat: %s"
+_KEEP_STATE = "wrappers keep state across episodes, which seeds do not reproduce: %s"
 
 _IS_LONG = "an episode has more than %d steps (evaluate(max_steps=...) truncates it)"
 
@@ -58,13 +58,13 @@ LayoutMaker = Callable[[StepSpecs], Layout]
 
 @dataclass
 class _Sent:
-    """What one worker process was sent.
+    """Messages sent to one worker process.
 
     Attributes:
         policy: Version of the last policy.
-        blocks: Numbers of the blocks that it has mapped.
-        replaces: What ended the worker that it replaces, until it is sent its first request.
-        failing: Number of the request in which its environment raised, 0 if none has.
+        blocks: Numbers of the blocks it has mapped.
+        replaces: Error of the worker that it replaces, until it is sent its first request.
+        failing: Number of the request in which its environment raised, 0 for none.
     """
 
     policy: int = 0
@@ -77,25 +77,24 @@ class Dispatcher:
     """Sends requests to workers and collects their results, in order.
 
     Args:
-        recipe: What workers are started with; not closed here.
+        recipe: Start-up data of the workers; not closed here.
         root: Root of all seeds.
-        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
-            that is larger than the machine.
-        policy: What happens when workers fail.
-        timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
-            never.
+        make_layout: Makes the layout of the blocks once the keys are known, and refuses one that
+            is larger than the machine's memory.
+        policy: What to do when workers fail.
+        timeout_s: Seconds without progress after which a worker counts as hung, ``None`` for never.
 
     Attributes:
         crew: The workers.
-        running: By number, requests that were sent, and of which something still runs.
-        pending: Requests whose results the user does not have yet.
+        running: Requests that were sent and still run somewhere, by number.
+        pending: Requests whose results the user has not received.
         n_lanes: Lanes of each worker.
-        environment: What the environments are.
+        environment: Description of the environments.
         is_closed: Whether ``close`` was called.
-        show: Called when episodes have ended that run in this process, unless it is ``None``.
+        show: Called when episodes that run in this process have ended, unless it is ``None``.
 
     Raises:
-        WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
+        WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not become ready.
         UsageError: If the caller's script lacks its ``__main__`` guard.
         SpecError: If workers disagree about their keys, shapes or dtypes, or blocks are larger
             than the machine.
@@ -119,7 +118,7 @@ class Dispatcher:
         )
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._reports: dict[int, Report] = {}
-        # The request whose infos the workers are probed with, and those infos.
+        # The request whose infos probe the workers, and those infos.
         self._probe: tuple[Request, Packed] | None = None
         self._queued: deque[Request] = deque()  # not sent yet
         self.running: dict[int, Request] = {}
@@ -141,10 +140,10 @@ class Dispatcher:
         try:
             self.crew.start()
         except BaseException:
-            self.close(at_once=True)  # those that are slow to start are not waited for
+            self.close(at_once=True)  # does not wait for workers that start slowly
             raise
 
-    # What the batchers call ---------------------------------------------------------------------
+    # Called by the batchers ---------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request and send it if its slots are free.
@@ -162,7 +161,7 @@ class Dispatcher:
 
     @property
     def failure(self) -> RlpoolError | None:
-        """Why the oldest request cannot be completed, if it cannot."""
+        """The error that prevents the oldest request from completing, if any."""
         fatal = self.crew.fatal
         if not self.pending:  # closed meanwhile
             return fatal
@@ -170,14 +169,14 @@ class Dispatcher:
         return None if request.is_complete else request.error or fatal
 
     def is_done(self) -> bool:
-        """Whether the oldest request is complete, or cannot be completed."""
+        """Whether the oldest request is complete or has failed."""
         if not self.pending or self.crew.fatal is not None:
             return True
         request = self.pending[0]
         return request.error is not None or request.is_complete
 
     def hand_out(self) -> tuple[TemporalDictTensor, dict[int, WorkerError]]:
-        """Take the oldest request off: its result, and by row the failures of its episodes.
+        """Remove the oldest request; returns its result, and failures of its episodes by row.
 
         Raises:
             RlpoolError: If it failed.
@@ -204,7 +203,7 @@ class Dispatcher:
             self._forget(request)
 
     def finished(self) -> tuple[int, int]:
-        """Rows finished and requested, of the oldest request, as far as is known here."""
+        """Finished and requested rows of the oldest request, as far as known here."""
         if not self.pending:
             return 0, 0
         request = self.pending[0]
@@ -216,10 +215,10 @@ class Dispatcher:
             self.show()
 
     def close(self, at_once: bool = False) -> None:
-        """Stop what runs and end the workers. May be repeated, as all that it calls.
+        """Stop all requests and end the workers. Can be repeated, like everything it calls.
 
         Args:
-            at_once: Whether to kill them, whatever they are doing.
+            at_once: Whether to kill the workers, whatever they are doing.
         """
         self.is_closed = True
         if at_once:
@@ -241,10 +240,10 @@ class Dispatcher:
         self._queued.clear()
         self.pending.clear()
 
-    # Agreeing on what a step consists of ---------------------------------------------------------
+    # Agreeing on the contents of a step ----------------------------------------------------------
 
     def _probe_with(self, request: Request) -> bool:
-        """Let workers find out their keys with the first rows of a request, one at a time."""
+        """Let workers discover their keys with the first rows of one request at a time."""
         if self._probe is None:
             self._probe = request, packed((*request.infos, {}), self._runs_here)
             self._reports.clear()
@@ -257,7 +256,7 @@ class Dispatcher:
         self.crew.send(worker, Probe(asked, infos.payload), infos.memory)
 
     def _note_report(self, worker: int, report: Report) -> None:
-        """Take a report; one that differs from what was agreed on ends its worker, or all."""
+        """Record a report; if it contradicts the agreed one, its worker or all workers end."""
         self._reports[worker] = report
         if self._blocks is None:
             if len(self._reports) == self.crew.n_workers:
@@ -276,7 +275,7 @@ class Dispatcher:
             )
 
     def _agree(self) -> None:
-        """Compare what the workers report, and make blocks, unless keys need infos to be known."""
+        """Compare the workers' reports and make blocks, unless the keys depend on infos."""
         reports = [self._reports[worker] for worker in range(self.crew.n_workers)]
         self.n_lanes, keepers = reports[0].n_lanes, reports[0].state_keepers
         if keepers and not self.environment:  # once
@@ -290,7 +289,7 @@ class Dispatcher:
             except SpecError as error:
                 problem = error
         if problem is not None:
-            probe, self._probe = self._probe, None  # the next request may do
+            probe, self._probe = self._probe, None  # the next request may succeed
             if probe is None and not isinstance(problem, WorkerError):
                 self.crew.fail(problem)
             elif probe is None:
@@ -315,10 +314,10 @@ class Dispatcher:
             self._queued.popleft()
 
     def _send(self, request: Request, blocks: BlockPool) -> bool:
-        """Send a request to all workers that are ready; False if it has to wait.
+        """Send a request to all ready workers; False if it has to wait.
 
         Raises:
-            RlpoolError: If it cannot run; nothing is sent then.
+            RlpoolError: If it cannot run; nothing was sent then.
         """
         n_slots = blocks.layout.n_slots
         n_used = sum(each.n_slots for each in {*self.running.values(), *self.pending})
@@ -331,7 +330,7 @@ class Dispatcher:
             for sent in self._sent.values():
                 if sent.replaces is not None:
                     raise sent.replaces
-        if self._probe is not None:  # before, it was not known what workers can run
+        if self._probe is not None:  # until now the workers' abilities were unknown
             self.check(request.infos, request.n_rows, request.given_seeds)
         request.block = blocks.reserve()
         if any(request.infos):
@@ -346,16 +345,16 @@ class Dispatcher:
         return True
 
     def check(self, infos: Infos, n_rows: int, seeds: Sequence[int] | None = None) -> None:
-        """Refuse what workers cannot run, as far as it is known what they can.
+        """Refuse a request that workers are known to be unable to run.
 
         Raises:
-            SpecError: See ``check_together``.
+            SpecError: As for ``check_together``.
         """
         if self._blocks is not None:
             check_together(self._blocks.layout, infos[1], n_rows, seeds)
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
-        """Send a request to one worker, after the policy and the block if it lacks them."""
+        """Send a request to one worker, preceded by the policy and the block if it lacks them."""
         block, sent, send = request.running_block, self._sent[worker], self.crew.send
         version, update = request.policy
         if update is not None and sent.policy != version:
@@ -377,7 +376,7 @@ class Dispatcher:
     # The workers' client ---------------------------------------------------------------------
 
     def _send_outstanding(self, worker: int, report: Report) -> None:
-        """Tell a worker that has its environments what there is to do."""
+        """Send all outstanding work to a worker that has created its environments."""
         owed = self._owed_by(worker)
         if report.specs is None and self._probe is not None:
             self._send_probe(worker, *self._probe)
@@ -387,7 +386,7 @@ class Dispatcher:
             self._send_to(worker, request, [])
 
     def on_message(self, worker: int, message: Message) -> None:
-        """Take a worker's message."""
+        """Handle a message from a worker."""
         if isinstance(message, Ready):
             self._send_outstanding(worker, message.report)
         elif isinstance(message, Done):
@@ -395,7 +394,7 @@ class Dispatcher:
         elif isinstance(message, ChunksDone):
             request = self.running.get(message.number)
             if isinstance(request, EpisodeRequest):
-                # Answered in any case: the worker may be waiting, and has to see a cancellation.
+                # Answered in any case: the worker may be waiting and has to notice a cancellation.
                 slots = [] if request.error else request.empty_slots(message.chunks)
                 n_before = request.running_block.layout.n_timesteps * message.chunks[-1][2]
                 if n_before >= _LONG_STEPS and not self._has_warned:
@@ -417,7 +416,7 @@ class Dispatcher:
             self._conclude(request)
 
     def _conclude(self, request: Request) -> None:
-        """End a request if every worker's part of it is over."""
+        """End a request once every worker has finished its part."""
         if not request.working():
             request.remaining.clear()
             del self.running[request.number]
@@ -434,12 +433,12 @@ class Dispatcher:
             self._stop(request)
 
     def _stop(self, request: Request) -> None:
-        """Let a request that runs come to an end."""
+        """Cancel a running request."""
         request.running_block.arrays.control["cancelled"][0] = 1
         self._control.request_ends(request.number)
 
     def _forget(self, request: Request) -> None:
-        """Drop a request; its block is used again when nobody writes into it any more."""
+        """Drop a request; its block is reused once all workers have finished writing to it."""
         if request in self._queued:
             self._queued.remove(request)
         if request.number in self.running:
@@ -448,7 +447,7 @@ class Dispatcher:
             request.release()
 
     def lost(self, worker: int, failure: WorkerError | None, abandons: bool) -> bool:
-        """Take back what a worker had begun, for its successor; see ``Client.lost``."""
+        """Take back a worker's unfinished work for its successor, as ``Client.lost``."""
         is_abandoned = failure is not None and abandons and self._abandon_episode(worker, failure)
         if failure is None:
             message = f"worker {worker} was replaced, and the state of its lanes is not known"
@@ -468,7 +467,7 @@ class Dispatcher:
         return is_abandoned
 
     def _abandon_episode(self, worker: int, failure: WorkerError) -> bool:
-        """Truncate or refuse the episode that failed; False if it is not known which it was."""
+        """Truncate or refuse the failed episode; False if it is unknown which one that is."""
         where, number = failure.where, self._sent[worker].failing
         owed = [
             request
@@ -484,16 +483,16 @@ class Dispatcher:
         return True
 
     def busy(self) -> Collection[int]:
-        """Workers that have something to do.
+        """Workers that have work to do.
 
-        Requests that were dropped count as well: a worker that hangs in one keeps its slots.
+        Dropped requests count as well: a worker that hangs in one keeps its slots.
         """
         for request in list(self.running.values()):
             self._conclude(request)  # the last worker may have died before its report
         return {worker for request in self.running.values() for worker in request.working()}
 
     def running_in(self, worker: int) -> dict[str, Any]:
-        """See ``Client``: of the lane that a worker ran last."""
+        """Describe the lane that a worker ran last, as ``Client.running_in``."""
         last, owed = self._control.lane_in_use(worker), self._owed_by(worker)
         places = [(lane, request) for request in owed for lane in request.lanes_in(worker)]
         if not places:
@@ -507,14 +506,14 @@ class Dispatcher:
 
 
 def packed(value: Any, is_private: bool) -> Packed:
-    """Put an object where all workers can read it.
+    """Put an object into memory that all workers can read.
 
     Args:
         value: The object.
-        is_private: Whether they are all in this process.
+        is_private: Whether all workers are in this process.
 
     Raises:
-        SpecError: If there is no memory or descriptor for it, or it cannot be pickled.
+        SpecError: If it cannot be pickled, or there is no memory or descriptor for it.
     """
     try:
         return pack(value, Memory.local if is_private else Memory.shared)
@@ -530,7 +529,7 @@ def packed(value: Any, is_private: bool) -> Packed:
 
 
 def _disagreement(reports: Sequence[Report]) -> RlpoolError | None:
-    """Why workers cannot run the same requests, ``None`` if they can."""
+    """Why workers cannot run the same requests; ``None`` if they can."""
     first = reports[0]
     for worker, report in enumerate(reports):
         if report.n_lanes != first.n_lanes:

@@ -1,4 +1,4 @@
-"""The worker of ``n_workers=0``: it does the same in the caller's process, without a pipe."""
+"""The worker of ``n_workers=0``: the same code in the caller's process, without a pipe."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _LOG = logging.getLogger("rlpool")
 
 
 class LocalWorker:
-    """One worker that runs while the caller waits for it, in place of a ``Crew``.
+    """A worker that runs while the caller waits for it, in place of a ``Crew``.
 
-    While it runs, the process's global generators are the worker's, for all threads.
+    While it runs, the process's global random generators are the worker's, for all threads.
 
     Args:
-        setup: What it has to create.
+        setup: Its environments and agent.
         root: Root of all seeds.
-        client: Is told what happens.
-        policy: Whether episodes whose environment raises are truncated; nothing else of it.
-        notice: Is called when episodes have ended.
+        client: Receives its messages.
+        policy: Used only for whether episodes are truncated when their environment raises.
+        notice: Called when episodes have ended.
 
     Attributes:
-        fatal: Why nothing will work any more.
+        fatal: The error after which nothing works any more.
         control: The shared record.
     """
 
@@ -68,17 +68,17 @@ class LocalWorker:
         self._own = OwnState()
         self._is_closed = False
         self._is_at_work = False
-        self._failure: WorkerError | None = None  # of an environment that is made again
+        self._failure: WorkerError | None = None  # of an environment that is to be created again
 
     def _new_collector(self) -> Collector:
-        # The worker's end of the line, which is the caller's as well.
+        # The worker's end of the pipe is also the caller's.
         link: Any = SimpleNamespace(
             send=self._on_message, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
         return Collector(self._place, link, self._record, notice=self._notice)
 
     def start(self) -> None:
-        """Create environments and agent, here and now.
+        """Create environments and agent, in this process.
 
         Raises:
             WorkerStartupError: If that fails.
@@ -89,36 +89,36 @@ class LocalWorker:
         self.refuse_if_dead()
 
     def _on_message(self, message: Message) -> None:
-        """Hand the worker's message to the caller's bookkeeping."""
+        """Pass the worker's message to the caller's bookkeeping."""
         if isinstance(message, Failed) and message.command is None:
             self.fatal = message.error
         else:
             self._client.on_message(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
-        """Give the worker a message, to be carried out by ``look``."""
+        """Queue a message for the worker; ``look`` handles it."""
         self._inbox.append((message, memory))
 
     def refuse_if_dead(self) -> None:
-        """Raise ``fatal`` if there is one."""
+        """Raise ``fatal`` if it is set."""
         if self.fatal is not None:
             raise self.fatal
 
     def fileno(self) -> int:
-        """A descriptor that can always be read: whoever asks need not wait for anybody else."""
+        """Return a descriptor that is always readable: there is nothing to wait for."""
         if self._fd < 0:
             self._fd, other = os.pipe()
-            os.close(other)  # so there is an end of file to read
+            os.close(other)  # so the descriptor is at end of file
         return self._fd
 
     def wait_until(self, is_over: Callable[[], bool], until_s: float = 0.0) -> None:
-        """Carry out messages until a condition holds, however long that takes."""
+        """Handle messages until a condition holds, however long that takes."""
         while not is_over():
             if not self.look():
                 raise LookupError("waiting for a local worker that has nothing to do")
 
     def look(self) -> bool:
-        """Carry out messages up to the first request; False if there is nothing to do."""
+        """Handle messages up to the first request; False if there was nothing to do."""
         if self._failure is None and self._collector.peek() is None:
             return False
         with self._at_work():
@@ -132,31 +132,31 @@ class LocalWorker:
         return True
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
-        """Make environments and agent again before anything else is carried out."""
+        """Create environments and agent again before handling anything else."""
         self._failure = failure
 
     def _begin_again(self, failure: WorkerError) -> None:
-        """Make environments and agent again, which go on as a successor."""
+        """Create environments and agent again; they continue like a successor."""
         self._inbox.clear()
         if not self._client.lost(0, failure, True):
             self.fail(failure)
             return
-        _LOG.warning("%s (%s): the episode is given up", failure.what, failure.where)
+        _LOG.warning("%s (%s): the episode is truncated", failure.what, failure.where)
         self._collector.close()
         self._collector = self._new_collector()
         self.start()
         self._failure = None
 
     def fail(self, error: RlpoolError) -> None:
-        """Refuse everything from now on."""
+        """Refuse all further work."""
         self.fatal = self.fatal or error
 
     def kill(self, worker: int, failure: WorkerError) -> None:
-        """Refuse everything from now on: it has no successor."""
+        """Refuse all further work: there is no successor."""
         self.fail(failure)
 
     def abort(self) -> None:
-        """Do nothing: it does not run now."""
+        """Do nothing: the worker is not running now."""
 
     def close(self) -> None:
         """Close environments and agent."""
@@ -168,12 +168,12 @@ class LocalWorker:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-            self._is_closed = True  # last: if it was interrupted, it may be repeated
+            self._is_closed = True  # last, so an interrupted call can be repeated
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What users' code finds in a worker process: its own generators, settings of torch."""
-        if self._is_at_work:  # and closed by what it runs
+        """Give users' code the environment of a worker process: generators and torch settings."""
+        if self._is_at_work:  # closed by the user's code that it runs
             yield
             return
         with self._own.in_use():

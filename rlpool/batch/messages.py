@@ -1,4 +1,4 @@
-"""What a batcher tells its workers, and what they answer."""
+"""Messages between a batcher and its workers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _LARGE_BYTES = 2**14
 
 _HOW_TO_PICKLE = (
     "create it inside create_env or create_agent, which run in the worker, or leave it out in "
-    "the __getstate__ of what holds it"
+    "the __getstate__ of the object that holds it"
 )
 
 EpisodeKey = tuple[int | None, int | None]
-"""Row and seed of an episode; the row of a window is the lane among all."""
+"""Row and seed of an episode; for windows the row is the lane, numbered across workers."""
 
 # From the caller to a worker ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker has to create, its first message.
+    """Description of the environments and agent to create; the first message to a worker.
 
     Attributes:
         functions: Both functions and their arguments, pickled for another process; ``None`` if the
             pickle is in the memory that follows.
-        advice: What to do about exceptions of the user's code.
+        advice: Fix to suggest for exceptions of the user's code.
     """
 
     functions: Any
@@ -45,17 +45,17 @@ class Setup:
 
 
 class Recipe:
-    """What workers are started with, now or after an interrupt.
+    """Start-up data of workers, now or after an interruption.
 
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
         given: Both functions and their arguments, by name.
-        rest: What else a worker has to know.
-        owner_name: What advice calls the class that does the same in the caller's process.
+        rest: Further settings of the worker.
+        owner_name: Name of the class to suggest for running in the caller's process.
 
     Attributes:
-        shared: What the functions share with this process.
-        memory: Where their pickle is, if it is large.
+        shared: Memory and descriptors that the functions share with this process.
+        memory: Memory of their pickle, if it is large.
         setup: The first message to each worker.
     """
 
@@ -75,7 +75,7 @@ class Recipe:
         self.setup = Setup(functions, advice)
 
     def close(self) -> None:
-        """Close the descriptors. May be repeated."""
+        """Close the descriptors. Can be repeated."""
         self.shared.close()
         if self.memory is not None:
             self.memory.close_fd()
@@ -83,7 +83,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Probe:
-    """Find out what a step consists of with the first rows of a request.
+    """Discover the contents of a step with the first rows of a request.
 
     Attributes:
         asked: The request's episodes, ``None`` for a window.
@@ -96,7 +96,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class MapBlock:
-    """Map a new block, whose memory follows. Unmap those that are gone."""
+    """Map a new block, whose memory follows, and unmap those in ``unmap``."""
 
     block: int
     layout: Layout
@@ -107,14 +107,14 @@ class MapBlock:
 
 @dataclass(frozen=True)
 class Episodes:
-    """What an ``execute`` asks for: everything that episodes follow from, infos and policy apart.
+    """The episodes of an ``execute``: everything that determines them except infos and policy.
 
     Attributes:
-        n_rows: How many.
+        n_rows: Number of episodes.
         root: Root of their seeds and noise.
-        first: Number of the first one, from which seeds, noise and batch rows derive.
-        given_seeds: Their seeds, if the user gave them.
-        tape: What workers repeat instead, an episode in lane ``first``.
+        first: Number of the first one, which determines seeds, noise and batch rows.
+        given_seeds: Their seeds, if given by the user.
+        tape: Episode for workers to repeat instead, in lane ``first``.
     """
 
     n_rows: int
@@ -128,7 +128,7 @@ class Episodes:
         return range((worker - self.first) % layout.n_workers, self.n_rows, layout.n_workers)
 
     def seeds(self, layout: Layout) -> list[int]:
-        """Their seeds; where one reset serves all lanes of a worker, that of its first episode."""
+        """Their seeds; where one reset serves all lanes of a worker, its first episode's seed."""
         if not layout.step.resets_together:
             return self.given_seeds or episode_seeds(self.root, self.first, self.n_rows)
         n_workers = layout.n_workers
@@ -138,13 +138,13 @@ class Episodes:
 
 @dataclass(frozen=True)
 class Window:
-    """What a window asks for: the next steps of the lanes that run.
+    """A window: the next steps of the running lanes.
 
     Attributes:
-        lanes: They, numbered across workers, ascending: one per row.
+        lanes: The running lanes, numbered across workers, ascending: one per row.
         n_lanes: Lanes of each worker.
         seeds: Seeds of the lanes since their reset.
-        is_first: Whether all lanes start anew.
+        is_first: Whether all lanes begin new episodes.
     """
 
     lanes: list[int]
@@ -153,7 +153,7 @@ class Window:
     is_first: bool
 
     def rows_of(self, worker: int) -> dict[int, int]:
-        """By lane of a worker, as it numbers them, the row."""
+        """Map a worker's lanes, in its own numbering, to rows."""
         before = worker * self.n_lanes
         first, stop = (bisect_left(self.lanes, n) for n in (before, before + self.n_lanes))
         return {self.lanes[row] - before: row for row in range(first, stop)}
@@ -165,14 +165,14 @@ class Run:
 
     Attributes:
         number: Number of the request.
-        asked: What the whole request is.
+        asked: The whole request.
         block: Number of the block.
-        n_slots: Slots of the block that the request has.
-        again: Episodes that an earlier worker of this number claimed and did not finish.
-        fails_at: The steps that fail of episodes, see ``Lane.fails_at``.
-        payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all rows, of a
-            window those of all lanes, and, by lane of this worker, what running episodes have done
-            so far if an earlier worker began them.
+        n_slots: Number of the block's slots that the request may use.
+        again: Episodes that a predecessor of this worker claimed and did not finish.
+        fails_at: Steps that are known to fail, by episode, see ``Lane.fails_at``.
+        payload: ``(agent_info, env_info, tapes)``, whose memory follows: infos of all rows (for a
+            window, of all lanes) and, by lane of this worker, the tapes of running episodes that
+            a predecessor began.
     """
 
     number: int
@@ -186,7 +186,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Credit:
-    """The answer to ``ChunksDone``: slots that may be used again, none if the request failed."""
+    """The answer to ``ChunksDone``: slots that can be reused, none if the request failed."""
 
     number: int
     slots: list[int]
@@ -204,15 +204,15 @@ class Update:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker knows about its environments and its agent, also the answer to a ``Probe``.
+    """A worker's report on its environments and agent, also the answer to a ``Probe``.
 
     Attributes:
         n_lanes: Number of its environments.
-        specs: What a step consists of, ``None`` if that could not be found out.
-        error: Why not: a ``WorkerError`` if the user's code failed, which may succeed with infos;
-            any other error is final.
-        environment: What the environments are, see ``rlpool.envs.description``.
-        state_keepers: See ``VecEnv.state_keepers``.
+        specs: Contents of a step, ``None`` if unknown.
+        error: Why ``specs`` is unknown: a ``WorkerError`` if the user's code failed, which may
+            succeed with infos; any other error is final.
+        environment: Description of the environments, see ``rlpool.envs.description``.
+        state_keepers: As in ``VecEnv.state_keepers``.
     """
 
     n_lanes: int
@@ -224,9 +224,9 @@ class Report:
 
 @dataclass(frozen=True)
 class ChunksDone:
-    """Slots that are complete and have to be emptied.
+    """Complete slots, to be emptied by the caller.
 
-    Chunk 0 of an episode takes the place of all its earlier chunks: the episode began again.
+    Chunk 0 of an episode replaces all its earlier chunks: the episode began again.
     """
 
     number: int

@@ -1,17 +1,17 @@
-"""What a worker's rollout runs: its share of a request's episodes, or a window of its lanes.
+"""A worker's part of a request: its share of the episodes, or a window of its lanes.
 
-Which worker runs which episode is a matter of claims in shared memory, which survive whoever made
-them. Episode *i* of a batcher belongs to row ``i % n_lanes`` of the workers' batches; claims number
-episodes within their request. For each row, every worker's last claim is one word: where it ends,
-and how many episodes it has. The next claim of a row begins where the furthest of them ends, the
-largest word, so nothing else has to be recorded: a worker that dies has either made a claim or not.
-A lane replaces its claim only when all episodes of it are finished.
+Workers distribute episodes through claims in shared memory, which survive the death of a worker.
+Episode *i* of a batcher belongs to row ``i % n_lanes`` of the workers' batches; claims number
+episodes within their request. For each row, every worker's last claim is one word: its end and its
+number of episodes. The next claim of a row begins at the furthest end, the largest word, so nothing
+else has to be recorded: a worker that dies has either made a claim or not. A lane replaces its
+claim only when all episodes of it are finished.
 
-Workers make claims under a lock of the kernel, which is released when its holder dies. Taking back
-the claim of a dead worker needs no lock: it leaves the end of the claim where it was.
+Workers make claims under a kernel lock, which is released when its holder dies. Taking back the
+claim of a dead worker needs no lock, because it does not move the end of the claim.
 
-Where lanes cannot be seeded one by one, each worker has its share of the episodes beforehand, and a
-lane that is ready takes the next of them.
+Where lanes cannot be seeded one by one, each worker has a fixed share of the episodes, and a lane
+that is ready takes the next of them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _COUNT_BITS, _COUNT_MASK = 4, 15
 
 
 SILENT, REPORTED = 1, 2
-"""What a worker that is done with its part of a request leaves in ``over`` of the request's block.
+"""State that a worker leaves in ``over`` of the request's block when it has finished its part.
 
 Only the last worker reports the end of a request, so that the caller wakes up once. A worker that
-has sent anything else about the request also reports its own end: its messages come first.
+has sent any other message about the request reports its own end too, since its messages come first.
 """
 
 
@@ -52,10 +52,10 @@ class Claims:
     """The claims of one request.
 
     Args:
-        control: The control arrays of its block, see ``Layout.control``.
+        control: Control arrays of its block, see ``Layout.control``.
         n_episodes: Episodes of the request.
         first: Number of the first one.
-        lock: What all workers lock to make a claim; nothing if there is only one worker.
+        lock: Lock that all workers hold to make a claim; a no-op if there is only one worker.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Claims:
     def make(self, worker: int, lane: int) -> list[int]:
         """Claim the next episodes of a row, several at once while many are left; the next one last.
 
-        A row's claims only move on, so it takes no lock to see that nothing is left.
+        A row's claims only grow, so checking that nothing is left needs no lock.
         """
         if self._end(lane) >= self._n_episodes:
             return []
@@ -90,7 +90,7 @@ class Claims:
         return list(range(first, stop, stride))[::-1]
 
     def _end(self, lane: int) -> int:
-        """Where the claims of a row end: the first episode that is left."""
+        """End of a row's claims, that is, its first unclaimed episode."""
         end: int = max(self._starts[lane], max(self._rows[lane]) >> _COUNT_BITS)
         return end
 
@@ -111,16 +111,16 @@ class Claims:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a worker's requests run.
+    """Surroundings of a worker's requests.
 
     Attributes:
         place: Which worker it is.
-        lock: What workers lock to claim episodes, see ``Claims``.
-        recycling: Says when it should begin no further episode.
+        lock: Lock of claims, see ``Claims``.
+        recycling: Decides when the worker should not begin further episodes.
         send: Sends a message to the caller.
-        read: Reads messages of the caller, waiting for one if told so; False if there was none.
-            Slots that were emptied are given to their plans.
-        notice: Is called when episodes have ended, unless it is ``None``.
+        read: Reads messages from the caller, waiting for one if True is passed; False if there
+            was none. Emptied slots are given to their plans.
+        notice: Called when episodes have ended, unless it is ``None``.
     """
 
     place: Place
@@ -132,13 +132,13 @@ class Site:
 
 
 class RequestPlan(Plan):
-    """What both plans share.
+    """Shared part of both plans.
 
     Attributes:
         env_info: ``env_info`` of the request.
     """
 
-    _starts = True  # whether lanes have no episodes from before
+    _starts = True  # whether lanes begin without episodes
 
     def __init__(self, message: Run, block: Block, infos: Infos, site: Site) -> None:
         self.agent_info, self.env_info = infos
@@ -150,7 +150,7 @@ class RequestPlan(Plan):
         self.has_reported = False  # whether anything about it was sent
 
     def ends(self) -> bool:
-        """Note that this worker's part is over; returns whether to report that."""
+        """Record that this worker's part is over; returns whether to report that."""
         over = self.arrays.control["over"]
         with self._site.lock:
             over[self.worker] = REPORTED if self.has_reported else SILENT
@@ -159,25 +159,25 @@ class RequestPlan(Plan):
 
     @property
     def resets_all_lanes(self) -> bool:
-        """See ``Plan.resets_all_lanes``."""
+        """Whether lanes are reset together, and this is their first plan."""
         return self._starts and self.layout.step.resets_together
 
 
 class EpisodePlan(RequestPlan):
     """A worker's share of the episodes of an ``execute``.
 
-    Episode *i* of the batcher's life always runs in row ``i % n_lanes`` of the batch: the bits of a
-    matrix product depend on a row's position. Any idle worker takes the next episode of that row.
-    If lanes cannot be seeded one by one, the next lane that is ready takes the next episode of its
-    worker's share: its row follows from the lengths of the episodes before, for the same workers
-    and lanes the same.
+    Episode *i* of the batcher's life always runs in row ``i % n_lanes`` of the batch, because the
+    bits of a matrix product depend on a row's position. Any idle worker takes the next episode of
+    that row. If lanes cannot be seeded one by one, the next lane that is ready takes the next
+    episode of its worker's share: its row depends on the lengths of earlier episodes, and is the
+    same for the same workers and lanes.
 
     Args:
         message: The worker's part of the request.
         asked: The episodes.
         block: The request's block.
         infos: Infos of the request.
-        site: Where it runs.
+        site: Surroundings of the worker's requests.
 
     Attributes:
         seeds: Seeds of all episodes of the request.
@@ -194,7 +194,7 @@ class EpisodePlan(RequestPlan):
         if step.n_noise:
             self._noise = NoiseStarts(noise_keys(asked.root, first, n_rows), step.n_noise)
         self._first, self.seeds = first, asked.seeds(self.layout)
-        # Whether episode i is written into slot i, and the slots that this worker may use besides.
+        # Whether episode i is written into slot i, and the further slots that this worker may use.
         self._in_place = n_rows <= self.layout.n_slots
         begin = self.worker + (n_rows if self._in_place else 0)
         self._free = list(range(begin, message.n_slots, self.layout.n_workers))[::-1]
@@ -211,12 +211,12 @@ class EpisodePlan(RequestPlan):
             for number in reversed(message.again):
                 self._claimed[(first + number) % step.n_lanes].append(number)
         self._recycling = site.recycling
-        self._moved: set[int] = set()  # that begin again, when others may have got their slots
+        self._moved: set[int] = set()  # episodes begun again, whose slots others may have taken
         self._chunks: list[Chunk] = []
         self.lacks_slots = False
 
     def next_episode(self, lane: Lane) -> bool:
-        """Let a lane take its next episode, if that has a slot to write to."""
+        """Let a lane take its next episode if there is a slot for it."""
         if self._recycling.max_episodes is not None and self.is_left_over():
             return False
         number = lane.number
@@ -260,11 +260,11 @@ class EpisodePlan(RequestPlan):
         return is_dealt or self.is_left_over()
 
     def is_left_over(self) -> bool:
-        """Whether this worker is to be replaced; a share that is fixed it runs before."""
+        """Whether this worker is due for replacement; it finishes a fixed share first."""
         return self._recycling.is_due() and not self.layout.step.resets_together
 
     def take_back(self, lane: Lane, slot: int | None) -> None:
-        """Let an episode begin again, here; its first chunk replaces what the caller has of it."""
+        """Begin an episode again in this worker; its first chunk replaces the caller's chunks."""
         self._claimed[lane.number].append(lane.row)
         self._exhausted.discard(lane.number)
         self.is_dealt = False
@@ -276,16 +276,16 @@ class EpisodePlan(RequestPlan):
         self.flush()
 
     def take_slot_of(self, lane: Lane, *, is_last: bool) -> None:
-        """Note a slot that has to be emptied."""
+        """Add a slot to those that the caller has to empty."""
         self._chunks.append((lane.row, lane.slot, lane.chunk, is_last))
 
     def flush(self) -> None:
-        """Report the slots that have to be emptied."""
+        """Report the slots to be emptied."""
         if self._chunks:
             self._site.send(ChunksDone(self.number, self._chunks))
             self.has_reported = True
             self._chunks = []
-            self._site.read(False)  # slots that came back
+            self._site.read(False)  # for emptied slots
         if self._site.notice is not None:
             self._site.notice()
 
@@ -296,13 +296,13 @@ class EpisodePlan(RequestPlan):
         return self.lacks_slots
 
     def has_news(self) -> bool:
-        """Whether slots that a lane lacks came back meanwhile."""
+        """Whether missing slots have become available."""
         if self.lacks_slots and not self._free:
             self._site.read(False)
         return self.lacks_slots and bool(self._free)
 
     def take_slots(self, slots: Sequence[int]) -> None:
-        """Take slots that the caller has emptied."""
+        """Add slots that the caller has emptied."""
         self._free.extend(slots)
 
 
@@ -314,8 +314,8 @@ class WindowPlan(RequestPlan):
         asked: The window.
         block: The window's block.
         infos: Infos of all lanes of all workers.
-        tapes: Lane to the tape of an episode that another worker has begun.
-        site: Where it runs.
+        tapes: Lane to the tape of an episode that another worker began.
+        site: Surroundings of the worker's requests.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class WindowPlan(RequestPlan):
         self._only_seed = self._seeds.seed(self._first_lane, 0) if resets_together else None
 
     def next_episode(self, lane: Lane) -> bool:
-        """In the first window after a reset: let a lane take its episode."""
+        """In the first window after a reset, let a lane take its episode."""
         if not self._starts or lane.number not in self._slots:
             return False
         self._site.recycling.n_begun += 1
@@ -344,11 +344,11 @@ class WindowPlan(RequestPlan):
         return True
 
     def resume(self, lane: Lane, n_restarts: int) -> None:
-        """Let a lane take the episode that another worker had begun; it has no slot yet."""
+        """Let a lane take the episode that another worker began; it has no slot yet."""
         self._begin(lane, -1, n_restarts)
 
     def restart(self, lane: Lane) -> None:
-        """Let a lane take its next episode, in the same slot."""
+        """Let a lane take its next episode in the same slot."""
         self._site.recycling.n_begun += 1
         self._begin(lane, lane.slot, lane.n_restarts + 1)
 
@@ -374,7 +374,7 @@ def check_together(
     n_rows: int,
     seeds: Sequence[int] | None = None,
 ) -> None:
-    """Refuse what lanes that are reset together cannot run.
+    """Refuse a request that lanes cannot run because they are reset together.
 
     Args:
         layout: Layout of the request's block.

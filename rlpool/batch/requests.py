@@ -1,4 +1,4 @@
-"""Requests: what the workers are told, which slots they get, what the user gets."""
+"""Requests: their messages to workers, their slots, their results."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from rlpool.workers.payload import Packed, Payload
 
 
 class Policy(NamedTuple):
-    """What the agents were updated with.
+    """The policy of a request.
 
     Attributes:
-        version: Number of updates so far; 0 for what the agents began with.
-        packed: The object; ``None`` if there was none.
+        version: Number of updates so far; 0 for the agents' initial parameters.
+        packed: The object passed to ``update``; ``None`` if there was none.
     """
 
     version: int = 0
@@ -52,24 +52,25 @@ class Request(ABC):
     """One batch of rows.
 
     Args:
-        n_rows: Rows of the result, as far as is known.
+        n_rows: Rows of the result, as far as known.
         infos: Its infos, per row.
-        policy: What it runs with.
+        policy: The policy that it runs with.
 
     Attributes:
         n_rows: As given.
-        asked: What it asks for, of a window once it is sent: only then it is known which lanes run.
-        given_seeds: Seeds of its episodes, if the user gave them.
+        asked: The episodes or the window; a window is set when it is sent, because only then the
+            running lanes are known.
+        given_seeds: Seeds of its episodes, if given by the user.
         infos: As given.
         policy: As given.
-        number: Names it in messages, once it is submitted.
+        number: Its number in messages, once it is submitted.
         packed: Its infos as sent to all workers.
-        block: Where it is written, once it runs.
+        block: The block that it is written to, once it runs.
         n_slots: Slots in use; 0 while it is queued and after its block was released.
-        remaining: Workers that have not said that they are done with it.
+        remaining: Workers that have not reported the end of their part.
         error: Why it cannot be completed.
-        failures: Row to the failure of an episode that was given up.
-        tells_failures: Whether its result says which rows failed.
+        failures: Row to the failure of a truncated episode.
+        tells_failures: Whether its result reports the rows that failed.
     """
 
     asked: Episodes | Window
@@ -85,17 +86,17 @@ class Request(ABC):
         self.error: RlpoolError | None = None
         self.failures: dict[int, WorkerError] = {}
         self.tells_failures = False
-        # To the step that fails, -1 for the reset: also where it may have been that.
+        # Episode to the step that fails; -1 for the reset, also where that is only possible.
         self._truncated: dict[EpisodeKey, int] = {}
-        self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
+        self._owed: dict[int, list[int]] = {}  # worker: its predecessor's episodes to run again
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows are there."""
+        """Whether all rows have arrived."""
         return self.block is not None and not self.remaining and self.error is None
 
     def n_finished(self, control: Control) -> int:
-        """Rows that are finished, as far as shared memory and messages tell."""
+        """Number of finished rows, according to shared memory and messages."""
         return control.n_finished(self.number)
 
     @property
@@ -106,12 +107,12 @@ class Request(ABC):
         return self.block
 
     def working(self) -> set[int]:
-        """Workers whose part of it, which was sent, is not over."""
+        """Workers that were sent their part of it and have not finished it."""
         over = self.running_block.arrays.control["over"].data
         return {worker for worker in self.remaining if over[worker] != SILENT}
 
     def release(self) -> None:
-        """Give its slots back, when no worker writes into them any more."""
+        """Return its slots once no worker writes to them."""
         self.n_slots = 0
         if self.block is not None:
             self.block.release()
@@ -119,13 +120,13 @@ class Request(ABC):
 
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """Slots to run with, when ``n_free`` of ``n_slots`` are not in use; 0 to wait."""
+        """Number of slots to run with when ``n_free`` of ``n_slots`` are free; 0 to wait."""
 
     def begin(self, layout: Layout) -> None:  # noqa: B027
-        """Find out what it asks for, now that it is sent."""
+        """Determine the contents of the request when it is sent."""
 
     def part(self, worker: int, payload: Payload | None) -> Run:
-        """What to send to a worker, whether or not another had its number before.
+        """Make the message for a worker, whether or not it is a successor.
 
         Args:
             worker: The worker.
@@ -135,15 +136,15 @@ class Request(ABC):
         return Run(self.number, self.asked, block, self.n_slots, again, self._truncated, payload)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
-        """By lane, what its episode has done so far, for the successor of a worker."""
+        """Tapes of running episodes by lane, for the successor of a worker."""
         return {}
 
     def can_be_repeated(self) -> bool:
-        """Whether the successor of a worker that died can do its part."""
+        """Whether the successor of a dead worker can run its part."""
         return True
 
     def truncate(self, failure: WorkerError) -> None:
-        """Let an episode end at the step at which it has failed."""
+        """Truncate an episode at the step that failed."""
         where = failure.where
         step = where.step or 0
         may_be_reset = not step and not n_rows(action_columns(failure.actions))
@@ -152,14 +153,14 @@ class Request(ABC):
 
     @abstractmethod
     def give_back(self, worker: int) -> bool:
-        """Take back what a dead worker began and did not finish.
+        """Take back the unfinished work of a dead worker.
 
         Returns:
             Whether its successor has anything to do.
         """
 
     def _note_writing(self, worker: int) -> None:
-        """Record how far a dead worker wrote into slots that it did not finish."""
+        """Record how far a dead worker wrote into unfinished slots."""
         layout, control = self.running_block.layout, self.running_block.arrays.control
         steps, dirty = layout.steps_in_slot(control, worker), control["dirty"]
         for lane in np.flatnonzero(control["running"][worker] >= 0):
@@ -168,18 +169,18 @@ class Request(ABC):
         control["running"][worker] = -1
 
     def lanes_in(self, worker: int) -> list[int]:
-        """Lanes of a worker that are in an episode of this request."""
+        """A worker's lanes that are in an episode of this request."""
         running = self.running_block.arrays.control["running"][worker]
         lanes: list[int] = np.flatnonzero(running >= 0).tolist()
         return lanes
 
     def running_in(self, worker: int, lane: int, *, is_stepping: bool) -> dict[str, Any]:
-        """What an error says of such a lane's episode, as far as shared memory shows.
+        """Describe the episode of such a lane for an error, as far as shared memory shows it.
 
         Args:
             worker: The worker.
             lane: The lane.
-            is_stepping: Whether the action of a step is there that was not completed.
+            is_stepping: Whether the lane holds the action of an uncompleted step.
 
         Returns:
             ``where``, ``options`` and ``actions``.
@@ -203,20 +204,20 @@ class Request(ABC):
 
     @abstractmethod
     def _actions_before(self, row: int) -> Actions:
-        """The actions of a row's episode that are not in its slot, as far as they are known."""
+        """The known actions of a row's episode that are no longer in its slot."""
 
     @abstractmethod
     def _episode_in(self, worker: int, lane: int, row: int) -> tuple[int | None, int | None]:
-        """Number and seed of the episode that a lane is in, ``None`` if it is not known."""
+        """Number and seed of a lane's current episode, ``None`` where unknown."""
 
     @abstractmethod
     def result(self) -> TemporalDictTensor:
-        """The rows, once complete."""
+        """Return the rows of the complete request."""
 
     def _info(
         self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]]
     ) -> dict[str, Derivation]:
-        """The result's ``info``, computed when it is looked at.
+        """The result's ``info``, computed on first access.
 
         Args:
             episodes: The number of each row's episode.
@@ -250,12 +251,12 @@ class EpisodeRequest(Request):
         super().__init__(asked.n_rows, infos, policy)
         self.asked: Episodes = asked
         self.given_seeds = asked.given_seeds
-        self._glue: Glue | None = None  # chunks that were copied out of their slots
-        self._arrived = np.zeros(asked.n_rows, bool)  # whether an episode's last chunk was
+        self._glue: Glue | None = None  # chunks copied out of their slots
+        self._arrived = np.zeros(asked.n_rows, bool)  # whether an episode's last chunk was copied
         self._in_place = True  # whether episode i is written into slot i
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """One slot per episode, and spare ones for episodes that are longer than a slot.
+        """One slot per episode, and spare ones for episodes longer than a slot.
 
         Room for another request of the same size is kept free.
         """
@@ -266,7 +267,7 @@ class EpisodeRequest(Request):
         return 0 if n_free < n_rows else n_rows + max(0, n_free - 2 * n_rows)
 
     def _actions_before(self, row: int) -> Actions:
-        """Those of the chunks that the worker has sent."""
+        """The actions in the chunks that the worker has sent."""
         keys = self.running_block.layout.step.action_keys
         return joined(self._glue.chunks_of(row, keys) if self._glue is not None else [])
 
@@ -274,11 +275,11 @@ class EpisodeRequest(Request):
         return self.asked.first + row, self.asked.seeds(self.running_block.layout)[row]
 
     def give_back(self, worker: int) -> bool:
-        """Find the episodes that a dead worker had claimed and not finished."""
+        """Find the episodes that a dead worker claimed and did not finish."""
         control, layout = self.running_block.arrays.control, self.running_block.layout
         self._note_writing(worker)
         if layout.step.resets_together:
-            share = self.asked.share_of(worker, layout)  # which the successor runs as a whole
+            share = self.asked.share_of(worker, layout)  # the successor runs all of it
             self._arrived[share] = False
             return bool(share)
         claims = Claims(control, self.n_rows, self.asked.first)
@@ -290,7 +291,7 @@ class EpisodeRequest(Request):
         return bool(again) or not claims.all_made
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Copy complete chunks out of their slots, one copy per key and chunk number."""
+        """Copy complete chunks out of their slots, with one copy per key and chunk number."""
         block = self.running_block
         if self._glue is None:
             self._glue = Glue(block.layout, self.n_rows)
@@ -303,18 +304,18 @@ class EpisodeRequest(Request):
         return emptied
 
     def info(self, layout: Layout) -> dict[str, Derivation]:
-        """The result's ``info``, computed when it is looked at."""
+        """The result's ``info``, computed on first access."""
         return self._info(range(self.n_rows), partial(self.asked.seeds, layout))
 
     def result(self) -> TemporalDictTensor:
-        """All episodes: views of the block; copies if any chunk was copied out of it."""
+        """All episodes: views of the block, or copies if a chunk was copied out of it."""
         block = self.running_block
         if self._glue is None:
             lengths = block.arrays.control["length"][: self.n_rows]
             part: Callable[[], Slice] = partial(slots_of, block.arrays, slice(self.n_rows))
         else:
             at_home = np.flatnonzero(~self._arrived & self._in_place)
-            self._glue.drop(at_home)  # chunks of a run that did not end
+            self._glue.drop(at_home)  # chunks of unfinished runs
             joined_rows = self._glue.join(block.arrays, at_home)
             lengths, part = joined_rows.lengths, lambda: joined_rows
         return trajectories_of(block.layout, lengths, part, self.info(block.layout))
@@ -322,18 +323,18 @@ class EpisodeRequest(Request):
 
 @dataclass(eq=False, kw_only=True)
 class RunningLanes:
-    """What all windows since one ``reset`` share. Each begins where the one before it has ended.
+    """State shared by all windows since one ``reset``. Each window begins where the last ended.
 
     Attributes:
         root: Root of all seeds.
         n_resets: Number of the ``reset``.
         n_windows: Windows requested before that reset.
-        running: The lanes that run, numbered across workers, ascending.
-        positions: int64 ``[2, lanes of all workers]``: the episode and its number of the step that
-            each lane takes next.
-        tapes: What the running episodes have done so far, ``None`` if it is not recorded.
+        running: The running lanes, numbered across workers, ascending.
+        positions: int64 ``[2, lanes of all workers]``: episode and step number of the next step of
+            each lane.
+        tapes: Tapes of the running episodes, ``None`` if they are not recorded.
         has_begun: Whether a window was sent.
-        is_busy: Whether one was sent and its result not taken.
+        is_busy: Whether a window was sent and its result not returned.
     """
 
     root: int
@@ -350,7 +351,7 @@ class WindowRequest(Request):
     """The next steps of every running lane, one lane per row.
 
     Args:
-        shared: What it shares with the windows before and after it.
+        shared: State shared with the windows before and after it.
         infos: As for ``Request``.
         policy: As for ``Request``.
     """
@@ -361,12 +362,12 @@ class WindowRequest(Request):
         self._shared = shared
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """One slot per lane, once the window before it is there."""
+        """One slot per lane, once the previous window is complete."""
         self.n_rows = len(self._shared.running)
         return 0 if self._shared.is_busy or n_free < self.n_rows else self.n_rows
 
     def begin(self, layout: Layout) -> None:
-        """Find out which lanes run."""
+        """Determine the running lanes."""
         shared = self._shared
         # Before the reset a lane can have restarted once per step.
         n_restarts = shared.n_windows * layout.n_timesteps if layout.restarts else 0
@@ -381,12 +382,12 @@ class WindowRequest(Request):
         return None if tapes is None else tapes.tapes.get(lane)
 
     def _actions_before(self, row: int) -> Actions:
-        """Those on the lane's tape."""
+        """The actions on the lane's tape."""
         tape = self._tape_of(row)
         return {} if tape is None else tape.actions
 
     def _episode_in(self, worker: int, lane: int, row: int) -> tuple[None, int | None]:
-        """How often the lane has restarted is on its tape and in its slot."""
+        """Seed of a lane's episode; the tape and the slot hold its number of restarts."""
         block, n_restarts, seeds = self.running_block, 0, self.asked.seeds
         if block.layout.step.resets_together:
             return None, seeds.seed(row - lane, 0)
@@ -402,14 +403,14 @@ class WindowRequest(Request):
         return None, seeds.seed(row, n_restarts)
 
     def n_finished(self, control: Control) -> int:
-        """Rows of workers that are done with the window."""
+        """Rows of workers that have finished the window."""
         if self.block is None:
             return 0
         done = set(range(self.block.layout.n_workers)) - self.working()
         return sum(len(self.asked.rows_of(worker)) for worker in done)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
-        """See ``Request.tapes_for``."""
+        """Tapes of running episodes by lane, as ``Request.tapes_for``."""
         window, tapes = self.asked, self._shared.tapes
         if tapes is None or window.is_first:
             return {}
@@ -417,17 +418,17 @@ class WindowRequest(Request):
         return {lane: tapes.tapes[before + lane] for lane in window.rows_of(worker)}
 
     def can_be_repeated(self) -> bool:
-        """Whether it is known what all lanes have done."""
+        """Whether the history of all lanes is known."""
         tapes = self._shared.tapes
         return self.asked.is_first or (tapes is not None and tapes.is_complete)
 
     def give_back(self, worker: int) -> bool:
-        """Begin the whole window again."""
+        """Schedule the whole window again."""
         self._note_writing(worker)
         return bool(self.asked.rows_of(worker))
 
     def result(self) -> TemporalDictTensor:
-        """The rows; the next window goes on where they end."""
+        """Return the rows; the next window continues where they end."""
         block, shared, tapes = self.running_block, self._shared, self._shared.tapes
         lanes, n_lanes, seeds = self.asked.lanes, self.asked.n_lanes, self.asked.seeds
         running = block.arrays.control["running"].reshape(-1)
@@ -447,7 +448,7 @@ class WindowRequest(Request):
                 if not tape.n_steps
             }
             tapes.failing = begin_next.intersection(self._truncated)
-        # What is asked later must not hold the block.
+        # Values computed later must not hold the block.
         n_together = n_lanes if block.layout.step.resets_together else 1
         info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         rows = slots_of(block.arrays, slice(self.n_rows))
@@ -457,7 +458,7 @@ class WindowRequest(Request):
         return trajectories_of(block.layout, rows.lengths, lambda: rows, info)
 
     def _move_on(self, lanes: NDArray, rows: Slice) -> NDArray:
-        """Move its lanes to the end of the window; returns their positions before."""
+        """Move the lanes to the end of the window; returns their positions before it."""
         positions = self._shared.positions
         before = positions[:, lanes]
         n_ended, step = np.zeros_like(lanes), before[1] + rows.lengths

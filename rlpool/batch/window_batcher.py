@@ -22,35 +22,35 @@ class Batcher(BatcherBase):
     A lane is one environment of one worker; lanes of worker 0 come first. With environments that
     restart on their own (``GymEnvInf``) lanes never end.
 
-    The ``info`` of a window says where each row begins: ``batcher`` (a number that follows from
-    ``seeds``), ``lane``, ``episode`` (the number of the lane's episode) and ``first_step`` (the
-    step's number in it). A ``Pool`` joins windows by them.
+    The ``info`` of a window reports where each row begins: ``batcher`` (a number derived from
+    ``seeds``), ``lane``, ``episode`` (the lane's episode number) and ``first_step`` (the step
+    number in that episode). A ``Pool`` uses them to join windows.
 
     Args:
         n_timesteps: Steps per window.
         n_slots: Ignored; accepted because ``EpisodeBatcher`` takes it.
-        create_agent: Called as ``create_agent(**agent_args)`` in every worker: an ``Agent``, a
-            module or another callable.
+        create_agent: Called as ``create_agent(**agent_args)`` in every worker; returns an
+            ``Agent``, a module or another callable.
         agent_args: Keyword arguments of ``create_agent``.
         create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, without ``seed``
-            if it takes none: a ``GymEnvInf``, or another ``VecEnv``.
+            if it does not accept one; returns a ``GymEnvInf`` or another ``VecEnv``.
         env_args: Keyword arguments of ``create_env``.
         n_workers: Number of worker processes; 0 runs everything in this process while ``get``
             waits, with the same results.
         seeds: Also ``seed``. A non-negative int, or a list with one per worker; ``None`` draws one
-            and logs it. Lanes that restart on their own share no seed for 2**30 steps of all lanes
-            together, resets included.
-        timeout: Seconds without a step of any environment after which a worker counts as hanging;
+            and logs it. Lanes that restart on their own do not repeat a seed within 2**30 steps of
+            all lanes together, including resets.
+        timeout: Seconds without a step of any environment after which a worker counts as hung;
             ``None`` for never.
         agent_rows: Call the agent with this many rows, so that results are the same for any number
-            of environments per worker; by default with one for each of them.
-        progress: Whether ``get`` shows a bar, or a function that it calls; see ``get``.
-        **policy: What happens when workers fail, by the names and with the defaults of
-            ``EpisodeBatcher``: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
-            ``max_episode_restarts``, ``max_episodes_per_worker``, ``start_method``. The successor
-            of a worker restores every running episode by repeating its recorded actions; if that
-            does not lead to the same observation, ``get`` raises ``EnvError``. If the agent
-            requires a history, the failure is reported, and ``reset`` goes on with new workers.
+            of environments per worker; by default one row per environment.
+        progress: Default of ``get(progress=)``.
+        **policy: Failure handling, with the names and defaults of ``EpisodeBatcher``:
+            ``on_worker_failure``, ``max_restarts``, ``on_env_error``, ``max_episode_restarts``,
+            ``max_episodes_per_worker``, ``start_method``. The successor of a worker restores every
+            running episode by repeating its recorded actions; if that does not lead to the same
+            observation, ``get`` raises ``EnvError``. If the agent needs a history, the failure is
+            reported, and ``reset`` continues with new workers.
 
     Example:
         >>> def create_endless_env(seed):
@@ -74,7 +74,7 @@ class Batcher(BatcherBase):
 
     @property
     def all_stopped(self) -> bool:
-        """Whether every lane has ended, so that ``get`` returns ``None``."""
+        """Whether every lane has ended; ``get`` then returns ``None``."""
         is_idle = not self._not_closed().pending and not self.is_interrupted
         return is_idle and self._lanes is not None and not self._lanes.running
 
@@ -95,9 +95,9 @@ class Batcher(BatcherBase):
             env_info: Likewise; its rows are passed to the environments at every reset.
 
         Raises:
-            SpecError: If an info holds anything but numbers, or has another number of rows; or if
-                rows of ``env_info`` differ for environments that can only be reset together, see
-                ``VectorGymEnv``. Nothing has changed then.
+            SpecError: If an info contains anything but numbers or has a wrong number of rows; or,
+                for environments that can only be reset together (see ``VectorGymEnv``), if rows of
+                ``env_info`` differ. Nothing has changed then.
 
         Example:
             >>> def create_endless_env(seed):
@@ -131,18 +131,18 @@ class Batcher(BatcherBase):
 
     @crash_only
     def execute(self, agent_info: Info = None, env_info: Info = None) -> None:
-        """Request the next window; returns at once.
+        """Request the next window and return at once.
 
         Args:
-            agent_info: ``[n_lanes, ...]``, as for ``reset``: what the agent gets from this window
-                on, in the episodes that are running, too. It replaces all that was given before,
-                and may have other keys; an empty dict for none. ``None`` leaves it as it is.
-            env_info: Likewise: what environments are reset with whose episodes begin in this window
-                or later, for a curriculum, say. Those that are running go on undisturbed. The
-                rows of ``info["env_info/..."]`` are those in force during the window.
+            agent_info: ``[n_lanes, ...]``, as for ``reset``; passed to the agent from this window
+                on, also in running episodes. It replaces all earlier values and may have other
+                keys; an empty dict passes none. ``None`` keeps the earlier values.
+            env_info: Likewise, for the reset of episodes that begin in this window or later, for
+                example for a curriculum. Running episodes are not affected. The rows of
+                ``info["env_info/..."]`` are those in force during the window.
 
         Raises:
-            SpecError: As for ``reset``. Nothing has changed then, and running episodes go on.
+            SpecError: As for ``reset``. Nothing has changed then, and running episodes continue.
             UsageError: Before ``reset``, and after an error.
 
         Example:
@@ -175,7 +175,7 @@ class Batcher(BatcherBase):
         self._n_windows += 1
 
     def _hand_out(self, dispatcher: Dispatcher) -> TemporalDictTensor:
-        """See ``BatcherBase``. No window follows the one with which all lanes end."""
+        """Return the result; no window follows one in which all lanes end."""
         try:
             result = super()._hand_out(dispatcher)
         except RlpoolError:
@@ -198,7 +198,7 @@ class Batcher(BatcherBase):
     def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
-        """See ``BatcherBase.layout``."""
+        """Implement ``BatcherBase.layout``."""
         n_lanes = specs.n_lanes * n_workers
         layout = Layout(specs, n_lanes, n_timesteps, n_workers, specs.auto_reset)
         return layout.checked(("n_timesteps",))

@@ -1,4 +1,4 @@
-"""What a worker does, wherever it runs: in a process of its own or in the caller's."""
+"""A worker's part of a batcher, in its own process or in the caller's."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ from rlpool.workers.wire import Close, Done, Message, Pipe, Retiring
 from rlpool.workers.worker_process import Place, Server, called, load, run
 
 _N_HEAD = 128
-"""Steps in which nearly everything shows that is carried over from other episodes."""
+"""Number of steps in which state kept from other episodes almost always shows."""
 
-_RESTORE = "let reset(seed=...) restore all state, which a real robot cannot"
+_RESTORE = "let reset(seed=...) restore all state, which is impossible for a real robot"
 
 
 def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
     """Run a worker process of a batcher.
 
     Args:
-        shared: What the set-up refers to.
+        shared: Objects that the set-up shares with the caller.
         place: Which worker it is.
         pipe: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
@@ -70,8 +70,8 @@ def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
     # A second descriptor stays open for locking the file behind it.
     lock = FileLock(os.dup(control_fd)) if place.n_workers > 1 else NO_LOCK
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with suppress(OSError):  # where that is not allowed
-            # A worker that is woken does not take the core of a caller that is waking the others.
+        with suppress(OSError):  # not permitted everywhere
+            # A woken worker must not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     make_collector = partial(Collector, place, pipe, lock=lock)
     run(make_collector, shared, place, control_fd)
@@ -80,19 +80,19 @@ def main(shared: Shared, place: Place, pipe: Pipe, control_fd: int) -> None:
 class Collector(Server):
     """Owns a worker's environments and agent, and carries out the caller's commands.
 
-    It is also the queue of the rollout's plans: lanes that the requests so far leave idle begin
-    with the next request, unless something else has to be done before it.
+    It is also the queue of the rollout's plans: lanes that are idle in the current requests begin
+    with the next request, unless another command comes first.
 
     Args:
         place: Which worker it is.
-        link: The line to the caller.
+        link: The connection to the caller.
         control: The worker's part of the shared record.
-        lock: What workers lock to claim episodes, see ``Claims``.
-        notice: Is called when episodes have ended; ``None`` in a process of its own.
+        lock: Lock of claims, see ``Claims``.
+        notice: Called when episodes have ended; ``None`` in a worker process.
 
     Attributes:
-        env: The environments, once they are created.
-        agent: The agent, likewise.
+        env: The environments, once created.
+        agent: The agent, once created.
     """
 
     def __init__(
@@ -105,37 +105,37 @@ class Collector(Server):
     ) -> None:
         super().__init__(place, link, control)
         self._in_process = notice is not None  # where Ctrl-C may reach it
-        self._inbox: deque[tuple[Message, Memory | None]] = deque()  # what was read
+        self._inbox: deque[tuple[Message, Memory | None]] = deque()  # messages read so far
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
         self.agent: Agent
         self._rollout: Rollout
         self._failed_update: WorkerError | None = None
-        self._next: tuple[Run, Memory | None] | None = None  # to be run
-        self._plans: dict[int, RequestPlan] = {}  # that run, by the number of their request
+        self._next: tuple[Run, Memory | None] | None = None  # the next request
+        self._plans: dict[int, RequestPlan] = {}  # running plans, by the number of their request
         self._site = Site(place, lock, self._recycling, link.send, self._read, notice)
 
-    # What the caller has sent --------------------------------------------------------------------
+    # Messages from the caller --------------------------------------------------------------------
 
     def peek(self) -> Message | None:
-        """The next message, which stays here; ``None`` if there is none yet."""
+        """Return the next message without removing it; ``None`` if there is none yet."""
         if not self._inbox:
             self._read()
         return self._inbox[0][0] if self._inbox else None
 
     def receive(self) -> tuple[Message, Memory | None]:
-        """The next message and its memory, waiting for it if need be."""
+        """Return the next message and its memory, waiting if necessary."""
         while not self._inbox:
             self._read(blocking=True)
         return self._inbox.popleft()
 
     def _read(self, blocking: bool = False) -> bool:
-        """Read what has arrived, and wait for something if ``blocking``.
+        """Read the messages that have arrived, and wait for one if ``blocking``.
 
-        Slots that were emptied are given to their plans at once.
+        Emptied slots are given to their plans at once.
 
         Returns:
-            Whether there was anything.
+            Whether there were any.
         """
         n_read = 0
         while self._link.poll() or (blocking and not n_read):
@@ -147,10 +147,10 @@ class Collector(Server):
                 plan.take_slots(message.slots)
         return n_read > 0
 
-    # Carrying it out -----------------------------------------------------------------------------
+    # Commands ------------------------------------------------------------------------------------
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
-        """Create environments and agent, and find out what a step consists of."""
+        """Create environments and agent, and discover the contents of a step."""
         seed = self._place.seed
         functions: Any = setup.functions if memory is None else memory.root().tobytes()
         if self._in_process:
@@ -190,7 +190,7 @@ class Collector(Server):
         return self._probed({}, {}, None)
 
     def serve(self) -> None:
-        """Carry out messages until told to close."""
+        """Carry out messages until one says to close."""
         goes_on = True
         while goes_on:
             self._control.begin_wait()
@@ -199,7 +199,7 @@ class Collector(Server):
             goes_on = self.handle(message, memory)
 
     def handle(self, message: Message, memory: Memory | None) -> bool:
-        """Carry out one message; False if this worker is to end now."""
+        """Carry out one message; False if this worker has to end now."""
         if isinstance(message, Close):
             return False
         if isinstance(message, Probe):
@@ -219,7 +219,7 @@ class Collector(Server):
         return True
 
     def _repeat(self, number: int, first: int, tape: Tape) -> None:
-        """Repeat an episode, then its beginning once it has run here, and begin it once more."""
+        """Repeat an episode in full, then its first steps, then its reset."""
         lane, where = first % self.env.n_lanes, self._here._replace(seed=tape.seed)
         head = {key: array[:_N_HEAD] for key, array in tape.columns.items()}
         steps, start = replace(tape, observation={}), replace(tape, chunks=[])
@@ -243,7 +243,7 @@ class Collector(Server):
     def _probed(
         self, agent_info: Mapping[str, NDArray], env_info: Mapping[str, NDArray], asked: Any
     ) -> Report:
-        """Learn the keys, with the first episodes of a request if there are any."""
+        """Discover the keys, with the first episodes of a request if there are any."""
         n_lanes = self.env.n_lanes
         rows, given = (
             {key: array[np.arange(n_lanes) % len(array)] for key, array in info.items()}
@@ -269,12 +269,12 @@ class Collector(Server):
             self.agent.update(unpack(message.payload, memory))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self._in_process:
-                raise  # Ctrl-C: the next get() does it again
+                raise  # Ctrl-C: the next get() repeats it
             self._failed_update = agent_error(error, self._here, "agent.update")
             self._failed_update.__cause__ = error
 
     def _run(self, message: Run, memory: Memory | None) -> bool:
-        """Run a request's share, and of those that follow; False if this worker has to end."""
+        """Run a request's share and those that follow; False if this worker has to end."""
         if self._failed_update is not None:
             # The policy that the request needs could not be loaded.
             self.failed(self._plan_of(message, memory), self._failed_update)
@@ -298,14 +298,14 @@ class Collector(Server):
     # The queue of plans --------------------------------------------------------------------------
 
     def has_next(self) -> bool:
-        """Whether there may be a request that can run beside the others."""
+        """Whether there may be a request that can run at the same time as the others."""
         message = None if self._in_process else self.peek()
         if isinstance(message, Run):
             return isinstance(message.asked, Episodes) and message.asked.tape is None
         return isinstance(message, MapBlock)
 
     def next_plan(self) -> Plan | None:
-        """The plan of the next request, unless something else has to be done before it."""
+        """The plan of the next request, unless another command comes first."""
         while self._next is None and self.has_next() and not self._recycling.is_due():
             message, memory = self.receive()
             if isinstance(message, MapBlock):
@@ -331,7 +331,7 @@ class Collector(Server):
         return plan
 
     def done(self, plan: Plan) -> None:
-        """Tell the caller that a request's share is done, unless a successor has to go on."""
+        """Report that a request's share is done, unless a successor has to continue it."""
         if not plan.is_left_over():
             self._control.done[0] += 1
             self._conclude(plan.number)
@@ -354,11 +354,11 @@ class Collector(Server):
 
 
 class _WorkerEnds(Exception):
-    """A successor has to take over."""
+    """A successor has to continue."""
 
 
 def _infos(payload: Payload | None, memory: Memory | None) -> tuple[Any, Any, Any]:
-    """Both infos of a request, and by lane the tapes of episodes that another worker had begun."""
+    """Both infos of a request, and by lane the tapes of episodes that another worker began."""
     if payload is None or memory is None:
         return {}, {}, {}
     infos: tuple[Any, Any, Any] = unpack(payload, memory)
