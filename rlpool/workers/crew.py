@@ -1,15 +1,15 @@
 """The crew of worker processes: they start, work, end, and are replaced.
 
-Every worker goes through the same states, whatever it runs::
+All workers have the same states::
 
     DOWN --due--> STARTING --ready--> UP --retiring, failed, dismissed--> LEAVING --> DOWN
     any state --the process ends--> DOWN
     STARTING or UP, busy, without progress for timeout --> killed
     LEAVING past its deadline --> killed
 
-An end is judged once, in ``_judge``, by the worker's last words if any, else by how it died.
-Then either a successor is due, now or later, or nothing works any more (``fatal``). After that no
-end is judged, nor that of a worker that was dismissed.
+Each end is judged once, in ``_judge``, by the worker's last message if any, otherwise by how it
+died. Then either a successor is due, now or later, or nothing works any more (``fatal``). Later
+ends are not judged, nor is the end of a dismissed worker.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ from rlpool.workers.worker_process import Place, WorkerMain, stacks_of
 _LOG = logging.getLogger("rlpool")
 
 LEAVE_S = 3.0
-"""How long one that is replaced may take to close its environments before it is killed."""
+"""Time for a worker that is replaced to close its environments before it is killed."""
 
 _UNKILLABLE_S = 10.0
-"""A process that is still there this long after it was killed will not end soon."""
+"""A process that still exists this long after it was killed will not end soon."""
 
 _LONGEST_LOOK_S = 0.5
 _LOOKS_PER_TIMEOUT = 4
 """The time between two looks counts up to this long, or this part of the timeout: a caller that
-seldom looks cannot tell a worker that hangs from one that waited for the caller."""
+seldom looks cannot distinguish a worker that hangs from one that waited for the caller."""
 
 _LOOKS_PER_PATIENCE = 4
-"""A look costs time for each worker, and messages may arrive every few microseconds: so one that
-comes sooner than this part of the patience after the last one is left out."""
+"""A look costs time for each worker, and messages may arrive every few microseconds. So a look is
+skipped if the last one was less than this part of the patience ago."""
 
 _START_S = 20.0
-"""A worker that is starting may be idle for at least this long: importing may be slow."""
+"""Minimum time that a starting worker may be idle, because importing may be slow."""
 
 _OUT_OF_MEMORY = (
     "most likely the system ran out of memory (dmesg shows it): run fewer workers, "
@@ -89,29 +89,29 @@ _HANGS = "look for an endless wait in the environment or the agent, or raise tim
 
 _LIMITED = "use fewer, or raise the limits of processes and files: ulimit -u, ulimit -n"
 
-_CRASHED = "look there for what ends a process: native code that crashes, or os._exit"
+_CRASHED = "look there for code that ends a process: a crash in native code, or os._exit"
 
 _KILLED = (
-    "find out what kills it from outside, or which code of the environment closes file descriptors "
+    "find out which program kills it, or which code of the environment closes file descriptors "
     "that it has not opened (os.closerange, os.close)"
 )
 
 
 @dataclass(eq=False)
 class Link:
-    """The line to one worker.
+    """The caller's record of one worker.
 
     Attributes:
         worker: Its number.
-        state: What it is doing.
-        process: Its process, the last one if it has none.
+        state: Its state.
+        process: Its process, or its last one.
         pipe: The caller's end of its pipe, ``None`` without a process.
-        last_words: Why it is about to end, if that is a failure.
+        last_words: The failure because of which it is about to end.
         is_dismissed: Whether it ends for good.
-        n_oom_kills: How many processes of the system had run out of memory before it started.
-        deadline_s: When it starts again while it is down, when it is killed while it is leaving.
-        progress: A number that changes when it does anything: negative while it starts.
-        idle_s: How long it was watched with something to do, without progress.
+        n_oom_kills: The system's out-of-memory kills before it started.
+        deadline_s: When it starts again if it is down, or is killed if it is leaving.
+        progress: A number that changes with any activity: negative while it starts.
+        idle_s: Observed time with work to do but no progress.
     """
 
     worker: int
@@ -127,16 +127,16 @@ class Link:
 
 
 class Client(Protocol):
-    """Gives the workers something to do."""
+    """Gives the workers their work."""
 
     def on_message(self, worker: int, message: Message) -> None:
         """Handle a message from a worker, the first of which is ``Ready``.
 
-        Then it is sent all outstanding work, whether or not it is a successor.
+        After ``Ready``, a worker is sent all outstanding work, whether or not it is a successor.
         """
 
     def lost(self, worker: int, failure: WorkerError | None, abandons: bool) -> bool:
-        """Take back what a worker had begun that is gone and will be replaced.
+        """Take back the unfinished work of a worker that is gone and will be replaced.
 
         Args:
             worker: The worker.
@@ -144,11 +144,11 @@ class Client(Protocol):
             abandons: Whether the episode of ``failure.where`` should not be run again.
 
         Returns:
-            Whether that episode was given up: it is truncated, or its failure is reported.
+            Whether that episode was abandoned: truncated, or reported as a failure.
         """
 
     def busy(self) -> Collection[int]:
-        """The workers that have something to do."""
+        """The workers that have work to do."""
 
     def running_in(self, worker: int) -> dict[str, Any]:
         """``where`` of a worker, ``options`` and ``actions`` of its episode, as far as known."""
@@ -158,25 +158,23 @@ class Crew:
     """Worker processes, and the caller's ends of their pipes.
 
     Nothing happens in the background: a caller that waits calls ``look`` or ``wait_until``. Each
-    worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
-    caller and worker notice each other's end. The shared record and what waits for all of
-    them cost one each.
+    worker costs the caller three descriptors: its pipe, and two with which multiprocessing detects
+    the end of caller and worker. The shared record and the ``epoll`` of all workers cost one each.
 
     Args:
-        runs: The main function of each worker process, its first message, which says what to
-            create, and the memory of that.
+        runs: For each worker process, its main function, its first message (the set-up), and the
+            memory of that message.
         root: Root of all seeds.
-        policy: What happens to workers that fail.
-        timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
-            never.
+        policy: What to do with workers that fail.
+        timeout_s: Seconds without progress after which a worker counts as hung, ``None`` for never.
         client: Gives them work.
         wake: Ends every wait when it is signalled.
 
     Attributes:
-        fatal: Why nothing works any more.
+        fatal: The error after which nothing works any more.
         control: The shared record.
         all_up: Whether every worker is ready.
-        restarts: How many were replaced because they failed, and why.
+        restarts: Counts replacements of failed workers.
         patience_s: How long to wait at most before looking for workers that hang.
     """
 
@@ -193,7 +191,7 @@ class Crew:
         self.fatal: RlpoolError | None = None
         self.all_up = False
         self._root = root
-        self._settings = torch_settings()  # now: a successor has the same
+        self._settings = torch_settings()  # read now, so that successors have the same
         self._runs = runs
         self._policy = policy
         self._timeout_s = math.inf if timeout_s is None else timeout_s
@@ -232,7 +230,7 @@ class Crew:
 
         Raises:
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
-                get ready.
+                become ready.
         """
         self._advance()
         self.wait_until(lambda: self.all_up or self.fatal is not None)
@@ -285,7 +283,7 @@ class Crew:
                         self.fail(WorkerStartupError(message, fix=_LIMITED))
 
     def _set_state(self, link: Link, state: State, seconds: float = math.inf) -> None:
-        """Change a worker's state, for some time if it is down or leaving."""
+        """Change a worker's state; the deadline applies if it is down or leaving."""
         link.state, link.deadline_s = state, time.monotonic() + seconds
         self.control.rows[link.worker, Word.STATE] = state
         self.all_up = all(link.state is State.UP or link.is_dismissed for link in self._links)
@@ -293,7 +291,7 @@ class Crew:
     # Ending -----------------------------------------------------------------------------------
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
-        """Record that a worker will end because of a failure; if it does not, it is killed."""
+        """Record that a worker will end because of a failure; it is killed if it does not."""
         link = self._links[worker]
         link.last_words = failure
         self._set_state(link, State.LEAVING, LEAVE_S)
@@ -304,16 +302,16 @@ class Crew:
         self._links[worker].is_dismissed = True
 
     def fail(self, error: RlpoolError) -> None:
-        """Put an end to everything; the first error is the one that is raised."""
+        """End all work; the first error is the one that is raised."""
         self.fatal = self.fatal or error
 
     def refuse_if_dead(self) -> None:
-        """Raise the error that ended everything, if there is one."""
+        """Raise ``fatal`` if it is set."""
         if self.fatal is not None:
             raise self.fatal
 
     def kill(self, worker: int, failure: WorkerError | None = None) -> None:
-        """End a worker at once, for a failure if there is one; ``look`` notices its death."""
+        """End a worker at once, because of a failure if given; ``look`` notices its death."""
         process = self._links[worker].process
         if failure is not None:
             self.expect_end(worker, failure)
@@ -321,9 +319,10 @@ class Crew:
             process.kill()
 
     def _bury(self, link: Link, pipe: CallerPipe, process: SpawnProcess) -> None:
-        """Clear away what is left of a worker that ended, and judge its end."""
-        reap(process)  # first: if it is interrupted, close() ends what is left
-        # Those that a forked copy of this process has, too, would be watched for ever.
+        """Clean up after a worker that ended, and judge its end."""
+        reap(process)  # first: if it is interrupted, close() ends the rest
+        # Otherwise descriptors that a forked copy of this process also holds would be polled for
+        # ever.
         for fd in (pipe.fileno(), process.sentinel):
             self._worker_of.pop(fd, None)
             if self._epoll is not None:
@@ -341,7 +340,7 @@ class Crew:
             self._set_state(link, State.GONE)
 
     def _judge(self, link: Link, failure: WorkerError | None, exitcode: int | None) -> None:
-        """Decide what follows from a worker's end."""
+        """Decide what follows a worker's end."""
         guard = missing_guard_error(exitcode)
         if guard is not None:
             self.fatal = guard
@@ -357,7 +356,7 @@ class Crew:
             self._restart(link, failure)
 
     def _restart(self, link: Link, failure: WorkerError) -> None:
-        """Let a worker that failed start again when it is due."""
+        """Let a failed worker start again when it is due."""
         where = f" ({failure.where})" if str(failure.where) else ""
         abandons = self.restarts.abandons(failure)
         is_abandoned = self._client.lost(link.worker, failure, abandons)
@@ -389,19 +388,19 @@ class Crew:
             self.kill(worker)
 
     def close(self) -> None:
-        """End all workers; if it is repeated after an interruption, it does the rest."""
+        """End all workers; a repeated call completes an interrupted one."""
         _close(self._links, self._logs, self._closing)
-        with suppress(TypeError):  # at the end of Python multiprocessing has no registry any more
+        with suppress(TypeError):  # at interpreter exit multiprocessing no longer has a registry
             self._end.cancel()
-        self._epoll = None  # a wait of another thread goes on
+        self._epoll = None  # a wait in another thread continues
         self.control.close()
 
-    # Talking to workers -----------------------------------------------------------------------
+    # Messages to workers ----------------------------------------------------------------------
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
-        """Send a message to a worker that is ready; any other is sent all work when it is.
+        """Send a message to a ready worker; any other is sent all work when it becomes ready.
 
-        It does not wait for the worker: ``look`` sends what its pipe does not take.
+        It does not wait for the worker: ``look`` sends the rest when its pipe is full.
         """
         link = self._links[worker]
         if link.state is State.UP:
@@ -414,54 +413,54 @@ class Crew:
                 if memory is None:
                     pipe.send(message)
                 else:
-                    with defer_signals():  # the descriptor that is sent must not leak
+                    with defer_signals():  # the duplicated descriptor must not leak
                         pipe.send(message, memory)
             except ConnectionError:
                 return  # the worker's death is noticed elsewhere
         except OSError as error:
-            what = f"worker {link.worker} cannot be sent a message: {error}"
-            self.fail(WorkerDiedError(what, exitcode=None, fix=_LIMITED))
+            text = f"worker {link.worker} cannot be sent a message: {error}"
+            self.fail(WorkerDiedError(text, exitcode=None, fix=_LIMITED))
         if pipe.events & select.POLLOUT and self._epoll is not None:
             self._epoll.modify(pipe, pipe.events)
 
     def fileno(self) -> int:
-        """A descriptor that can be read when a worker has sent something or has ended.
+        """A descriptor that is readable when a worker has sent something or has ended.
 
-        It is open until ``close``; -1 after it.
+        It stays open until ``close``, and is -1 afterwards.
         """
         return -1 if self._epoll is None else self._epoll.fileno()
 
     def wait_until(self, is_over: Callable[[], bool], until_s: float = math.inf) -> None:
-        """Handle messages until a condition holds, and look for workers that hang.
+        """Handle messages until a condition holds, and look for hung workers.
 
         Args:
             is_over: The condition.
-            until_s: When to give up, by ``time.monotonic``.
+            until_s: When to stop waiting, as ``time.monotonic``.
         """
         while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
             self.look(left_s)
 
     def look(self, longest_s: float = 0.0) -> None:
-        """Handle what has arrived, logs included; start workers that are due, end those that hang.
+        """Handle all messages and logs that have arrived; start due workers and kill hung ones.
 
         Args:
-            longest_s: Longest wait for something to arrive.
+            longest_s: Maximum wait for something to arrive.
         """
         timeout_s = min(longest_s, self.patience_s)
         if not self.all_up:
             due_s = min(link.deadline_s for link in self._links) - time.monotonic()
             timeout_s = min(timeout_s, max(0.0, due_s) + 0.001)
-        epoll = self._epoll  # open as long as it is used here, even if a handler calls close()
+        epoll = self._epoll  # stays open while it is used here, even if a handler calls close()
         fds = {fd for fd, _ in epoll.poll(timeout_s)} if epoll is not None else set()
         if not self._end.still_active():
             if is_exiting() and threading.current_thread().daemon:
-                # Python has ended the workers: this thread would take their ends for deaths.
+                # Python has ended the workers: this thread would mistake that for their deaths.
                 threading.Event().wait()
             return
         if self._wake is not None and self._wake.fd in fds:
             self._wake.wait()
         if not fds and timeout_s > 0.0:
-            # A process that a dead worker had forked may keep its descriptors open.
+            # A dead worker's descriptors may be kept open by a process that it had forked.
             self._deliver_all(range(self.n_workers))
         else:
             self._deliver_all({self._worker_of[fd] for fd in fds if fd in self._worker_of})
@@ -471,18 +470,18 @@ class Crew:
         self._look_for_hang()
 
     def _deliver_all(self, ready: Iterable[int]) -> None:
-        """Handle messages and ends of workers, and send what a pipe did not take before."""
+        """Handle messages and ends of workers, and send what did not fit into a pipe before."""
         try:
             for worker in sorted(ready):
                 self._deliver_from(self._links[worker])
         except BaseException as error:
             if isinstance(error, ValueError) and self.fatal is not None:
-                return  # another thread has closed them meanwhile, processes included
+                return  # another thread has closed them, including processes
             self.abort()  # a message may be lost
             raise
 
     def _deliver_from(self, link: Link) -> None:
-        """Handle a worker's messages, its last words before its death."""
+        """Handle a worker's messages, and its death after the last one."""
         if link.pipe is not None and link.pipe.events & select.POLLOUT:
             with defer_signals(), suppress(ConnectionError):  # a death is handled below
                 link.pipe.flush()
@@ -516,10 +515,10 @@ class Crew:
                 self._set_state(link, State.UP)
             self._client.on_message(link.worker, message)
 
-    # Looking at workers -------------------------------------------------------------------------
+    # Hung workers -------------------------------------------------------------------------------
 
     def _look_for_hang(self) -> None:
-        """Kill a worker that has something to do and makes no progress."""
+        """Kill workers that have work to do but make no progress."""
         now_s = time.monotonic()
         self._watched_s += min(now_s - self._looked_s, self.patience_s)
         self._looked_s = now_s
@@ -545,10 +544,10 @@ class Crew:
                 self.kill(link.worker, error)
 
     def _progress_of(self, link: Link) -> int:
-        """A number that changes when a worker does anything, 0 if that is unknown.
+        """A number that changes with a worker's activity, 0 if it is unknown.
 
         It counts steps, and the lane within a step, as each of many lanes may be slow. While a
-        worker starts it is the processor time, as a negative number.
+        worker starts, it is the negative processor time.
         """
         n_steps, lane = self.control.rows[link.worker, [Word.STEPS, Word.LANE]].tolist()
         if n_steps or link.pipe is None or link.process is None:
@@ -557,7 +556,7 @@ class Crew:
 
 
 def _close(links: list[Link], logs: Logs, closing: threading.RLock) -> None:
-    """Close all workers; also run when a forgotten owner is collected or Python exits."""
+    """Close all workers; also run when an unclosed owner is collected or Python exits."""
 
     def read() -> None:
         for link in links:
@@ -569,4 +568,4 @@ def _close(links: list[Link], logs: Logs, closing: threading.RLock) -> None:
         end_all([(link.pipe, link.process) for link in links if link.pipe and link.process], read)
         for link in links:
             link.pipe = link.process = None
-    logs.deliver()  # last: it runs handlers of the user's
+    logs.deliver()  # last, because it runs the user's handlers

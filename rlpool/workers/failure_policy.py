@@ -1,4 +1,4 @@
-"""What becomes of workers that fail: which are started again, when, and when to give up."""
+"""Failure policy: which workers are restarted, when, and when they are not."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from rlpool.errors import EnvError, WorkerDiedError, WorkerError
 from rlpool.machine.arguments import check_choice, whole_number
 
 DEFAULT_TIMEOUT_S = 600.0
-"""A worker that makes no step for this long counts as hanging: far beyond any slow ``step``."""
+"""A worker without a step for this long counts as hung; far longer than any slow ``step``."""
 
 DEFAULT_MAX_RESTARTS = 16
-"""Restarts of all workers of one owner: enough for odd deaths, few enough to be noticed."""
+"""Restarts of all workers of one owner: enough for rare deaths, few enough to be noticed."""
 
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 2.0
-"""Delays before the second and later restarts in a row of one worker: they double up to here."""
+"""Delays before the second and later restarts in a row of one worker double up to this one."""
 
 _MOST_AT_FIRST = 3
 _MOST_IN_A_ROW = 10
-"""Failures in a row of one worker, without any work done in between, after which it is not started
-again: before all workers were ready for the first time, and later, when so many kills from outside
-do not meet by chance, and the delays add up to ten seconds."""
+"""Failures in a row of one worker, without any work in between, after which it is not started
+again: before all workers were ready for the first time, and later, when this many kills from
+outside are no coincidence and the delays add up to ten seconds."""
 
 DEFAULT_MAX_EPISODE_RESTARTS = 2
 """Failures of one episode: the first may be an accident, a second is not."""
 
 _LONGEST_HISTORY = 1000
-"""Failures that are remembered: an owner without a limit may live for months."""
+"""Failures kept: an owner without a limit may live for months."""
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """How workers start, what becomes of those that fail, and when healthy ones are replaced.
+    """How workers start, what happens to those that fail, and when healthy ones are replaced.
 
     Attributes:
-        on_worker_failure: ``"restart"`` replaces workers that died or hang, ``"raise"`` reports
+        on_worker_failure: ``"restart"`` replaces workers that died or hung, ``"raise"`` reports
             them.
-        max_restarts: The most replacements in all, ``None`` for no limit.
+        max_restarts: Maximum number of replacements, ``None`` for no limit.
         on_env_error: ``"raise"`` reports an environment that raises, ``"restart"`` replaces its
             worker and runs the episode again, ``"truncate"`` replaces it and ends the episode.
         max_episode_restarts: An episode that fails this often at one step is not run again:
@@ -49,7 +49,7 @@ class FailurePolicy:
         start_method: How processes are started, ``"auto"`` or ``"spawn"``: docs/processes.md.
 
     Raises:
-        SpecError: If a value is none of these; the message names it.
+        SpecError: If a value is invalid; the message names it.
     """
 
     on_worker_failure: str = "restart"
@@ -89,7 +89,7 @@ class FailurePolicy:
         return self.on_worker_failure == "restart"
 
     def abandons(self, failure: WorkerError, n_failures: int) -> bool:
-        """Whether an episode that failed so often is not run again."""
+        """Whether an episode with this many failures is not run again."""
         if self.truncates and failure.can_be_repeated:
             return True
         return self.max_episode_restarts is not None and n_failures >= self.max_episode_restarts
@@ -107,7 +107,7 @@ class PolicyOptions(TypedDict, total=False):
 
 
 def policy_of(owner: str, options: Mapping[str, Any]) -> FailurePolicy:
-    """The policy that keywords of a class describe.
+    """Make the policy from a class's keywords.
 
     Raises:
         SpecError: If a value is wrong.
@@ -120,17 +120,17 @@ def policy_of(owner: str, options: Mapping[str, Any]) -> FailurePolicy:
 
 
 class BatcherOptions(PolicyOptions, total=False):
-    """They, and second names of a batcher's arguments, which ``also_takes`` replaces."""
+    """Also the alternative names of a batcher's arguments, which ``also_takes`` replaces."""
 
     seed: int | None
     n_threads: int
 
 
 class Restarts:
-    """Decides when workers that failed start again, and which episodes they do not run again.
+    """Decides when failed workers start again, and which episodes they do not run again.
 
-    A worker's first failure is followed by a restart at once. While it fails again without having
-    done any work, each restart waits twice as long as the one before, until it is given up.
+    A worker is restarted at once after its first failure. If it fails again without having done any
+    work, each further restart waits twice as long as the last, up to a maximum number of failures.
 
     Args:
         n_workers: Number of workers.
@@ -147,13 +147,13 @@ class Restarts:
         self._policy = policy
         self._n_in_a_row = [0] * n_workers
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
-        # Episode to the step at which it failed last, and how often in a row it did there.
+        # Episode to the step of its last failure, and its number of failures in a row at that step.
         self._failed: dict[Any, tuple[int | None, int]] = {}
 
     def abandons(self, failure: WorkerError) -> bool:
         """Count a failure; returns whether its episode should not be run again.
 
-        Failures at different steps are no fault of the episode.
+        Failures at different steps are not attributed to the episode.
         """
         episode, step = _episode_of(failure), failure.where.step
         last, n = self._failed.pop(episode, (step, 0))
@@ -164,25 +164,25 @@ class Restarts:
         return self._policy.abandons(failure, n)
 
     def forget(self, lane: int, seed: int) -> None:
-        """Count anew in the episode of a lane, which begins."""
+        """Reset the count for the episode that a lane begins."""
         self._failed.pop((None, lane, seed), None)
 
     def judge(
         self, worker: int, failure: WorkerError, is_abandoned: bool = False
     ) -> tuple[float, str]:
-        """Decide what follows from a failure.
+        """Decide what follows a failure.
 
         Args:
-            worker: Which worker failed.
-            failure: Why.
-            is_abandoned: Whether its episode is not run again: then its failures, which
-                ``abandons`` has counted, will not come again and do not count.
+            worker: The worker that failed.
+            failure: The failure.
+            is_abandoned: Whether its episode is not run again: then the failures that
+                ``abandons`` has counted will not recur and do not count.
 
         Returns:
-            How long to wait before the worker starts again, and words for the log.
+            The delay before the worker starts again, and a message for the log.
 
         Raises:
-            WorkerDiedError: If it does not; its ``history`` has all failures.
+            WorkerDiedError: If it is not started again; its ``history`` contains all failures.
         """
         if is_abandoned:
             _, n = self._failed.pop(_episode_of(failure))
@@ -207,7 +207,7 @@ class Restarts:
         return delay_s, f"restart {self.n_restarts}{of_how_many}"
 
     def note_success(self, worker: int) -> None:
-        """Record that a worker has done some work: its next failure counts as a first one."""
+        """Record that a worker has done some work: its next failure counts as the first."""
         self._n_in_a_row[worker] = 0
 
     def _final(self, failure: WorkerError, why: str, advice: str = "") -> WorkerDiedError:
@@ -221,23 +221,23 @@ class Restarts:
 
 
 def _episode_of(failure: WorkerError) -> Any:
-    """What tells the episode of a failure from others: its row or its lane, and its seed."""
+    """Identify the episode of a failure: by its row or its lane, and its seed."""
     where = failure.where
     return where.row, where.lane if where.row is None else None, where.seed
 
 
 class Recycling:
-    """Says when this worker should be replaced by a fresh one.
+    """Decides when this worker should be replaced by a fresh one.
 
-    A worker always runs at least one episode: otherwise workers would only be replaced and never
-    work.
+    A worker always runs at least one episode; otherwise workers would be replaced forever without
+    working.
 
     Args:
         policy: The limit on episodes.
 
     Attributes:
-        n_begun: Episodes that it has begun.
-        max_episodes: The limit, ``None`` for none.
+        n_begun: Episodes it has begun.
+        max_episodes: The limit, ``None`` for no limit.
     """
 
     def __init__(self, policy: FailurePolicy) -> None:

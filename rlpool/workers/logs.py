@@ -1,8 +1,8 @@
-"""What workers log reaches the caller's ``logging``, over the pipe that each worker has anyway.
+"""Forwarding of workers' log records to the caller's ``logging``, over the workers' pipes.
 
 In a worker, a handler of the root logger sends every record to the caller, whose loggers of the
-same names handle it. It never waits: if the caller has read nothing for long, records are dropped
-and counted. The message is formatted where it was logged, and an exception becomes its traceback.
+same names handle it. It never waits: if the caller does not read for long, records are dropped
+and counted. Messages are formatted in the worker, and exceptions become tracebacks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rlpool.workers.wire import Dropped, Logged, Pipe
 _LOG = logging.getLogger("rlpool")
 
 _PLAIN = (str, int, float, bool, type(None))
-"""Types of a record's fields that are sent as they are; others are sent as text."""
+"""Types of record fields that are sent unchanged; others are sent as text."""
 
 Levels = Mapping[str, int]
-"""The levels of the loggers that have one."""
+"""Levels of the loggers that have one."""
 
 
 class PipeHandler(QueueHandler):
@@ -49,7 +49,7 @@ class PipeHandler(QueueHandler):
 
 
 def current_levels() -> Levels:
-    """The levels of this process, by which a worker that starts knows what is worth sending."""
+    """The levels of this process, from which a new worker knows which records to send."""
     named = {
         name: logger.level
         for name, logger in list(logging.root.manager.loggerDict.items())
@@ -59,10 +59,10 @@ def current_levels() -> Levels:
 
 
 def connect(handler: PipeHandler, levels: Levels) -> None:
-    """Let this process, a worker's, log through a handler.
+    """Make this worker process log through a handler.
 
-    Handlers that exist already come from the caller's main module, which a worker imports first.
-    They are removed: the caller's handle the same records.
+    Existing handlers come from the caller's main module, which a worker imports first. They are
+    removed, because the caller's own handlers handle the same records.
     """
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):
@@ -76,7 +76,7 @@ def connect(handler: PipeHandler, levels: Levels) -> None:
 
 
 class Logs:
-    """The caller's side: records that have arrived and are not handed over yet."""
+    """The caller's side: records that have arrived and are not handled yet."""
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[int, Logged | Dropped]] = deque()
@@ -87,16 +87,16 @@ class Logs:
         self._arrived.append((worker, message))
 
     def deliver(self) -> None:
-        """Let the caller's loggers handle what has arrived.
+        """Let the caller's loggers handle the records that have arrived.
 
         Raises:
-            Exception: What a filter or handler of the caller raises, as if the caller had logged.
+            Exception: Any error of the caller's filters and handlers, as if the caller had logged.
         """
         while self._arrived:  # a handler may call rlpool again
             worker, message = self._arrived.popleft()
             if isinstance(message, Dropped):
-                what = "worker %d dropped %d log records: it logged faster than they were read"
-                _LOG.warning(what, worker, message.n_records, extra={"worker": worker})
+                text = "worker %d dropped %d log records: it logged faster than they were read"
+                _LOG.warning(text, worker, message.n_records, extra={"worker": worker})
                 continue
             record = logging.makeLogRecord(message.fields)
             logger = logging.getLogger(record.name)
@@ -105,17 +105,17 @@ class Logs:
 
 
 SAID: dict[str, int | None] = {}
-"""What is said once by a batcher, its environments and all their workers, and by which process."""
+"""Records logged once by a batcher, its environments and all their workers, by process."""
 
 SAID_OF_MACHINE: dict[str, int | None] = {}
-"""What is said once by a program."""
+"""Records logged once by a program, by process."""
 
 
 def _is_new(record: logging.LogRecord) -> bool:
-    """Whether no other has said the same, for records that are said once.
+    """Whether no other process has logged the same, for records that are logged once.
 
-    These are warnings, which the process that gave them may repeat, and records of rlpool with
-    ``extra={"once": key}``, where ``""`` stands for the text, once in all the program.
+    These are warnings, which the process that issued them may repeat, and records of rlpool with
+    ``extra={"once": key}``, where ``""`` stands for the text, once in the whole program.
     """
     once = getattr(record, "once", None)
     if once is None and record.name == _LOG.name:

@@ -1,8 +1,8 @@
-"""Any picklable object in one piece of memory, its tensors and arrays readable in place.
+"""Any picklable object in one piece of memory, with its tensors and arrays readable in place.
 
-Used for what is too large for a pipe and the same for all workers: state dicts and infos. It is
-written once; every worker reads it through a private mapping, so that what one changes in place
-stays its own.
+Used for objects that are too large for a pipe and the same for all workers: state dicts and infos.
+The memory is written once; every worker reads it through a private mapping, so its changes in place
+stay private.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from rlpool.data.storage import Memory
 from rlpool.workers.sharing import ONLY_AT_START
 
-_ALIGNMENT = 64  # bytes: what torch gives its own tensors
+_ALIGNMENT = 64  # bytes, as for torch's own tensors
 
 
 Payload = list[tuple[int, int]]
-"""Start and size of each part of a packed object: of its pickle, and of buffers outside it."""
+"""Start and size of each part of a packed object: its pickle, and the buffers outside of it."""
 
 
 class Packed(NamedTuple):
-    """A packed object: what a message says of it, and the memory that follows the message."""
+    """A packed object: its description for a message, and the memory that follows the message."""
 
     payload: Payload
     memory: Memory
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
 def pack(value: Any, allocate: Callable[[int], Memory]) -> Packed:
     """Write an object into new memory.
 
-    Tensors arrive on the CPU and without gradients, whatever device they are on here.
+    Tensors arrive on the CPU and without gradients, whatever their device here.
 
     Args:
         value: Any object that cloudpickle can pickle.
@@ -68,23 +68,23 @@ def unpack(payload: Payload, memory: Memory) -> Any:
 
 
 def unpacked_copy(packed: Packed) -> Any:
-    """Read an object whose tensors are its own."""
+    """Read an object with tensors of its own."""
     memory = Memory.local(packed.memory.n_bytes)
     memory.root()[:] = packed.memory.root()
     return unpack(packed.payload, memory)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the data of tensors outside the pickle."""
+    """cloudpickle, with tensor data outside of the pickle."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce plain tensors to their bytes; leave what can be copied to cloudpickle."""
+        """Reduce plain tensors to their bytes; leave everything else to cloudpickle."""
         kind = type(value)
         if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:
             words = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             data = words.view(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(data), words.dtype, tuple(words.shape))
-        if kind is Connection:  # it would arrive as the number of this process's descriptor
+        if kind is Connection:  # it would arrive as a descriptor number of this process
             raise TypeError(ONLY_AT_START)
         return super().reducer_override(value)
 

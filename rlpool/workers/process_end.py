@@ -1,8 +1,8 @@
-"""How worker processes end: they are asked to close, then terminated, then killed.
+"""The end of worker processes: they are asked to close, then terminated, then killed.
 
-A worker also ends with its caller, whatever either is doing: a pair of sockets carries nothing, and
-the kernel kills the worker's process group when either end is closed, even while an environment
-holds the GIL. A thread does so where a process that the caller forked keeps the caller's end open.
+A worker also ends with its caller, whatever either is doing: the kernel kills the worker's process
+group when either end of an otherwise unused pair of sockets is closed, even while an environment
+holds the GIL. If a process forked by the caller keeps the caller's end open, a thread does it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from rlpool.machine.platform import kill_group, kill_when_closed, stat_fields
 from rlpool.workers.wire import CallerPipe, Close
 
 CLOSE_S = 1.5
-"""How long workers may take to close their environments before they are terminated."""
+"""Time for workers to close their environments before they are terminated."""
 
 TERMINATE_S = 0.5
-"""How long they may then take to end before they are killed. So nothing is left three seconds after
+"""Time for them to end before they are killed. Together, nothing is left three seconds after
 Ctrl-C."""
 
 _READ_EVERY_S = 0.01
-"""How often to read pipes meanwhile."""
+"""How often to read pipes in the meantime."""
 
 _REAP_S = 1.0
-"""How long a process that is ending may take to be gone."""
+"""Time for an ending process to be gone."""
 
 
 def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]], read: Callable[[], None]) -> None:
-    """End workers and what their environments started.
+    """End workers and the processes that their environments started.
 
     Args:
-        ends: For each worker that has not been reaped, the caller's end of its pipe and its
-            process.
-        read: Reads all pipes, so that no worker waits until its messages are read.
+        ends: For each worker that was not reaped, the caller's end of its pipe and its process.
+        read: Reads all pipes, so that no worker waits for its messages to be read.
     """
     try:
         for pipe, _ in ends:
@@ -61,9 +60,9 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]], read: Callable[[], 
                 read()
                 late = [process for process in late if process.is_alive()]
     except ValueError:
-        pass  # closed: a signal's handler has done this meanwhile
+        pass  # already closed, by a signal handler
     except BaseException:
-        # Interrupted while waiting, by a second Ctrl-C: there may be no other chance to end them.
+        # Interrupted by a second Ctrl-C while waiting: there may be no other chance to end them.
         for _, process in ends:
             process.kill()
             process.join(_REAP_S)
@@ -75,12 +74,12 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]], read: Callable[[], 
             with suppress(ValueError):
                 _end_group_of(process)
     for _, process in ends:
-        with suppress(ValueError):  # the kernel is not done with it, although killed
+        with suppress(ValueError):  # killed, but not gone yet
             process.close()  # frees its descriptors
 
 
 def reap(process: SpawnProcess) -> None:
-    """Wait for a process whose pipe is at its end, and end what its environments started."""
+    """Wait for a process whose pipe is at its end; end the processes its environments started."""
     process.join(_REAP_S)
     if process.is_alive():
         process.kill()
@@ -89,13 +88,13 @@ def reap(process: SpawnProcess) -> None:
 
 
 def _end_group_of(process: SpawnProcess) -> None:
-    # A number is not used again while a group of that number lives. If another process has it now,
-    # nothing of the worker's group is left.
+    # A process number is not reused while a process group of that number exists. If another process
+    # has it now, the worker's group is gone.
     if process.pid is None or stat_fields(process.pid):
         return
-    with suppress(OSError):  # mostly there is nothing
+    with suppress(OSError):  # usually the group is empty
         kill_group(process.pid)
-    # The first process of a container inherits them, and nobody else would reap them.
+    # The first process of a container inherits these children, and must reap them itself.
     deadline_s = time.monotonic() + _REAP_S
     with suppress(ChildProcessError):
         while os.waitpid(-process.pid, os.WNOHANG)[0] or time.monotonic() < deadline_s:
@@ -103,7 +102,7 @@ def _end_group_of(process: SpawnProcess) -> None:
 
 
 def signal_name(exitcode: int | None) -> str | None:
-    """Name of the signal that ended a process, if one did."""
+    """Name of the signal that ended a process; ``None`` if it ended otherwise."""
     if exitcode is None or exitcode >= 0:
         return None
     try:
@@ -123,7 +122,7 @@ def end_with_parent() -> None:
         return
     worker: Any = multiprocessing.current_process()
     life_line = Connection(worker.life_line, readable=False)
-    # Only this process holds it: what environments start must not keep it open.
+    # Held by this process alone: processes that environments start must not keep it open.
     os.set_inheritable(life_line.fileno(), False)
     os.register_at_fork(after_in_child=life_line.close)
     kill_when_closed(worker.life_line, -os.getpgrp())

@@ -1,4 +1,4 @@
-"""What batchers, pools and managers have in common: they own worker processes."""
+"""Base class of batchers, pools and managers as owners of worker processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _Self = TypeVar("_Self", bound="ProcessOwner")
 
 
 class ProcessOwner(ABC):
-    """Ends its processes when it is closed, left by a ``with`` statement or dropped.
+    """Ends its processes when it is closed, leaves a ``with`` statement or is dropped.
 
-    It cannot be copied or pickled: there would be two owners.
+    It cannot be copied or pickled, since there would be two owners.
     """
 
     @abstractmethod
     def close(self) -> None:
-        """End the processes, within a few seconds. May be repeated."""
+        """End the processes within a few seconds. Can be repeated."""
 
     @abstractmethod
     def _has_processes(self) -> bool:
-        """Whether there may be something to end, even if the constructor failed half-way."""
+        """Whether there may be processes to end, even if the constructor failed half-way."""
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -43,13 +43,13 @@ class ProcessOwner(ABC):
 
 
 def refuse_forked_copy(owner_pid: int) -> None:
-    """Refuse to use workers in a process that was forked from the one that owns them.
+    """Refuse to use workers in a process that was forked from their owner.
 
     Args:
         owner_pid: The process that started the workers.
 
     Raises:
-        UsageError: If it is not this one.
+        UsageError: If it is a different process.
     """
     if os.getpid() != owner_pid:
         raise UsageError(

@@ -1,8 +1,7 @@
-"""How worker processes start: forked from a template that has imported everything, or spawned.
+"""The start of worker processes: forked from a template that has imported everything, or spawned.
 
-A process has at most one template, started with the first worker. Where forking is not proved safe
-or not possible, workers are spawned, and the log says why; otherwise only time tells the
-difference.
+A process has at most one template, started with the first worker. Where forking is not known to be
+safe or not possible, workers are spawned and the log says why. The only difference is in time.
 """
 
 from __future__ import annotations
@@ -39,20 +38,21 @@ from rlpool.workers.worker_process import Place, WorkerMain, run_connected
 
 
 def preload(*modules: str) -> None:
-    """Let workers start with modules imported, so that they need not import them one by one.
+    """Import modules once for all workers instead of in each of them.
 
-    The template process imports them, once, before the next worker starts. An import must not start
-    threads or use a GPU. A module that does, or fails, is named in the log and left out: workers
-    import it when they need it. What an import does to environment variables, the umask, and
-    signal handlers holds in every worker, and each worker runs the ``atexit`` handlers that it
-    registers; what it does to ``sys.path``, the working directory and limits does not hold. Later
-    changes to the modules' files are seen only after ``shutdown()``.
+    The template process imports them before the next worker starts. An import must not start
+    threads or use a GPU. A module that does so or fails is named in the log and left out; workers
+    then import it when they need it. Effects of an import on environment variables, the umask and
+    signal handlers apply in every worker, and each worker runs the ``atexit`` handlers that it
+    registers. Effects on ``sys.path``, the working directory and limits do not. Later changes to
+    the modules' files take effect only after ``shutdown()``.
 
     Args:
-        modules: Names, such as ``"mujoco"`` or ``"my_package.envs"``. Those of earlier calls stay.
+        modules: Names such as ``"mujoco"`` or ``"my_package.envs"``, in addition to those of
+            earlier calls.
 
     Raises:
-        SpecError: If one is not the name of a module that can be imported by name.
+        SpecError: If one is not the name of an importable module.
 
     Example:
         >>> preload("json", "logging.handlers")  # imported once, before the next worker starts
@@ -62,7 +62,7 @@ def preload(*modules: str) -> None:
         if not is_name or name.split(".")[0] in ("__main__", "__mp_main__"):
             raise SpecError(
                 f"{name!r} is not the name of a module that can be imported",
-                fix='pass names, such as "my_package.envs"; put what your script defines into '
+                fix='pass names, such as "my_package.envs"; move definitions of your script into '
                 "a module of its own",
             )
     _template.add_modules(modules)
@@ -71,7 +71,7 @@ def preload(*modules: str) -> None:
 def shutdown() -> None:
     """End the template process, if there is one; the next worker starts another.
 
-    Running workers continue. Called when Python exits.
+    Running workers continue. Also called when Python exits.
 
     Example:
         >>> shutdown()  # after a change to a module that was given to preload()
@@ -80,7 +80,7 @@ def shutdown() -> None:
 
 
 def prepare(start_method: str) -> None:
-    """Start what the start of a worker needs, which may take seconds.
+    """Start the helper processes that a worker needs, which may take seconds.
 
     Args:
         start_method: ``"auto"`` or ``"spawn"``.
@@ -94,17 +94,17 @@ def prepare(start_method: str) -> None:
 
 
 def why_spawned() -> str:
-    """Why workers are spawned; ``""`` if there is a template, which is started for that."""
+    """Why workers are spawned; ``""`` if there is a template. Starts one to find out."""
     return "" if _template.ready() else _template.reason
 
 
 def launch(
     run: WorkerMain, place: Place, control_fd: int, start_method: str
 ) -> tuple[CallerPipe, SpawnProcess]:
-    """Start a worker process; within ``starting_processes``.
+    """Start a worker process; to be called within ``starting_processes``.
 
     Args:
-        run: The main function of the process.
+        run: Main function of the process.
         place: Which worker it is.
         control_fd: Descriptor of the shared record.
         start_method: ``"auto"`` or ``"spawn"``.
@@ -113,7 +113,7 @@ def launch(
         OSError: If the system allows no further process or descriptor.
     """
     here, there = pipe_ends()
-    with there:  # must not stay open here, or the worker's death would not be an end of file
+    with there:  # must not stay open here, so that the worker's death is an end of file
         try:
             worker = _Process(
                 target=run_connected,
@@ -130,17 +130,17 @@ def launch(
 
 
 _one_at_a_time = threading.RLock()
-"""Starting a process changes what belongs to all threads, and opens what no fork must inherit."""
+"""Starting a process changes global state and opens descriptors that no fork must inherit."""
 
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Hold signal handlers, other threads and forks while processes start.
+    """Hold back signal handlers, other threads and forks while processes start.
 
-    Starting a process would fix the caller's default start method if that is undecided, refuse a
-    caller that is daemonic, such as a worker of a ``DataLoader`` (such a process is killed and
-    would leave children of multiprocessing, but these end with it), and let workers import a main
-    module that is no file, such as ``<stdin>``.
+    Without this, starting a process would set the caller's default start method if it is undecided,
+    refuse a daemonic caller, such as a worker of a ``DataLoader`` (such a process is killed and
+    would leave children of multiprocessing behind, but these end with it), and let workers import a
+    main module that is not a file, such as ``<stdin>``.
     """
     main_module = vars(sys.modules["__main__"])
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
@@ -165,14 +165,13 @@ class _Process(SpawnProcess):
     """A process that ends with the process that started it.
 
     Attributes:
-        is_forked: Whether it is forked from the template where that is possible.
-        life_line: One end of a pair of sockets that only the process holds; see
-            ``end_with_parent``.
+        is_forked: Whether it is forked from the template where possible.
+        life_line: One end of a pair of sockets, held only by the process, see ``end_with_parent``.
     """
 
     is_forked = False
     life_line: Inherited | int
-    _start_method: Any = None  # in the process, the default is what it is here
+    _start_method: Any = None  # the default in the process is the same as here
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
@@ -183,12 +182,12 @@ class _Process(SpawnProcess):
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """Starts a process as multiprocessing does; from its first moment it ends with this one."""
+    """Starts a process as multiprocessing does; it ends with this one from its first moment."""
 
     _fds: list[int]
 
     def _start(self, *fds: Any) -> int:
-        """Start what runs in it; returns its process number.
+        """Start the interpreter; returns its process number.
 
         Args:
             fds: The resource tracker's descriptor, and the pipe from which the process reads its
@@ -216,8 +215,9 @@ class _Popen(popen_spawn_posix.Popen):
                 context.set_spawning_popen(None)
             self.pid = self._start(resource_tracker.getfd(), child_reads)
             kill_when_closed(child_holds, self.pid)
-            # What it started ends with it, even if this process is busy, or ends before it looks.
-            # With one line for both directions, whichever end is closed first finds the other.
+            # Its process group ends with it, even if this process is busy or ends before it
+            # notices. One pair of sockets serves both directions: closing either end notifies the
+            # other.
             kill_when_closed(self.sentinel, -self.pid)
         except BaseException:
             util.close_fds(*ends)  # type: ignore[attr-defined]
@@ -225,19 +225,19 @@ class _Popen(popen_spawn_posix.Popen):
         util.close_fds(child_reads, child_holds)  # type: ignore[attr-defined]
         kept = here_writes, self.sentinel
         self.finalizer = util.Finalize(self, util.close_fds, kept)  # type: ignore[attr-defined]
-        # It may have ended already, as the pipe tells.
+        # It may have ended already; then the pipe is broken.
         with suppress(BrokenPipeError), open(here_writes, "wb", closefd=False) as pipe:
             pipe.write(given.getvalue())
 
 
 class _ForkingPopen(_Popen):
-    """The same, except that the interpreter is forked from the template."""
+    """The same, with an interpreter forked from the template."""
 
-    method = "template"  # of a process that was forked
+    method = "template"  # for processes forked from it
     DupFd = popen_forkserver._DupFd  # type: ignore[assignment]
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Send a descriptor along; returns its position, which stands for it in the pickle."""
+        """Send a descriptor along; returns its position, which represents it in the pickle."""
         self._fds.append(fd)
         return len(self._fds) - 1
 

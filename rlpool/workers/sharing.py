@@ -1,10 +1,10 @@
-"""Pickles of what users pass to workers, and what a worker shares with the caller.
+"""Pickles of users' objects for workers, and what a worker shares with the caller.
 
 cloudpickle sends functions and data. Tensors in shared memory and ``Array`` stay shared: a worker
 opens the files behind them in the caller, which keeps them open for every successor (``Shared``).
 Queues, locks, values and connections of multiprocessing can only be inherited by a process that
-multiprocessing spawns. What contains them is pickled again whenever a worker starts, and that
-worker is spawned.
+multiprocessing spawns. An object with any of these is pickled again whenever a worker starts, and
+that worker is spawned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOG = logging.getLogger("rlpool")
 _mp: Any = torch.multiprocessing  # without annotations
 
 _reducers: Any = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-"""Those of multiprocessing, of torch, and of whoever registers others later."""
+"""The reducers of multiprocessing and torch, and those registered later."""
 
 _TENSORS = (torch.Tensor, torch.TypedStorage, torch.UntypedStorage)
 
@@ -52,7 +52,7 @@ _MODULES_OF_INHERITED = frozenset(
 ONLY_AT_START = (
     "processes share it only from their start: pass it to create_env, create_agent or env_fns"
 )
-"""Why something cannot be sent to a worker that runs."""
+"""Why an object cannot be sent to a running worker."""
 
 _HOW_TO_SPAWN = (
     'make it with multiprocessing.get_context("spawn"), such as '
@@ -61,15 +61,15 @@ _HOW_TO_SPAWN = (
 
 
 class ForkOnlyError(TypeError):
-    """An object can only be inherited by a process that is forked."""
+    """An object that only a forked process can inherit."""
 
 
 class Shared:
-    """What a pickle refers to; it travels with every process that starts.
+    """Objects that a pickle refers to; it travels with every process that starts.
 
     Args:
-        value: What was pickled; it lives as long as this object.
-        is_inherited: Whether processes can only inherit it: then it is pickled whenever one starts.
+        value: The pickled object; it lives as long as this object.
+        is_inherited: Whether processes can only inherit it; it is then pickled whenever one starts.
         arrived: The pickle of ``value``, in a process that has started.
     """
 
@@ -80,7 +80,7 @@ class Shared:
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """Read its pickle within this."""
+        """A context in which its pickle can be read."""
         _being_read.append(self)
         try:
             yield
@@ -88,7 +88,7 @@ class Shared:
             _being_read.pop()
 
     def close(self) -> None:
-        """Keep nothing any longer: no further process can read the pickle. May be repeated."""
+        """Drop the object, after which no further process can read the pickle. Can be repeated."""
         self._value = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,18 +100,18 @@ class Shared:
 
 
 class Parcel(NamedTuple):
-    """An object on its way to workers.
+    """A pickled object on its way to workers.
 
     Attributes:
         data: Its pickle.
-        shared: What the pickle refers to.
+        shared: The objects that the pickle refers to.
     """
 
     data: bytes
     shared: Shared
 
     def load(self) -> Any:
-        """The object, in this process."""
+        """Unpickle the object in this process."""
         with self.shared.being_read():
             return pickle.loads(self.data)
 
@@ -119,20 +119,20 @@ class Parcel(NamedTuple):
 def pickled(
     parts: Mapping[str, Any], value: Any, *, fix: str, label: str = "", copies: bool = False
 ) -> Parcel:
-    """The pickle of an object for workers, and what they share with this process.
+    """Pickle an object for workers, together with the objects it shares with this process.
 
     Args:
-        parts: What the object consists of, by the names that its user knows.
+        parts: The parts of the object, by the names known to the user.
         value: The object.
-        fix: What to do about a part that cannot be pickled.
-        label: What an error calls the part, if that is not its name.
+        fix: Fix to suggest for a part that cannot be pickled.
+        label: Name of the part in errors, if different.
         copies: Whether tensors in shared memory are copied.
 
     Raises:
-        WorkerStartupError: Naming the part, the path in it and the type of what cannot be pickled.
+        WorkerStartupError: Names the part, and the path and type of the unpicklable object in it.
     """
     dumps = functools.partial(_dumped, copies=copies)
-    with defer_signals():  # what a handler raises is not an error of the object
+    with defer_signals():  # an exception of a signal handler is not a pickling error
         try:
             pickler = dumps(value)
         except Exception as error:
@@ -141,23 +141,23 @@ def pickled(
             raise WorkerStartupError(message, fix=fix) from error
     if not pickler.is_for_spawned:
         return Parcel(pickler.data, Shared(value))
-    text = "workers are spawned: only so can they inherit what %s share"
+    text = "workers are spawned, because only then can they inherit the objects that %s share"
     _LOG.info(text, " and ".join(parts), extra={"once": "inherit"})  # not from every worker
     return Parcel(pickle.dumps(_Inherited()), Shared(value, is_inherited=True))
 
 
 class ByValue:
-    """Data of the user on its way to a worker, where it unpickles to the data itself.
+    """User data on its way to a worker, where it unpickles to the data itself.
 
-    Pickled as functions that make environments are: a class of a script or notebook is the same
-    for both. Later changes of the data do not travel.
+    It is pickled like the functions that make environments, so that classes of a script or notebook
+    are the same for both. Later changes of the data are not sent.
 
     Args:
-        name: What errors call the data.
+        name: Name of the data in errors.
         value: The data.
 
     Raises:
-        SpecError: Naming what cannot be pickled.
+        SpecError: Names the unpicklable part.
     """
 
     def __init__(self, name: str, value: Any) -> None:
@@ -174,7 +174,7 @@ class ByValue:
 
 
 class _Inherited:
-    """In a pickle: what the process that reads it has inherited."""
+    """In a pickle, stands for the object that the reading process has inherited."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inherited, ()
@@ -185,21 +185,21 @@ def _inherited() -> Any:
 
 
 _being_read: list[Shared] = []
-"""What the pickles refer to that are being read in this process, the innermost last."""
+"""The ``Shared`` of each pickle being read in this process, the innermost last."""
 
 
 class _PretendedPopen:
-    """A process for multiprocessing that is not started."""
+    """A stand-in for a process that multiprocessing is starting."""
 
     DupFd = int
 
     def duplicate_for_child(self, fd: int) -> int:
-        """A descriptor of the process."""
+        """Return the descriptor, which is valid in this process."""
         return fd
 
 
 def _dumped(value: Any, copies: bool = False) -> _Pickler:
-    """Pickle an object, as while a process is spawned.
+    """Pickle an object as if a process were being spawned.
 
     Args:
         value: The object.
@@ -216,7 +216,7 @@ def _dumped(value: Any, copies: bool = False) -> _Pickler:
 
 
 def _copied(value: Any) -> bytes:
-    """The pickle of an object that shares nothing."""
+    """Pickle an object that shares nothing."""
     pickler = _dumped(value, copies=True)
     if pickler.is_for_spawned:
         raise TypeError(ONLY_AT_START)
@@ -228,10 +228,10 @@ class _MainModule(types.ModuleType):
 
 
 def begin_main_module() -> None:
-    """Let this process, a worker, pickle what arrives of the caller's main module, by its name.
+    """Let this worker process pickle functions and classes of the caller's main module by name.
 
     Functions and classes of a script arrive as copies, with the globals that they have in the
-    caller. The script that multiprocessing has imported has others of the same names.
+    caller. The script as imported by multiprocessing has others of the same names.
     """
     main = _MainModule("__main__")
     vars(main).update(vars(sys.modules["__main__"]))
@@ -239,7 +239,7 @@ def begin_main_module() -> None:
 
 
 class _Named(NamedTuple):
-    """In a pickle: an object, and by name what its pickle has of the main module until then."""
+    """In a pickle: an object, and by name the parts of the main module pickled so far."""
 
     value: Any
     names: dict[str, Any]
@@ -255,14 +255,14 @@ def _named(value: Any, names: Mapping[str, Any]) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the reducers of ``torch.multiprocessing`` for what processes share."""
+    """cloudpickle, with the reducers of ``torch.multiprocessing`` for shared objects."""
 
     def __init__(self, copies: bool) -> None:
         self._stream = io.BytesIO()
         super().__init__(self._stream)
         self._copies = copies
         self.names: dict[str, Any] = {}
-        self.is_for_spawned = False  # there is something that only spawned processes inherit
+        self.is_for_spawned = False  # whether any part can only be inherited by spawned processes
 
     @property
     def data(self) -> bytes:
@@ -270,13 +270,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._stream.getvalue()
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce what is shared as multiprocessing does; leave everything else to cloudpickle."""
+        """Reduce shared objects as multiprocessing does; leave everything else to cloudpickle."""
         if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
             name = value.__qualname__
             if vars(sys.modules["__main__"]).get(name) is value:
                 self.names[name] = value
         if isinstance(value, type) and issubclass(value, _CTYPES):
-            return NotImplemented  # by its name: a copy, as cloudpickle makes, is refused by ctypes
+            return NotImplemented  # by name: ctypes refuses the copies that cloudpickle makes
         if _is_inherited(value):
             if isinstance(value, synchronize.SemLock) and value._semlock.name is None:  # type: ignore[attr-defined]
                 raise ForkOnlyError("only forked processes inherit it")
@@ -290,7 +290,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduce(value) if reduce else NotImplemented  # it reduces itself
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
-        """The file of a storage that is mapped from one, or from shared memory."""
+        """Reduce a storage to the file, or shared memory, that it is mapped from."""
         path = storage.filename
         if path is None:
             if _mp.get_sharing_strategy() == "file_system":
@@ -300,7 +300,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_inherited(value: Any) -> bool:
-    """Whether a process can only get something when it starts."""
+    """Whether a process can only receive an object when it starts."""
     if isinstance(value, Shared):
         return value.is_inherited
     if isinstance(value, _CTYPES):
@@ -312,10 +312,10 @@ def _is_inherited(value: Any) -> bool:
 def _is_shared(value: Any) -> bool:
     """Whether a tensor or a storage is in shared memory.
 
-    Those on a GPU always say so, and are copied: nobody has asked for them to be shared.
+    GPU tensors always report that they are shared; they are copied.
     """
     if isinstance(value, torch.Tensor):
-        with suppress(Exception):  # it has none, being sparse or not initialized, for example
+        with suppress(Exception):  # no storage: sparse or uninitialized, for example
             return _is_shared(value.untyped_storage())
         return False
     storage = value._untyped_storage if isinstance(value, torch.TypedStorage) else value

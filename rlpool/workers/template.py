@@ -1,12 +1,12 @@
-"""The template: a process that has imported what every worker needs, and only forks workers.
+"""The template: a process that has imported everything a worker needs, and only forks workers.
 
-It creates no environment, computes nothing with torch, starts no thread, and knows nothing of the
+It creates no environment, computes nothing with torch, starts no thread, and does not contain the
 user's program. So a fork of it is like a freshly spawned process, except that all forks share the
 memory of the imports. ``template_handle`` is the caller's side.
 
-For each worker the caller sends descriptors. The template answers with its process number, or with
-a negative number if it cannot fork. In the worker, ``serve`` returns what runs next: the same as in
-a process that multiprocessing spawned.
+For each worker the caller sends descriptors. The template replies with the worker's process number,
+or with a negative number if it cannot fork. In the worker, ``serve`` returns the function to run
+next, which is the same as in a process spawned by multiprocessing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ run = serve(**about)
 run()
 """
 BOOT = f"exec({_BOOT!r}, {{}})"
-"""What its interpreter runs, without leaving a name in ``__main__``. The garbage collector is off
-from the start: a collection would leave holes in memory that workers fill, each with a copy of the
-page."""
+"""Code of its interpreter, which leaves no name in ``__main__``. The garbage collector is off from
+the start, because a collection would leave holes in memory that workers fill, each with a copy of
+the page."""
 
 _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 """Modules that nearly every worker needs and that this file does not import."""
@@ -60,22 +60,22 @@ MAX_MESSAGE_BYTES = 2**16
 _MAX_FDS = 32
 """A worker gets about ten descriptors, whatever the user shares with it."""
 
-_is_ready = False  # whether this process is a template that has imported everything, or a fork
+_is_ready = False  # whether this process is a template with all imports done, or a fork of one
 
 _PARENT_CHECK_MS = 1000
 """How often the template checks its parent, whose other children may keep the socket open."""
 
 _THREAD_END_S = 0.1
-"""The system may show a thread for some time after it was joined, but less than this."""
+"""The system may list a thread for some time after it was joined, but less than this."""
 
 
 def serve(parent_pid: int, fd: int, modules: Sequence[str]) -> Callable[[], None]:
-    """Fork workers until the caller is gone; returns in workers only, with what they run next.
+    """Fork workers until the caller is gone; returns only in workers, with their next function.
 
     Args:
         parent_pid: The caller, which starts this process with SIGINT blocked.
-        fd: A socket to the caller, which is sent pickled pairs: ``("importing", module)``, with
-            ``""`` after the last module; ``("refused", why)`` if this template cannot serve, else
+        fd: A socket to the caller for pickled pairs: ``("importing", module)``, with ``""`` after
+            the last module; then ``("refused", why)`` if this template cannot serve, otherwise
             ``("ready", "")``.
         modules: Modules to import for the user.
     """
@@ -87,14 +87,14 @@ def serve(parent_pid: int, fd: int, modules: Sequence[str]) -> Callable[[], None
         _prepare(caller, modules)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
-            _tell(caller, "refused", str(error) or type(error).__name__)
+            _reply(caller, "refused", str(error) or type(error).__name__)
     else:
-        _tell(caller, "ready", "")
+        _reply(caller, "ready", "")
         worker = _serve_requests(caller, parent_pid)
     return worker or os._exit(0)
 
 
-def _tell(caller: socket.socket, *words: Any) -> None:
+def _reply(caller: socket.socket, *words: Any) -> None:
     caller.send(pickle.dumps(words))
 
 
@@ -109,7 +109,7 @@ def _prepare(caller: socket.socket, modules: Sequence[str]) -> None:
         importlib.import_module(name)
     _refuse_if_unsafe()
     _import_all(caller, modules)
-    # What they clean up belongs to all workers; and finalizing torch's tables takes 50 ms.
+    # Their clean-up would affect all workers, and finalizing torch's tables takes 50 ms.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     _drop_stdio(0, 1, 2)
@@ -119,9 +119,9 @@ def _prepare(caller: socket.socket, modules: Sequence[str]) -> None:
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from a template, which froze what it had imported.
+    """Whether this process was forked from a template, whose imports are frozen.
 
-    Counting what is frozen (``gc.get_freeze_count``) would take a worker 0.1 s.
+    Counting frozen objects (``gc.get_freeze_count``) would take a worker 0.1 s.
     """
     return _is_ready
 
@@ -130,28 +130,28 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
     """Import modules for the user.
 
     Raises:
-        OSError: If one fails or makes forking unsafe. It may have done half of its work, so the
-            caller starts another template without it.
+        OSError: If one fails or makes forking unsafe. It may be half imported, so the caller
+            starts another template without it.
     """
     _drop_stdio(0)  # spawned workers have no input either
-    # An import that starts processes is refused, as in a worker.
+    # As in a worker, an import must not start processes.
     this_process: Any = multiprocessing.current_process()
     this_process._inheriting = True
     for name in modules:
-        _tell(caller, "importing", name)
+        _reply(caller, "importing", name)
         try:
             importlib.import_module(name)
         except BaseException as error:
             raise OSError(described(error)[:300]) from error
         _refuse_if_unsafe()
-    _tell(caller, "importing", "")
+    _reply(caller, "importing", "")
     del this_process._inheriting
     gc.disable()  # an import may have enabled it
 
 
 def _refuse_if_unsafe() -> None:
     """Raise ``OSError`` if this process cannot or should not be forked."""
-    pid = os.fork()  # OpenBLAS ends its threads before, and starts them again when it computes
+    pid = os.fork()  # OpenBLAS ends its threads first, and restarts them when it computes
     if not pid:
         os._exit(0)
     if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
@@ -166,13 +166,13 @@ def _refuse_if_unsafe() -> None:
 
 
 def _drop_stdio(*fds: int) -> None:
-    """Keep nothing open that the caller reads or writes; workers are sent the real ones."""
+    """Close the caller's standard streams; workers are sent the real ones."""
     _flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in fds:
         os.dup2(nowhere, fd)
     os.close(nowhere)
-    _flush()  # what nobody took: every worker would print it
+    _flush()  # otherwise every worker would print what is still buffered
 
 
 def _flush() -> None:
@@ -182,7 +182,7 @@ def _flush() -> None:
 
 
 def _serve_requests(caller: socket.socket, parent_pid: int) -> Callable[[], None] | None:
-    """Fork on request; returns in workers what to run, here ``None`` when the caller is gone."""
+    """Fork on request; returns the function to run in workers, ``None`` once the caller is gone."""
     poller = select.poll()
     poller.register(caller, select.POLLIN)
     while os.getppid() == parent_pid:
@@ -202,18 +202,18 @@ def _serve_requests(caller: socket.socket, parent_pid: int) -> Callable[[], None
             set_title("rlpool-worker")
             caller.close()
             return _begin_worker(fds, pickle.loads(request))
-        _tell(caller, -code, 0)
+        _reply(caller, -code, 0)
         for fd in fds:
             os.close(fd)
     return None
 
 
 def _begin_worker(fds: Sequence[int], blocked: Iterable[int]) -> Callable[[], None]:
-    """Make this fork like a process that was just spawned; returns what that would run.
+    """Make this fork like a freshly spawned process; returns the function to run.
 
     Args:
         fds: The standard streams, the resource tracker's, the pipe from which the worker reads its
-            arguments, and those that the arguments name.
+            arguments, and those that the arguments refer to.
         blocked: Signals that are blocked.
     """
     for fd, passed in enumerate(fds[:3]):
@@ -223,7 +223,7 @@ def _begin_worker(fds: Sequence[int], blocked: Iterable[int]) -> Callable[[], No
     forkserver._forkserver._inherited_fds = named  # type: ignore[attr-defined]
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     gc.enable()
-    np.random.seed()  # noqa: NPY002 (the one that everybody shares)
+    np.random.seed()  # noqa: NPY002 (the global generator)
     torch.default_generator.seed()
     main_thread: Any = threading.main_thread()
     main_thread._set_native_id()
@@ -232,9 +232,9 @@ def _begin_worker(fds: Sequence[int], blocked: Iterable[int]) -> Callable[[], No
 
 
 def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
-    """Run what a process that multiprocessing spawned runs, and end as it does.
+    """Run the main function of a process spawned by multiprocessing, and end in the same way.
 
-    The interpreter is not finalized: that would copy most of the shared memory.
+    The interpreter is not finalized, which would copy most of the shared memory.
     """
     code = 1
     try:
@@ -257,11 +257,12 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
 def fork_orphan(caller: socket.socket) -> bool:
     """Fork a process whose parent ends at once, so that the caller adopts it.
 
-    Then the kernel reports its end to the caller, whatever becomes of the template. The parent
-    sends the caller the numbers of both: the caller adopts it, too, if the template has died.
+    The kernel then reports its end to the caller, whatever happens to the template. The parent
+    sends the caller both process numbers, because the caller also adopts the parent if the template
+    has died.
 
     Returns:
-        Whether this is that process.
+        Whether this is the new process.
 
     Raises:
         OSError: As ``os.fork``.
@@ -276,7 +277,7 @@ def fork_orphan(caller: socket.socket) -> bool:
         pid = os.fork()
         if not pid:
             return True
-        _tell(caller, pid, os.getpid())
+        _reply(caller, pid, os.getpid())
     except OSError as error:
         os._exit(error.errno or errno.EAGAIN)
     os._exit(0)

@@ -1,15 +1,15 @@
-"""The caller's side of the template: it starts one, has workers forked from it, and replaces it.
+"""The caller's side of the template: start it, have workers forked from it, replace it.
 
 A worker forked from the template must be like a spawned one. So a template serves only as long as
-what a process inherits from its parent is the same as when the template started (``identity``).
-A few differences remain:
+the state that a process inherits from its parent is the same as at the template's start
+(``identity``). A few differences remain:
 
-- Modules that the template imported were imported before the main module, and so was what they did,
-  such as adding warning filters. The garbage collector does not list their objects.
-- Workers of one template share addresses and the hashes of strings, unless ``PYTHONHASHSEED`` is
-  set, which fixes the hashes in spawned workers as well.
-- The kernel shows the environment variables that the template was started with. Cgroup,
-  namespaces, scheduling, I/O priority, and NUMA policy are those that the caller had then.
+- Modules were imported by the template before the main module, including side effects such as
+  warning filters. The garbage collector does not list their objects.
+- Workers of one template share addresses and string hashes, unless ``PYTHONHASHSEED`` is set, which
+  also fixes the hashes in spawned workers.
+- The kernel shows the environment variables of the template's start. Cgroup, namespaces,
+  scheduling, I/O priority, and NUMA policy are the caller's at that time.
 - At the end of a worker, environments and agent are deleted, ``atexit`` handlers run and files are
   flushed, but other objects and libraries are not finalized.
 """
@@ -40,24 +40,25 @@ from rlpool.workers.template import BOOT, MAX_MESSAGE_BYTES
 _LOG = logging.getLogger("rlpool")
 
 IMPORT_S = 120.0
-"""How long a template may take for any one import."""
+"""Time limit for any one import of a template."""
 
 _FORK_S = 20.0
-"""How long it may take to fork: far longer than it does, unless memory is short."""
+"""Time limit for a fork: far more than it takes unless memory is short."""
 
 _MAX_TRIES = 3
-"""How many templates in a row may end without a worker started before workers are spawned."""
+"""Number of templates in a row that may end without starting a worker before workers are
+spawned."""
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 _VOLATILE = b"PYTEST_CURRENT_TEST"
-"""A variable that changes all the time and means nothing to the libraries of a worker."""
+"""A variable that changes all the time and does not concern the libraries of a worker."""
 
 
 def identity() -> tuple[Any, ...]:
-    """What a process inherits and a running one cannot take over.
+    """State that a process inherits and that cannot be changed while it runs.
 
-    The interpreter and its flags, search path, environment variables, and what ``inherited`` says.
+    The interpreter and its flags, search path, environment variables, and ``inherited()``.
     """
     return (
         spawn.get_executable(),
@@ -73,15 +74,15 @@ def _search_path() -> list[str]:
 
 
 class UnsafeError(Exception):
-    """Forking from a template is not safe, or not possible; says why."""
+    """Forking from a template is unsafe or impossible, for the reason given."""
 
 
 class TemplateLostError(UnsafeError):
-    """The template ended or does not answer; the next one may serve."""
+    """The template ended or does not reply; the next one may serve."""
 
 
 class Template:
-    """The one template of this process, or why there is none. While it runs it costs a descriptor.
+    """This process's only template, or the reason for having none. It costs one descriptor.
 
     Attributes:
         reason: Why workers are spawned, empty if they are not.
@@ -95,7 +96,7 @@ class Template:
         self._process: Any = None  # until the first start
         self._socket: Any = None
         self._fits: Any = None  # the identity and modules for which it was started
-        self._refused: Any = None  # those for which there can be none
+        self._refused: Any = None  # the identity and modules for which there can be none
         self._n_lost = 0  # in a row, without having started a worker
 
     def is_up(self) -> bool:
@@ -104,12 +105,12 @@ class Template:
             return self._process is not None and self._process.poll() is None
 
     def add_modules(self, modules: Sequence[str]) -> None:
-        """Let the next process import these as well."""
+        """Add modules for the next process to import."""
         with self.lock:
             self._modules = tuple(dict.fromkeys([*self._modules, *modules]))
 
     def ready(self) -> bool:
-        """Start a process that fits this one, if none runs; returns whether there can be one."""
+        """Start a process that fits this one if none runs; returns whether there can be one."""
         with self.lock:
             while (wanted := why_impossible() or (identity(), self._modules)) != self._refused:
                 if wanted == self._fits and self.is_up():
@@ -127,10 +128,10 @@ class Template:
         """Fork a worker, a child of this process; returns its process number.
 
         Args:
-            fds: Descriptors that it gets besides the standard ones.
+            fds: Descriptors to pass in addition to the standard ones.
 
         Raises:
-            UnsafeError: If that is not possible. There is no worker.
+            UnsafeError: If that is not possible; then there is no worker.
             OSError: If the system allows no further process or descriptor.
         """
         with self.lock:
@@ -153,7 +154,7 @@ class Template:
         except OSError as error:
             raise TemplateLostError(str(error)) from error
         except BaseException:
-            self.end()  # its answer would be taken for that to the next request
+            self.end()  # otherwise its reply would be taken for the reply to the next request
             raise
         if pid < 0:
             refusal = os.strerror(-pid)
@@ -164,7 +165,7 @@ class Template:
         return int(pid)
 
     def _wait_for(self, parent: int) -> None:
-        """Wait until a worker's parent has ended, a child of the template or, by now, of this."""
+        """Wait for the end of a worker's parent, which this process may have adopted."""
         try:
             self._received(_FORK_S)
         except TemplateLostError:
@@ -173,7 +174,7 @@ class Template:
                 os.waitpid(parent, 0)
 
     def _failed(self, wanted: Any, error: UnsafeError) -> None:
-        """End a process that is of no use; the next one may be, unless there can be none."""
+        """End a process that cannot serve; the next one may, unless there can be none."""
         self.end()
         if isinstance(error, TemplateLostError):
             self._n_lost += 1
@@ -181,13 +182,13 @@ class Template:
                 return
         self._refused, self._n_lost = wanted, 0
         if str(error) != self.reason:  # logged once
-            # As text: a handler that keeps records would keep what the error's traceback refers to,
-            # down to the memory of the batcher that asked for a worker.
+            # As text: a handler that keeps records would also keep the objects in the error's
+            # traceback, including the memory of the batcher that requested a worker.
             self.reason = str(error)
             _LOG.warning("workers are spawned, not forked from a template: %s", self.reason)
 
     def _start(self) -> None:
-        """Start another process, again without each module that it cannot have.
+        """Start another process, repeatedly without each module that fails.
 
         Raises:
             UnsafeError: If there can be none, or it was lost.
@@ -195,7 +196,7 @@ class Template:
         self.end()
         self._fits, kind, module, text = None, "importing", "", ""
         with _adopting_orphans():
-            pass  # what the system refuses here, it would refuse for every worker
+            pass  # a refusal here would apply to every worker
         try:
             self._start_process()
             while kind == "importing":
@@ -240,31 +241,31 @@ class Template:
         return pickle.loads(words)
 
     def end(self) -> None:
-        """End the process, if there is one. May be repeated."""
+        """End the process, if there is one. Can be repeated."""
         with defer_signals():
             if self._process is not None:
                 self._socket.close()
-                with suppress(PermissionError):  # it ends by itself: nobody talks to it any more
+                with suppress(PermissionError):  # it ends by itself, as its socket is closed
                     self._process.kill()
                 self._process.wait()
 
     def shutdown(self) -> None:
-        """End the process, and forget why there was none."""
+        """End the process, and forget the reason for having none."""
         with self.lock:
             self.end()
             self._refused, self._n_lost = None, 0
 
     def after_fork(self) -> None:
-        """Start afresh in a process that was forked from this one, whose child it is not."""
+        """Reset the state in a forked process, which is not the template's parent."""
         if self._process is not None:
             self._socket.close()
-            self._process.returncode = 0  # it is no child of this process
+            self._process.returncode = 0  # it is not a child of this process
         self.__init__(self._modules)  # type: ignore[misc]
 
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Become the parent of descendants whose parents end meanwhile.
+    """Become the parent of descendants whose parents end in the meantime.
 
     Raises:
         UnsafeError: If the system does not allow it.
@@ -272,7 +273,7 @@ def _adopting_orphans() -> Iterator[None]:
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     if prctl(_PR_SET_CHILD_SUBREAPER, 1):
-        raise UnsafeError("the system does not let this process adopt what it forks")
+        raise UnsafeError("the system does not let this process adopt orphans")
     try:
         yield
     finally:
@@ -280,7 +281,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def why_impossible() -> str:
-    """Why this platform allows no template; ``""`` where it does."""
+    """Why this platform allows no template; ``""`` if it does."""
     if getattr(sys, "frozen", False):
         return "this program is frozen, so its interpreter cannot be started separately"
     is_complete = all(os.path.exists(file_of(fd)) for fd in range(3))

@@ -1,12 +1,13 @@
-"""What travels between the caller and any worker process, and both ends of the pipe.
+"""Messages between the caller and any worker process, and both ends of the pipe.
 
-Messages are small records; data never travels, only the descriptors of memory that holds it. The
-pipe is a pair of sockets that keep messages apart, so each is sent and received as a whole, with
-its descriptors. A long message is written to a file in memory, whose descriptor is sent.
+Messages are small records; data is not sent, only the descriptors of memory that holds it. The pipe
+is a pair of sockets that preserve message boundaries, so each message is sent and received in one
+piece, with its descriptors. A long message is written to a file in memory, whose descriptor is
+sent.
 
-The worker's end waits; the caller's never does. A worker may be stopped, or too busy to read, and
-the caller may not be reading what a worker writes. So what the pipe does not take is kept and
-written by a later call::
+The worker's end waits; the caller's never does. A worker may be stopped or too busy to read, and
+the caller may not be reading a worker's messages. So messages that do not fit into the pipe are
+kept and written by a later call::
 
     CallerPipe.send() -> unsent messages -> flush() -> socket -> Pipe.receive()
     CallerPipe.receive() <--------------------------- socket <- Pipe.send()
@@ -42,10 +43,10 @@ class Close:
 
 @dataclass(frozen=True)
 class Ready:
-    """From a worker, once: it has what it was told to create.
+    """From a worker, once: it has created everything in its first message.
 
     Attributes:
-        report: What the caller wants to know about it.
+        report: Its report to the caller.
     """
 
     report: Any
@@ -57,8 +58,8 @@ class Failed:
 
     Attributes:
         error: The error, as text and integers.
-        command: Number of the command that cannot be carried out. ``None`` outside of commands:
-            then the worker ends.
+        command: Number of the command that failed, or ``None`` outside of commands: then the worker
+            ends.
     """
 
     error: WorkerError
@@ -71,12 +72,12 @@ Done = int
 
 @dataclass(frozen=True)
 class Retiring:
-    """From a worker: it has run long enough and ends, to be replaced."""
+    """From a worker: it has reached its limit of episodes and ends, to be replaced."""
 
 
 @dataclass(frozen=True)
 class Logged:
-    """From a worker: it has logged something.
+    """From a worker: a log record.
 
     Attributes:
         fields: The fields of the record.
@@ -87,17 +88,17 @@ class Logged:
 
 @dataclass(frozen=True)
 class Dropped:
-    """From a worker: it has dropped log records.
+    """From a worker: the number of log records it has dropped.
 
     Attributes:
-        n_records: How many since the last message of this kind.
+        n_records: Records dropped since the last message of this kind.
     """
 
     n_records: int
 
 
 class Inherited:
-    """A descriptor that a worker gets when it starts; its number arrives there.
+    """A descriptor that a worker receives when it starts, where it unpickles to its number.
 
     Args:
         fd: The descriptor.
@@ -116,16 +117,16 @@ def _number_of(descriptor: Any) -> int:
 
 
 _MAX_BYTES = 2**15
-"""What the buffer of a socket can always hold. A longer message is written to a file."""
+"""Capacity that the buffer of a socket always has. A longer message is written to a file."""
 
 _MAX_FDS = 2
-"""A message's memory, and the file of a long one."""
+"""One for a message's memory, one for the file of a long message."""
 
 _LOCK_S = 0.1
-"""How long a log record waits for its turn: a signal handler may log in the middle of a send."""
+"""How long a log record waits for the lock: a signal handler may log in the middle of a send."""
 
 Packet = tuple[bytes, list[int]]
-"""A message as it travels, and the descriptors that go with it, to be closed."""
+"""A message in transit, and the descriptors that go with it, to be closed."""
 
 
 def pipe_ends() -> tuple[socket.socket, socket.socket]:
@@ -157,10 +158,10 @@ def _close(fds: Sequence[int]) -> None:
 
 
 def _read(end: socket.socket) -> tuple[Message, int | None, list[int]]:
-    """Receive a message, the size of its memory if it has one, and the descriptor of that."""
+    """Receive a message, the size of its memory if any, and the descriptor of the memory."""
     try:
         words, fds, flags, _ = socket.recv_fds(end, _MAX_BYTES, _MAX_FDS)
-    except ConnectionResetError:  # comes before the last words of the other end
+    except ConnectionResetError:  # precedes the other end's last messages
         words, fds, flags, _ = socket.recv_fds(end, _MAX_BYTES, _MAX_FDS)
     if flags & socket.MSG_CTRUNC:
         _close(fds)
@@ -175,10 +176,10 @@ def _read(end: socket.socket) -> tuple[Message, int | None, list[int]]:
 
 
 class CallerPipe:
-    """Sends messages to a worker and receives its messages, without ever waiting for it.
+    """Sends messages to a worker and receives its messages without ever waiting for it.
 
     Args:
-        end: One end of the pipe, owned from here on.
+        end: One end of the pipe, owned from now on.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -192,27 +193,27 @@ class CallerPipe:
 
     @property
     def events(self) -> int:
-        """What to poll it for."""
+        """The events to poll it for."""
         return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
 
     def send(self, message: Message, memory: Memory | None = None) -> None:
-        """Send a message, and with it the descriptor of its memory, now or by later ``flush``.
+        """Send a message with the descriptor of its memory, now or in a later ``flush``.
 
         Raises:
-            OSError: If the other end is gone, or this process may open no further descriptor;
-                nothing of the message was sent then.
+            OSError: If the other end is gone, or this process cannot open another descriptor; then
+                no part of the message was sent.
         """
         self._unsent.append(_packed(message, memory))
         self.flush()
 
     def flush(self) -> None:
-        """Write what the pipe takes now.
+        """Write as many messages as fit into the pipe now.
 
         Raises:
             OSError: If the other end is gone.
         """
         while self._unsent:
-            packet = self._unsent.popleft()  # a handler or another thread may close this meanwhile
+            packet = self._unsent.popleft()  # a handler or another thread may close this pipe
             try:
                 _write(self._socket, packet)
             except BlockingIOError:
@@ -226,7 +227,7 @@ class CallerPipe:
         """The next message, ``None`` if none has arrived.
 
         Raises:
-            EOFError, OSError: If the other end is gone, and there is no further message.
+            EOFError, OSError: If the other end is gone and there are no further messages.
         """
         try:
             message, _, _ = _read(self._socket)
@@ -235,7 +236,7 @@ class CallerPipe:
         return message
 
     def finish(self, message: Message) -> None:
-        """Send a last message, if the pipe takes it, and let the worker see that none follows."""
+        """Send a last message, if it fits into the pipe, and signal the end of messages."""
         with suppress(OSError):
             self.send(message)
             self._socket.shutdown(socket.SHUT_WR)
@@ -249,7 +250,7 @@ class CallerPipe:
         return messages
 
     def close(self) -> None:
-        """Close this end; what was not written is dropped. May be repeated."""
+        """Close this end and drop unsent messages. Can be repeated."""
         while self._unsent:
             _close(self._unsent.popleft()[1])
         self._socket.close()
@@ -268,7 +269,7 @@ class Pipe:
         self._poller.register(end, select.POLLIN)
         self._lock = threading.Lock()
         self._n_dropped = 0
-        # The rest is for messages that wait.
+        # The other half is for messages that wait.
         self._max_unread_bytes = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def fileno(self) -> int:
@@ -276,7 +277,7 @@ class Pipe:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message, waiting until the caller has read enough of what was sent before.
+        """Send a message, waiting until the caller has read enough of the earlier ones.
 
         Raises:
             OSError: If the other end is gone.
@@ -286,9 +287,9 @@ class Pipe:
             self._write(packet)
 
     def offer(self, message: Message) -> None:
-        """Send a message if the caller reads fast enough, else drop and count it. Never waits.
+        """Send a message if the caller reads fast enough, otherwise drop and count it. Never waits.
 
-        The number of dropped messages goes before the next message.
+        The number of dropped messages is sent before the next message.
 
         Raises:
             OSError: If the other end is gone.
@@ -313,10 +314,10 @@ class Pipe:
         _write(self._socket, packet)
 
     def receive(self) -> tuple[Message, Memory | None]:
-        """Wait for a message, and for its memory.
+        """Wait for a message and its memory.
 
-        The mapping is private, so that what this process writes stays its own, unless the
-        message's class says ``shares_memory``.
+        The mapping is private, so writes of this process stay private, unless ``shares_memory`` is
+        set on the message's class.
 
         Raises:
             EOFError, OSError: If the other end is gone.

@@ -1,4 +1,4 @@
-"""What every worker process runs: it creates what it is told to, then carries out messages."""
+"""The part that all worker processes share: set up, create environments, handle messages."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from rlpool.workers.template import is_forked
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready
 
 _STACKS_FILE = "rlpool-stacks"
-"""The name by which the file is found among a worker's descriptors."""
+"""Name of the file among a worker's descriptors."""
 
 _STACKS_S = 1.0
-"""How long a worker may take to write them."""
+"""Time limit for a worker to write its stacks."""
 
 _STACKS_PAUSE_S = 0.02
-"""If no more was written after this long, they are complete."""
+"""The stacks are complete once nothing more was written for this long."""
 
 
 class Place(NamedTuple):
-    """Which worker a process is.
+    """A worker's identity and settings.
 
     Attributes:
         worker: Its number.
-        n_workers: How many there are.
+        n_workers: Number of workers.
         root: Root of all seeds.
-        settings: Of torch, the caller's.
-        policy: Says when it is replaced.
+        settings: The caller's torch settings.
+        policy: Decides when it is replaced.
     """
 
     worker: int
@@ -70,12 +70,12 @@ class Place(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """See ``worker_seed``."""
+        """Its seed, from ``worker_seed``."""
         return worker_seed(self.root, self.worker)
 
 
 WorkerMain = Callable[[Place, Pipe, int], None]
-"""``(place, pipe, control_fd)``: what a worker process runs."""
+"""``(place, pipe, control_fd)``: main function of a worker process."""
 
 
 def run_connected(
@@ -85,35 +85,35 @@ def run_connected(
     end: socket.socket,
     control_fd: int,
 ) -> None:
-    """The main function of every worker process: ``run``, with its logs connected."""
+    """Run a worker process, with its logs connected."""
     _write_stacks_on_signal()
     pipe = Pipe(end)
     connect(PipeHandler(place.worker, pipe), levels)
     try:
         run(place, pipe, control_fd)
     finally:
-        if not is_forked():  # that would copy the memory of the template
+        if not is_forked():  # unfreezing would copy the memory of the template
             gc.unfreeze()
         _write_open_files()
-        # The user's threads may keep this process alive: the caller does not wait for them.
+        # The user's threads may keep this process alive; the caller does not wait for them.
         end.close()
 
 
 def _write_open_files() -> None:
-    """Write what is in the buffers of files that environments and agents leave open.
+    """Flush files that environments and agents leave open.
 
-    Most files were closed with their owners. Interpreters that are not finalized would drop the
+    Most files were closed with their owners. Interpreters that are not finalized would lose the
     buffers of the others, and the garbage collector may close a file before its buffer is written.
     """
-    for thing in gc.get_objects():  # but for what is frozen, see ``load``
+    for thing in gc.get_objects():  # except frozen ones, see ``load``
         if issubclass(type(thing), io.IOBase):
-            with suppress(Exception):  # it is closed, or its disk is full
+            with suppress(Exception):  # closed, or its disk is full
                 thing.flush()
     gc.collect()
 
 
 def _write_stacks_on_signal() -> None:
-    """Let ``stacks_of`` see what this process is doing, even if C code never releases the GIL."""
+    """Let ``stacks_of`` inspect this process, even if C code never releases the GIL."""
     fd = anonymous_file(_STACKS_FILE)
     append_only(fd)
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
@@ -133,7 +133,7 @@ def stacks_of(process: SpawnProcess | None) -> str:
             if size and size == before:
                 break
         return file.read_text(errors="replace")
-    except (OSError, StopIteration):  # it is starting, or gone
+    except (OSError, StopIteration):  # still starting, or gone
         return ""
 
 
@@ -147,17 +147,17 @@ def become_worker(place: Place, control_fd: int) -> WorkerRecord:
     set_title(f"rlpool-worker-{place.worker}")
     ignore_ctrl_c()
     if os.getpgrp() != os.getpid():
-        # What environments start belongs to this worker's group, and is ended with it.
+        # Processes started by environments belong to this worker's group and end with it.
         os.setpgid(0, 0)
     end_with_parent()
     torch.set_num_threads(1)
     seed = place.seed
     seed_generators(seed)
-    with suppress(RuntimeError):  # of torch 2.6, which was built for the CPU alone
-        if torch.accelerator.current_accelerator() is not None:  # asking starts no device
-            torch.manual_seed(seed)  # also theirs, which costs a worker 1 MB and 2 ms
+    with suppress(RuntimeError):  # from CPU-only builds of torch 2.6
+        if torch.accelerator.current_accelerator() is not None:  # does not start a device
+            torch.manual_seed(seed)  # seeds devices too, at 1 MB and 2 ms per worker
     record = worker_record(control_fd, place.n_workers, place.worker)
-    record.steps[0] = 1  # from here on no progress means a hang
+    record.steps[0] = 1  # from now on, lack of progress means a hang
     return record
 
 
@@ -166,7 +166,7 @@ def called(where: Where, name: str, function: Callable[..., Any], *arguments: An
 
     Args:
         where: Where the worker is.
-        name: What the error message calls the function.
+        name: Name of the function in the error message.
         function: The function.
         *arguments: Its arguments.
 
@@ -188,18 +188,18 @@ def load(place: Place, name: str, functions: bytes) -> Any:
 
     Args:
         place: Which worker it is.
-        name: What the error message calls them.
+        name: Name of the functions in the error message.
         functions: Their pickle.
 
     Raises:
         WorkerStartupError: If that fails.
     """
     loaded = called(Where(worker=place.worker), f"loading {name}", pickle.loads, functions)
-    # Only now: modules that were imported for them may have changed settings or seeded generators.
+    # After loading, because imported modules may have changed settings or seeded generators.
     use_settings(place.settings)
     seed_generators(place.seed)
-    # The garbage collector can skip modules; those of the template it skips already. It has to see
-    # environments, and what they leave open, when the worker ends.
+    # The garbage collector can skip modules; those of the template are frozen already. It has to
+    # see environments, and files that they leave open, when the worker ends.
     if not is_forked():
         gc.freeze()
     return loaded
@@ -210,7 +210,7 @@ class Server(ABC):
 
     Args:
         place: Which worker it is.
-        link: The line to the caller.
+        link: The connection to the caller.
         control: The worker's part of the shared record.
     """
 
@@ -221,7 +221,7 @@ class Server(ABC):
         self._send = link.send
         self._control = control
         self._recycling = Recycling(place.policy)
-        self._closers: list[Callable[[], Any]] = []  # of what was created
+        self._closers: list[Callable[[], Any]] = []  # of created environments and agents
 
     def receive(self) -> tuple[Message, Memory | None]:
         """Wait for the next message."""
@@ -229,7 +229,7 @@ class Server(ABC):
 
     @abstractmethod
     def create(self, setup: Any, memory: Memory | None) -> Any:
-        """Create what the first message says; returns what the caller wants to know of it.
+        """Create what the first message describes; returns a report for the caller.
 
         Raises:
             WorkerError: If that fails.
@@ -237,10 +237,10 @@ class Server(ABC):
 
     @abstractmethod
     def serve(self) -> None:
-        """Carry out messages until told to end."""
+        """Carry out messages until one says to end."""
 
     def start(self) -> bool:
-        """Create what the first message says and report; False if this worker is to end now."""
+        """Handle the first message and report; False if this worker has to end now."""
         setup, memory = self.receive()
         if isinstance(setup, Close):
             return False
@@ -257,7 +257,7 @@ class Server(ABC):
         self._send(Failed(error, command))
 
     def close(self) -> None:
-        """Close what was created, whatever it raises: nobody can act on it any more."""
+        """Close environments and agent, ignoring errors: the caller is no longer interested."""
         while self._closers:
             try:
                 self._closers[0]()
@@ -271,11 +271,11 @@ class Server(ABC):
 def run(
     make_server: Callable[[WorkerRecord], Server], shared: Shared, place: Place, control_fd: int
 ) -> None:
-    """Run a worker process until it is told to close or its parent is gone.
+    """Run a worker process until it receives ``Close`` or its parent is gone.
 
     Args:
-        make_server: Makes what it runs, given the worker's part of the shared record.
-        shared: What the pickles of its set-up refer to.
+        make_server: Makes the server, given the worker's part of the shared record.
+        shared: The objects that the pickles of its set-up refer to.
         place: Which worker it is.
         control_fd: Descriptor of the shared record; closed here.
     """
@@ -288,15 +288,15 @@ def run(
         if is_ready:
             server.serve()
     except (EOFError, ConnectionError):
-        pass  # the caller is gone or has closed its end: there is nobody left to tell
-    except Exception as error:  # such as no descriptor left, or no memory to map a block
+        pass  # the caller is gone or has closed its end: there is nothing left to report to
+    except Exception as error:  # no descriptor left, or no memory to map a block, for example
         with suppress(OSError):
             message, text = f"the worker failed with {described(error)}", text_of(error)
             where = Where(worker=place.worker)
             server.report_failure(WorkerError(message, where=where, traceback_text=text))
     finally:
         server.close()
-        vars(server).clear()  # frees environments and agent, whatever refers back to the server
+        vars(server).clear()  # frees environments and agent, even if they refer back to the server
 
 
 _INT64 = np.dtype(np.int64)
@@ -305,9 +305,9 @@ _INT64 = np.dtype(np.int64)
 def install_fast_checks() -> None:
     """Make Gymnasium's checks of int64 actions cheaper, with the same results.
 
-    Many environments call ``Discrete.contains`` in every step: for an int64, as agents choose, it
-    spends a quarter of a CartPole step on checking that an integer is an integer. Vector
-    environments call ``MultiDiscrete.contains``. Both are replaced in worker processes only.
+    Many environments call ``Discrete.contains`` in every step. For an int64 action it spends a
+    quarter of a CartPole step on checking that an integer is an integer. Vector environments call
+    ``MultiDiscrete.contains``. Both are replaced in worker processes only.
     """
     one: Any = Discrete.contains
     many: Any = MultiDiscrete.contains
@@ -327,7 +327,7 @@ def install_fast_checks() -> None:
             and self.dtype is _INT64
             and x.shape == self.nvec.shape
         ):
-            # Numbers below the start wrap around, past all others.
+            # Numbers below the start wrap around to values above all others.
             places = (x - self.start).view(np.uint64)
             n_valid = np.count_nonzero(places < self.nvec.view(np.uint64))
             return bool(n_valid == x.size)
