@@ -1,10 +1,9 @@
 """A batcher of episodes on the nodes of a Ray cluster.
 
 Ray starts an actor on every node, which owns an ordinary ``EpisodeBatcher``. A request is divided
-into ranges of consecutive episodes, which are handed to whichever actor is free. All that an
-episode is follows from its number, so a range that is lost with its node runs again elsewhere, with
-the same result. Nothing happens in the background: ranges are sent and results copied while the
-caller is inside rlpool.
+into ranges of consecutive episodes, which are sent to idle actors. An episode is determined by its
+number, so a range that is lost with its node runs again elsewhere with the same result. Nothing
+happens in the background: ranges are sent and results copied while the caller is inside rlpool.
 """
 
 from __future__ import annotations
@@ -44,37 +43,38 @@ from rlpool.workers.payload import unpacked_copy
 
 _LOG = logging.getLogger("rlpool")
 
-_MOST_RANGES = 2  # that an actor has at once: one that it completes, and one whose lanes follow
+_MOST_RANGES = 2  # per actor at once: one to complete, and one for lanes that become idle
 _MOST_LOSSES = 20  # of ranges of one request with their nodes
-_MOST_FAILED = 5  # starts of an actor in a row if none is there
+_MOST_FAILED = 5  # failed starts per node in a row while no actor is up
 _RETRY_S = 0.2  # how often to ask whether an actor is back
 _PATIENCE_S = 30.0  # how long to wait for any actor, or for free processors
-_CLOSE_S = 3.0  # how long actors may take to close their environments
+_CLOSE_S = 3.0  # time for actors to close their environments
 
 
 class RayEpisodeBatcher(EpisodeBatcher):
     """Collects complete episodes on the nodes of a Ray cluster.
 
-    Calls, rows and bits are those of ``EpisodeBatcher`` with as many environments per worker; every
-    node runs an ``EpisodeBatcher`` of its own. What a lost node had runs again on another one, and
-    Ray starts a process that died again. ``stats`` and ``fileno`` are refused.
+    Calls, rows and bits are the same as for an ``EpisodeBatcher`` with as many environments per
+    worker; every node runs an ``EpisodeBatcher`` of its own. Episodes of a lost node run again on
+    another one, and Ray restarts a process that died. ``stats`` and ``fileno`` are not available.
 
     Needs the extra ``ray``. Calls ``ray.init()`` unless your program has.
 
     Args:
         *arguments: Those of ``EpisodeBatcher``, by position. ``n_slots``, which has no default
-            here, counts the slots of all nodes together, ``n_workers`` the worker processes on each
-            node, with a processor of its own for each. Everything is copied to the nodes; modules
-            that are imported for ``create_env`` and ``create_agent`` must be installed there, or be
-            in Ray's ``runtime_env``. Environments have to be seeded one by one. A list of ``seeds``
+            here, counts the slots of all nodes together; ``n_workers`` is the number of worker
+            processes on each node, with one processor each. Everything is copied to the nodes;
+            modules imported by ``create_env`` and ``create_agent`` must be installed there or be in
+            Ray's ``runtime_env``. Environments have to be seeded one by one. A list of ``seeds``
             may have any length.
-        n_nodes: How many nodes to use; ``None`` for all that there are.
-        resources: What each node reserves besides processors, by Ray's names: ``{"GPU": 1}``.
+        n_nodes: Number of nodes to use; ``None`` for all.
+        resources: Resources that each node reserves besides processors, by Ray's names:
+            ``{"GPU": 1}``.
         **named: Those of ``EpisodeBatcher``, by name.
 
     Raises:
-        SpecError: As for ``EpisodeBatcher``; if the cluster lacks nodes with enough free processors
-            and ``resources``; if environments cannot be seeded one by one.
+        SpecError: As for ``EpisodeBatcher``; if too few nodes of the cluster have the processors
+            and ``resources`` free; if environments cannot be seeded one by one.
         WorkerStartupError, WorkerDiedError, UsageError: As for ``EpisodeBatcher``.
         ImportError: If Ray is not installed.
 
@@ -98,7 +98,7 @@ class RayEpisodeBatcher(EpisodeBatcher):
         bound = inspect.signature(EpisodeBatcher).bind(*arguments, **named)
         bound.apply_defaults()
         given = bound.arguments
-        policy_of("RayEpisodeBatcher", given["policy"])  # refuses what is wrong
+        policy_of("RayEpisodeBatcher", given["policy"])  # validates the policy
         given |= given.pop("policy")
         self._progress = checked_progress(given.pop("progress"))
         self._root = root_from(checked_batcher_seeds(given.pop("seeds")))
@@ -116,22 +116,22 @@ class RayEpisodeBatcher(EpisodeBatcher):
 
 
 class Nodes:
-    """Sends ranges of episodes to actors and collects their results, as ``Dispatcher`` to workers.
+    """Sends ranges of episodes to actors and collects results, as ``Dispatcher`` does for workers.
 
     Args:
         arguments: Those of ``EpisodeBatcher``.
-        n_nodes: How many nodes to use, ``None`` for all.
-        bundle: What each node reserves, by Ray's names.
+        n_nodes: Number of nodes to use, ``None`` for all.
+        bundle: Resources that each node reserves, by Ray's names.
         root: Unused: every request has its own.
 
     Attributes:
-        pending: Requests whose results the user does not have yet.
-        fatal: Why nothing works any more.
+        pending: Requests whose results the user has not received.
+        fatal: The error after which nothing works any more.
         n_lanes: Lanes of each worker.
-        n_nodes: How many nodes are used.
+        n_nodes: Number of nodes used.
         is_closed: Whether ``close`` was called.
-        environment: What the environments are.
-        control: Of no use.
+        environment: Description of the environments.
+        control: Unused.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Nodes:
             self.n_nodes = self._reserve(n_nodes, bundle)
             self._n_slots = max(1, arguments["n_slots"] // self.n_nodes)
             self._start({**arguments, "n_slots": self._n_slots, "seeds": 0}, dict(bundle))
-            if self.environment["seeding"] != "episode":  # they would depend on their range
+            if self.environment["seeding"] != "episode":  # seeds would depend on the range
                 message = "the environments of create_env cannot be seeded one by one"
                 fix = "give single environments to GymEnv, or use an EpisodeBatcher on each machine"
                 raise SpecError(message, fix=fix)
@@ -166,7 +166,7 @@ class Nodes:
     # Actors -------------------------------------------------------------------------------------
 
     def _reserve(self, n_nodes: int | None, bundle: dict[str, float]) -> int:
-        """Reserve a bundle on each of the nodes; returns how many."""
+        """Reserve a bundle on each of the nodes; returns the number of nodes."""
         sizes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         large = [all(size.get(k, 0) >= bundle[k] for k in bundle) for size in sizes]
         n = n_nodes or sum(large)
@@ -176,7 +176,7 @@ class Nodes:
                 return n
         raise SpecError(
             f"the cluster has no free {bundle} on {n or 1} of its {len(sizes)} nodes",
-            fix="lower n_nodes, n_workers or resources, end what uses them, or start more nodes",
+            fix="lower n_nodes, n_workers or resources, end other programs on them, or start more nodes",
         )
 
     def _start(self, arguments: dict[str, Any], bundle: dict[str, float]) -> None:
@@ -188,7 +188,7 @@ class Nodes:
             raise WorkerStartupError(why_not(arguments, error), fix=fix) from error
         options: dict[str, Any] = {"num_cpus": bundle.pop("CPU"), "num_gpus": bundle.pop("GPU", 0)}
         options |= {"memory": bundle.pop("memory", None), "resources": bundle}
-        # Ray would repeat a lost call in the same actor; another one may be free.
+        # Ray would repeat a lost call in the same actor, while another one may be free.
         options |= {"max_restarts": -1, "max_task_retries": 0}
         in_bundle = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for number in range(self.n_nodes):
@@ -237,7 +237,7 @@ class Nodes:
                 actor.is_up, (self._n_node_lanes, self.environment) = True, answer
 
     def _note_loss(self, actor: _Actor, ranges: list[_Range], error: Any) -> None:
-        """A call has failed, and what it was to return is lost."""
+        """Handle a failed call, whose ranges are lost."""
         self._last_loss = str(error)
         if actor.is_up:
             _LOG.warning("a node was lost: %s", self._last_loss.partition("\n")[0])
@@ -251,7 +251,7 @@ class Nodes:
             self.fatal = WorkerStartupError(message, fix=fix, traceback_text=self._last_loss)
 
     def _ask_who_is_back(self) -> None:
-        """Let actors that were away start their workers; nothing works if all stay away."""
+        """Let restarted actors start their workers; fail if all actors stay away."""
         now_s = time.monotonic()
         if any(actor.is_up for actor in self._actors):
             self._seen_s, self._n_failed = now_s, 0
@@ -263,13 +263,13 @@ class Nodes:
             for actor in (each for each in self._actors if not (each.calls or each.is_up)):
                 actor.calls[actor.handle.call.remote("start", [])] = []
 
-    # As of a Dispatcher -------------------------------------------------------------------------
+    # The interface of a Dispatcher --------------------------------------------------------------
 
     def submit(self, request: EpisodeRequest) -> None:
-        """Queue a request and send what actors are free for."""
+        """Queue a request and send ranges to idle actors."""
         self.refuse_if_dead()
         version, packed = request.policy
-        # If Ray is gone, put() would start another one.
+        # If Ray is gone, put() would start another instance.
         if version != self._policy[0] and self._ray.is_initialized():
             self._policy = version, packed and [self._ray.put(unpacked_copy(packed))]
         self.pending.append(_Gathering(request, self._policy))
@@ -282,10 +282,10 @@ class Nodes:
         return self
 
     def look(self, longest_s: float = 0.0) -> None:
-        """Take the answers that arrive, look for actors that are back, and send ranges.
+        """Handle arriving answers, look for actors that are back, and send ranges.
 
         Args:
-            longest_s: Longest wait for an answer.
+            longest_s: Maximum wait for an answer.
         """
         if self.fatal is None and not self._ray.is_initialized():
             self.fatal = WorkerDiedError("Ray was shut down, and all nodes with it", exitcode=None)
@@ -295,24 +295,24 @@ class Nodes:
             self._send()
 
     def wait_until(self, is_over: Callable[[], bool], until_s: float) -> None:
-        """Take answers until a condition holds, or until then by ``time.monotonic``."""
+        """Handle answers until a condition holds, or until a time of ``time.monotonic``."""
         while not is_over() and (left_s := until_s - time.monotonic()) > 0.0:
             self.look(min(left_s, _RETRY_S))
 
     @property
     def failure(self) -> RlpoolError | None:
-        """Why the oldest request cannot be completed, if it cannot."""
+        """The error that prevents the oldest request from completing, if any."""
         if not self.pending:  # closed meanwhile
             return self.fatal
         oldest = self.pending[0]
         return oldest.error or self.fatal if oldest.n_left else None
 
     def is_done(self) -> bool:
-        """Whether the oldest request is complete, or cannot be completed."""
+        """Whether the oldest request is complete or has failed."""
         return not self.pending or not self.pending[0].n_left or self.failure is not None
 
     def hand_out(self) -> tuple[TemporalDictTensor, dict[int, Any]]:
-        """Take the oldest request off: its result, and by row the failures of its episodes.
+        """Remove the oldest request; returns its result, and failures of its episodes by row.
 
         Raises:
             RlpoolError: If it failed.
@@ -323,30 +323,30 @@ class Nodes:
         return oldest.result(), oldest.failures
 
     def finished(self) -> tuple[int, int]:
-        """Rows that have arrived and were requested, of the oldest request."""
+        """Finished and requested rows of the oldest request."""
         n_rows, n_left = next(((each.n_rows, each.n_left) for each in self.pending), (0, 0))
         return n_rows - n_left, n_rows
 
     def refuse_if_dead(self) -> None:
-        """Raise ``fatal``."""
+        """Raise ``fatal`` if it is set."""
         if self.fatal is not None:
             raise self.fatal
 
     def read_stats(self) -> Any:
-        """Refuse it."""
+        """Refuse the call."""
         raise UsageError("no process of this machine knows", fix="python -m rlpool top on a node")
 
     fileno = read_stats
 
     def drop_pending(self) -> None:
-        """Drop all requests; what is sent is finished."""
+        """Drop all requests; ranges already sent are finished."""
         self.pending.clear()
 
     def close(self, at_once: bool = False) -> None:
-        """End the actors and their workers, and give back the processors. May be repeated.
+        """End the actors and their workers, and free the processors. Can be repeated.
 
         Args:
-            at_once: Whether not to wait until idle ones have closed their environments.
+            at_once: Whether to skip waiting for idle actors to close their environments.
         """
         self.is_closed, self.fatal = True, UsageError("the batcher was closed meanwhile")
         self.pending.clear()
@@ -366,14 +366,14 @@ class Nodes:
 
 @dataclass(eq=False)
 class _Actor:
-    """An actor of Ray.
+    """The caller's record of a Ray actor.
 
     Attributes:
-        handle: Ray's.
-        calls: By Ray's reference: the ranges that were sent, none for ``start``. The answer is the
-            first one's; the second is begun, and sent again.
+        handle: Ray's handle.
+        calls: Ray's reference to the ranges that were sent, none for ``start``. The answer is that
+            of the first; the second is begun, and sent again.
         unsent: Ranges of its next call.
-        is_up: Whether its workers are ready, as far as is known.
+        is_up: Whether its workers are ready, as far as known.
     """
 
     handle: Any
@@ -383,15 +383,15 @@ class _Actor:
 
 
 class _Gathering(EpisodeRequest):
-    """A request that is run in ranges.
+    """A request that runs in ranges.
 
     Args:
         request: The request.
-        published: The policy that it runs with.
+        published: Its policy.
 
     Attributes:
-        left: Ranges of rows that no actor has.
-        n_left: How many rows have not arrived yet.
+        left: Ranges of rows that were not sent to an actor.
+        n_left: Number of rows that have not arrived yet.
     """
 
     def __init__(self, request: EpisodeRequest, published: _Policy) -> None:
@@ -401,7 +401,7 @@ class _Gathering(EpisodeRequest):
         self._parts: dict[int, tuple[StepSpecs, Unpadded]] = {}
 
     def next_rows(self, n_actors: int, n_lanes: int, n_slots: int) -> range:
-        """Take rows, fewer towards the end, so that no actor is waited for alone.
+        """Take rows, fewer towards the end, so that the last actors finish at about the same time.
 
         Args:
             n_actors: Actors that run requests.
@@ -424,7 +424,7 @@ class _Gathering(EpisodeRequest):
         return (self._born_ns, rows), first, asked.root, self._published, request, seeds
 
     def lose(self, rows: range, why: str) -> None:
-        """Let rows run again."""
+        """Schedule rows to run again."""
         self._n_losses += 1
         if self.error is None:
             self.left.insert(0, rows)
@@ -433,7 +433,7 @@ class _Gathering(EpisodeRequest):
             self.on_answer(rows, WorkerDiedError(message, exitcode=None, traceback_text=why))
 
     def on_answer(self, rows: range, answer: _Rows | RlpoolError) -> None:
-        """Keep rows that have arrived: copies, since Ray's store is small."""
+        """Store rows that have arrived, as copies because Ray's store is small."""
         if isinstance(answer, RlpoolError):
             self.error = self.error or answer
             self.left.clear()
@@ -444,10 +444,10 @@ class _Gathering(EpisodeRequest):
             self.n_left -= len(rows)
 
     def result(self) -> TemporalDictTensor:
-        """The rows, once all are there: views of one block.
+        """Return the rows of the complete request: views of one block.
 
         Raises:
-            SpecError: If those of two nodes differ in their keys, shapes or dtypes.
+            SpecError: If two nodes have different keys, shapes or dtypes.
         """
         steps, parts = zip(*(part for _, part in sorted(self._parts.items())), strict=True)
         if any(step != steps[0] for step in steps):
@@ -458,12 +458,12 @@ class _Gathering(EpisodeRequest):
 
 
 class NodeActor:
-    """An ``EpisodeBatcher`` in a process that Ray starts, and starts again if it dies.
+    """An ``EpisodeBatcher`` in a process that Ray starts, and restarts if it dies.
 
     Args:
         setup: The keyword arguments of the batcher, pickled.
-        path: The caller's ``sys.path``, so that modules are found as they are on one machine.
-        settings: Of torch, the caller's.
+        path: The caller's ``sys.path``, so that modules are found as on the caller's machine.
+        settings: The caller's torch settings.
     """
 
     def __init__(self, setup: bytes, path: Sequence[str], settings: Settings) -> None:
@@ -471,11 +471,12 @@ class NodeActor:
         sys.path += [each for each in path if each not in sys.path and os.path.exists(each)]
         self._setup = setup
         self._batcher: Any = None
-        self._version = 0  # of the policy that the agents have; -1 if that is not known
+        self._version = 0  # of the agents' policy; -1 if unknown
         self._begun: list[Any] = []  # keys of ranges
 
     def call(self, name: str, ranges: list[Any]) -> Any:
-        """What a method returns or raises: what Ray raises from a call is about the node.
+        """Call a method; returns its result or its error, so that Ray's own errors concern the
+        node.
 
         Args:
             name: ``"start"`` or ``"run"``.
@@ -485,28 +486,28 @@ class NodeActor:
             return getattr(self, name)(*ranges)
         except RlpoolError as error:
             if self._batcher is not None and self._batcher._not_closed().crew.fatal is not None:
-                self.close()  # the workers are of no further use
+                self.close()  # the workers are unusable
             return _placed(error, ranges[0][1] - ranges[0][0][1].start if ranges else 0)
 
     def start(self) -> Any:
-        """Start the workers; returns the number of their lanes, and what their environments are."""
+        """Start the workers; returns the number of lanes, and the environments' description."""
         if self._batcher is None:
             self._batcher = EpisodeBatcher(**pickle.loads(self._setup))
         return self._batcher.n_lanes, self._batcher.environment
 
     def run(self, *ranges: Any) -> _Rows:
-        """Run a range of consecutive episodes, and begin the next, so that no lane waits.
+        """Run a range of consecutive episodes, and begin the next so that no lane waits.
 
         Args:
-            *ranges: Arguments of ``_begin``. The second one's turn comes with the next call.
+            *ranges: Arguments of ``_begin``. The second range is completed by the next call.
         """
         if self._begun != [ranges[0][0]] or not self._batcher.n_pending:
-            if self._begun:  # what is not wanted any more, or was interrupted
+            if self._begun:  # no longer wanted, or interrupted
                 self.close()
             self._begin(*ranges[0])
         for following in ranges[1:]:
-            if following[3][1] or not self._version:  # it needs no new agents
-                # Which it raises again in its turn.
+            if following[3][1] or not self._version:  # needs no new agents
+                # The next call raises its error again.
                 with suppress(RlpoolError, import_extra("ray", "ray").exceptions.RayError):
                     self._begin(*following)
         del self._begun[0]
@@ -518,18 +519,18 @@ class NodeActor:
     def _begin(
         self, key: Any, first: int, root: int, policy: _Policy, request: Sequence[Any], seeds: Any
     ) -> None:
-        """Let the workers run consecutive episodes.
+        """Make the workers run consecutive episodes.
 
         Args:
-            key: Number of the request, and the rows of it.
+            key: Number of the request, and its rows.
             first: Number of the first episode in the batcher's life.
             root: Root of all seeds.
-            policy: What they run with.
+            policy: The policy.
             request: The arguments of ``execute`` by position.
             seeds: Its ``episode_seeds``.
         """
         version, reference = policy
-        if self._version and not reference:  # only new agents have what they began with
+        if self._version and not reference:  # only new agents have their initial parameters
             self.close()
         self.start()
         if reference and version != self._version:
@@ -549,7 +550,7 @@ class NodeActor:
 
 
 def _placed(error: Any, first: int) -> Any:
-    """The same error; its place names the node and the row of the whole request."""
+    """The same error, with the node and the row of the whole request in its ``where``."""
     if (where := getattr(error, "where", None)) is None:
         return error
     node = import_extra("ray.util", "ray").get_node_ip_address()
@@ -557,12 +558,12 @@ def _placed(error: Any, first: int) -> Any:
     return error.reworded(where=where._replace(node=node, row=row))
 
 
-# What a step consists of, episodes, and row of the whole request to why one was truncated.
+# Contents of a step, episodes, and the failures of truncated ones by row of the whole request.
 _Rows = tuple[StepSpecs, Unpadded, dict[int, Any]]
 
 # A request and some of its rows.
 _Range = tuple[_Gathering, range]
 
-# Version, and Ray's reference to what the agents are updated with; none before the first update.
-# In a list, because Ray would fetch an argument of a call for every range.
+# Version, and Ray's reference to the object of the update; none before the first update. It is in a
+# list, because Ray would fetch an argument of a call for every range.
 _Policy = tuple[int, list[Any] | None]

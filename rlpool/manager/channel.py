@@ -1,22 +1,21 @@
-"""How the caller and the workers of a ``ParallelEnvManager`` talk: by buffers, and by messages.
+"""Buffers and messages between the caller and the workers of a ``ParallelEnvManager``.
 
-What each lane has to do the caller writes where its worker looks for it, and the worker erases that
-when it is done. Only what does not fit there is a message: options, requests of remotes, and their
-replies.
+The caller writes each lane's task into a shared buffer, and the worker clears it when the task is
+done. Only data that does not fit into the buffers is sent as a message: options, requests of
+remotes, and their replies.
 
-Every key of ``VecEnv.current`` lies in the buffers once, ``[n_lanes, ...]``. A worker sees the rows
-of its own lanes, the caller sees all of them::
+Every key of ``VecEnv.current`` is stored in the buffers once, ``[n_lanes, ...]``. A worker sees the
+rows of its own lanes, the caller sees all of them::
 
     observation/frame  [n_lanes, 4]   written by the workers
     reward, flags                     written by the workers; cleared when a lane is reset
     action/action, seed [n_lanes]     written by the caller
-    todo, failed       [n_lanes]      what a lane has to do, and whether that failed
+    todo, failed       [n_lanes]      the task of each lane, and whether it failed
     writing            [n_workers]    whether a worker has begun to write observations
-    asleep                            who has to be woken: every worker, then the caller
+    asleep                            which processes sleep: every worker, then the caller
 
-A worker touches the rows of lanes that have something to do, the caller all others. So there are no
-locks, except where stores may become visible in another order: there ``todo`` is read and written
-under a lock of the kernel.
+A worker accesses the rows of lanes that have a task, the caller all others. So there are no locks,
+except on processors that reorder stores: there ``todo`` is read and written under a kernel lock.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from rlpool.record.tape import Tape
 Actions = Mapping[str, NDArray]
 
 IDLE, STEP, TRUNCATE, RESET, RESET_WITH_OPTIONS, ANSWER = range(6)
-"""What a lane has to do. The options of a reset, and the request that is to be answered, come as a
-``Call``. Instead of a step that is known to fail the episode is truncated."""
+"""Tasks of a lane. The options of a reset and the request to answer are sent as a ``Call``. An
+episode is truncated in place of a step that is known to fail."""
 
 CALL_OF = ("", "step", "step", "reset", "reset")
-"""What that is called in errors."""
+"""Name of each task in errors."""
 
 _PER_LANE = {
     "reward": REWARD_SPEC,
@@ -83,7 +82,7 @@ class Buffers:
 
     Args:
         specs: Their specs, in order.
-        memory: The memory that they are in.
+        memory: The memory that contains them.
         lock_fd: Descriptor of a file that all processes can lock.
         lanes: The lanes that this process sees, all by default.
 
@@ -92,12 +91,12 @@ class Buffers:
         action: Key to array ``[lanes, ...]``.
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
-        todo: uint8 ``[lanes]``: what each lane has to do.
-        look: Returns ``todo`` as bytes; what was written before it was posted is visible then.
-        post: Takes lanes and what they have to do, after all that belongs to it was written.
-        failed: uint8 ``[lanes]``: 1 if what a lane had to do failed, until the caller has read why.
+        todo: uint8 ``[lanes]``: the task of each lane.
+        look: Returns ``todo`` as bytes; all writes before ``post`` are visible then.
+        post: Sets the tasks of lanes, after their data was written.
+        failed: uint8 ``[lanes]``: 1 if a lane's task failed, until the caller has read the error.
         seed: int64 ``[lanes]``: seeds of resets.
-        writing: One int64 per worker, and below, as memoryviews, which are read faster.
+        writing: One int64 per worker; like ``asleep`` a memoryview, which is read faster.
         asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
     """
 
@@ -128,7 +127,7 @@ def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None
     Args:
         actions: Action key to array ``[n_lanes, ...]``.
         lanes: The lanes.
-        *targets: Where to, ``[n_lanes, ...]`` per key.
+        *targets: Arrays to copy to, ``[n_lanes, ...]`` per key.
 
     Raises:
         SpecError: If keys, shapes or values do not fit.
@@ -160,7 +159,7 @@ def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker has to create, the first message to it.
+    """The environments that a worker has to create; its first message.
 
     Attributes:
         functions: The functions that make its environments, pickled by cloudpickle.
@@ -175,11 +174,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Begin:
-    """Do what the buffers say from now on; their memory follows.
+    """Begin to carry out the tasks in the buffers, whose memory follows.
 
     Attributes:
         specs: The buffers' specs, with all lanes, in order.
-        tapes: What lanes have done in a process before, to be repeated first.
+        tapes: Episodes that lanes began in an earlier process, to be repeated first.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -190,7 +189,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Call:
-    """What a lane has to do, where the buffers have no room for it.
+    """A lane's task, where the buffers have no room for it.
 
     Attributes:
         lane: The lane.
@@ -208,16 +207,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker knows of its environments.
+    """A worker's report on its environments.
 
     Attributes:
-        declaration: What observations and infos consist of.
-        action: How an action falls into keys.
-        native_action: The actions' keys with the dtypes that the environments take.
+        declaration: Contents of observations and infos.
+        action: How an action is divided into keys.
+        native_action: The actions' keys, with the dtypes that the environments take.
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
         tasks: ``(n_tasks, horizon_bamdp, all_tasks)``, see ``ParallelEnvManager``.
-        state_keepers: See ``VecEnv.state_keepers``.
-        description: See ``VecEnv.description``.
+        state_keepers: As in ``VecEnv.state_keepers``.
+        description: As in ``VecEnv.description``.
     """
 
     declaration: Declaration
@@ -235,9 +234,9 @@ class LaneFailed:
 
     Attributes:
         lane: The lane.
-        together: All lanes that were to do the same, which need a reset.
+        together: All lanes with the same task; they need a reset.
         call: ``"reset"`` or ``"step"``.
-        error: What happened, its ``where`` without lane.
+        error: The failure, with the lane missing in ``where``.
         is_lost: Whether the lane could not be restored, so that a restart would not help.
     """
 
@@ -255,7 +254,7 @@ class Reply:
     Attributes:
         lane: The lane.
         reply: The tuple that the remote receives, pickled by cloudpickle.
-        error: What was raised, if anything.
+        error: The exception, if one was raised.
     """
 
     lane: int

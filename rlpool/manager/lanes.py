@@ -1,9 +1,9 @@
-"""The lanes of a ``ParallelEnvManager``: what each has to do, what it has done, and its worker.
+"""The lanes of a ``ParallelEnvManager``: their tasks, their episodes, and their workers.
 
-A lane runs an episode, which is on its tape, and does one thing at a time: a step, a reset, or what
-its remote requests. The caller writes it into the buffers, waking the worker if it sleeps, and the
-buffers show when it is done. What a worker leaves undone is there for its successor, which is sent
-the tapes, options and requests.
+A lane runs an episode, which is recorded on its tape, and has one task at a time: a step, a reset,
+or a request of its remote. The caller writes the task into the buffers, waking the worker if it
+sleeps, and the buffers show when it is done. Unfinished tasks of a worker are left for its
+successor, which is sent the tapes, options and requests.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message, Ready
 
 _DESCRIPTORS_EACH = 4
-"""A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
+"""A worker's pipe, its wake, and two with which multiprocessing detects its end and ours."""
 
 _WAITS_PER_LOOK = 100
-"""After how many short waits a caller looks for logs and deaths of all workers."""
+"""Number of short waits after which a caller checks for logs and deaths of all workers."""
 
 
 @dataclass
 class Truncation:
-    """An episode that ends where it failed: its tape, why, and whether its reset failed."""
+    """An episode that ends where it failed: its tape, the error, and whether its reset failed."""
 
     tape: Tape | None
     error: WorkerError
@@ -68,34 +68,33 @@ class Truncation:
 
 
 class Lanes(CrashOnly):
-    """Environments in worker processes; calls of a manager and of its remotes are theirs.
+    """Environments in worker processes, and the calls of a manager and its remotes.
 
     Args:
         env_fns: Functions that make one environment each.
         envs_per_worker: Environments of a worker; the last one may have fewer.
         root: Root of all seeds.
         options: Keyword arguments of the workers' ``GymEnv``.
-        timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
-            never.
-        policy: When workers that fail are replaced.
+        timeout_s: Seconds without progress after which a worker counts as hung, ``None`` for never.
+        policy: Decides when failed workers are replaced.
 
     Attributes:
-        n_lanes: How many there are.
-        lanes_of: For each worker its lanes.
-        worker_of: For each lane its worker.
+        n_lanes: Number of lanes.
+        lanes_of: The lanes of each worker.
+        worker_of: The worker of each lane.
         root: Root of all seeds.
-        report: What the first worker reported that was ready.
+        report: Report of the first worker that was ready.
         crew: The workers.
-        stats_reader: Reads what they are doing.
+        stats_reader: Reads their activity.
         closed: Whether all are closed.
         owner_pid: The process that started the workers.
         tapes: The episode of each lane.
         buffers: The shared memory.
-        stepping: Lanes that ``step_some`` let step and has yet to return.
+        stepping: Lanes whose step ``step_some`` began and has not returned yet.
         replies: Lane to the reply to its remote's request, until the user has received it; ``None``
-            until it is there.
+            until it arrives.
         closed_lanes: Lanes that were closed one by one.
-        truncations: Lane to its episode, if that ends where it failed; until its next one steps.
+        truncations: Lane to its truncated episode, until the first step of the next one.
         reports_failures: Whether no episode is truncated here, see ``VecEnv.report_failures``.
     """
 
@@ -169,7 +168,7 @@ class Lanes(CrashOnly):
     def begin(
         self, observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]
     ) -> None:
-        """Map buffers for what one lane shows and takes, and let the workers use them."""
+        """Map buffers for one lane's observation and action specs, and let the workers use them."""
         specs = buffer_specs(observation, action, self.n_lanes, len(self.lanes_of))
         sizes = carved_bytes(specs, 1)
         check_size(sizes, lambda _: "use fewer environments", "the observations")
@@ -189,7 +188,7 @@ class Lanes(CrashOnly):
             wake.share(self.buffers.asleep[cell : cell + 1])
 
     def begin_again(self) -> None:
-        """Begin with new workers, whatever an interrupted call has left."""
+        """Start new workers, whatever state an interrupted call has left."""
         self.crew.abort()
         self.crew.close()
         self._forget()
@@ -202,7 +201,7 @@ class Lanes(CrashOnly):
     def step(
         self, lanes: list[int], actions: Mapping[str, NDArray], last: Mapping[str, NDArray]
     ) -> None:
-        """Let lanes step, and return at once.
+        """Begin a step of some lanes and return at once.
 
         Args:
             lanes: Ascending lane numbers.
@@ -222,7 +221,7 @@ class Lanes(CrashOnly):
         self._post(lanes, self._steps_of(lanes) if self.truncations else STEP)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
-        """Let lanes begin episodes, and return at once."""
+        """Begin episodes in some lanes and return at once."""
         sent = [option and ByValue("options", option) for option in options]
         self.refuse_bad_lanes(lanes)
         rows = list(lanes)
@@ -244,7 +243,7 @@ class Lanes(CrashOnly):
         self.crew.restarts.forget(lane, seed)
 
     def _post(self, lanes: list[int], todo: Any) -> None:
-        """Write what lanes have to do where their workers look for it."""
+        """Write the tasks of lanes into the buffers and wake their workers."""
         if len(lanes) == self.n_lanes:
             self.buffers.post(slice(None), todo)
             for wake in self._wakes:
@@ -255,7 +254,7 @@ class Lanes(CrashOnly):
                 self._wakes[worker].signal()
 
     def _steps_of(self, lanes: Sequence[int]) -> list[int]:
-        """What lanes do in a step: an episode is truncated whose reset was skipped."""
+        """Tasks of lanes for a step; an episode whose reset was skipped is truncated."""
         for lane in self.truncations.keys() & lanes:
             if self.truncations[lane].tape is not self.tapes.peek(lane):
                 del self.truncations[lane]
@@ -263,7 +262,7 @@ class Lanes(CrashOnly):
         return [TRUNCATE if lane in skipped else STEP for lane in lanes]
 
     def finish(self, lanes: Sequence[int]) -> None:
-        """Wait until lanes have done what they have to do.
+        """Wait until lanes have finished their tasks.
 
         Raises:
             LaneFailure: If an environment failed.
@@ -274,12 +273,12 @@ class Lanes(CrashOnly):
             self._raise_failure(lanes)
 
     def let_go(self, lanes: Sequence[int]) -> None:
-        """Leave lanes that step to ``take_ready``, instead of waiting for them."""
+        """Leave stepping lanes to ``take_ready`` instead of waiting for them."""
         self._may_step = None
         self.stepping.update(lanes)
 
     def take_ready(self, min_ready: int) -> list[int]:
-        """Wait until that many stepping lanes have stepped, or all; returns all that have.
+        """Wait until that many stepping lanes, or all, have stepped; returns all that have.
 
         Raises:
             LaneFailure: If an environment failed; lanes of other workers are returned by the next
@@ -302,7 +301,7 @@ class Lanes(CrashOnly):
         return sorted(lanes)
 
     def _wait_for_lanes(self, lanes: Sequence[int]) -> None:
-        """Wait until lanes have done what they have to do, and it is known what failed."""
+        """Wait until lanes have finished their tasks and all failures have arrived."""
         look, failed, idle = self.buffers.look, self._failed, self._idle
         if len(lanes) == self.n_lanes:
             self._wait_for(lambda: look() == idle)
@@ -312,14 +311,14 @@ class Lanes(CrashOnly):
             self.wait_until(lambda: not any(failed[lane] for lane in lanes))
 
     def _raise_failure(self, lanes: Sequence[int]) -> None:
-        """Raise the first failure of some lanes, once for all lanes that have failed together."""
+        """Raise the first failure among some lanes, once for all lanes that failed together."""
         if failed := self._errors.keys() & lanes:
             error = self._errors[min(failed)]
             self.wait_idle([lane for lane, other in self._errors.items() if other is error])
             raise error
 
     def wait_idle(self, lanes: Sequence[int]) -> None:
-        """Wait until lanes have nothing to do, and forget what failed."""
+        """Wait until lanes have no task, and forget their failures."""
         self._wait_for_lanes(lanes)
         for lane in lanes:
             self._errors.pop(lane, None)
@@ -345,13 +344,13 @@ class Lanes(CrashOnly):
             )
 
     def refuse_stepping(self, lanes: Sequence[int]) -> None:
-        """Refuse lanes that ``step_some`` let step and has yet to return."""
+        """Refuse lanes whose step ``step_some`` began and has not returned yet."""
         if stepping := self.stepping.intersection(lanes):
             fix = "wait until step_some() returns it, or reset it"
             raise UsageError(f"lane {min(stepping)} is stepping already", fix=fix)
 
     def refuse_unknown(self, lanes: Sequence[int]) -> None:
-        """Refuse a step of lanes that are in no episode."""
+        """Refuse a step of lanes without an episode."""
         if unknown := [lane for lane in lanes if self.tapes.peek(lane) is None]:
             message = f"lane {unknown[0]} cannot go on: it was not reset, or an environment of its "
             message += "worker failed in its last step or reset"
@@ -360,7 +359,7 @@ class Lanes(CrashOnly):
     # Requests of remotes ------------------------------------------------------------------------
 
     def request(self, lane: int, command: str, data: Any) -> None:
-        """Ask an environment for something."""
+        """Send a request to an environment."""
         self._may_step = None
         self.replies[lane] = None
         self._send(lane, command, data)
@@ -376,9 +375,9 @@ class Lanes(CrashOnly):
         return self.replies.get(lane) is not None
 
     def reply(self, lane: int) -> Any:
-        """Wait for the reply to a lane's request, and take it."""
+        """Wait for the reply to a lane's request, and remove it."""
         self.wait_until(lambda: self.has_reply(lane))
-        self.wait_idle([lane])  # it may be in the middle of saying that it has replied
+        self.wait_idle([lane])  # it may still be reporting its reply
         return self.replies.pop(lane)
 
     def close_lane(self, lane: int) -> None:
@@ -429,7 +428,7 @@ class Lanes(CrashOnly):
     # The crew's client --------------------------------------------------------------------------
 
     def on_message(self, worker: int, message: Message) -> None:
-        """Take a worker's message."""
+        """Handle a message from a worker."""
         if isinstance(message, Ready):
             self._agree(self.lanes_of[worker].start, message.report)
             self._send_outstanding(worker)
@@ -439,7 +438,7 @@ class Lanes(CrashOnly):
             self.replies[self.lanes_of[worker][message.lane]] = message
 
     def _agree(self, lane: int, report: Report) -> None:
-        """Keep the first report, with which those of all others and of successors must agree."""
+        """Keep the first report; those of other workers and successors must agree with it."""
         first = self.report = self.report or report
         mine, other = ((each.declaration.observation, each.action) for each in (report, first))
         if mine != other:
@@ -449,11 +448,11 @@ class Lanes(CrashOnly):
             self.crew.fail(SpecError(message, fix=fix))
 
     def _send_outstanding(self, worker: int) -> None:
-        """Send a worker that has made its environments what the buffers do not say."""
+        """Send a worker that has made its environments all data that the buffers lack."""
         if self._mapped is None:
             return
         own, (specs, memory) = self.lanes_of[worker], self._mapped
-        self.buffers.failed[own] = 0  # of what could not be reported and is done again
+        self.buffers.failed[own] = 0  # of unreported failures, which are done again
         tapes = {lane - own.start: tape for lane in own if (tape := self._tape_of(lane))}
         self.buffers.writing[worker] = 0
         self.crew.send(worker, Begin(specs, tapes), memory)
@@ -462,7 +461,7 @@ class Lanes(CrashOnly):
                 self.crew.send(worker, self._calls_sent[lane])
 
     def _tape_of(self, lane: int) -> Tape | None:
-        """What a successor repeats of a lane's episode, with what it has to show then."""
+        """The tape for a successor to repeat, with the observation expected at its end."""
         tape, call, worker = self.tapes.tape(lane), self._call_of(lane), self.worker_of[lane]
         if tape is None or call == "reset":
             return None
@@ -473,21 +472,21 @@ class Lanes(CrashOnly):
         if call == "step":
             tape = tape.without_last()
             if self.buffers.writing[worker]:
-                return tape  # what it shows may be written already, or in part
+                return tape  # its observation may be overwritten, wholly or in part
         observation = {key: array[lane].copy() for key, array in self.buffers.observation.items()}
         return replace(tape, observation=observation)
 
     def busy(self) -> Collection[int]:
-        """Workers that have something to do."""
+        """Workers whose lanes have tasks."""
         return {w for n, w in enumerate(self.worker_of) if self._todo[n]}
 
     def _call_of(self, lane: int) -> str:
-        """What a lane is doing, in errors; empty if nothing."""
+        """Name of a lane's task in errors; empty if it has none."""
         todo = self._todo[lane]
         return self._calls_sent[lane].command if todo == ANSWER else CALL_OF[todo]
 
     def running_in(self, worker: int) -> dict[str, Any]:
-        """See ``Client``: as far as shared memory shows."""
+        """Describe a worker's current lane from shared memory, as ``Client.running_in``."""
         if self._mapped is not None and worker not in self.busy():
             return {"where": Where(worker)}
         own = self.lanes_of[worker]
@@ -502,7 +501,7 @@ class Lanes(CrashOnly):
         return {"options": tape.options, "actions": actions_of(tape.actions)}
 
     def _where(self, lane: int, call: str) -> Where:
-        """Where a lane is; if ``call`` is a step, it is not finished or has failed."""
+        """Where a lane is; if ``call`` is a step, that step is unfinished or has failed."""
         tape, worker = self.tapes.peek(lane), self.worker_of[lane]
         if tape is None:
             return Where(worker, lane)
@@ -516,13 +515,13 @@ class Lanes(CrashOnly):
         where = self._where(lane, message.call)
         error = message.error.reworded(where=where, **episode)
         if self._policy.restarts_on_env_errors and not message.is_lost:
-            self.crew.expect_end(worker, error)  # its successor does it again
+            self.crew.expect_end(worker, error)  # its successor repeats the task
         else:
             together = [own[number] for number in message.together]
             self._fail(together, of_lane(error, lane, message.call))
 
     def _fail(self, lanes: Sequence[int], error: WorkerError) -> None:
-        """Let a failure be the outcome of what lanes had to do; they need a reset."""
+        """Make a failure the outcome of lanes' tasks; the lanes then need a reset."""
         self._may_step = None
         for lane in lanes:
             self.tapes.forget(lane)
@@ -530,13 +529,13 @@ class Lanes(CrashOnly):
             if lane not in self.replies:
                 self._errors[lane] = error
                 continue
-            text = str(error)  # how its worker failed, or the environment's traceback
+            text = str(error)  # how its worker failed; for an EnvError, the environment's traceback
             if isinstance(error, EnvError):
                 text = f"{error.traceback_text}\n  fix:   {error.fix}"
             self.replies[lane] = Reply(lane, pickle.dumps(("error", text)), error)
 
     def lost(self, worker: int, failure: WorkerError | None, abandons: bool) -> bool:
-        """See ``Client.lost``: the lane that failed is truncated, or its call has failed."""
+        """Truncate the episode that failed, or fail its call, as ``Client.lost``."""
         lane = None if failure is None else failure.where.lane
         if not abandons or failure is None or lane is None or not self._todo[lane]:
             return False
@@ -546,7 +545,7 @@ class Lanes(CrashOnly):
             self._todo[lane] = IDLE if in_reset else TRUNCATE
             self.truncations[lane] = Truncation(self.tapes.peek(lane), failure, in_reset)
             return True
-        # What is truncated and fails again did so while its tape was repeated.
+        # A truncated episode that fails again did so while its tape was repeated.
         is_request = self._todo[lane] == ANSWER
         busy = [n for n in self.lanes_of[worker] if self._todo[n] not in (IDLE, ANSWER)]
         together = [lane] if is_request else busy
@@ -558,7 +557,7 @@ class Lanes(CrashOnly):
     # Life and end -------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Refuse to go on after ``close``, a death, an interruption, or in a forked copy.
+        """Refuse a call after ``close``, a death, or an interruption, or in a forked copy.
 
         Raises:
             UsageError: If closed or interrupted, or if the workers belong to another process.
@@ -568,13 +567,13 @@ class Lanes(CrashOnly):
             self.refuse_closed()
         if self.is_interrupted:
             raise UsageError(
-                "the last call was interrupted: what the environments did then is lost",
+                "the last call was interrupted: the state of the environments is lost",
                 fix="call reset() of the manager, which begins with new workers, or close it",
             )
         self.crew.refuse_if_dead()
 
     def refuse_closed(self) -> None:
-        """Refuse to go on after ``close`` or in a forked copy, in whatever thread."""
+        """Refuse a call after ``close`` or in a forked copy, from any thread."""
         if self.closed:
             raise UsageError("the environments are closed", fix="make new ones, or close later")
         refuse_forked_copy(self.owner_pid)
@@ -583,9 +582,9 @@ class Lanes(CrashOnly):
         self.crew.abort()
 
     def close(self) -> None:
-        """End the workers. May be repeated, as all that it calls."""
+        """End the workers. Can be repeated, like everything it calls."""
         self.closed = True
-        # Else there are none yet, or they are those of another process.
+        # Otherwise there are no workers yet, or they belong to another process.
         if "crew" in vars(self) and os.getpid() == self.owner_pid:
             self.crew.fail(UsageError("the environments were closed meanwhile"))
             if self.is_interrupted:

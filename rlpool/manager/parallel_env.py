@@ -1,7 +1,7 @@
-"""Environments in worker processes, the policy in the caller's process.
+"""Environments in worker processes, with the policy in the caller's process.
 
-A step of all lanes is a number written for each worker and one back, all else lies in shared
-memory, too.
+For a step of all lanes, one number is written for each worker and one back; everything else is in
+shared memory too.
 """
 
 from __future__ import annotations
@@ -38,65 +38,63 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     It is a ``VecEnv``: pass it to a batcher with ``n_workers=0``, whose agent then runs in this
     process, on the whole batch of lanes at once::
 
-        def create_env(seed):
-            return ParallelEnvManager([make_env] * 8, seed=seed)
+            def create_env(seed):
+                return ParallelEnvManager([make_env] * 8, seed=seed)
 
 
-        batcher = EpisodeBatcher(..., create_env=create_env, n_workers=0)
+            batcher = EpisodeBatcher(..., create_env=create_env, n_workers=0)
 
-    gives bitwise the same episodes as the same number of environments in a ``GymEnv``. It can also
-    be driven by hand: with ``reset`` and ``step``, with ``reset_lanes`` and ``step_lanes``, or one
-    environment at a time through ``remotes``. Use it from one thread at a time.
+    Episodes are bitwise identical to those of the same number of environments in a ``GymEnv``. It
+    can also be used directly: with ``reset`` and ``step``, with ``reset_lanes`` and ``step_lanes``,
+    or one environment at a time through ``remotes``. Use it from one thread at a time.
 
-    A task is an option of a reset: ``{"task": task}`` reaches an environment whose ``reset`` takes
-    ``task`` there, any other as ``options["task"]``.
+    A task is an option of a reset: ``{"task": task}`` is passed to an environment's ``reset`` as
+    ``task`` if it takes that, otherwise as ``options["task"]``.
 
-    Environments declare both of their spaces: what they take and return has to be known before
-    they run.
+    Environments must declare both of their spaces, because values are stored in shared memory.
 
-    If a signal handler raises inside a call, the workers are ended. Then ``reset`` begins with new
-    ones, and any other call but ``close`` is refused.
+    If a signal handler raises inside a call, the workers are ended. ``reset`` then starts new ones;
+    any other call except ``close`` is refused.
 
     A worker that dies or hangs is replaced. Its environments are reset with the same seeds and
-    options and stepped with the same actions, which are kept until the next reset. If these
+    options and stepped with the same actions, which are recorded until the next reset. If these
     determine the episode, the caller sees the same bits and no exception. Otherwise the lane
     raises ``EnvError`` and needs a reset.
 
     Args:
         env_fns: Functions without arguments that make one environment each, in the workers.
-            Lambdas, closures and classes defined in a script or notebook are fine. What they hold
-            is shared or copied as ``agent_args`` of ``EpisodeBatcher`` are.
+            Lambdas, closures and classes defined in a script or notebook work. Objects that they
+            hold are shared or copied like ``agent_args`` of ``EpisodeBatcher``.
         envs_per_worker: Environments of each worker process, which steps them one after another.
-        seed: Root of the seeds of ``reset`` and of remotes. A batcher brings its own seeds.
-        timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
-            never.
+        seed: Root of the seeds of ``reset`` and of remotes. A batcher uses its own seeds.
+        timeout: Seconds without progress after which a worker counts as hung, ``None`` for never.
         max_episode_steps: Truncate episodes after this many steps.
-        keep_float64: Store float64 as it is, see ``GymEnv``; by default it becomes float32.
+        keep_float64: Store float64 unchanged, see ``GymEnv``; by default it becomes float32.
         info_keys: Keys of ``info`` that become keys of a step, see ``GymEnv``.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
-        min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
-            fewer, slow lanes do not hold up the others; the agent is called more often, each time
-            with all rows, and the results are the same. With half of them, one half steps while the
-            agent is called for the other. Agents that require a history always wait for all.
+        min_ready: Number of lanes that a batcher's loop waits for; all by default. With fewer, slow
+            lanes do not hold up the others; the agent is called more often, each time with all
+            rows, and results are the same. With half of them, one half steps while the agent is
+            called for the other. Agents that require a history always wait for all.
         **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
-            ``max_episodes_per_worker`` and ``start_method`` as for
-            ``EpisodeBatcher``. Healthy workers are replaced at a reset of one of their lanes; lanes
-            in the middle of an episode are brought back to where they were.
+            ``max_episodes_per_worker`` and ``start_method``, as for ``EpisodeBatcher``. Healthy
+            workers are replaced at a reset of one of their lanes; their other lanes are restored to
+            the middle of their episodes.
 
     Attributes:
         num_envs: Number of environments, the same as ``n_lanes``.
         remotes: One ``Remote`` per environment.
-        observation_space: The environments'.
-        action_space: The environments'.
+        observation_space: Observation space of each environment.
+        action_space: Action space of each environment.
         n_tasks: The environments' attribute of that name, ``None`` if they have none.
-        horizon_bamdp: The same of that attribute.
-        all_tasks: The tasks that the environments know, ``None`` if they have none.
+        horizon_bamdp: Likewise.
+        all_tasks: The environments' tasks, ``None`` if they have none.
 
     Raises:
-        SpecError: For arguments of the wrong kind, more workers than descriptors or memory
-            allow, or environments that differ.
+        SpecError: For arguments of the wrong type, more workers than descriptors or memory
+            allow, or environments with different spaces.
         WorkerStartupError: If an environment cannot be made, or does not declare its spaces.
-        WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
+        WorkerDiedError, WorkerTimeoutError: If a worker does not become ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
 
     Example:
@@ -150,7 +148,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self.remotes = [Remote(lanes, lane) for lane in range(self.n_lanes)]
 
     def _begin(self, report: Report) -> None:
-        """Adopt what the workers report, and map the buffers."""
+        """Use the workers' report, and map the buffers."""
         self.observation_space, self.action_space = pickle.loads(report.spaces)
         self.n_tasks, self.horizon_bamdp, self.all_tasks = report.tasks
         self.state_keepers, self.description = report.state_keepers, report.description
@@ -162,27 +160,27 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
 
     @property
     def failures(self) -> Mapping[int, WorkerError]:
-        """Lane to why its episode was given up; see ``on_env_error``.
+        """Errors of truncated episodes by lane, with ``on_env_error="truncate"``.
 
-        Until the first step of the lane's next episode. A batcher over a manager decides itself
-        what becomes of failures, by its own ``on_env_error``, and has them.
+        An entry lasts until the first step of the lane's next episode. A batcher over a manager
+        handles failures itself, according to its own ``on_env_error``.
         """
         return {lane: truncation.error for lane, truncation in self._lanes.truncations.items()}
 
     @property
     def workers(self) -> list[SpawnProcess]:
-        """The worker processes, each the last one with its number; none after ``close``."""
+        """The worker processes, or the last one of each number; none after ``close``."""
         refuse_forked_copy(self._lanes.owner_pid)
         return self._lanes.crew.all_processes()
 
     # The lane contract ---------------------------------------------------------------------
 
     def report_failures(self) -> None:
-        """See ``VecEnv``: then ``on_env_error`` ends no episodes here."""
+        """Leave failures to the caller, so that ``on_env_error`` ends no episodes here."""
         self._lanes.reports_failures = True
 
     def watch_infos(self, seen: MutableSequence[int] | memoryview) -> None:
-        """See ``VecEnv``: infos stay in the workers, so all keys count as seen."""
+        """Mark all keys as seen, because infos stay in the workers."""
         seen[0] = -1
 
     def _reset_lanes(
@@ -193,13 +191,13 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self._lanes.finish(lanes)
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
-        raise error  # which says what failed, and in which lane
+        raise error  # it names the failure and the lane
 
     reset_lanes = crash_only(VecEnv.reset_lanes)
 
     @crash_only
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, NDArray]) -> list[int]:
-        """Step some lanes, those of all workers at the same time.
+        """Step some lanes, in all workers at the same time.
 
         Args:
             lanes: Ascending lane numbers.
@@ -209,10 +207,10 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             The lanes whose episode ended with this step.
 
         Raises:
-            EnvError: If an environment raises or returns what does not fit; it is also a
-                ``LaneError``. The lanes of that worker that took part need a reset, without which
-                they are refused; all others have made their step.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            EnvError: If an environment raises or returns a value that does not fit; also a
+                ``LaneError``. That worker's lanes that took part need a reset before their next
+                step; all others have made their step.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hung.
             UsageError: If the manager is closed.
         """
         self._lanes.check_open()
@@ -225,7 +223,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             ended = [lane for lane in ended if lane in lanes]
         return ended
 
-    _step_lanes: Any = step_lanes  # results are in the buffers already
+    _step_lanes: Any = step_lanes  # results are already in the buffers
 
     @crash_only
     def step_some(
@@ -234,7 +232,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         lanes: Sequence[int] = (),
         actions: Mapping[str, NDArray] | None = None,
     ) -> list[int]:
-        """Let some lanes step, and return whichever lanes are ready.
+        """Begin a step of some lanes, and return the lanes that are ready.
 
         Slow lanes do not hold up the others: a later call returns them::
 
@@ -243,23 +241,23 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
                 actions = policy(manager.current, ready)  # rows of stepping lanes are undefined
                 ready = manager.step_some(4, ready, actions)
 
-        With several environments per worker, the lanes of a worker that step are ready together,
-        and a step of others of its lanes begins when they are.
+        With several environments per worker, the stepping lanes of a worker become ready together,
+        and a step of its other lanes begins after that.
 
         Args:
-            min_ready: How many of the stepping lanes to wait for, or all of them if they are fewer.
+            min_ready: Number of stepping lanes to wait for, or all of them if there are fewer.
                 0 does not wait.
-            lanes: Ascending numbers of lanes to step, none of which is stepping.
+            lanes: Ascending numbers of lanes to step, none of which is already stepping.
             actions: Their actions as for ``step_lanes``.
 
         Returns:
-            Lanes that have made their step, ascending; ``current["done"]`` says whose episode
-            ended. No lane is returned twice for one step.
+            Lanes that have made their step, ascending; ``current["done"]`` marks ended episodes. No
+            lane is returned twice for one step.
 
         Raises:
             EnvError: As for ``step_lanes``. The next call returns lanes of other workers.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-            UsageError: If one of the lanes is stepping, or the manager is closed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hung.
+            UsageError: If one of the lanes is already stepping, or the manager is closed.
         """
         self._lanes.check_open()
         whole_number("min_ready", min_ready, 0)
@@ -278,7 +276,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
 
     @crash_only
     def reset(self, *arguments: Any, **named: Any) -> Any:
-        """Reset all environments, see ``VecEnv.reset``; begins with new workers if need be."""
+        """Reset all environments like ``VecEnv.reset``, with new workers after an interruption."""
         self._lanes.refuse_closed()
         if self._lanes.is_interrupted:
             self._lanes.begin_again()
@@ -287,18 +285,18 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
 
     @crash_only
     def step(self, policy_output: DictTensor) -> tuple[Observed, Observed]:
-        """Step the running environments, see ``VecEnv.step``."""
+        """Step the running environments like ``VecEnv.step``."""
         self._lanes.check_open()
         return super().step(policy_output)
 
     def _call(self, method: Any, *arguments: Any) -> Any:
-        # Inside a call of this manager, of which it is a part.
+        # Without the check for concurrent calls, since it is part of a call of this manager.
         return method.__wrapped__(self, *arguments)
 
     def stats(self) -> Stats:
-        """What the workers are doing, see ``Batcher.stats``; without episodes, lanes and waiting.
+        """Activity of the workers, as ``Batcher.stats``, without episodes, lanes and waiting.
 
-        Only time in steps counts as that of the environments; other time is not distinguished.
+        Only time in steps counts as time of the environments; other time is not broken down.
 
         Raises:
             UsageError: If the manager is closed.
@@ -307,7 +305,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         return self._lanes.stats_reader.read()
 
     def close(self) -> None:
-        """Close all environments and end the workers, within a few seconds. May be repeated."""
+        """Close all environments and end the workers within a few seconds. Can be repeated."""
         self._lanes.close()
 
     def _has_processes(self) -> bool:
@@ -315,10 +313,10 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
 
 
 def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
-    """A copy of a list of functions that make environments.
+    """Copy a list of functions that make environments.
 
     Raises:
-        SpecError: If it is not one, or empty.
+        SpecError: If it is not a list of functions, or empty.
     """
     functions = list(env_fns) if isinstance(env_fns, Iterable) else []
     if not functions or not all(map(callable, functions)):

@@ -1,4 +1,4 @@
-"""Requests to single environments of a ``ParallelEnvManager``, as their own processes took them."""
+"""Requests to single environments of a ``ParallelEnvManager``, one protocol for each."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class Remote:
     ``("close", None)``                    none; its process ends with its last environment
     ====================================== ======================================================
 
-    If the environment fails the reply is ``("error", text)``, with the remote traceback; its next
-    step needs a reset. ``done`` is terminated or truncated; of an episode that was only truncated,
-    ``info["TimeLimit.truncated"]`` is True. Each reset gets a seed that follows from the
-    manager's; ``"seed"`` and ``"options"`` may stand beside ``"task"``.
+    If the environment fails, the reply is ``("error", text)`` with the remote traceback, and its
+    next step needs a reset. ``done`` is terminated or truncated; if the episode was only truncated,
+    ``info["TimeLimit.truncated"]`` is True. The seed of each reset derives from the manager's;
+    ``"seed"`` and ``"options"`` can be given along with ``"task"``.
 
     Args:
         lanes: All environments.
         lane: Number of this one.
 
     Attributes:
-        error: The failure of the last ``("error", text)`` that was received, for
-            ``rlpool.replay``; ``None`` before one.
+        error: The failure of the last ``("error", text)`` received, for ``rlpool.replay``; ``None``
+            if there was none.
     """
 
     def __init__(self, lanes: Lanes, lane: int) -> None:
         self._lanes = self._calls = lanes
         self._lane = lane
-        # Backwards: forwards are the seeds of lanes that are reset together.
+        # Backwards, because the seeds of lanes that are reset together count forwards.
         numbers = itertools.count(-1, -1)
         self._seeds: Iterator[int] = map(partial(LaneSeeds(lanes.root, 0).seed, lane), numbers)
         self.error: WorkerError | None = None
@@ -63,10 +63,9 @@ class Remote:
         """Send a request and return at once.
 
         Raises:
-            SpecError: If it is not one of the requests above, or does not fit.
-            UsageError: If the reply to the last one was not received, or the environment is
-                closed.
-            WorkerDiedError, WorkerTimeoutError: If a worker died.
+            SpecError: If it is not one of the requests above, or its data does not fit.
+            UsageError: If the last reply was not received, or the environment is closed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hung.
         """
         lanes, lane = self._lanes, self._lane
         lanes.check_open()
@@ -84,7 +83,7 @@ class Remote:
             if not isinstance(name, str):
                 raise SpecError(f"the name of an attribute should be a str, got {name!r}")
             lanes.request(lane, command, name)
-        elif command == "seed":  # of the resets that follow, which this process gives
+        elif command == "seed":  # for the next resets, whose seeds come from this process
             self._seeds = _seeds_from(_checked_seed(_named(data, "seed", command)))
             lanes.replies[lane] = Reply(lane, pickle.dumps(("done", None)))
         elif command == "close":
@@ -99,7 +98,7 @@ class Remote:
 
         Raises:
             UsageError: If there is no request, or the environments are closed.
-            WorkerDiedError, WorkerTimeoutError: If the worker died or hangs.
+            WorkerDiedError, WorkerTimeoutError: If the worker died or hung.
         """
         lanes, lane = self._lanes, self._lane
         lanes.check_open()
@@ -115,7 +114,7 @@ class Remote:
 
     @crash_only
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether a reply has arrived, after waiting up to ``timeout`` seconds or for ever."""
+        """Whether a reply has arrived, waiting up to ``timeout`` seconds or without limit."""
         lanes, lane = self._lanes, self._lane
         lanes.check_open()
         limit_s = checked_timeout(timeout, "from 0 on, and finite")
@@ -161,7 +160,7 @@ class Remote:
 
 
 def _named(data: Any, key: str, command: str) -> Any:
-    """The entry of a request's data."""
+    """Return the only entry of a request's data."""
     if not isinstance(data, Mapping) or set(data) != {key}:
         raise SpecError(f"the data of {command!r} should be {{{key!r}: ...}}, got {data!r}")
     return data[key]
@@ -172,6 +171,6 @@ def _checked_seed(seed: Any) -> int:
 
 
 def _seeds_from(seed: int) -> Iterator[int]:
-    """A seed, then others that follow from it."""
+    """A seed, followed by seeds derived from it."""
     stream = LaneSeeds(root_from(seed), 0)
     return itertools.chain([seed], map(partial(stream.seed, 0), itertools.count()))

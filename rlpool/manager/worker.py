@@ -48,15 +48,15 @@ from rlpool.workers.worker_process import Place, Server, called, load, run
 _ALL = slice(None)
 
 _LONGEST_SLEEP_S = 3600.0
-"""Of a worker that waits; nothing happens at the end of it."""
+"""Sleep of a waiting worker; nothing happens at the end of it."""
 
 _NOT_RESTORED = (
-    "the environment could not be brought back to where it was when its process ended or was "
+    "the environment could not be restored to its state before its process ended or was "
     "replaced: {}"
 )
 _NOT_RESTORED_FIX = (
-    "reset the lane; an environment can only be continued in another process if its seed, options "
-    "and actions determine what it does"
+    "reset the lane; an environment can be continued in another process only if its seed, options "
+    "and actions determine its behaviour"
 )
 
 
@@ -64,9 +64,9 @@ def main(shared: Shared, wake: Wake, done: Wake, place: Place, pipe: Pipe, contr
     """Run a worker process with environments.
 
     Args:
-        shared: What the set-up refers to.
-        wake: Is signalled when lanes have something to do while this process sleeps.
-        done: Is signalled when they have done it, for a caller that sleeps.
+        shared: Objects that the set-up shares with the caller.
+        wake: Signalled when lanes have tasks while this process sleeps.
+        done: Signalled when lanes have finished, for a caller that sleeps.
         place: Which worker it is.
         pipe: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
@@ -77,19 +77,19 @@ def main(shared: Shared, wake: Wake, done: Wake, place: Place, pipe: Pipe, contr
     run(make_server, shared, place, control_fd)
 
 
-# What it holds -----------------------------------------------------------------------------------
+# Its environments --------------------------------------------------------------------------------
 
 
 def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymEnv:
     """Make a worker's environments.
 
     Args:
-        setup: What to make.
+        setup: The functions that make them.
         place: Which worker makes them.
         control: Its part of the shared record.
 
     Raises:
-        WorkerStartupError: If that failed, or they declare no spaces.
+        WorkerStartupError: If that fails, or an environment does not declare its spaces.
     """
     advise_to_debug("step it in this process to debug: GymEnv([env_fn()])")
     where = Where(worker=place.worker)
@@ -107,8 +107,8 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
                 if getattr(env, name, None) is None:
                     raise SpecError(
                         f"env_fns[{lane}] returned an environment without {name}",
-                        fix=f"give it an attribute {name}: a ParallelEnvManager has to know what "
-                        "its environments take and return before they run",
+                        fix=f"give it an attribute {name}: a ParallelEnvManager has to know "
+                        "its environments' spaces before they run",
                     )
         batch = GymEnv(envs, root_from(place.seed), **setup.options)
     except SpecError as error:
@@ -120,7 +120,7 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
 
 
 def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
-    """``(n_tasks, horizon_bamdp, all_tasks)`` of environments, ``None`` for what they lack."""
+    """``(n_tasks, horizon_bamdp, all_tasks)`` of environments, ``None`` if missing."""
 
     def attribute(name: str) -> Any:
         try:
@@ -133,21 +133,21 @@ def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
     return n_tasks, horizon, all_tasks(attribute)
 
 
-# What it does ------------------------------------------------------------------------------------
+# Its tasks ---------------------------------------------------------------------------------------
 
 
 class EnvServer(Server):
-    """Owns a worker's environments and does what the caller asks of them.
+    """Owns a worker's environments and carries out the tasks of their lanes.
 
-    Lanes count within the worker.
+    Lanes are numbered within the worker.
 
     Args:
         place: Which worker it is.
-        pipe: The line to the caller.
+        pipe: The connection to the caller.
         control: Its part of the shared record.
-        wake: What it waits for, in addition to its pipe.
-        done: Is signalled when lanes have done what they had to do.
-        lock_fd: See ``Buffers``.
+        wake: Signalled by the caller; it waits for this and its pipe.
+        done: Signalled when lanes have finished their tasks.
+        lock_fd: As for ``Buffers``.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class EnvServer(Server):
         self._wake = wake
         self._done = done
         self._calls: dict[int, Call] = {}  # by lane, until they are carried out
-        self._not_restored: dict[int, EnvError] = {}  # lanes that cannot go on, and why
+        self._not_restored: dict[int, EnvError] = {}  # lanes that cannot continue, and their errors
 
     def create(self, setup: Setup, memory: Memory | None) -> Report:
         """Create the environments."""
@@ -180,7 +180,7 @@ class EnvServer(Server):
         return Report(declaration, action, *knows, described(env))
 
     def serve(self) -> None:
-        """Do what there is to do until told to close."""
+        """Carry out tasks until told to close."""
         message, memory = self.receive()
         if not isinstance(message, Begin) or memory is None:
             return
@@ -205,7 +205,7 @@ class EnvServer(Server):
                     wake.begin()
 
     def _begin(self, message: Begin, memory: Memory) -> Buffers:
-        """Take the place of a process before, and write results into the buffers from now on."""
+        """Restore the lanes of an earlier process, then write results into the buffers."""
         env, me = self._env, self._place.worker
         for lane, tape in message.tapes.items():
             self._restore(lane, tape)
@@ -217,14 +217,14 @@ class EnvServer(Server):
         write, writing = columns.write, buffers.writing
 
         def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
-            writing[me] = 1  # a worker that dies from here on leaves mixed values
+            writing[me] = 1  # if the worker dies from here on, values are mixed
             write(lanes, observations)
 
         columns.write = noted_write
         return buffers
 
     def _restore(self, lane: int, tape: Tape) -> None:
-        """Bring a lane to where it was; a step that was not finished comes next."""
+        """Restore a lane; a step that was not finished comes next."""
         try:
             place = {lane: Where()}
             take_over(self._env, {lane: tape}, place, self._control.steps, may_end=True)
@@ -235,7 +235,7 @@ class EnvServer(Server):
     # Steps and resets -------------------------------------------------------------------------
 
     def _carry_out(self, buffers: Buffers, asked: bytes) -> bool:
-        """Do what lanes have to do; False if a successor has to go on."""
+        """Carry out the tasks of lanes; False if a successor has to continue."""
         env, actions, do = self._env, buffers.action, partial(self._do, buffers)
         if asked.count(STEP) == len(asked):
             return do("step", self._all, env.step_lanes, actions)
@@ -261,7 +261,7 @@ class EnvServer(Server):
         *arguments: Any,
         result: Callable[[], Any] | None = None,
     ) -> bool:
-        """Let lanes do something, if there are any, and reply with a result if that is wanted.
+        """Carry out a task of lanes, if there are any, and reply with a result if one is given.
 
         Returns:
             False if a successor has to do it.
@@ -305,14 +305,14 @@ class EnvServer(Server):
         return True
 
     def _call_of(self, lane: int) -> Call:
-        """What a lane was sent to do, which may arrive after it was asked for."""
+        """The task that was sent to a lane, which may arrive after the buffers announce it."""
         while lane not in self._calls:
             if not self._read():
-                raise EOFError  # it is to close
+                raise EOFError  # it has to close
         return self._calls.pop(lane)
 
     def _read(self) -> bool:
-        """Keep a message for its lane; False if this worker is to end now."""
+        """Keep a message for its lane; False if this worker has to end now."""
         message, _ = self.receive()
         if isinstance(message, Call):
             self._calls[message.lane] = message
@@ -324,7 +324,7 @@ class EnvServer(Server):
         """Carry out a request; False if a successor has to do it."""
         env, lane, data = self._env, call.lane, call.data
         do = partial(self._do, buffers, call.command, [lane])
-        if call.command == "get_attr":  # unless it is lost
+        if call.command == "get_attr":  # does nothing to the environment
             return do(lambda _: None, result=lambda: ("attr", env.attribute(lane, data)))
         if call.command == "step":
             return do(env.step_lanes, buffers.action, result=partial(self._transition, lane))
@@ -332,7 +332,7 @@ class EnvServer(Server):
         return do(env.reset_lanes, [seed], [options], result=lambda: ("obs", env.results[0][0]))
 
     def _reply(self, lane: int, result: Callable[[], Any]) -> None:
-        """Send what a remote receives."""
+        """Send the reply of a remote."""
         try:
             reply = Reply(lane, cloudpickle.dumps(result()))
         except BaseException as error:

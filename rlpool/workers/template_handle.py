@@ -46,8 +46,7 @@ _FORK_S = 20.0
 """Time limit for a fork: far more than it takes unless memory is short."""
 
 _MAX_TRIES = 3
-"""Number of templates in a row that may end without starting a worker before workers are
-spawned."""
+"""Templates that may end in a row without having started a worker; then workers are spawned."""
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
