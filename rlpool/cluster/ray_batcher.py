@@ -176,7 +176,7 @@ class Nodes:
                 return n
         raise SpecError(
             f"the cluster has no free {bundle} on {n or 1} of its {len(sizes)} nodes",
-            fix="lower n_nodes, n_workers or resources, end other programs on them, or start more nodes",
+            fix="lower n_nodes, n_workers or resources, end other programs, or start more nodes",
         )
 
     def _start(self, arguments: dict[str, Any], bundle: dict[str, float]) -> None:
@@ -475,8 +475,7 @@ class NodeActor:
         self._begun: list[Any] = []  # keys of ranges
 
     def call(self, name: str, ranges: list[Any]) -> Any:
-        """Call a method; returns its result or its error, so that Ray's own errors concern the
-        node.
+        """Call a method; returns its result or error, since Ray's own errors concern the node.
 
         Args:
             name: ``"start"`` or ``"run"``.

@@ -1,4 +1,4 @@
-"""What the agent is shown of a batch of lanes, and where its outputs go."""
+"""Inputs and outputs of the agent for a batch of lanes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class History:
         step: The keys of a step.
 
     Attributes:
-        lengths: How many steps each lane has.
+        lengths: Number of steps of each lane.
     """
 
     _FIRST_CAPACITY = 64  # steps
 
     def __init__(self, step: StepSpecs) -> None:
-        # Without restarts: the history begins with the episode.
+        # Without restarts, because the history begins with the episode.
         self._layout = Layout(step, n_slots=1, n_timesteps=1, n_workers=1)
         n_lanes = step.n_lanes
         self.lengths = np.zeros(n_lanes, np.int64)
@@ -57,12 +57,12 @@ class History:
     def so_far(
         self, current: Mapping[str, NDArray], lane_of_row: NDArray, lanes: Sequence[int]
     ) -> TemporalDictTensor:
-        """The steps so far, ``[n_rows, longest, ...]``, copies.
+        """Copy the steps so far, ``[n_rows, longest, ...]``.
 
         Args:
             current: Key to array ``[n_lanes, ...]``, the values after the last step.
-            lane_of_row: The lane that each row shows.
-            lanes: The lanes whose longest history counts.
+            lane_of_row: The lane of each row.
+            lanes: The lanes that determine the longest history.
         """
         lengths = self.lengths[lane_of_row]
         longest = int(self.lengths[list(lanes)].max())
@@ -88,21 +88,21 @@ class History:
 
 
 class AgentCalls:
-    """Calls an agent for the lanes of a batch that step, and writes what goes in and comes out.
+    """Calls an agent for the lanes that step, and records its inputs and outputs.
 
     Args:
         agent: The agent.
         env: The environments.
-        record: Where the time that the agent takes is noted.
-        agent_rows: How many rows the agent is called with, one per lane by default.
+        record: Receives the time taken by the agent.
+        agent_rows: Number of rows per agent call; by default one per lane.
 
     Attributes:
         record: As given.
         driver: Calls the agent.
         infos: The batch's ``agent_info``: key to array ``[n_lanes, ...]``.
         noise: The batch's noise, ``None`` if the agent needs none.
-        history: What was shown before, ``None`` if the agent does not ask for it.
-        current: Key to array ``[n_lanes, ...]``: what the agent is shown, rewritten in place.
+        history: The agent's history, ``None`` if it does not need one.
+        current: Key to array ``[n_lanes, ...]``: the agent's inputs, rewritten in place.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class AgentCalls:
         self.history: History | None = None
         self.infos: dict[str, NDArray] = {}
         self.current: dict[str, NDArray] = {}
-        self._sources: list[NDArray] = []  # of what is written, all rewritten in place
+        self._sources: list[NDArray] = []  # inputs of the agent, all rewritten in place
 
     def probe(self, seeds: Sequence[int], options: Sequence[Options], resets: bool) -> StepSpecs:
         """Reset all lanes and call the agent, to learn keys, shapes and dtypes of a step.
 
-        The agent is shown ``infos`` as they are. It has the states after the call.
+        The agent gets ``infos`` unchanged, and has the new states after the call.
 
         Args:
             seeds: Seed of each lane's reset.
             options: Options of each lane's reset.
-            resets: Whether to reset all lanes. If not, one is reset, and only if nothing else shows
-                what it observes; the agent is shown what is there.
+            resets: Whether to reset all lanes. Otherwise one lane is reset, only if its observation
+                keys are not known, and the agent gets the current values.
 
         Raises:
             LaneError: If the user's code fails, or the actions do not fit the action space.
@@ -160,7 +160,7 @@ class AgentCalls:
         return steps
 
     def _call_first(self, wants_history: bool) -> None:
-        """Let the agent show its outputs and states."""
+        """Call the agent to learn its outputs and states."""
         driver, lanes = self.driver, range(self._n_lanes)
         observation, known = dict(self._env.current), dict(self._env.current)
         if self.noise is not None:
@@ -177,7 +177,7 @@ class AgentCalls:
         driver.commit()  # idle lanes need a valid state
 
     def _match_actions(self, outputs: Mapping[str, TensorSpec]) -> None:
-        """Let environments and agent have the same actions, whose dtypes may be converted."""
+        """Check that environments and agent agree on the actions; dtypes may be converted."""
         env = self._env
         actions = {key: spec for key, spec in outputs.items() if is_action(key)}
         if env.action_leaves is None:
@@ -199,7 +199,7 @@ class AgentCalls:
         }
 
     def bind(self) -> bool:
-        """Prepare the views of the batch, which all plans share; False if they are the same."""
+        """Prepare the views of the batch, shared by all plans; False if they are unchanged."""
         env, driver = self._env, self.driver
         sources = [*env.current.values(), *driver.state.values()]
         if len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources)):
@@ -213,12 +213,12 @@ class AgentCalls:
         self._flags_copy = np.array(env.flags)
         for key, flags in zip(FLAGS, self._flags_copy, strict=True):
             self._observation[key] = torch.from_numpy(flags)
-        # The history takes what was shown after the agent could change it.
+        # The history records the inputs after the agent could have changed them.
         self._copies_all = env.shares_current or self.history is not None
         return True
 
     def declare_infos(self, agent_info: Mapping[str, NDArray]) -> None:
-        """Have the keys that requests have from now on.
+        """Set the keys of ``agent_info`` for the requests from now on.
 
         Args:
             agent_info: ``[n, ...]`` by episode; may be empty.
@@ -228,13 +228,13 @@ class AgentCalls:
             self.infos = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
 
     def show_infos(self, lanes: Iterable[Lane]) -> None:
-        """Give lanes the rows of their episodes, which have the declared keys."""
+        """Copy the infos of lanes' episodes, which have the declared keys, into the batch."""
         for key, array in self.infos.items():
             for lane in lanes:
                 array[lane.number] = lane.plan.agent_info[key][lane.row]
 
     def begin(self, numbers: Sequence[int], lanes: Sequence[Lane]) -> None:
-        """Let episodes begin with the next call."""
+        """Begin episodes with the next call."""
         if self.infos:
             self.show_infos(lanes)
         self.driver.start(numbers, self.infos, lanes)
@@ -254,9 +254,9 @@ class AgentCalls:
         """Call the agent for the lanes that take this step; write its inputs and outputs.
 
         Args:
-            plans: The plans that run.
+            plans: The running plans.
             lanes: The lanes.
-            are_all: Whether no other lane runs, and all of them step.
+            are_all: Whether these are all running lanes, and all of them step.
 
         Returns:
             The outputs ``[n_lanes, ...]``.
@@ -271,7 +271,7 @@ class AgentCalls:
             rows = plan.rows if are_all else plan.rows_of(lanes)
             for target, source in plan.writer.before:
                 target[rows] = source
-        # Lanes that do not step show again what they showed, which the agent may have changed.
+        # Lanes that do not step repeat their last inputs, which the agent may have changed.
         full_batch = self._observation if are_all and not self._copies_all else None
         if full_batch:
             np.copyto(self._flags_copy, self._env.flags)
@@ -295,7 +295,7 @@ class AgentCalls:
                     np.copyto(buffer, outputs[key])
                     target[rows] = flat_buffer
         if driver.state:
-            # Lanes that are parked keep their states.
+            # Parked lanes keep their states.
             driver.commit(None if len(lanes) == self._n_lanes else lanes)
         return outputs
 

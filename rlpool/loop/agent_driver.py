@@ -20,14 +20,14 @@ from rlpool.loop.plan import Lane
 from rlpool.machine.interrupts import ctrl_c
 
 HistoryOf = Callable[[NDArray, Sequence[int]], TemporalDictTensor]
-"""The history of some lanes, one per row, as wide as the longest one of some lanes."""
+"""The history of some lanes, one per row, as wide as the longest history of some lanes."""
 
 
 class AgentFailure(LaneError):
     """The agent failed; ``__cause__`` is its exception, ``call`` "agent" or "initial_state".
 
     Attributes:
-        lanes: The lanes that the call was made for.
+        lanes: The lanes of the failed call.
     """
 
     def __init__(self, lanes: Sequence[int], call: str) -> None:
@@ -42,10 +42,10 @@ class _Call(NamedTuple):
     """One call of the agent.
 
     Attributes:
-        lanes: The lanes that it is made for.
+        lanes: Its lanes.
         rows: Their rows: int64 like ``lanes``.
-        lane_of_row: The lane that each row shows: int64 ``[n_rows]``.
-        has_all_lanes: Whether each row shows its own lane.
+        lane_of_row: The lane of each row: int64 ``[n_rows]``.
+        has_all_lanes: Whether each row has its own lane.
     """
 
     lanes: list[int]
@@ -55,16 +55,16 @@ class _Call(NamedTuple):
 
 
 class AgentDriver:
-    """One agent over the rows of one batch.
+    """Runs one agent over the rows of one batch.
 
     The agent always gets the same number of rows. By default, these are the whole batch, each lane
-    in its own row. If their number is given, episode number *i* has row ``i % n_rows``: lanes whose
-    episodes share a row are in different calls; so are, for an agent with a history, lanes whose
-    episodes have taken different numbers of steps, since the history of a call is as long as its
-    longest. Rows that no lane has in a call are copies of another one.
+    in its own row. If the number is given, episode number *i* has row ``i % n_rows``. Lanes whose
+    episodes share a row are then in different calls, and so are, for an agent with a history, lanes
+    whose episodes have different numbers of steps, since the history of a call is as long as its
+    longest. Rows without a lane in a call are copies of another row.
 
-    Rows that start an episode get separate calls with ``state=None``. Agents that make their
-    initial states themselves, or keep no state, need none.
+    Rows that start an episode get separate calls with ``state=None``, unless the agent makes its
+    initial states itself or keeps no state.
 
     Args:
         agent: The agent.
@@ -72,12 +72,12 @@ class AgentDriver:
         n_rows: Rows of each call, ``None`` for one per lane.
 
     Attributes:
-        n_rows: Rows that the agent is called with.
+        n_rows: Rows of each call.
         output_specs: The agent's outputs, ``None`` before the first call.
         state: Key to array ``[n_lanes, ...]``: each lane's state, rewritten in place.
         starting: Lanes whose state at this step is only known after ``act``.
-        converted_actions: Action key to the dtype in which the environments take it, where that
-            is not the agent's.
+        converted_actions: Action key to the environments' dtype, where it differs from the
+            agent's.
     """
 
     def __init__(self, agent: Agent, n_lanes: int, n_rows: int | None = None) -> None:
@@ -95,12 +95,12 @@ class AgentDriver:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the keys, shapes and dtypes that the first call has shown."""
+        """Forget the keys, shapes and dtypes of the first call."""
         self.output_specs: dict[str, TensorSpec] | None = None
         self.starting: list[int] = []
         self.state.clear()
         self._new_state: Part = {}
-        # "output" or "state" -> key -> shape of the batch and dtype that the agent has to return
+        # "output" or "state" -> key -> batch shape and dtype that the agent has to return
         self._expected: dict[str, dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = {}
 
     def start(
@@ -138,11 +138,11 @@ class AgentDriver:
             self.starting = sorted({*self.starting, *lanes})
 
     def resume(self, lane: int, state: Mapping[str, NDArray]) -> None:
-        """Let a lane, once it is started, go on with an episode that was begun elsewhere.
+        """Continue an episode in a started lane that was begun elsewhere.
 
         Args:
             lane: The lane.
-            state: The state that it had there.
+            state: The episode's current state.
         """
         self.starting = [other for other in self.starting if other != lane]
         for key, value in state.items():
@@ -161,12 +161,12 @@ class AgentDriver:
 
         Args:
             lanes: The lanes that take this step; all other rows are copies of some of these.
-            observation: ``[n_lanes, ...]``, of which the agent gets copies.
+            observation: ``[n_lanes, ...]``; the agent gets copies.
             agent_info: Likewise; may be empty.
-            history: Makes the history, if the agent asks for one.
+            history: Makes the history, if the agent needs one.
             n_steps: Steps of each lane's history, unless none has any.
-            full_batch: The observation itself, given to the agent without a copy if each row
-                shows its own lane.
+            full_batch: The observation itself, given to the agent without a copy if each row has
+                its own lane.
 
         Returns:
             The outputs, ``[n_lanes, ...]``. ``state`` then holds the states before this step.
@@ -180,10 +180,10 @@ class AgentDriver:
         self._new_state = {}
         try:
             if starting:
-                # None of a request that was given up before its first step.
+                # Without those of a request that was dropped before its first step.
                 starting = [lane for lane in starting if lane in lanes]
                 others = [lane for lane in lanes if lane not in starting]
-            if self._no_state._tensors:  # the agent has put something into it
+            if self._no_state._tensors:  # the agent has written to it
                 self._no_state = DictTensor({})
             known, calls = self._last
             if starting or n_steps or lanes != known:
@@ -229,11 +229,11 @@ class AgentDriver:
             self.state[key][rows] = array[rows]
 
     def _calls(self, lanes: Sequence[int], n_steps: Sequence[int] | None) -> list[_Call]:
-        """How often the agent is called, and for which lanes."""
+        """Divide lanes into calls of the agent."""
         groups: dict[tuple[int, int], list[int]] = {}
         if not self._shares_rows:
             groups[0, 0] = list(lanes)
-        n_calls: dict[tuple[int, int], int] = {}  # that a row has in use, by steps of the history
+        n_calls: dict[tuple[int, int], int] = {}  # calls that use a row, by steps of the history
         for lane in lanes if self._shares_rows else ():
             place = n_steps[lane] if n_steps else 0, self._row_of[lane]
             number = n_calls.get(place, 0)
@@ -249,7 +249,7 @@ class AgentDriver:
         return calls
 
     def _gather(self, name: str, values: Mapping[str, NDArray], call: _Call) -> DictTensor:
-        """Copy what a call shows, always to the same place: bits may depend on its alignment.
+        """Copy the inputs of a call, always to the same memory: bits may depend on its alignment.
 
         The agent may change the copies, or return parts of them as its new state.
         """
@@ -268,7 +268,7 @@ class AgentDriver:
         return DictTensor._wrap(tensors)
 
     def _scatter(self, part: Part, of_all: Part, call: _Call) -> None:
-        """Copy the rows of a call to the lanes that have them."""
+        """Copy the rows of a call to their lanes."""
         for key, array in part.items():
             if key not in of_all:
                 of_all[key] = np.zeros((self.n_lanes, *array.shape[1:]), array.dtype)
@@ -323,7 +323,7 @@ class AgentDriver:
             return arrays
         first = {key: TensorSpec(shape[1:], dtype) for key, (shape, dtype) in expected.items()}
         for key, array in arrays.items():
-            # A state that starts in float32 goes on in float16 under autocast.
+            # A state that starts in float32 may continue in float16 under autocast.
             if array.dtype == np.float16 and key in first and first[key].dtype == np.float32:
                 arrays[key] = array.astype(np.float32)
         now = row_specs(arrays)
@@ -337,7 +337,7 @@ class AgentDriver:
         return arrays
 
     def _learn(self, name: str, arrays: Mapping[str, NDArray]) -> None:
-        """Take keys, shapes and dtypes from the first result."""
+        """Learn keys, shapes and dtypes from the first result."""
         specs = row_specs(arrays)
         if name == "state":
             self.state.update({k: batch_array(spec, self.n_lanes) for k, spec in specs.items()})

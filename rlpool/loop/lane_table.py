@@ -1,4 +1,4 @@
-"""What each lane of a rollout does: idle, running an episode, parked, restarting."""
+"""States of a rollout's lanes: idle, running an episode, parked, restarting."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _RESET_WITH = attrgetter("number", "seed", "options")
 
 
 class LaneTable:
-    """The lanes of a rollout, and how they go from one episode and slot to the next.
+    """The lanes of a rollout, and their transitions between episodes and slots.
 
-    Lanes do::
+    States of a lane::
 
         idle --begin--> live --leave the slot at the end of the episode--> idle
                          |  ^
@@ -38,18 +38,18 @@ class LaneTable:
     Args:
         env: The environments.
         calls: The agent's calls.
-        record: Where it is noted what the lanes do.
+        record: The record of the lanes' activity.
         worker: Number of the worker, for error messages.
 
     Attributes:
-        plans: The plans that run, the oldest first.
+        plans: The running plans, oldest first.
         lanes: All lanes.
-        idle: Those that are idle, ascending.
-        parked: Those that are parked, likewise.
+        idle: The idle lanes, ascending.
+        parked: The parked lanes, ascending.
         live: Numbers of the lanes that step, ascending.
         has_failing: Whether a step of any episode is known to fail.
-        failing: Numbers of the lanes whose next step is.
-        steps_until_full: Lower bound of the steps until a slot is full; 0 if it is not known.
+        failing: Numbers of the lanes whose next step is known to fail.
+        steps_until_full: Lower bound of the steps until a slot is full; 0 if unknown.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class LaneTable:
         self._env, self._calls, self._record, self._worker = env, calls, record, worker
         self._n_lanes = env.n_lanes
         self.plans: list[Plan] = []
-        self._postponed: Plan | None = None  # follows when all of these are over
+        self._postponed: Plan | None = None  # follows when all running plans are over
         self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
         self.lanes = [Lane(number) for number in range(env.n_lanes)]
         self.has_failing = False
         self.failing: list[int] = []
 
     def begin(self, queue: PlanQueue) -> None:
-        """Take plans from a queue; no lane is live until there is one."""
+        """Begin to take plans from a queue; no lane is live without one."""
         self._queue = queue
         if self._calls.bind():
             self._writers.clear()  # other arrays from now on
@@ -73,17 +73,17 @@ class LaneTable:
         self._at_stock = self.idle, self.parked
         self.live: list[int] = []
         self.steps_until_full = 0
-        self._could_begin = True  # whether an idle lane would take an episode of a further plan
+        self._could_begin = True  # whether an idle lane would take an episode of another plan
 
     def end(self) -> None:
-        """Forget the queue, which may refer to the rollout, and what is left of its plans."""
+        """Forget the queue, which may refer to the rollout, and the rest of its plans."""
         self.plans.clear()
         self._postponed = None
         self.has_failing = False
         self.__dict__.pop("_queue", None)  # an interrupt may have come before there was one
 
     def _note_waiting(self) -> None:
-        """Find the lanes that are idle, and those that are parked."""
+        """Find the idle and the parked lanes."""
         self.idle = [lane for lane in self.lanes if lane.state is State.IDLE]
         self.parked = [lane for lane in self.lanes if lane.state is State.PARKED]
 
@@ -95,10 +95,10 @@ class LaneTable:
     # Plans ---------------------------------------------------------------------------------------
 
     def bind_next(self) -> Plan | None:
-        """Begin a further plan, if there is one that fits to those that run.
+        """Begin another plan, if there is one that fits the running ones.
 
-        A batch has one set of keys, so ``agent_info`` with others has to wait; and so has a plan
-        that begins with a reset of all lanes.
+        A batch has one set of keys, so ``agent_info`` with different keys has to wait, as does a
+        plan that begins with a reset of all lanes.
         """
         plan = self._postponed or self._queue.next_plan()
         self._postponed = None
@@ -123,7 +123,7 @@ class LaneTable:
         return plan
 
     def _writer_of(self, plan: Plan) -> SlotWriter:
-        """What writes into a plan's block; the next plan with the same block gets the same."""
+        """The writer of a plan's block; plans with the same block share it."""
         writer = self._writers.get(plan.arrays)
         if writer is None:
             sources = self._calls.current, self._calls.driver.state
@@ -131,10 +131,10 @@ class LaneTable:
         return writer
 
     def _take_over(self, plan: Plan) -> None:
-        """Bring lanes to where another worker was with a plan's episodes; they are parked.
+        """Restore a plan's episodes that another worker began; their lanes are then parked.
 
         Raises:
-            EnvError: If an environment does not repeat what it did.
+            EnvError: If an environment does not repeat its episode.
         """
         env = self._env
         able: dict[int, Tape] = {}
@@ -158,18 +158,18 @@ class LaneTable:
         self._note_waiting()
 
     def _continue_with(self, plan: Plan) -> None:
-        """Let lanes that are parked go on with the next window, which may have other infos."""
+        """Continue parked lanes in the next window, which may have other infos."""
         for lane in self.parked:
             lane.plan = plan
             if lane.fails_at is not None:
-                self.has_failing = True  # its reset has failed, behind the last step of a window
+                self.has_failing = True  # its reset failed after the last step of a window
         self._calls.show_infos(self.parked)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane in self.parked if not lane.steps_before]:
             self._calls.begin([lane.number for lane in new], new)
 
     def have_news(self) -> bool:
-        """Whether lanes that wait may get something."""
+        """Whether waiting lanes may get an episode or a slot."""
         have_slots = False
         for plan in self.plans:
             have_slots |= plan.has_news()
@@ -181,7 +181,7 @@ class LaneTable:
         if not self.plans:
             return False
         self._record.begin_wait()
-        # All of them: one that has slots by now may lack lanes, which another one holds up.
+        # Ask all plans: one that has slots by now may lack lanes, which another one holds up.
         have_waited = [plan.wait() for plan in self.plans]
         self._record.end_wait()
         return any(have_waited)
@@ -201,7 +201,7 @@ class LaneTable:
         self.fill()
 
     def _end_plan(self, plan: Plan) -> None:
-        """Drop a plan of which lanes run nothing any more."""
+        """Drop a plan that no lane runs any more."""
         self.plans.remove(plan)
         self._queue.done(plan)
 
@@ -223,23 +223,23 @@ class LaneTable:
         self._clear()
 
     def _clear(self) -> None:
-        """Let all lanes be idle."""
+        """Make all lanes idle."""
         for lane in self.lanes:
             lane.state = State.IDLE
         self._note_waiting()
 
-    # Steps that are not finished -----------------------------------------------------------------
+    # Unfinished steps ---------------------------------------------------------------------------
 
     @property
     def free(self) -> list[int]:
-        """The live lanes that can take a step: those whose last one is finished."""
+        """The live lanes that can step, because they have finished their last step."""
         return [lane for lane in self.live if self.lanes[lane].state is State.LIVE]
 
     def finish_steps(self, begun: Sequence[int], ready: Sequence[int]) -> list[int]:
-        """Take note of steps that were begun, and of the lanes that have finished theirs.
+        """Record the lanes that began a step, and those that finished theirs.
 
         Returns:
-            The latter. A lane may still be stepping for a cancelled plan: it is not among them.
+            The lanes that finished, except those still stepping for a cancelled plan.
         """
         for lane in begun:
             self.lanes[lane].state = State.STEPPING
@@ -248,7 +248,7 @@ class LaneTable:
         for lane in finished:
             self.lanes[lane].state = State.LIVE
         for lane in mine.difference(finished):
-            self._record.first_step[lane] += 1  # has yet to be made
+            self._record.first_step[lane] += 1  # this step is still to be made
         return finished
 
     # Slots and episodes --------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class LaneTable:
         return plan.full_lanes(self.lanes)
 
     def _record_slots(self, lanes: Sequence[Lane]) -> None:
-        """Put full slots on the tapes of lanes of one plan, before they leave them."""
+        """Record full slots on the tapes of one plan's lanes, before they leave them."""
         if self._env.seeding != "episode":
             return  # such episodes cannot be repeated
         plan = lanes[0].plan
@@ -294,12 +294,12 @@ class LaneTable:
     def fill(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
         starting: list[Lane] = []
-        # Every lane is asked about every plan: only then it is known when a plan is over.
+        # Every lane is asked about every plan, since only then it is known when a plan is over.
         while (could_begin := self._deal(starting)) and self.bind_next() is not None:
             pass
         self._could_begin = could_begin
         if starting:
-            starting.sort(key=by_number)  # plans may have been asked in turns
+            starting.sort(key=by_number)  # plans may have been asked alternately
             self._begin_episodes(starting)
         for plan in list(self.plans):
             if not plan.n_writing and plan.is_over():
@@ -310,13 +310,13 @@ class LaneTable:
             self._take_stock()
 
     def _deal(self, starting: list[Lane]) -> bool:
-        """Deal out what there is to waiting lanes; notes those that start an episode.
+        """Distribute episodes and slots to waiting lanes; adds lanes that start an episode.
 
         Lanes that have waited before come first, and parked lanes before all others: a slot that
-        one of them lacks may hold up everybody.
+        one of them lacks may hold up all lanes.
 
         Returns:
-            Whether some lane could begin a further one.
+            Whether some lane could begin another episode.
         """
         if self.parked:
             self._enter_next_slots()
@@ -332,7 +332,7 @@ class LaneTable:
         return bool(waiting)
 
     def _enter_next_slots(self) -> None:
-        """Let parked lanes go on in their next slots, if there are any."""
+        """Continue parked lanes in their next slots, if there are any."""
         noise = self._calls.noise
         for lane in self.parked:
             if lane.plan.next_slot(lane):
@@ -348,7 +348,7 @@ class LaneTable:
         self._begin_episodes(lanes)
 
     def _begin_episodes(self, lanes: Sequence[Lane]) -> None:
-        """Reset lanes, ascending, and let the agent begin there."""
+        """Reset lanes, ascending, and begin the agent's episodes there."""
         calls, record = self._calls, self._record
         numbers, able = list(map(by_number, lanes)), lanes
         record.env_ns[0] -= monotonic_ns()
@@ -371,7 +371,7 @@ class LaneTable:
             self._find_failing()
 
     def _find_failing(self) -> None:
-        """Find the lanes whose next step is known to fail, and when others get there."""
+        """Find the lanes whose next step is known to fail, and the steps until others get there."""
         self.failing = []
         for number in self.live:
             lane = self.lanes[number]
@@ -384,27 +384,27 @@ class LaneTable:
 
 
 class SelfRestartingLanes(LaneTable):
-    """A ``LaneTable`` of a vector environment whose lanes restart when they like, in any step.
+    """A ``LaneTable`` of a vector environment whose lanes restart by themselves, in any step.
 
     An idle lane begins an episode once it has restarted. In a window, a lane whose episode has
-    ended stays in its slot; the steps until it has restarted belong to no episode, and the lane
-    writes over them.
+    ended stays in its slot. The steps until it has restarted do not belong to an episode, and are
+    overwritten.
     """
 
-    _restarting: Sequence[Lane] = ()  # lanes of a window whose next episode has yet to begin
+    _restarting: Sequence[Lane] = ()  # lanes of a window whose next episode has not begun yet
 
     def have_news(self) -> bool:
-        """See ``LaneTable.have_news``."""
+        """As ``LaneTable.have_news``; also when an idle lane has restarted."""
         is_dealt = all(plan.is_dealt for plan in self.plans)
         return super().have_news() or (not is_dealt and bool(self._ready(self.idle)))
 
     def _ready(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Those of some lanes that are at the start of an episode, ascending."""
+        """Those of the lanes that are at the start of an episode, ascending."""
         ready = self._env.ready_lanes(sorted(map(by_number, lanes)))
         return list(map(self.lanes.__getitem__, ready))
 
     def drop(self, cancelled: Plan) -> None:
-        """See ``LaneTable.drop``."""
+        """As ``LaneTable.drop``; also forgets restarting lanes."""
         self._restarting = [lane for lane in self._restarting if lane.plan is not cancelled]
         super().drop(cancelled)
 
@@ -413,10 +413,10 @@ class SelfRestartingLanes(LaneTable):
         self._restarting = ()
 
     def turn_over(self, ended: Sequence[int]) -> None:
-        """See ``LaneTable.turn_over``."""
+        """As ``LaneTable.turn_over``; first handles restarting lanes."""
         restarting, self._restarting = self._restarting, ()
         for lane in restarting:
-            lane.plan.rows[lane.number] -= 1  # its step was none of an episode
+            lane.plan.rows[lane.number] -= 1  # its step did not belong to an episode
         if restarting:
             self._restart(restarting)
         super().turn_over(ended)
@@ -431,13 +431,13 @@ class SelfRestartingLanes(LaneTable):
             super()._restart(ready)
 
     def _full_lanes(self, plan: Plan) -> list[Lane]:
-        """All lanes: a window is over for those as well that have restarted, and did less."""
+        """All lanes, because a window also ends for lanes that restarted and made fewer steps."""
         full = super()._full_lanes(plan)
         if not full or not plan.restarts:
             return full
         live = [lane for lane in self.running if lane.number in self.live]
         for lane in live:
-            # The step in which one restarts may be written already.
+            # The step in which a lane restarts may have been written already.
             plan.writer.abandon(lane.slot, plan.steps_in_slot(lane))
         return live
 
@@ -452,14 +452,14 @@ class SelfRestartingLanes(LaneTable):
     def _take_stock(self) -> None:
         super()._take_stock()
         if self._restarting:
-            self.steps_until_full = 1  # after every step it is seen who has restarted
+            self.steps_until_full = 1  # check after every step which lanes have restarted
 
 
 def _can_begin(lane: Lane, tape: Tape, where: Where) -> bool:
-    """Whether a lane can be reset to repeat its tape: not if it was given up in its reset.
+    """Whether a lane can be reset to repeat its tape: not if its reset is known to fail.
 
     Raises:
-        NotRepeatedError: If it was given up in what it has done before.
+        NotRepeatedError: If a step on the tape is known to fail.
     """
     fails_at = lane.fails_at
     if fails_at is None or fails_at >= tape.n_steps:

@@ -1,4 +1,4 @@
-"""What a rollout runs: lanes, the plans that deal episodes to them, and where plans come from."""
+"""Lanes, the plans that distribute episodes to them, and the queue of plans."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from rlpool.slots.blocks import Arrays, Layout, flat, successor_key
 
 
 class State(Enum):
-    """What a lane does."""
+    """State of a lane."""
 
-    IDLE = auto()  # it runs no episode
-    PARKED = auto()  # its episode has no slot, and its rows of the batch stay as they are
-    LIVE = auto()  # it steps with the batch, into its slot
-    STEPPING = auto()  # live, with a step that is not finished
+    IDLE = auto()  # runs no episode
+    PARKED = auto()  # its episode has no slot, and its rows of the batch stay unchanged
+    LIVE = auto()  # steps with the batch and writes to its slot
+    STEPPING = auto()  # live, with an unfinished step
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A lane of a rollout, and the episode that it runs unless it is idle.
+    """A lane of a rollout, and its episode unless it is idle.
 
     Attributes:
         number: Its number.
-        plan: The plan that the episode belongs to.
-        state: What the lane does.
+        plan: The plan of the episode.
+        state: The lane's state.
         row: The episode's row of the request.
         seed: Seed of its reset.
         options: Its row of ``env_info``.
         noise: Its noise, ``None`` if the agent needs none.
         slot: The slot that the lane writes to.
-        fails_at: The episode's step that fails, and is not made: it is truncated there. -1 if
-            its reset does. ``None`` if none is known to fail.
-        episode: Its number among all episodes of the batcher; of a window that of its lane among
-            all lanes.
+        fails_at: The step that is known to fail: the episode is truncated there instead. -1 for
+            the reset, ``None`` if no failure is known.
+        episode: Its number among all episodes of the batcher; for windows, the number of its lane
+            among all lanes.
         n_restarts: Number of automatic restarts of the lane before it.
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
@@ -91,8 +91,8 @@ Pair = tuple[NDArray, NDArray]
 """A target in the block and its source, flattened so that one index selects a row."""
 
 Output = tuple[str, NDArray, NDArray | None, NDArray | None]
-"""A key of the agent's output, its target, and where it is copied first if a row has a shape: to a
-buffer, and from there by its flattened rows."""
+"""A key of the agent's output and its target; for rows with a shape, also a buffer that it is
+copied to first, and the buffer's flattened rows."""
 
 
 class SlotWriter:
@@ -107,14 +107,14 @@ class SlotWriter:
         state: Key to array ``[n_lanes, ...]``: the agent's state.
 
     Attributes:
-        before: What the step starts from: ``target[rows] = source`` writes one row per lane.
-        states: The agent's states before the step, some of which its call makes.
-        outputs: What the agent returns.
-        after: What the step led to, if the layout stores that.
-        finals: What the block stores about the end of a slot: ``target[slot] = source[lane]``.
+        before: Values before the step: ``target[rows] = source`` writes one row per lane.
+        states: The agent's states before the step, some made by its call.
+        outputs: The agent's outputs.
+        after: Values after the step, if the layout stores them.
+        finals: Values stored at the end of a slot: ``target[slot] = source[lane]``.
         rows: ``[n_slots + 1, T, ...]``: all rows of the block.
         length, starts, dirty: One int64 per slot, see ``Layout.control``.
-        spare_rows: int64 ``[n_lanes]``: rows of the spare slot, for lanes that write into no other.
+        spare_rows: int64 ``[n_lanes]``: rows of the spare slot, for lanes without another slot.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class SlotWriter:
             as_rows = None if buffer is None else flat(buffer, 1)
             self.outputs.append((key, targets[key], buffer, as_rows))
         self.finals = [(array, sources[key]) for key, array in arrays.finals.items()]
-        # As memoryviews: single numbers are read and written faster that way.
+        # As memoryviews, whose single numbers are faster to read and write.
         numbers: tuple[Any, ...] = tuple(arrays.control[k].data for k in _OF_SLOTS)
         self.length, self.starts, self.dirty = numbers
         self._n_timesteps = layout.n_timesteps
@@ -151,19 +151,19 @@ class SlotWriter:
         self.spare_rows: NDArray = spare + np.arange(n_lanes) % layout.n_timesteps
 
     def abandon(self, slot: int, length: int) -> None:
-        """Record how far a slot that will not be finished was written."""
+        """Record how far an unfinished slot was written."""
         self.dirty[slot] = max(self.dirty[slot], min(length + 1, self._n_timesteps))
 
 
 Chunk = tuple[int, int, int, bool]
-"""Row of the episode, slot, the chunk's number, and whether the episode ends with it."""
+"""Row of the episode, slot, number of the chunk, and whether the episode ends with it."""
 
 
 class Plan(ABC):
     """Decides which episodes a rollout runs, and lets lanes write them into its block.
 
-    All lanes write in every step. Those that run nothing of this plan write to the spare slot after
-    the last, to different rows if there are enough.
+    All lanes write in every step. Lanes that do not run this plan write to the spare slot after the
+    last, to different rows if there are enough.
 
     Attributes:
         number: Number of the request.
@@ -171,19 +171,19 @@ class Plan(ABC):
         layout: Layout of the block.
         arrays: The block.
         agent_info: ``[n, ...]`` per key, one row per episode.
-        tapes: Lane to the tape of an episode that another worker has begun.
-        lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
-        cancelled: One element, not zero once the request was cancelled.
+        tapes: Lane to the tape of an episode that another worker began.
+        lacks_slots: Whether an idle lane has an episode but no slot for it.
+        cancelled: One element, nonzero once the request was cancelled.
         has_failing: Whether any of its episodes has a step that is known to fail.
         numbers_episodes: Whether ``Lane.episode`` counts the episodes of the batcher.
-        is_dealt: Whether it has refused a lane an episode because there are no further ones.
-        complete: Of each slot, 1 once it holds all of the episode of that row; ``None`` if slots
-            are to be taken with ``take_slot_of`` in any case.
+        is_dealt: Whether it has refused a lane an episode because there are no more.
+        complete: Of each slot, 1 once it holds all of the episode of that row; ``None`` if all
+            slots are taken with ``take_slot_of``.
         writer: Writes into the block, once the plan is bound.
-        rows: int64 ``[n_lanes]``: ``slot * n_timesteps + step`` of each lane, in shared memory:
-            they tell how far a worker got that died.
+        rows: int64 ``[n_lanes]``: ``slot * n_timesteps + step`` of each lane, in shared memory,
+            where they show how far a dead worker got.
         strides: int64 ``[n_lanes]``: 1 for lanes that write into a slot, 0 for the others.
-        n_writing: Number of lanes that do.
+        n_writing: Number of lanes that write into a slot.
         restarts: Whether lanes restart inside a slot.
     """
 
@@ -200,22 +200,22 @@ class Plan(ABC):
     complete: Any = None
 
     # What it decides -----------------------------------------------------------------------------
-
+    # Decisions -----------------------------------------------------------------------------------
     @property
     def resets_all_lanes(self) -> bool:
-        """Whether it begins with one reset of all lanes; it runs alone then."""
+        """Whether it begins with one reset of all lanes; it then runs alone."""
         return False
 
     @abstractmethod
     def next_episode(self, lane: Lane) -> bool:
-        """Let an idle lane ``begin`` its next episode; False if there is none (for now)."""
+        """Begin an idle lane's next episode; False if there is none (for now)."""
 
     @abstractmethod
     def next_slot(self, lane: Lane) -> bool:
         """Give a lane a slot for the next chunk of its episode; False if there is none (yet)."""
 
     def take_slot_of(self, lane: Lane, *, is_last: bool) -> None:  # noqa: B027
-        """Take a complete slot, with which the episode of its lane has ended if ``is_last``."""
+        """Take a complete slot; its lane's episode has ended if ``is_last``."""
 
     def flush(self) -> None:  # noqa: B027
         """Report the slots completed since the last call."""
@@ -229,7 +229,7 @@ class Plan(ABC):
         return False
 
     def is_over(self) -> bool:
-        """Whether no lane will get an episode or a slot any more, now that none runs any of it."""
+        """Whether no lane will get an episode or a slot any more, given that none runs it now."""
         return True
 
     def is_left_over(self) -> bool:
@@ -239,28 +239,29 @@ class Plan(ABC):
     # Of windows:
 
     def resume(self, lane: Lane, n_restarts: int) -> None:
-        """Let a lane take the episode on its tape."""
+        """Assign the episode on a lane's tape to the lane."""
         raise NotImplementedError
 
     def restart(self, lane: Lane) -> None:
-        """Let a lane whose episode ended within a window take the next one, in the same slot."""
+        """Assign the next episode to a lane whose episode ended within a window, in the same
+        slot."""
         raise NotImplementedError
 
     # Of plans that run at the same time as others:
 
     def take_back(self, lane: Lane, slot: int | None) -> None:
-        """Let a lane's episode begin again, which was in a slot, if any."""
+        """Begin a lane's episode again, which was in a slot, if any."""
         raise NotImplementedError
 
-    # Where lanes write ---------------------------------------------------------------------------
+    # Writing -------------------------------------------------------------------------------------
 
     def bind(self, writer: SlotWriter, n_lanes: int, record: WorkerRecord) -> None:
-        """Let lanes write into the block; none does yet.
+        """Bind the plan to the block; no lane writes to it yet.
 
         Args:
-            writer: Writes into it.
+            writer: Writes into the block.
             n_lanes: Number of lanes.
-            record: Where it is noted what they do.
+            record: The record of the lanes' activity.
         """
         self.writer, self.restarts = writer, self.layout.restarts
         control, worker = self.arrays.control, self.worker
@@ -271,7 +272,7 @@ class Plan(ABC):
         self.rows[:] = self._spare_rows
         self.strides = np.zeros(n_lanes, np.int64)
         self.n_writing = 0
-        # As memoryviews: single numbers are read and written faster that way.
+        # As memoryviews, whose single numbers are faster to read and write.
         self._running = control["running"][worker].data
         self._steps_before = control["steps_before"][worker].data
         self._slot, self._row = self._current_slots.data, self.rows.data
@@ -291,9 +292,9 @@ class Plan(ABC):
         episode: int = 0,
         n_restarts: int = 0,
     ) -> None:
-        """Let a lane run an episode from its first step on; the arguments are attributes of it.
+        """Assign a new episode to a lane; the arguments are attributes of ``Lane``.
 
-        With a negative slot it does not write yet.
+        With a negative slot, the lane does not write yet.
         """
         lane.plan, lane.row, lane.seed, lane.options, lane.noise = self, row, seed, options, noise
         lane.slot, lane.fails_at = slot, fails_at
@@ -315,11 +316,11 @@ class Plan(ABC):
         record.request[number] = self.number
         record.first_step[number] = record.steps[0] - max(0, n_before)
         record.pause[number] = 0
-        # All episodes of a lane that restarts are those of one row, so they are counted.
+        # All episodes of a lane that restarts have the same row, so they are counted instead.
         record.episode[number] = 1 + (lane.n_restarts if self.restarts else lane.row)
 
     def restart_in_slots(self, lanes: Sequence[Lane]) -> None:
-        """Let lanes go on writing into their slots, with their next episodes."""
+        """Continue lanes in their slots with their next episodes."""
         record = self._record
         for lane in lanes:
             row = self._row[lane.number]
@@ -331,7 +332,7 @@ class Plan(ABC):
         record.n_episodes[0] += len(lanes)
 
     def leave(self, lane: Lane, *, is_last: bool) -> None:
-        """Complete the slot of a lane, which leaves it: with zeros over what an earlier use left.
+        """Complete the slot that a lane leaves, zeroing the rest of an earlier use.
 
         Args:
             lane: The lane.
@@ -363,13 +364,13 @@ class Plan(ABC):
             record.pause[number] = lane.steps_before + 1
         record.done[0] += 1
         if self.complete is not None and is_last and lane.chunk == 0 and slot == lane.row:
-            self.complete[slot] = 1  # the last thing that is written about it
+            self.complete[slot] = 1  # the last write about it
         else:
             self.take_slot_of(lane, is_last=is_last)
             lane.chunk += 1
 
     def abandon(self, lane: Lane) -> None:
-        """Let a lane leave its episode, and its slot if it is in one, whose contents are lost."""
+        """Drop a lane's episode, and the contents of its slot if it is in one."""
         number = lane.number
         if lane.state is not State.PARKED:
             self.writer.abandon(lane.slot, self.steps_in_slot(lane))
@@ -381,7 +382,7 @@ class Plan(ABC):
         lane.state = State.IDLE
 
     def rows_of(self, lanes: Sequence[int]) -> NDArray:
-        """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
+        """Row numbers of all lanes; lanes not in ``lanes`` get a row of the spare slot."""
         rows: NDArray = self._spare_rows.copy()
         rows[lanes] = self.rows[lanes]
         return rows
@@ -392,7 +393,7 @@ class Plan(ABC):
         return steps
 
     def full_lanes(self, lanes: Iterable[Lane]) -> list[Lane]:
-        """Those of the lanes that run this plan and have filled their slots."""
+        """The lanes that run this plan and have filled their slots."""
         return [
             lane
             for lane in lanes
@@ -409,19 +410,19 @@ class Plan(ABC):
 
 
 class PlanQueue(Protocol):
-    """Where a rollout takes its plans from, one after the other."""
+    """The source of a rollout's plans."""
 
     def has_next(self) -> bool:
         """Whether ``next_plan`` may have one, at little cost."""
 
     def next_plan(self) -> Plan | None:
-        """A further plan for lanes that the plans so far leave idle, ``None`` if there is none."""
+        """Another plan for lanes left idle by the plans so far, ``None`` if there is none."""
 
     def done(self, plan: Plan) -> None:
-        """Take note that a plan is over or was cancelled: no lane runs any of it."""
+        """Handle the end of a plan, done or cancelled: no lane runs it."""
 
     def failed(self, plan: Plan, error: WorkerError) -> None:
-        """Take note that a plan has failed; raise to stop all others as well."""
+        """Handle a failed plan; raise to stop all others as well."""
 
 
 _IN_A_SLOT = State.LIVE, State.STEPPING

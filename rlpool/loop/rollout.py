@@ -1,8 +1,8 @@
 """The step loop: the only place where an agent is called on environments.
 
-One ``Rollout`` runs one agent on one ``VecEnv``. A ``Plan`` decides which episode a lane starts
+A ``Rollout`` runs one agent on one ``VecEnv``. A ``Plan`` decides which episode a lane starts
 next, which slot of its block the lane writes to, and what happens to a complete chunk. Lanes that a
-plan leaves idle begin with the next one, so that several may be under way. Each step does::
+plan leaves idle begin with the next one, so several plans may run at once. Each step does::
 
     noise, observations                ->  row t of every lane's slot
     agent(state, observation)          ->  state and outputs into row t, new state
@@ -35,14 +35,14 @@ from rlpool.slots.blocks import StepSpecs
 
 
 class Rollout:
-    """One agent on one batch of environments.
+    """Runs one agent on one batch of environments.
 
     Args:
         agent: The agent.
         env: The environments.
         worker: Number of the worker, for error messages; ``None`` in the caller's process.
-        record: Where the rollout notes what it does, for the caller. By default a new one.
-        agent_rows: How many rows the agent is called with, one per lane by default.
+        record: The rollout's record of its activity, read by the caller. By default a new one.
+        agent_rows: Number of rows per agent call; by default one per lane.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Rollout:
         resets: bool = True,
         first: int | None = None,
     ) -> StepSpecs:
-        """Determine the keys of a step, see ``AgentCalls.probe``.
+        """Determine the keys of a step, as ``AgentCalls.probe``.
 
-        A failed probe leaves no trace; another one, with other infos, may follow.
+        A failed probe has no lasting effect; another one, with other infos, may follow.
 
         Raises:
             EnvError, AgentError: If the user's code fails, or the actions do not fit the action
@@ -100,15 +100,15 @@ class Rollout:
         return steps
 
     def run(self, queue: PlanQueue) -> None:
-        """Run plans until the queue has no further one, under ``torch.inference_mode``.
+        """Run plans until the queue is empty, under ``torch.inference_mode``.
 
-        Lanes with unfinished episodes of a window stay parked and continue with the next one.
+        Lanes with unfinished episodes of a window stay parked and continue in the next one.
         If the user's code fails, the plan of the lane that failed is dropped. Episodes of other
         plans begin again, since their lanes may have made half a step.
 
         Raises:
-            EnvError: If an environment does not repeat what is on its tape.
-            BaseException: What ``queue.failed`` raises. Either way all lanes are idle then.
+            EnvError: If an environment does not repeat its tape.
+            BaseException: Any error of ``queue.failed``. In either case all lanes are idle then.
         """
         lanes, is_at_end = self._lanes, False
         try:
@@ -131,7 +131,7 @@ class Rollout:
             lanes.end()
 
     def _go_on(self) -> None:
-        """Step until there is no further plan."""
+        """Step until there is no plan left."""
         lanes, env = self._lanes, self._env
         self._waits_for_all = env.min_ready is None or self._calls.history is not None
         if not lanes.plans:
@@ -164,11 +164,11 @@ class Rollout:
     # Steps ---------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Step all live lanes together, or those that are free, without waiting for slow ones.
+        """Step all live lanes together, or only the free ones without waiting for slow ones.
 
         In either case every lane keeps its row of the batch, its noise and its state, and rows of
-        lanes that do not take this step go to the spare slot. So episodes have the same bits,
-        whichever lanes are ready at the same time.
+        lanes that do not step go to the spare slot. So episodes have the same bits, no matter which
+        lanes are ready at the same time.
         """
         lanes, record, plans = self._lanes, self._record, self._lanes.plans
         live = free = stepped = lanes.live
@@ -206,10 +206,10 @@ class Rollout:
     def _step_some(
         self, free: Sequence[int], outputs: Mapping[str, NDArray]
     ) -> tuple[list[int], list[int]]:
-        """Step free lanes but those whose step is known to fail, which are truncated instead.
+        """Step free lanes, but truncate those whose step is known to fail.
 
         Returns:
-            The lanes that have finished a step, and those of them whose episodes ended with it.
+            The lanes that have finished a step, and those whose episodes ended with it.
         """
         env, lanes = self._env, self._lanes
         failing, lanes.failing = lanes.failing, []
@@ -228,7 +228,7 @@ class Rollout:
     # Failures ------------------------------------------------------------------------------------
 
     def _ended_by(self, error: LaneError) -> tuple[Plan, WorkerError]:
-        """The plan that a failure of the user's code ends, and the error that says so.
+        """The plan that a failure of the user's code ends, and the error to report.
 
         The agent is called for all lanes at once, so its error names all of the plan's rows in the
         call. If several plans took part, the oldest one ends and the others begin again.
@@ -264,7 +264,7 @@ class Rollout:
 
 
 def _user_error(error: LaneError, where: Where, **episode: Any) -> WorkerError:
-    """The error for a failure of the environment or the agent; see ``env_error``."""
+    """The error for a failure of the environment or the agent, as ``env_error``."""
     if isinstance(error, WorkerDiedError | WorkerTimeoutError):  # a worker of a manager
         return error.reworded(where=where._replace(worker=error.where.worker), **episode)
     if not isinstance(error, AgentFailure):

@@ -1,1 +1,1 @@
-"""Slots: where episodes are written, and where the user reads them."""
+"""Slots: memory that workers write episodes to and users read them from."""

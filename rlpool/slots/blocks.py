@@ -1,4 +1,4 @@
-"""Blocks of slots, where workers write episodes and the user reads them.
+"""Blocks of slots: workers write episodes to them, and the user reads the episodes there.
 
 A block is one piece of memory with ``n_slots`` slots. A slot holds up to ``n_timesteps`` steps of
 one episode, key by key::
@@ -9,12 +9,12 @@ one episode, key by key::
     final/frame [n_slots, 4]         the value after the slot's last step
     control: length, dirty, claim, running, ...
 
-Slot ``n_slots`` is a spare one that is never read: idle lanes write there. So every step is one
-indexed assignment per key, whichever lanes are idle.
+Slot ``n_slots`` is a spare one that is never read: idle lanes write to it. So every step is one
+indexed assignment per key, regardless of the idle lanes.
 
-What can be derived is not stored: ``_frame`` is ``frame`` one step later, with ``final/frame`` at
-the end; flags such as ``done`` are True at the last step or nowhere (see ``trajectories``). This
-does not hold in windows whose lanes restart on their own; there the values after each step are
+Derived values are not stored: ``_frame`` is ``frame`` one step later, with ``final/frame`` at
+the end; flags such as ``done`` are True at the last step or nowhere (see ``trajectories``). In
+windows whose lanes restart on their own this does not hold, so the values after each step are
 stored as well.
 """
 
@@ -55,7 +55,7 @@ _Place = tuple[str, tuple[int, ...], np.dtype[Any], int]
 
 @dataclass(frozen=True)
 class StepSpecs:
-    """What one step of one lane consists of, as a worker finds out and reports it.
+    """Contents of one step of one lane, as determined and reported by a worker.
 
     Attributes:
         n_lanes: Lanes of a worker.
@@ -64,8 +64,8 @@ class StepSpecs:
         output: The agent's outputs.
         state: The agent's state.
         n_noise: Random numbers per step.
-        wants_history: Whether the agent asks for all previous steps.
-        seeding: What can be seeded, see ``VectorGymEnv``.
+        wants_history: Whether the agent requires all previous steps.
+        seeding: How lanes can be seeded, see ``VectorGymEnv``.
     """
 
     n_lanes: int
@@ -110,7 +110,7 @@ class Layout:
     """How a block is divided.
 
     Args:
-        step: What a step consists of.
+        step: Contents of a step.
         n_slots: Number of slots.
         n_timesteps: Steps per slot.
         n_workers: Number of workers that write into a block, at least 1.
@@ -125,7 +125,7 @@ class Layout:
 
     @cached_property
     def rows(self) -> dict[str, TensorSpec]:
-        """What a row of a slot consists of."""
+        """Contents of a row of a slot."""
         step = self.step
         rows = {**step.succeeded, **step.output}
         if step.n_noise:
@@ -137,7 +137,7 @@ class Layout:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Keys of trajectories: what is stored, and what follows from it."""
+        """Keys of trajectories, stored or derived."""
         if self.restarts:
             return list(self.rows)
         after = [successor_key(key) for key in self.step.succeeded]
@@ -146,7 +146,7 @@ class Layout:
 
     @cached_property
     def finals(self) -> dict[str, TensorSpec]:
-        """What is stored about the end of a slot."""
+        """Values stored at the end of a slot."""
         if self.restarts:
             return {}
         # initial_state is never True after a step.
@@ -160,27 +160,27 @@ class Layout:
             "starts": (self.n_slots,),  # 1 where the slot's first step starts an episode
             "dirty": (self.n_slots + 1,),  # rows that may differ from zero
             "complete": (self.n_slots,),  # 1 where slot i holds all of episode i
-            "claim": (self.n_workers, self.step.n_lanes),  # what each lane claimed last
-            "running": (self.n_workers, self.step.n_lanes),  # episode that runs there, -1 if none
+            "claim": (self.n_workers, self.step.n_lanes),  # the last claim of each lane
+            "running": (self.n_workers, self.step.n_lanes),  # episode of each lane, -1 if none
             "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
             "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
             "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
-            "over": (self.n_workers,),  # whether the part of each worker is over
+            "over": (self.n_workers,),  # whether each worker's part is over
             "cancelled": (1,),
         }
         return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
 
     def steps_in_slot(self, control: Mapping[str, NDArray], worker: int) -> NDArray:
-        """Steps that each lane of a worker has done in its slot, ``n_timesteps`` if that is full.
+        """Steps of each lane of a worker in its slot, ``n_timesteps`` if the slot is full.
 
         The row alone is ambiguous: the one past a full slot is the first of the next slot.
         """
         steps = control["row"][worker] - control["slot"][worker] * self.n_timesteps
-        # A lane that is between two slots, or waits for one, has written to neither.
+        # A lane between two slots, or waiting for one, has written to neither.
         return np.where((steps < 0) | (steps > self.n_timesteps), 0, steps)
 
     def bytes_of_key(self) -> dict[str, int]:
-        """Bytes per key, finals counted with their key, control left out."""
+        """Bytes per key, including final values, without control arrays."""
         sizes: Counter[str] = Counter()
         for specs, n in self._areas[1:]:
             sizes.update(carved_bytes(specs, n))
@@ -192,14 +192,14 @@ class Layout:
         return sum(sum(carved_bytes(specs, n).values()) for specs, n in self._areas)
 
     def checked(self, lowerable: Sequence[str]) -> Layout:
-        """This layout, if its blocks fit into memory; warns if they do not fit into what is free.
+        """Check that blocks fit into memory; warns if they exceed the free memory.
 
         Args:
-            lowerable: Which of ``n_slots`` and ``n_timesteps`` the user can change.
+            lowerable: The arguments among ``n_slots`` and ``n_timesteps`` that the user can change.
 
         Raises:
-            SpecError: If a block is larger than the machine; it names bytes per key and what to
-                lower.
+            SpecError: If a block is larger than the machine's memory; names bytes per key and the
+                arguments to lower.
         """
         sizes = self.bytes_of_key()
         sizes["rlpool's bookkeeping"] = self.n_bytes - sum(sizes.values())
@@ -238,10 +238,10 @@ class Layout:
 
 
 class Arrays:
-    """A block's memory by name, no copy.
+    """A block's memory by name, without copies.
 
     Args:
-        layout: How the block is divided.
+        layout: Layout of the block.
         root: The block: uint8 ``[n_bytes]``.
 
     Attributes:
@@ -273,10 +273,10 @@ class Arrays:
 
 
 def flat(array: NDArray, n_leading: int) -> NDArray:
-    """A view with one element per row, whatever the shape of a row.
+    """View an array with one element per row, regardless of the shape of a row.
 
     The first ``n_leading`` dimensions become one; the rest of each row becomes one opaque element
-    of its bytes: assigning such elements by index is several times cheaper than assigning rows.
+    of its bytes. Assigning such elements by index is several times cheaper than assigning rows.
     """
     n_rows: int = math.prod(array.shape[:n_leading])
     if array.ndim == n_leading:
@@ -291,13 +291,13 @@ class Block:
     """One process's view of a block.
 
     Args:
-        number: Names the block between processes.
-        layout: How it is divided.
+        number: Name of the block in messages.
+        layout: Its layout.
         memory: The memory.
 
     Attributes:
         is_reserved: Whether a request uses it.
-        is_forked: Whether a fork may hold it, too, in which it would be overwritten.
+        is_forked: Whether a fork may hold it too; reuse would overwrite the fork's data.
     """
 
     def __init__(self, number: int, layout: Layout, memory: Memory) -> None:
@@ -308,13 +308,13 @@ class Block:
         self.is_forked = False
         self._arrays: Arrays | None = None
         self._bytes: memoryview | None = None
-        self._control: dict[str, NDArray] = {}  # no result holds it: made once
+        self._control: dict[str, NDArray] = {}  # not held by results, so made once
         self._root: ref[NDArray] | None = None
         _all_blocks.add(self)
 
     @property
     def arrays(self) -> Arrays:
-        """The arrays. The block is not free while they, or anything made from them, are alive."""
+        """The arrays. The block is in use while they, or objects made from them, are alive."""
         if self._arrays is None:
             if self._bytes is None:
                 self._bytes = self.memory.root().data
@@ -326,7 +326,7 @@ class Block:
         return self._arrays
 
     def reserve(self) -> None:
-        """Begin a request's use."""
+        """Begin its use by a request, with cleared bookkeeping."""
         self.is_reserved = True
         control = self.arrays.control
         for name in ("length", "complete", "claim", "over", "cancelled"):
@@ -334,7 +334,7 @@ class Block:
         control["running"][:] = -1
 
     def release(self) -> None:
-        """End the request's use: the block is free once the user holds nothing of it."""
+        """End its use by the request: it is free once the user holds no part of it."""
         self._arrays = None
         self.is_reserved = False
 
@@ -354,14 +354,14 @@ class BlockPool:
 
     Args:
         layout: Layout of all blocks.
-        allocate: Makes zeroed memory of so many bytes.
+        allocate: Makes zeroed memory of a size in bytes.
     """
 
     # Enough for a loop that holds one result while the next is collected.
     _MAX_FREE = 2
 
-    # A block that may be used again keeps a descriptor, for workers that have not mapped it. The
-    # memory of any further block returns to the system when the user drops its result.
+    # A reusable block keeps a descriptor, for workers that have not mapped it. The memory of any
+    # further block returns to the system when the user drops its result.
     _MAX_KNOWN = 16
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Memory]) -> None:
@@ -371,7 +371,7 @@ class BlockPool:
         self._n_made = 0
 
     def reserve(self) -> Block:
-        """A block that is not in use, its bookkeeping cleared.
+        """Reserve an unused block, with cleared bookkeeping.
 
         Raises:
             SpecError: If the system has no memory for a new one.
@@ -407,7 +407,7 @@ class BlockPool:
         return [block.number for block in surplus]
 
     def close(self) -> None:
-        """Close all descriptors; what was mapped stays."""
+        """Close all descriptors; mapped memory stays mapped."""
         for block in self._blocks:
             block.memory.close_fd()
 
@@ -416,7 +416,7 @@ _all_blocks: WeakSet[Block] = WeakSet()
 
 
 def _note_fork() -> None:
-    """Use no block again that a new fork of this process gets a part of."""
+    """Exclude blocks from reuse that a new fork of this process shares."""
     for block in list(_all_blocks):
         block.is_forked |= block.is_held and block.memory.kind != "local"
 

@@ -21,10 +21,10 @@ Derivation = Callable[[], Tensor]
 
 
 class DerivedTensors(dict[str, Tensor]):
-    """Tensors by name, which are made when they are first looked at.
+    """Tensors by name, each made on first access.
 
     Args:
-        derived: Functions without arguments that make them.
+        derived: Functions without arguments that make the tensors.
     """
 
     def __init__(self, derived: Mapping[str, Derivation]) -> None:
@@ -39,7 +39,7 @@ class DerivedTensors(dict[str, Tensor]):
         found: Any = super().__getitem__(key)
         if not isinstance(found, Tensor):
             if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):  # it is kept, and may be used in autograd
+                with torch.inference_mode(False):  # it is cached, and may be used in autograd
                     return self[key]
             found = self._made(key)
             super().__setitem__(key, found)
@@ -91,11 +91,11 @@ class Slice(NamedTuple):
 
 
 def slots_of(arrays: Arrays, slots: slice | NDArray) -> Slice:
-    """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
+    """Select slots of a block, see ``Slice.part``; the lengths are always copied."""
     control = arrays.control
     all_slots = Slice(arrays.rows, arrays.finals, control["length"], control["starts"])
     part = all_slots.part(slots)
-    if isinstance(slots, slice):  # views: the user may change all that they show
+    if isinstance(slots, slice):  # views, which the user may change
         dirty = control["dirty"][slots]
         np.maximum(dirty, part.lengths.max(initial=0), out=dirty)
     return part
@@ -110,7 +110,7 @@ class Glue:
     """
 
     _N_PARTS = 16
-    """In how many parts a block is copied: each is held twice for a moment."""
+    """Number of parts in which a block is copied: each is held twice for a moment."""
 
     def __init__(self, layout: Layout, n_rows: int) -> None:
         self._layout = layout
@@ -119,9 +119,9 @@ class Glue:
         self._parts: list[tuple[NDArray, int, Slice]] = []
 
     def add(self, episodes: NDArray, chunk: int, part: Slice) -> None:
-        """Add chunk number ``chunk`` of some episodes; number 0 replaces all that they had."""
+        """Add chunk number ``chunk`` of some episodes; number 0 replaces all earlier ones."""
         if chunk == 0:
-            # Two runs of an environment that is not deterministic must not be mixed.
+            # Never mix two runs of an environment that is not deterministic.
             if self._has_begun[episodes].any():
                 self.drop(episodes)
             self._has_begun[episodes] = True
@@ -136,7 +136,7 @@ class Glue:
         ]
 
     def chunks_of(self, episode: int, keys: Sequence[str]) -> list[dict[str, NDArray]]:
-        """What is known of some keys of an episode, chunk by chunk."""
+        """The known values of some keys of an episode, by chunk."""
         found: dict[int, dict[str, NDArray]] = {}
         for episodes, offset, part in self._parts:
             for row in np.flatnonzero(episodes == episode):
@@ -144,14 +144,15 @@ class Glue:
         return [found[offset] for offset in sorted(found)]
 
     def join(self, arrays: Arrays, at_home: NDArray) -> Slice:
-        """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory.
+        """Join complete episodes into rows ``[n_rows, longest, ...]`` of new memory.
 
-        What is copied is dropped at once, and what is still in the block copied in parts: so little
-        is held twice.
+        Copied chunks are dropped at once, and episodes still in the block are copied in parts, so
+        that little memory is held twice.
 
         Args:
             arrays: The block.
-            at_home: Episodes that were never copied out of it; each is in the slot of its number.
+            at_home: Episodes that were never copied out of the block; each is in the slot of its
+                number.
         """
         joined = self._empty(arrays, at_home)
         while self._parts:
@@ -168,7 +169,7 @@ class Glue:
             joined.finals[key][episodes[is_last]] = array[is_last]
 
     def _empty(self, arrays: Arrays, at_home: NDArray) -> Slice:
-        """Memory for the whole episodes, with their lengths and starts."""
+        """Allocate memory for complete episodes, with their lengths and starts."""
         lengths = np.zeros(self._n_rows, np.int64)
         starts = np.zeros(self._n_rows, np.int64)
         lengths[at_home] = arrays.control["length"][at_home]
@@ -188,10 +189,10 @@ class Glue:
 
 
 class StepTensors(DerivedTensors):
-    """What trajectories consist of, ``[B, T, ...]``: views of rows, and what follows from them.
+    """Tensors of trajectories, ``[B, T, ...]``: views of rows, and values derived from them.
 
     Args:
-        keys: Their names: of rows, of flags, and ``_x``, the values after each step, of finals.
+        keys: Names of rows, of flags, and, prefixed with ``_``, of values after each step.
         part: Returns rows and finals.
     """
 
@@ -220,21 +221,21 @@ class StepTensors(DerivedTensors):
         return _flags(part.lengths, steps, values)
 
     def finals_of(self, key: str) -> NDArray | None:
-        """The values after each row's last step, if ``key`` is that of values after each step.
+        """The values after each row's last step, if ``key`` names values after each step.
 
-        ``None`` for other keys, for flags, and for what was looked at before: then it may have been
+        ``None`` for other keys, for flags, and for keys accessed before, which may have been
         changed.
 
         Raises:
-            UsageError: If the values before the steps were modified in place, so that those after
-                the last step no longer follow them.
+            UsageError: If the values before the steps were modified in place, so that the final
+                values no longer belong to them.
         """
         before, part = key.removeprefix("_"), self.part
         is_made = isinstance(self.get(key), Tensor)
         if is_made or key == before or key in part.rows or before not in part.rows:
             return None
         view = self._views.get(before)
-        if view is not None and view._version:  # torch counts changes in place
+        if view is not None and view._version:  # torch counts in-place changes
             raise UsageError(
                 f"{before!r} was modified in place before {key!r}, which is derived from it, "
                 "was accessed",
@@ -249,16 +250,16 @@ def trajectories_of(
     part: Callable[[], Slice],
     info: Mapping[str, Derivation] | None = None,
 ) -> TemporalDictTensor:
-    """Make the user's trajectories, without copying.
+    """Make the user's trajectories without copying.
 
     Args:
-        layout: Layout of the block the values come from.
-        lengths: int64 ``[B]``, which are copied: the user may change them.
-        part: Returns rows and finals, when one of them is looked at.
+        layout: Layout of the block.
+        lengths: int64 ``[B]``, copied because the user may change them.
+        part: Returns rows and finals, on first access.
         info: Functions that compute the per-row information, each ``[B, ...]``.
     """
     tensors = StepTensors(layout.keys, part)
-    if torch.is_inference_mode_enabled():  # what an agent is shown, whose changes are not counted
+    if torch.is_inference_mode_enabled():  # a history for an agent; changes are not counted
         rows = tensors.part.rows
         tensors.update((key, torch.from_numpy(rows[key])) for key in layout.finals if key in rows)
     infos = DictTensor._wrap(DerivedTensors(info or {}))
@@ -267,7 +268,7 @@ def trajectories_of(
 
 @dataclass(frozen=True)
 class Unpadded:
-    """Complete episodes as they travel: without padding and without what can be derived.
+    """Complete episodes for sending, without padding and derived values.
 
     Attributes:
         rows: Key to ``[sum(lengths), ...]``, row after row.
@@ -281,13 +282,13 @@ class Unpadded:
 
     @classmethod
     def of(cls, part: Slice) -> Unpadded:
-        """Copies of some episodes."""
+        """Copy some episodes."""
         is_step = _steps_in(part.lengths)
         rows = {key: array[is_step] for key, array in part.rows.items()}
         return cls(rows, {key: np.array(array) for key, array in part.finals.items()}, part.lengths)
 
     def copy(self) -> Unpadded:
-        """The same in memory of its own."""
+        """Copy into memory of its own."""
         rows, finals = (
             {key: np.array(array) for key, array in arrays.items()}
             for arrays in (self.rows, self.finals)
@@ -296,7 +297,7 @@ class Unpadded:
 
     @staticmethod
     def joined(parts: Sequence[Unpadded]) -> Slice:
-        """The rows of all parts, one after the other, in new memory."""
+        """Join the rows of all parts, one after the other, in new memory."""
         lengths = np.concatenate([part.lengths for part in parts])
         shape = len(lengths), int(lengths.max())
         like = parts[0]
@@ -319,7 +320,7 @@ def _steps_in(lengths: NDArray) -> NDArray:
 
 
 def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Tensor:
-    """Flags that may be True at one step of each row only: at ``steps``, if ``values`` are."""
+    """Flags that can be True at one step per row only: ``values`` at ``steps``."""
     flags = np.zeros((len(lengths), lengths.max(initial=0)), bool)
     rows = np.flatnonzero((lengths > 0) & (values > 0))
     flags[rows, steps[rows]] = True
@@ -327,7 +328,7 @@ def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Tensor:
 
 
 def _after(source: NDArray, finals: NDArray, lengths: NDArray) -> Tensor:
-    """The values after each step, zero from each row's length on; a copy."""
+    """Copy of the values after each step, zero from each row's length on."""
     shifted = np.empty_like(source, order="C")
     if shifted.shape[1]:
         shifted[:, :-1] = source[:, 1:]
