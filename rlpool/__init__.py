@@ -1,6 +1,6 @@
 """rlpool: experience collection for reinforcement learning in PyTorch.
 
-The examples of docstrings run as tests. They use every public name of ``rlpool`` and
+The examples in docstrings run as tests. They use every public name of ``rlpool`` and
 ``rlpool.testing``, ``torch``, ``np`` and ``gymnasium`` as if imported. ``create_agent()`` makes the
 agent of the example of ``Agent``, and ``create_env(seed)`` two environments that count their steps:
 ``GymEnv([CountingEnv(length=4) for _ in range(2)], seed)``.

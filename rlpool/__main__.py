@@ -10,9 +10,9 @@ from rlpool.machine.platform import end_without_reader
 from rlpool.observe import top
 
 COMMANDS = {
-    "doctor": (doctor.main, "print what this machine offers to workers"),
+    "doctor": (doctor.main, "check this machine's limits for workers"),
     "demo": (demo.main, "learn CartPole in ten seconds, with a curve"),
-    "top": (top.main, "show what the workers of a running program do, by its pid"),
+    "top": (top.main, "show the activity of a running program's workers, by its pid"),
 }
 
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     """Run a command, or list all of them; returns the exit code.
 
     Args:
-        arguments: What follows ``python -m rlpool``.
+        arguments: Arguments after ``python -m rlpool``.
     """
     parser = argparse.ArgumentParser(prog="python -m rlpool")
     version = f"rlpool {sys.modules['rlpool'].__version__}"
@@ -37,5 +37,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_without_reader()  # such as head, which may stop early
+    end_without_reader()  # head, for example, may stop reading early
     sys.exit(main(sys.argv[1:]))

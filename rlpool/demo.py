@@ -1,7 +1,7 @@
 """``python -m rlpool demo``: learn CartPole in ten seconds, with a curve in the terminal.
 
-It is a program like those that users write: an agent, a batcher with workers, a loop of update,
-execute and get. The algorithm is proximal policy optimisation (PPO), as in tutorials/ppo.py.
+It is a typical user program: an agent, a batcher with workers, and a loop of update, execute and
+get. The algorithm is proximal policy optimisation (PPO), as in tutorials/ppo.py.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
@@ -31,11 +31,11 @@ from rlpool.training.statistics import EpisodeStatistics
 
 N_ENVS, N_STEPS = 16, 64  # a window: this many steps of each environment
 DISCOUNT, LAMBDA, CLIP = 0.99, 0.95, 0.2
-FULL = 500.0  # the most that an episode of CartPole-v1 can return
+FULL = 500.0  # maximum return of an episode of CartPole-v1
 
 
 class ActorCritic(nn.Module, Agent):
-    """Chooses actions from observations ``[n, 4]``, and says what they are worth."""
+    """Policy and value function for observations ``[n, 4]``."""
 
     n_noise = 1  # random numbers per step, the same in every run
 
@@ -52,7 +52,7 @@ class ActorCritic(nn.Module, Agent):
 
 
 def create_env(seed: int, n_envs: int) -> GymEnvInf:
-    """Some environments of a worker, which restart by themselves."""
+    """Make a worker's environments, which restart by themselves."""
     return GymEnvInf([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed)
 
 
@@ -78,7 +78,7 @@ def learn(agent: ActorCritic, optimizer: torch.optim.Optimizer, window: Temporal
 
 
 def run(seconds: float) -> None:
-    """Collect and learn for some seconds, and print how."""
+    """Collect and learn for some seconds, and print the progress."""
     torch.manual_seed(1)
     agent, episodes = ActorCritic(), EpisodeStatistics()
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m rlpool demo``; returns the exit code.
 
     Args:
-        arguments: What follows ``demo``, by default that of this process.
+        arguments: Arguments after ``demo``, by default those of this process.
     """
     text = "learn CartPole in ten seconds, with a curve in the terminal"
     parser = argparse.ArgumentParser(prog="python -m rlpool demo", description=text)

@@ -1,7 +1,7 @@
-"""``python -m rlpool doctor``: what this machine offers to workers, one line per check.
+"""``python -m rlpool doctor``: check this machine's limits for workers, one line per check.
 
-It changes nothing and uses little: it starts the template of workers, if possible, and a worker
-process that resets one environment.
+It changes nothing and uses few resources: it starts the workers' template, if possible, and a
+worker process that resets one environment.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from rlpool.workers.process_start import why_spawned
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 _N_NUMBERS = 1024
-"""Of an action and of an observation: they fill many lines of a cache."""
+"""Size of an action and an observation, large enough for many cache lines."""
 
 _TIMEOUT_S = 120.0
-"""A worker without progress for this long counts as hanging."""
+"""A worker without progress for this long counts as hung."""
 
 
 class Check(NamedTuple):
-    """What was checked, and what was found.
+    """The result of a check.
 
     Attributes:
-        name: What was checked.
+        name: Name of the check.
         status: ``"ok"``, ``"warn"``, or ``"FAIL"`` if workers would fail or be refused.
-        what: What was found.
+        what: The finding.
         fix: What to do about it, ``""`` if nothing.
     """
 
@@ -55,11 +55,11 @@ class Check(NamedTuple):
 
 
 def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
-    """Check what this machine offers to so many workers.
+    """Check this machine's limits for a number of workers.
 
     Args:
-        n_workers: How many are wanted.
-        root: Where ``/proc`` and ``/sys`` are; another directory stands for another machine.
+        n_workers: Number of workers wanted.
+        root: Directory of ``/proc`` and ``/sys``; tests use another one to simulate a machine.
     """
     refuse_during_import()
     python = f"Python {platform.python_version()} on {platform.platform()}"
@@ -98,7 +98,7 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
 
 
 def _worker() -> Check:
-    """Whether a worker process starts and shares its memory, and how long that takes."""
+    """Check that a worker process starts and shares memory, and measure the time."""
     start_s, env_fns = time.monotonic(), [partial(gymnasium.make, "CartPole-v1")]
     try:
         with ParallelEnvManager(env_fns, timeout=_TIMEOUT_S) as env:
@@ -111,7 +111,7 @@ def _worker() -> Check:
 
 
 class _EchoEnv(gymnasium.Env[Any, Any]):
-    """Shows the last action, and pays its smallest number: part of an old one stands out."""
+    """Returns the last action, with its minimum as reward, so that partly stale data shows."""
 
     observation_space = action_space = gymnasium.spaces.Box(0.0, np.inf, (_N_NUMBERS,), np.float32)
 
@@ -123,10 +123,10 @@ class _EchoEnv(gymnasium.Env[Any, Any]):
 
 
 def hand_overs(seconds: float) -> Check:
-    """Hand actions and observations over between processes, and count those that are wrong.
+    """Pass actions and observations between processes, and count wrong ones.
 
     Args:
-        seconds: For how long.
+        seconds: Duration.
     """
     n_steps = n_wrong = 0
     with ParallelEnvManager([_EchoEnv] * 4, envs_per_worker=2, timeout=_TIMEOUT_S) as env:
@@ -146,13 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m rlpool doctor``; returns the exit code, 1 if a check failed.
 
     Args:
-        arguments: What follows ``doctor``, by default that of this process.
+        arguments: Arguments after ``doctor``, by default those of this process.
     """
-    text = "print what this machine offers to workers, and which limit would be hit"
+    text = "print this machine's limits for workers, and which of them would be hit"
     parser = argparse.ArgumentParser(prog="python -m rlpool doctor", description=text)
     default, help_text = worker_count("auto"), "worker processes (default: all cores but two)"
     parser.add_argument("--n-workers", type=int, default=default, metavar="N", help=help_text)
-    help_text = "instead, step environments in workers for so long and count wrong values"
+    help_text = "instead, step environments in workers for this long and count wrong values"
     parser.add_argument("--hand-overs", type=float, metavar="SECONDS", help=help_text)
     options = parser.parse_args(arguments)
     try:

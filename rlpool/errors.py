@@ -1,10 +1,10 @@
-"""Every exception of rlpool, and the one format of their messages.
+"""All exceptions of rlpool, and the format of their messages.
 
 ::
 
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
-    │ ├ BatcherClosedError(ValueError)  as of files that are closed
+│ ├ BatcherClosedError(ValueError)  as for closed files
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     ├ ResultTimeoutError(TimeoutError)  get() waited as long as its timeout allows
@@ -36,12 +36,12 @@ class Where(NamedTuple):
     Attributes:
         worker: Number of the worker process, 0-based.
         lane: Number of the environment within the worker, 0-based.
-        row: Row of the request that was running, 0-based; the lane of a ``Batcher``.
+        row: Row of the running request, 0-based; the lane of a ``Batcher``.
         episode: Number of the episode in the batcher's life, see ``EpisodeBatcher.seek``.
         step: Step of the episode, 0-based; 0 for a failing ``reset``.
         seed: Seed that the episode was reset with.
         env_info: The episode's row of ``env_info`` as Python values.
-        node: Name of the machine, where workers run on several.
+        node: Name of the machine, if workers run on several.
 
     Example:
         >>> print(Where(worker=1, row=3, episode=35, step=7, seed=42))
@@ -63,7 +63,7 @@ class Where(NamedTuple):
 
 
 class RlpoolError(Exception):
-    """Base class of every exception that rlpool raises on purpose.
+    """Base class of all exceptions that rlpool raises on purpose.
 
     Args:
         what: One line that says what happened.
@@ -85,7 +85,7 @@ class RlpoolError(Exception):
     def __init__(self, what: str, *, where: Where | str = "", fix: str = "") -> None:
         self.what = what
         self.fix = fix
-        # Not super(): what follows in a subclass, such as LaneError, may take other arguments.
+        # Not super(): the next class of a subclass, such as LaneError, may take other arguments.
         Exception.__init__(self, compose(what, where=str(where), fix=fix))
 
 
@@ -104,15 +104,15 @@ class UsageError(RlpoolError, RuntimeError):
 
 
 class BatcherClosedError(UsageError, ValueError):
-    """A batcher is closed; a ``ValueError`` as of files, so that ``selectors`` can forget it."""
+    """A batcher is closed; a ``ValueError`` as for closed files, as ``selectors`` expects."""
 
 
 class ResultTimeoutError(RlpoolError, TimeoutError):
-    """The result of a request is not there after the ``timeout`` of ``get``; nothing is lost."""
+    """The result is not ready after the ``timeout`` of ``get``; nothing is lost."""
 
 
 class SpecError(RlpoolError, ValueError):
-    """A shape, dtype, device, key or space does not fit; the message says got and expected.
+    """A shape, dtype, device, key or space does not fit; the message names got and expected.
 
     Example:
         >>> try:
@@ -148,22 +148,22 @@ class WorkerError(RlpoolError, RuntimeError):
     Args:
         what: One line that says what happened.
         where: Where it happened.
-        fix: One line that says what to do about it, empty if nothing is known.
+        fix: One line that says what to do about it, empty if unknown.
         traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
-        options: What the failed episode was reset with.
-        actions: The actions of that episode.
+        options: Reset options of the failed episode.
+        actions: Actions of the failed episode.
 
     Attributes:
-        options: The ``options`` of the episode's ``reset``, ``None`` if it got none.
-        actions: The actions of the failed episode from its reset on, stacked to ``[step, ...]`` in
-            the form that the environment takes (for ``Dict`` and ``Tuple`` spaces a dict or tuple
-            of arrays), including that of a step that failed. ``None`` for failures outside an
-            episode, and where the first actions are not known any more. See ``rlpool.replay``.
+        options: The ``options`` of the episode's ``reset``, ``None`` if there were none.
+        actions: The actions of the failed episode from its reset on, including that of a step that
+            failed, stacked to ``[step, ...]`` in the environment's form (for ``Dict`` and ``Tuple``
+            spaces a dict or tuple of arrays). ``None`` for failures outside an episode, and where
+            the first actions were not kept. See ``rlpool.replay``.
     """
 
     _arguments: tuple[str, ...] = ("what", "where", "fix", "traceback_text", "options", "actions")
 
-    can_be_repeated = False  # whether the worker may be replaced, and the episode run again
+    can_be_repeated = False  # whether the worker may be replaced and the episode run again
 
     def __init__(
         self,
@@ -184,10 +184,10 @@ class WorkerError(RlpoolError, RuntimeError):
             self.__cause__ = RemoteTraceback(traceback_text)
 
     def reworded(self, **changes: Any) -> WorkerError:
-        """The same error and cause, worded for the function that the user called.
+        """Copy the error and its cause, reworded for the function that the user called.
 
         Args:
-            **changes: ``what``, ``where`` or ``fix``; the others stay.
+            **changes: ``what``, ``where`` or ``fix``; the others are unchanged.
         """
         same = type(self)(**{**self._constructor_arguments(), **changes})
         same.__cause__ = self.__cause__
@@ -223,7 +223,7 @@ class EnvError(WorkerError):
 
 
 class NotRepeatedError(EnvError):
-    """The environment went another way when an episode was repeated."""
+    """The environment behaved differently when an episode was repeated."""
 
     can_be_repeated = False
 
@@ -294,7 +294,7 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 
 
 def compose(what: str, *, where: str = "", fix: str = "") -> str:
-    """Join the parts of a message: what, where, fix, one line each, empty parts left out."""
+    """Join the parts of a message, one line each: what, where, fix; empty parts are left out."""
     parts = (what, where and f"  where: {where}", fix and f"  fix:   {fix}")
     return "\n".join(part for part in parts if part)
 

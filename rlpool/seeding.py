@@ -1,27 +1,27 @@
-"""From one root seed to every random number: root, episode, step.
+"""Derivation of all random numbers from one root seed, by episode and step.
 
-Nothing here depends on who runs an episode or on the clock, so that the same root gives the same
-data for any number of workers::
+Nothing here depends on the clock or on the worker that runs an episode, so the same root gives the
+same data for any number of workers::
 
     seeds=...      -> root_from     -> the root, 128 bits
-    root, purpose  -> _seed_keys    -> a permutation of all seeds, of which the purpose numbers some
+    root, purpose  -> _seed_keys    -> a permutation of all seeds, some of them numbered by purpose
         EPISODE_SEEDS   number of the episode in the batcher's life     -> env.reset(seed=)
         LANE_SEEDS      lane and number of the restart                  -> env.reset(seed=)
         WORKERS         number of the worker                            -> create_env, agent.seed
-        PROBES          0                                               -> the reset that is dropped
+        PROBES          0                                               -> the reset of a probe
         STREAMS         seed of an episode, for a further generator
     root, purpose  -> _derive       -> two words of 64 bits, hashed with a number into keys of noise
-        EPISODES, LANES, and which task a rollout gets: TASKS; EVALUATIONS: another root
+        EPISODES, LANES, and the task of a rollout: TASKS; EVALUATIONS: another root
 
-**Seeds** are what environments, agents and users see. They are below 2**31, since
-``np.random.seed``, ``RandomState`` and simulators in C take no more. Among so few numbers hashes
-collide: of 65,000, two are equal in every other run. So a batcher numbers its episodes for as long
-as it lives, and the root chooses a permutation of all seeds that maps numbers to seeds. (With
+**Seeds** are for environments, agents and users. They are below 2**31, because ``np.random.seed``,
+``RandomState`` and simulators in C accept no more. Among so few numbers hashes collide: with 65,000
+of them, two are equal in every other run. So a batcher numbers its episodes for as long as it
+lives, and the root selects a permutation of all seeds that maps numbers to seeds. (With
 ``root + number``, the roots 42 and 43 would share all seeds but one.)
 
-**Noise** is rlpool's own. Its keys are 64-bit hashes of the root and of the same number of the
-episode, whatever requests it was divided into: they do not depend on seeds, and episodes that share
-a seed share no noise.
+**Noise** is rlpool's own. Its keys are 64-bit hashes of the root and of the same episode number,
+regardless of requests: they do not depend on seeds, and episodes with the same seed have
+different noise.
 
 References:
     Kensler, "Correlated multi-jittered sampling", Pixar technical memo 13-01, 2013, section 5: a
@@ -48,7 +48,7 @@ from rlpool.machine.arguments import whole_number
 Words = np.ndarray[Any, np.dtype[Any]]
 
 Seeding = Literal["episode", "request"]
-"""What can be seeded: each lane, or all lanes of a request; ``VectorGymEnv`` explains them."""
+"""Unit of seeding: each lane, or all lanes of a request; see ``VectorGymEnv``."""
 
 SEEDINGS: tuple[Seeding, ...] = get_args(Seeding)
 
@@ -56,19 +56,19 @@ N_SEEDS = 2**31
 """Seeds are in ``[0, N_SEEDS)``."""
 
 MOST_NAMED_SEEDS = 10**7
-"""Of one request: each of them is checked and sent to every worker."""
+"""Limit per request, as each seed is checked and sent to every worker."""
 
 NOISE_CHUNK = 128
 """Steps of noise computed at once: enough that lanes seldom need the next chunk."""
 
-_LANE_NUMBERS = 2**12  # of noise computed at once for a lane that restarts: 16 KiB
-_MAX_LANES = 2**12  # whose numbers are kept: 64 MiB
+_LANE_NUMBERS = 2**12  # noise computed at once for a lane that restarts: 16 KiB
+_MAX_LANES = 2**12  # lanes whose noise is cached: 64 MiB
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_STREAM_SALT = np.uint64(0xD1B54A32D192ED03)  # keeps noise apart from the seeds themselves
+_STREAM_SALT = np.uint64(0xD1B54A32D192ED03)  # separates noise from the seeds
 _START_SALT = np.uint64(0x8CB92BA72F3D8DD7)
-_NOISE_BITS = 24  # all that float32 can hold of a number in [0, 1)
+_NOISE_BITS = 24  # precision of float32 in [0, 1)
 _NOISE_SHIFT = np.uint64(64 - _NOISE_BITS)
 _NOISE_UNIT = np.float32(2.0**-_NOISE_BITS)
 
@@ -78,7 +78,7 @@ _PERMUTATION_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  # of MurmurHash3's finaliser: o
 
 
 class Purpose(IntEnum):
-    """What numbers are derived for: the first word of a spawn key."""
+    """Purposes of derived numbers: the first word of a spawn key."""
 
     EPISODES = 0
     LANES = 1
@@ -105,7 +105,7 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
     """
     if seeds is None:
         return secrets.randbits(128)
-    # A list differs from an int, [7] from 7: its length is part of the hash.
+    # A list differs from an int, [7] from 7, since its length is part of the hash.
     is_list = isinstance(seeds, Sequence)
     each = seeds if isinstance(seeds, Sequence) else [seeds]
     words = [2, len(each)] if is_list else [1]
@@ -119,7 +119,7 @@ def evaluation_root(seed: int) -> int:
     An evaluation on the episodes of training would say little about others.
 
     Args:
-        seed: What the user gave, a non-negative int.
+        seed: The user's seed, a non-negative int.
     """
     return int.from_bytes(_derive(root_from(seed), Purpose.EVALUATIONS).tobytes(), "little")
 
@@ -132,7 +132,7 @@ def permuted(numbers: _Numbers, keys: Sequence[int], n_bits: int = _SEED_BITS) -
 
     Args:
         numbers: An int, or uint64 of any shape; larger ones are taken modulo ``2**n_bits``.
-        keys: Which permutation, one int below 2**32 per round.
+        keys: Select the permutation, one int below 2**32 per round.
         n_bits: From 2 to 31.
     """
     mask, half = (1 << n_bits) - 1, (n_bits + 1) // 2
@@ -144,12 +144,12 @@ def permuted(numbers: _Numbers, keys: Sequence[int], n_bits: int = _SEED_BITS) -
 
 
 def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
-    """Seeds of consecutive episodes, each in ``[0, 2**31)``; distinct for 2**31 episodes of a root.
+    """Seeds of consecutive episodes in ``[0, 2**31)``, distinct for 2**31 episodes of a root.
 
     Args:
         root: The root.
-        first: Number of the first episode: how many were requested before.
-        n_episodes: How many.
+        first: Number of the first episode, that is, of episodes requested before.
+        n_episodes: Number of episodes.
     """
     numbers = np.arange(n_episodes, dtype=np.uint64) + np.uint64(first % N_SEEDS)
     seeds: list[int] = permuted(numbers, _seed_keys(root, Purpose.EPISODE_SEEDS)).tolist()
@@ -157,14 +157,14 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
 
 
 def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
-    """The seeds of episodes that a user has named, as ints.
+    """Convert the user's ``episode_seeds`` to ints.
 
     Args:
         seeds: A sequence or a 1-d array of ints.
-        n_episodes: How many there should be; ``None`` for any number but 0.
+        n_episodes: Required number of seeds; ``None`` for any number but 0.
 
     Raises:
-        SpecError: For another number of them, and for seeds that are not below ``N_SEEDS``.
+        SpecError: For a wrong number of seeds, and for seeds that are not below ``N_SEEDS``.
     """
     is_list = isinstance(seeds, Sequence | np.ndarray | torch.Tensor)
     if not is_list or isinstance(seeds, str | bytes) or getattr(seeds, "ndim", 1) == 0:
@@ -188,21 +188,21 @@ def noise_keys(root: int, first: int, n_episodes: int) -> Words:
 
     Args:
         root: The root.
-        first: Number of the first episode: how many were requested before.
-        n_episodes: How many.
+        first: Number of the first episode, that is, of episodes requested before.
+        n_episodes: Number of episodes.
     """
     return _hashes(root, Purpose.EPISODES, 0, n_episodes, first)
 
 
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
-    """Which of ``n_tasks`` tasks each rollout of a collection gets, int in ``[0, n_tasks)``."""
+    """The task of each rollout of a collection, int in ``[0, n_tasks)``."""
     draws = _hashes(root, Purpose.TASKS, collection, n_rollouts) % np.uint64(n_tasks)
     return list(map(int, draws))
 
 
 _lane_noise: dict[tuple[int, int], tuple[tuple[int, int, int], Words, Words]] = {}
-"""What is kept of a lane and of its numbers per step: the block of restarts that it is in, with the
-keys of their noise and its first steps."""
+"""Cache by lane and numbers per step: the block of restarts that a lane is in, with the keys of
+their noise and its first steps."""
 
 
 class LaneSeeds:
@@ -210,15 +210,15 @@ class LaneSeeds:
 
     A lane numbers its episodes consecutively, and after a reset continues past all numbers that it
     can have used before. Lane *k* begins at the reversed bits of *k*, read as a fraction of all
-    numbers: half of the largest gap is its own, wherever the others began and however many will
-    follow. So the seeds of a lane depend neither on the number of workers nor on the number of
-    lanes, and among L lanes (rounded up to a power of two) no two episodes share a seed before a
-    lane has made ``2**31 / L`` restarts and resets.
+    numbers: it has half of the largest gap to itself, for any number of lanes before and after it.
+    So the seeds of a lane depend neither on the number of workers nor on the number of lanes, and
+    among L lanes (rounded up to a power of two) no two episodes share a seed before a lane has made
+    ``2**31 / L`` restarts and resets.
 
     Args:
         root: The root.
         n_resets: Number of the ``reset``, 0-based.
-        n_restarts: The most restarts that any lane can have made before this ``reset``, in all.
+        n_restarts: Maximum number of restarts of any lane before this ``reset``, in total.
     """
 
     def __init__(self, root: int, n_resets: int, n_restarts: int = 0) -> None:
@@ -231,14 +231,14 @@ class LaneSeeds:
 
         Args:
             lane: Number of the lane across all workers.
-            n_restarts: 0 for the episode that the reset began; negative numbers go backwards from
-                where the lane began, into the gap that the lane before it reaches last.
+            n_restarts: 0 for the first episode after the reset; negative numbers count backwards
+                from there, into the gap that the previous lane reaches last.
         """
         begin = int(f"{lane:0{_SEED_BITS}b}"[::-1], 2)
         return permuted(begin + self._first + n_restarts, self._seed_keys)
 
     def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
-        """That episode's noise, ``n_noise`` numbers per step."""
+        """Noise of that episode, ``n_noise`` numbers per step."""
         n_at_once = max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
         block, row = divmod(n_restarts, n_at_once)
         derived_from = self._noise_key, self._noise_salt, block
@@ -249,7 +249,7 @@ class LaneSeeds:
             numbers = np.arange(n_at_once, dtype=np.uint64) + np.uint64(block * n_at_once)
             keys = mix64_inplace_(first + numbers)
             kept = derived_from, keys, noise_chunks(keys, 0, n_noise)
-            if n_at_once > 1:  # otherwise it is used once
+            if n_at_once > 1:  # otherwise it is used only once
                 if len(_lane_noise) == _MAX_LANES:
                     _lane_noise.clear()
                 _lane_noise[lane, n_noise] = kept
@@ -258,25 +258,25 @@ class LaneSeeds:
 
 
 lane_seeds = functools.lru_cache(maxsize=64)(LaneSeeds)
-"""``LaneSeeds``, of which all windows since a reset need the same."""
+"""``LaneSeeds``, shared by all windows since a reset."""
 
 
 def seed_from(seed: int) -> int:
-    """A seed that a user gives to an environment: itself below 2**31, a hash of it above."""
+    """A user's seed for an environment: unchanged below 2**31, hashed above."""
     return seed if seed < N_SEEDS else worker_seed(root_from(seed), 0)
 
 
 def worker_seed(root: int, worker: int) -> int:
     """Seed for ``create_env``, ``agent.seed`` and a worker's global generators, below 2**31.
 
-    The only numbers that depend on the worker: they seed what the library does not control, where
-    equal seeds would make all workers draw the same.
+    Only these numbers depend on the worker: they seed generators outside of rlpool's control, where
+    equal seeds would make all workers draw the same numbers.
     """
     return permuted(worker, _seed_keys(root, Purpose.WORKERS))
 
 
 def probe_seed(root: int) -> int:
-    """Seed of the reset that shows which keys observations have; its data are dropped."""
+    """Seed of the reset that determines the keys of observations; its data is dropped."""
     return permuted(0, _seed_keys(root, Purpose.PROBES))
 
 
@@ -297,7 +297,7 @@ class NoiseStart(NamedTuple):
     """The noise of one episode, with its first steps computed.
 
     Attributes:
-        key: What all of it derives from.
+        key: Key from which all of it derives.
         head: float32 ``[NOISE_CHUNK, n_noise]``.
     """
 
@@ -312,7 +312,7 @@ def noise_chunks(keys: Words, steps: Any, n_noise: int) -> Words:
     words = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)  # the counters
     words *= _GOLDEN
     words = words + mix64_inplace_(keys ^ _START_SALT)
-    # The stream keeps apart episodes whose counters come close.
+    # The stream separates episodes whose counters are close.
     words ^= mix64_inplace_(keys ^ _STREAM_SALT)
     mix64_inplace_(words)
     words >>= _NOISE_SHIFT
@@ -323,14 +323,14 @@ def noise_chunks(keys: Words, steps: Any, n_noise: int) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _seed_keys(root: int, purpose: int) -> tuple[int, ...]:
-    """The keys of a permutation; cached, as every request of a batcher needs the same."""
+    """Keys of a permutation; cached, since every request of a batcher needs the same."""
     sequence = np.random.SeedSequence(root, spawn_key=(purpose,))
     return tuple(sequence.generate_state(_PERMUTATION_ROUNDS).tolist())
 
 
 @functools.lru_cache(maxsize=64)
 def _derive(root: int, *path: int) -> Words:
-    """Two words for a path below the root; cached, as all windows since a reset need the same."""
+    """Two words for a path below the root; cached, since windows after a reset need the same."""
     words: Words = np.random.SeedSequence(root, spawn_key=path).generate_state(2, np.uint64)
     words.flags.writeable = False
     return words
@@ -345,7 +345,7 @@ def _hashes(root: int, purpose: int, number: int, n: int, start: int = 0) -> Wor
 
 
 def mix64_inplace_(words: Words) -> Words:
-    """The finaliser of SplitMix64 of uint64 of any shape, in place; returns them."""
+    """Apply the finaliser of SplitMix64 to uint64 of any shape, in place; returns the words."""
     shifted = words >> np.uint64(30)
     for factor, shift in zip(_MIX_FACTORS, (27, 31), strict=True):
         words ^= shifted

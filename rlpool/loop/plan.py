@@ -199,7 +199,7 @@ class Plan(ABC):
     is_dealt = False
     complete: Any = None
 
-    # What it decides -----------------------------------------------------------------------------
+    # Decisions -----------------------------------------------------------------------------------
     # Decisions -----------------------------------------------------------------------------------
     @property
     def resets_all_lanes(self) -> bool:
@@ -243,8 +243,7 @@ class Plan(ABC):
         raise NotImplementedError
 
     def restart(self, lane: Lane) -> None:
-        """Assign the next episode to a lane whose episode ended within a window, in the same
-        slot."""
+        """Assign the next episode to a lane, in the same slot of a window."""
         raise NotImplementedError
 
     # Of plans that run at the same time as others:

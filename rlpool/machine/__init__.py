@@ -1,1 +1,1 @@
-"""What this machine and this process allow: limits, pickling, signals, arguments."""
+"""This machine and this process: limits, pickling, signals, arguments."""

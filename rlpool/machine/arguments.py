@@ -1,4 +1,4 @@
-"""Checks of arguments: second names, numbers, choices, and which keywords functions take."""
+"""Checks of arguments: alternative names, numbers, choices, and the keywords of functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIMITS = {
     "from 0 on, and finite": (0.0, sys.float_info.max),
     "that is finite": (-sys.float_info.max, sys.float_info.max),
 }
-"""The smallest and the largest number that an argument may be."""
+"""The smallest and the largest number allowed for an argument."""
 
 
 def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
@@ -35,10 +35,10 @@ def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
         name: Name of the argument.
         value: The argument.
         least: The smallest number allowed.
-        fix: The fix that the error names.
+        fix: Fix for the error message.
 
     Raises:
-        SpecError: If it is anything else.
+        SpecError: If it is not such a number.
     """
     try:
         number = operator.index(value)
@@ -50,7 +50,7 @@ def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
 
 
 def optional_number(name: str, value: Any, least: int) -> int | None:
-    """``whole_number`` of an argument that may be ``None``."""
+    """Like ``whole_number``, for an argument that may be ``None``."""
     return None if value is None else whole_number(name, value, least)
 
 
@@ -60,11 +60,11 @@ def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
     Args:
         name: Name of the argument.
         value: The argument.
-        limits: Which numbers are allowed, a key of ``_LIMITS``.
-        fix: The fix that the error names.
+        limits: The allowed numbers, a key of ``_LIMITS``.
+        fix: Fix for the error message.
 
     Raises:
-        SpecError: If it is anything else.
+        SpecError: If it is not such a number.
     """
     number = _python_number(value)
     least, most = _LIMITS[limits]
@@ -76,7 +76,7 @@ def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Arguments by name, from a dict of them or ``None``; SpecError if it is anything else."""
+    """Copy a dict of arguments by name, or ``None``; raises SpecError for anything else."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -86,7 +86,7 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
 
 
 def checked_timeout(timeout: Any, limits: str = "above 0") -> float | None:
-    """A timeout in seconds, ``None`` for no limit; SpecError if it is not positive."""
+    """Check a timeout in seconds, ``None`` for no limit; raises SpecError unless it is positive."""
     if timeout is None:
         return None
     fix = "pass seconds, or timeout=None for no limit"
@@ -94,10 +94,10 @@ def checked_timeout(timeout: Any, limits: str = "above 0") -> float | None:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | bool], *, fix: str = "") -> None:
-    """Refuse an argument that is none of some texts and flags; NumPy's flags are accepted.
+    """Raise SpecError unless the value is one of ``choices``; NumPy's bools are accepted.
 
     Raises:
-        SpecError: If it is none of them.
+        SpecError: If it is not one of them.
     """
     choice = _python_number(value)
     if not isinstance(choice, str | bool) or choice not in choices:
@@ -106,21 +106,21 @@ def check_choice(name: str, value: Any, choices: Sequence[str | bool], *, fix: s
 
 
 def _python_number(value: Any) -> Any:
-    """The Python number in a scalar of NumPy or torch; anything else as it is."""
+    """Convert a scalar of NumPy or torch to a Python number; return anything else unchanged."""
     if getattr(value, "shape", None) == ():
-        with suppress(RuntimeError):  # of torch's meta tensors, which have no values
+        with suppress(RuntimeError):  # for torch's meta tensors, which have no values
             return value.item()
     return value
 
 
 def also_takes(**meant: str) -> Callable[[FunctionT], FunctionT]:
-    """Decorate a function that takes some of its arguments by a second name, too.
+    """Decorate a function that accepts alternative names for some of its arguments.
 
     Args:
-        **meant: The name of the argument in the signature, by its second name.
+        **meant: The name of the argument in the signature, by its alternative name.
 
     Raises:
-        SpecError: By the function, if it is given an argument by both names.
+        SpecError: By the function, if an argument is given by both names.
     """
 
     def decorated(function: FunctionT) -> FunctionT:
@@ -140,8 +140,8 @@ def also_takes(**meant: str) -> Callable[[FunctionT], FunctionT]:
 
 
 def signature_of(function: Callable[..., Any], **options: Any) -> inspect.Signature:
-    """``inspect.signature``, also where annotations name what only type checkers import."""
-    if sys.version_info >= (3, 14):  # which evaluates annotations when they are looked at
+    """Like ``inspect.signature``, even if annotations name objects that are not imported."""
+    if sys.version_info >= (3, 14):  # evaluates annotations on access
         options["annotation_format"] = annotationlib.Format.FORWARDREF
     return inspect.signature(function, **options)
 
@@ -152,7 +152,7 @@ def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = 
     Args:
         function: The function.
         name: The keyword.
-        otherwise: The answer if the signature leaves it open: for ``**kwargs``, unless
+        otherwise: The answer if the signature does not decide it: for ``**kwargs``, unless
             ``functools.wraps`` shows where they go, and for objects without a signature.
     """
     for follow_wrapped in (False, True):
@@ -170,7 +170,7 @@ def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = 
 def called_with_seed(
     create: Callable[..., Any], seed: int | None, arguments: Mapping[str, Any]
 ) -> Any:
-    """Call a factory, with a seed if it takes one; a ``seed`` among its arguments wins."""
+    """Call a factory, with a seed if it takes one; a ``seed`` among its arguments has priority."""
     if takes_keyword(create, "seed"):
         return create(**{"seed": seed, **arguments})
     return create(**arguments)

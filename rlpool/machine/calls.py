@@ -1,7 +1,7 @@
 """Calls of objects that own processes: one at a time, and crash-only.
 
-A signal handler that raises may end a call at any line. Nothing is mended then: the object knows
-that it was interrupted, and begins again with new processes.
+A signal handler that raises may end a call at any line. No state is repaired then: the object
+records that it was interrupted, and starts again with new processes.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 class CrashOnly:
     """An object whose calls, decorated with ``crash_only``, may be interrupted.
 
-    A call that ends neither by returning nor by an ``RlpoolError`` leaves it interrupted. It is for
-    the object to drop what was in flight, and to say when it has begun again.
+    A call that neither returns nor raises an ``RlpoolError`` leaves the object interrupted. The
+    object itself drops its work in flight, and resets the flag when it has started again.
 
-    Calls of an object whose attribute ``_calls`` is another one count as calls of that one.
+    If the attribute ``_calls`` is another object, calls count as calls of that one.
 
     Attributes:
-        is_interrupted: Whether a call was interrupted since it was begun last.
+        is_interrupted: Whether a call was interrupted since the last start.
     """
 
     is_interrupted = False
     _is_inside = False  # whether a thread is in a call
 
     def _abandon(self) -> None:
-        """End what runs for a call that was interrupted; a second interrupt may prevent it."""
+        """End the work of an interrupted call; a second interrupt may prevent it."""
         return
 
     def _refuse_call(self, caller: Any, name: str) -> None:
         """Refuse a call inside another one.
 
         Raises:
-            UsageError: In any case.
+            UsageError: Always.
         """
         raise UsageError(
             f"{type(caller).__name__}.{name}() was called in thread "
@@ -52,8 +52,8 @@ class CrashOnly:
 def crash_only(call: _Call) -> _Call:
     """Decorate a method of a ``CrashOnly`` object, or of one that belongs to it.
 
-    Where it is interrupted halfway, the object knows. (Python looks for signals after calls and at
-    jumps back, so none is noticed between ``try`` or ``except`` and the first statement there.)
+    An interruption in the middle of the call is recorded. (Python checks for signals after calls
+    and at jumps back, so not between ``try`` or ``except`` and the first statement there.)
     """
 
     @wraps(call)
@@ -70,7 +70,7 @@ def crash_only(call: _Call) -> _Call:
             owner._is_inside = False
             raise
         except BaseException as error:
-            # Python itself refuses wrong arguments, before the call begins.
+            # Python itself rejects wrong arguments before the call begins.
             began = error.__traceback__ is None or error.__traceback__.tb_next is not None
             owner.is_interrupted = owner.is_interrupted or began
             owner._is_inside = False

@@ -1,8 +1,8 @@
 """Imports that may fail: optional packages, and a main script that cannot be imported.
 
 A worker imports the caller's main module. A script without an ``if __name__ == "__main__":`` guard
-then gets to the line that starts workers, too. Such a worker exits with a code by which the caller
-knows the reason.
+then also reaches the line that starts workers. Such a worker exits with a code from which the
+caller recognises the cause.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _EXIT_CODE = 76
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """Import a module of a package that an extra installs.
+    """Import a module of an optional package.
 
     Args:
         module: Its full name.
-        extra: The extra of rlpool.
+        extra: The extra of rlpool that installs the package.
 
     Raises:
-        ImportError: If the package is not installed; it names the extra.
+        ImportError: If the package is not installed; names the extra.
     """
     with imports_of(extra):
         return importlib.import_module(module)
@@ -34,7 +34,7 @@ def import_extra(module: str, extra: str) -> Any:
 
 @contextmanager
 def imports_of(extra: str) -> Iterator[None]:
-    """A section that imports what an extra installs; see ``import_extra``."""
+    """A section that imports packages of an extra, with the errors of ``import_extra``."""
     try:
         yield
     except ImportError as error:
@@ -48,7 +48,7 @@ def refuse_during_import() -> None:
     Without this, children would start children without end.
 
     Raises:
-        SystemExit: With an exit code that ``missing_guard_error`` knows.
+        SystemExit: With the exit code recognised by ``missing_guard_error``.
     """
     if getattr(process.current_process(), "_inheriting", False):
         raise SystemExit(_EXIT_CODE)

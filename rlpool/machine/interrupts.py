@@ -1,8 +1,8 @@
 """Sections that Ctrl-C, SIGTERM and SIGALRM do not interrupt.
 
 Python runs signal handlers between any two instructions of the main thread. A handler that raises,
-as Ctrl-C's does, may leave a process, a descriptor or memory behind that nothing refers to yet, or
-a pool half written.
+like that of Ctrl-C, may leave a process, a descriptor or memory behind that nothing refers to yet,
+or a pool half written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any
 from rlpool.machine.platform import HELD_SIGNALS
 
 _PATIENCE_S = 1.0
-"""A section takes microseconds to milliseconds. One that takes longer is stuck and may be
-interrupted."""
+"""A section takes microseconds to milliseconds. A longer one is stuck and may be interrupted."""
 
 
 @contextmanager
@@ -40,15 +39,15 @@ _ctrl_c: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
 
 
 def ctrl_c() -> tuple[type[BaseException], ...]:
-    """What Ctrl-C raises in this process, for an ``except`` clause: nothing in a worker.
+    """The exceptions of Ctrl-C in this process, for an ``except`` clause; none in a worker.
 
-    There a ``KeyboardInterrupt`` is one of the user's code, like any other exception.
+    There a ``KeyboardInterrupt`` comes from the user's code, like any other exception.
     """
     return _ctrl_c
 
 
 def ignore_ctrl_c() -> None:
-    """Make this process a worker: Ctrl-C goes to the whole group, the caller decides for all."""
+    """Ignore Ctrl-C in this worker: the whole group receives it, and the caller decides for all."""
     global _ctrl_c
     _ctrl_c = ()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,7 +64,7 @@ class defer_signals:  # noqa: N801 (like contextlib.suppress)
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
         self._held: list[int] = []
-        self._deadline = 0.0  # until when signals are held; 0 outside of the section
+        self._deadline = 0.0  # end of holding signals; 0 outside of the section
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -74,7 +73,7 @@ class defer_signals:  # noqa: N801 (like contextlib.suppress)
         try:
             for number in HELD_SIGNALS:
                 handler = _get_handler(number)
-                # Not the default (an int), nor ignored, nor held by an outer section already.
+                # Not the default (an int), not ignored, and not held by an outer section already.
                 if callable(handler) and not _is_held(handler):
                     self._handlers[number] = handler
                     _set_handler(number, self._hold)
@@ -89,7 +88,7 @@ class defer_signals:  # noqa: N801 (like contextlib.suppress)
             _raise_all(self._held)
 
     def _restore(self) -> None:
-        # First, so that a handler that raises during the loop leaves no other one held.
+        # Before the loop, so that a handler that raises in it leaves no other one held.
         self._deadline = 0.0
         for number, handler in self._handlers.items():
             _set_handler(number, handler)
@@ -105,10 +104,10 @@ class defer_signals:  # noqa: N801 (like contextlib.suppress)
 
 
 def _raise_all(numbers: Sequence[int]) -> None:
-    """Run the handlers of signals, all of them, even if one raises.
+    """Run the handlers of all signals, even if one raises.
 
-    Recursive, because an ``ExitStack`` would make a reference cycle of what is raised: an owner of
-    processes in its frames could not be freed at once.
+    Recursive, because an ``ExitStack`` would put the exception into a reference cycle, so that an
+    owner of processes in its frames could not be freed at once.
     """
     if numbers:
         try:

@@ -1,4 +1,4 @@
-"""Refusals and warnings for what needs more memory, cores or descriptors than there are."""
+"""Checks of memory, cores and descriptors: errors and warnings before they run out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlpool.machine.platform import (
 _LOG = logging.getLogger("rlpool")
 
 _ONCE = {"once": ""}
-"""Of a warning that a program needs only once, as the machine is the same for all batchers."""
+"""For warnings that a program needs only once, since the machine is the same for all batchers."""
 
 _LARGEST_KEYS = 8
 """A message names the largest keys; an observation may have hundreds."""
@@ -27,26 +27,26 @@ _MOST_PER_CORE = 2
 """More workers per core than this are worth a warning: one steps while another one waits."""
 
 WORKER_DESCRIPTORS = 3
-"""A worker's pipe, and two by which multiprocessing notices its end and ours."""
+"""A worker's pipe, and two with which multiprocessing detects its end and ours."""
 
 _SPARE_DESCRIPTORS = 32
-"""What starting a process and sending memory need for a moment, and what the caller may open."""
+"""For starting a process and sending memory, and for files that the caller opens."""
 
 Advice = Callable[[int], str]
-"""Which arguments to lower so that a number of bytes is enough."""
+"""Returns the arguments to lower so that a number of bytes is enough."""
 
 
 def check_size(bytes_of_key: Mapping[str, int], advice: Advice, name: str = "the slots") -> None:
-    """Refuse memory that cannot be allocated, before it is; warn if it is not free now.
+    """Refuse memory that can never be allocated; warn if it is not free now.
 
     Args:
         bytes_of_key: Bytes per key.
-        advice: Which arguments to lower, for the message.
-        name: What the memory holds, for the message.
+        advice: Returns the arguments to lower, for the message.
+        name: Contents of the memory, for the message.
 
     Raises:
-        SpecError: If it is larger than the memory of the machine or the container, naming bytes
-            per key, in all, and free.
+        SpecError: If it exceeds the memory of the machine or the container; names bytes per
+            key, total, and free.
     """
     total, bounds = sum(bytes_of_key.values()), memory_bounds()
     least, smallest = min(bounds, key=lambda b: b.free), min(bounds, key=lambda b: b.total)
@@ -72,11 +72,11 @@ def worker_count(n_workers: int | str) -> int:
     """Turn ``n_workers`` into a number of worker processes.
 
     Args:
-        n_workers: A number from 1, or ``"auto"`` for all cores that this process may use but
-            two, one of which is for the policy; at least 1.
+        n_workers: A number from 1, or ``"auto"`` for the cores that this process may use minus
+            two, one of them for the policy; at least 1.
 
     Raises:
-        SpecError: If it is neither.
+        SpecError: For any other value.
 
     Example:
         >>> worker_count(3)
@@ -92,16 +92,16 @@ def worker_count(n_workers: int | str) -> int:
 def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
     """Refuse more worker processes than descriptors allow.
 
-    More than twice the cores are worth a warning: they help only where environments wait for
+    Warns about more workers than twice the cores: they help only if environments wait for
     something other than a core.
 
     Args:
         n_workers: Processes to be started.
         descriptors_each: Descriptors that each of them costs this process.
-        advice: Which arguments to change, for the message.
+        advice: Arguments to change, for the message.
 
     Raises:
-        SpecError: Naming what is needed, what is left, and the remedy.
+        SpecError: Names needed and free descriptors, and a fix.
     """
     n_needed, n_free = n_workers * descriptors_each, n_free_descriptors()
     if n_needed > n_free:
@@ -120,5 +120,5 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
 
 
 def n_free_descriptors() -> int:
-    """Descriptors that this process may open for workers."""
+    """Number of descriptors that this process may still open for workers."""
     return max(0, max_descriptors() - n_open_descriptors() - _SPARE_DESCRIPTORS)

@@ -1,8 +1,8 @@
-"""What a whole process has and results depend on: global generators and settings of torch.
+"""Process-wide state that results depend on: global random generators and torch settings.
 
-The generators are ``random``, NumPy's legacy one and torch's for the CPU: what users' code may draw
-from. Where that runs in the caller's process, it gets states of its own: what the caller draws must
-not depend on what rlpool runs, nor the other way round.
+The generators are ``random``, NumPy's legacy one and torch's for the CPU, which users' code may
+use. In the caller's process, users' code gets states of its own: the caller's random numbers must
+not depend on rlpool's work, nor the other way round.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import numpy as np
 import torch
 
-_NUMPY: Any = np.random  # its stubs lack some of what it has
+_NUMPY: Any = np.random  # its stubs are incomplete
 
 
 Generators = tuple[Any, dict[str, Any], torch.Tensor, Any]
-"""The states of Python's, NumPy's and torch's, copies; and the bit generator of NumPy, which goes
-on drawing."""
+"""Copies of the states of Python's, NumPy's and torch's generators, and NumPy's bit generator,
+which continues."""
 
 
 def current_generators() -> Generators:
-    """What all generators draw from now."""
+    """The current states of all generators."""
     numpy, bit_generator = _NUMPY.get_state(legacy=False), _NUMPY.get_bit_generator()
     return random.getstate(), numpy, torch.default_generator.get_state(), bit_generator
 
 
 def use_generators(generators: Generators) -> None:
-    """Let all go on where they were when ``current_generators`` returned this.
+    """Continue all generators from the states that ``current_generators`` returned.
 
-    NumPy's bit generator must not have been drawn from since: it is exchanged, which costs nothing.
-    To write its state takes longer than a step of a small environment.
+    NumPy's bit generator must not have been used since: it is exchanged, which costs nothing.
+    Writing its state takes longer than a step of a small environment.
     """
     python, numpy, torchs, bit_generator = generators
     random.setstate(python)
@@ -52,48 +52,48 @@ def seed_generators(seed: int) -> None:
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (users' code may draw from it)
-    torch.default_generator.manual_seed(seed)  # the caller's devices are left alone
+    torch.default_generator.manual_seed(seed)  # not the caller's devices
 
 
 Settings = Mapping[str, Any]
-"""Values of torch's settings by their names: the caller's hold in workers, too.
+"""Values of torch's settings by name: the caller's apply in workers, too.
 
-The default device is not among them: for what runs in workers it is the CPU.
+The default device is excluded: in workers it is the CPU.
 """
 
 _NAMES = (
     "default_dtype",
-    "deterministic_debug_mode",  # of use_deterministic_algorithms, which takes a second to import
+    "deterministic_debug_mode",  # as use_deterministic_algorithms takes a second to import
     "float32_matmul_precision",
 )
 """Torch has ``get_`` and ``set_`` functions of these names."""
 
 
 def torch_settings() -> Settings:
-    """Those of this process."""
+    """The settings of this process."""
     return {name: getattr(torch, f"get_{name}")() for name in _NAMES}
 
 
 def use_settings(settings: Settings) -> None:
-    """Let settings hold in this process."""
+    """Apply settings to this process."""
     for name, value in settings.items():
         if getattr(torch, f"get_{name}")() != value:
             getattr(torch, f"set_{name}")(value)
 
 
 def default_device() -> torch.device:
-    """Where torch creates tensors in this process."""
+    """The device on which torch creates tensors in this process."""
     return torch.empty(0).device
 
 
 class OwnState:
-    """Generators and settings as in a worker process, in the caller's: separate from the caller's.
+    """Generators and settings as in a worker process, separate from the caller's.
 
-    The settings are the caller's when this is made, but for one thread and the CPU as the default
-    device.
+    The settings are the caller's at the time of creation, except for one thread and the CPU as
+    the default device.
 
     Args:
-        seed: Seeds the generators at their first use; without one they start as copies of the
+        seed: Seeds the generators at their first use; without it they start as copies of the
             caller's.
     """
 

@@ -1,7 +1,7 @@
-"""Names the part of what is sent to workers that cannot be pickled.
+"""Finds the part of an object for workers that cannot be pickled.
 
-The search descends from what the user passed, through items, attributes and closures, while one of
-them alone cannot be pickled either.
+The search descends from the user's object through items, attributes and closures, as long as one of
+them cannot be pickled by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEPTH = 8
 """Longest path that is named."""
 
 _WHOLE = ("multiprocessing.", "torch.multiprocessing.")
-"""Modules whose objects are named as a whole: their users do not know what is in a queue."""
+"""Modules whose objects are not searched: their users do not know the contents of a queue."""
 
 
 def why_not(
@@ -31,13 +31,13 @@ def why_not(
     label: str = "",
     dumps: Callable[[Any], Any] = cloudpickle.dumps,
 ) -> str:
-    """One line that says which part cannot be pickled, and why.
+    """One line that names the part that cannot be pickled, and why.
 
     Args:
-        parts: What was pickled, by the names that its user knows.
-        error: What the pickler raised.
-        label: What the line calls the part, if that is not its name.
-        dumps: What pickles.
+        parts: The pickled parts, by the names known to the user.
+        error: The pickler's exception.
+        label: Name of the part in the line, if different.
+        dumps: The pickling function.
     """
     for name, part in parts.items():
         if found := _culprit(name, part, dumps):
@@ -49,13 +49,13 @@ def why_not(
 def _culprit(
     path: str, value: Any, dumps: Callable[[Any], Any], *above: Any
 ) -> tuple[str, str] | None:
-    """The innermost part that cannot be pickled, and what it is; ``None`` if all can.
+    """The path and description of the innermost part that cannot be pickled; ``None`` if all can.
 
     Args:
-        path: The way here.
-        value: Where to search.
-        dumps: What pickles.
-        *above: The objects on the way here.
+        path: The path to the value.
+        value: The value to search.
+        dumps: The pickling function.
+        *above: The objects on the path.
     """
     if any(value is one for one in above):
         return None
@@ -65,7 +65,7 @@ def _culprit(
     except Exception as error:
         text = f"{_described(value)} ({described(error):.300})"
     if len(above) < _DEPTH and not type(value).__module__.startswith(_WHOLE):
-        with suppress(Exception):  # whatever users' containers and attributes raise when read
+        with suppress(Exception):  # users' containers and attributes may raise anything when read
             for step, inner in _contents(value):
                 if found := _culprit(path + step, inner, dumps, *above, value):
                     return found
@@ -73,7 +73,7 @@ def _culprit(
 
 
 def _contents(value: Any) -> Iterable[tuple[str, Any]]:
-    """What an object holds, each with the step of the path that leads there."""
+    """The contents of an object, each with its step of the path."""
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", inner) for key, inner in value.items())
     if isinstance(value, tuple | list):
@@ -85,12 +85,12 @@ def _contents(value: Any) -> Iterable[tuple[str, Any]]:
         names = inspect.getclosurevars(value)
         found = [(f".<closure {name!r}>", inner) for name, inner in names.nonlocals.items()]
         return found + [(f".<global {name!r}>", inner) for name, inner in names.globals.items()]
-    hidden = ("__dict__", "__weakref__")  # of a class, which pickles itself without them
+    hidden = ("__dict__", "__weakref__")  # of a class, which is pickled without them
     return [(f".{name}", inner) for name, inner in vars(value).items() if name not in hidden]
 
 
 def _described(value: Any) -> str:
-    """What an object is, such as ``"a _thread.lock"``."""
+    """Describe the type of an object, such as ``"a _thread.lock"``."""
     kind = type(value)
     has_plain_name = kind.__module__ in ("builtins", "__main__")
     name = kind.__qualname__ if has_plain_name else f"{kind.__module__}.{kind.__qualname__}"

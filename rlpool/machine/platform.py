@@ -1,7 +1,7 @@
-"""What the operating system offers: the one module that knows which system it is.
+"""Services of the operating system; the only module that depends on it.
 
-Worker processes and shared memory need Linux. What runs in one process works everywhere; the rest
-is refused by ``require_linux``. Functions for Linux alone are called in workers, or to start them.
+Worker processes and shared memory need Linux; ``require_linux`` refuses them elsewhere. Work in a
+single process runs everywhere. Functions for Linux alone are called in workers, or to start them.
 Limits of control groups are those of version 2.
 """
 
@@ -27,30 +27,31 @@ if sys.platform == "linux":
     import termios
 
 HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
-"""Whether all cores see what one writes in the order in which it does. On other processors, what
-one process writes and another reads is handed over under a ``FileLock``."""
+"""Whether all cores see a core's writes in their order. On other processors, data that one
+process writes and another reads is passed on under a ``FileLock``."""
 
 HELD_SIGNALS = tuple(
     int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 )
-"""Signals whose handlers may raise anywhere: those of Ctrl-C, of managers of jobs, of timers."""
+"""Signals whose handlers may raise anywhere: from Ctrl-C, job managers, and timers."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 """Makes a worker write its stacks. Nothing else uses this number: not the C library, which takes
 the first real-time signals, nor Python, nor CUDA."""
 
 ROOT = Path("/")
-"""Where ``/proc`` and ``/sys`` are; another directory stands for another machine."""
+"""Directory of ``/proc`` and ``/sys``; tests use another one to simulate another machine."""
 
 
 def require_linux(feature: str, fix: str) -> None:
-    """Refuse what needs Linux on another system.
+    """Refuse a feature that needs Linux on another system.
 
     Args:
-        feature: What was asked for, the subject of the message.
-        fix: What works here.
+        feature: The feature, the subject of the message.
+        fix: An alternative that works here.
 
     Raises:
+        UsageError: If this is not Linux.
         UsageError: If this is not Linux.
     """
     if not IS_LINUX:
@@ -61,12 +62,12 @@ def require_linux(feature: str, fix: str) -> None:
 
 
 def anonymous_file(name: str) -> int:
-    """Descriptor of a new file in memory, without a place in any directory."""
+    """Create a file in memory, outside of any directory; returns its descriptor."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def anonymous_files(pid: int | None, name: str) -> Iterator[Path]:
-    """The files of that name that a process has open; OSError if it may not be looked at."""
+    """The open files of a process with that name; OSError if access is denied."""
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(file) == f"/memfd:{name} (deleted)":
@@ -74,19 +75,19 @@ def anonymous_files(pid: int | None, name: str) -> Iterator[Path]:
 
 
 def file_of(fd: int, pid: int | str = "self") -> str:
-    """The path of a process's descriptor, by which another process can open its file."""
+    """A path through which another process can open the file of a descriptor."""
     return f"/proc/{pid}/fd/{fd}"
 
 
 NO_LOCK: AbstractContextManager[None] = nullcontext()
-"""Instead of a ``FileLock`` where one process is alone."""
+"""In place of a ``FileLock`` where there is only one process."""
 
 
 class FileLock:
-    """A ``with`` section that one process runs at a time; the kernel ends it when that one dies.
+    """A ``with`` section that one process runs at a time; the kernel unlocks it if that one dies.
 
     Args:
-        fd: Descriptor of a file that all of them lock.
+        fd: Descriptor of a file that all processes lock.
     """
 
     def __init__(self, fd: int) -> None:
@@ -99,7 +100,7 @@ class FileLock:
         fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that calls another one within the section."""
+        """Wrap a function so that it runs within the section."""
 
         def called_alone(*arguments: Any) -> Any:
             with self:
@@ -109,22 +110,22 @@ class FileLock:
 
 
 def append_only(fd: int) -> None:
-    """Let every write go to the end of the file."""
+    """Make every write append to the file."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def n_unread_bytes(fd: int) -> int:
-    """What the kernel keeps for the reader of a socket, its own bookkeeping included."""
+    """Bytes that the kernel holds for the reader of a socket, including its own overhead."""
     return int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def max_descriptors() -> int:
-    """Descriptors that this process may have."""
+    """Maximum number of descriptors of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def n_open_descriptors() -> int:
-    """Descriptors that this process has open."""
+    """Number of open descriptors of this process."""
     return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
 
 
@@ -136,7 +137,7 @@ def kill_when_closed(fd: int, pid: int) -> None:
 
     Args:
         fd: One end of a pair that carries no data.
-        pid: The process, whoever has the descriptor; a negative number means a process group.
+        pid: The process, which need not hold the descriptor; negative for a process group.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
@@ -155,17 +156,17 @@ def end_without_reader() -> None:
 
 
 def at_fork(**calls: Callable[[], object]) -> None:
-    """As ``os.register_at_fork``; does nothing where there are no forks."""
+    """Like ``os.register_at_fork``; does nothing on systems without forks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**calls)
 
 
 _INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Umask", "SigIgn")
-"""Beginnings of the lines of ``/proc/thread-self/status`` that a new process inherits."""
+"""Prefixes of the lines of ``/proc/thread-self/status`` that a new process inherits."""
 
 
 def inherited() -> tuple[Any, ...]:
-    """What a process inherits and a running one cannot take over.
+    """State that a process inherits and that cannot be changed while it runs.
 
     The working directory, session, privileges, umask, ignored signals, nice value, cores, and
     limits.
@@ -173,7 +174,7 @@ def inherited() -> tuple[Any, ...]:
     status = Path("/proc/thread-self/status").read_text().splitlines()
     limits = sorted({getattr(resource, name) for name in dir(resource) if name[:7] == "RLIMIT_"})
     return (
-        os.readlink("/proc/self/cwd"),  # which works for a directory that was removed, too
+        os.readlink("/proc/self/cwd"),  # also works for a directory that was removed
         tuple(line for line in status if line.startswith(_INHERITED)),
         os.getsid(0),
         os.getpriority(os.PRIO_PROCESS, 0),
@@ -187,11 +188,11 @@ _ARG_START = 45  # in /proc/self/stat, counted from the field after the name
 
 
 def set_title(title: str) -> None:
-    """Rename this process, where that is possible.
+    """Rename this process, where possible.
 
     Args:
-        title: ASCII. The kernel keeps 15 bytes as the short name: the end of the title stays whole,
-            as it tells workers apart.
+        title: ASCII. The kernel's short name has 15 bytes: it keeps the end of the title, which
+            distinguishes workers.
     """
     words = title.encode()
     head, _, tail = words.rpartition(b"-")
@@ -200,8 +201,8 @@ def set_title(title: str) -> None:
         Path("/proc/self/comm").write_bytes(short)
         start, end = map(int, stat_fields("self")[_ARG_START : _ARG_START + 2])
         if 0 < start < end:
-            # The command line is read from this process's memory. It is shown up to its first zero
-            # if its last byte is not zero.
+            # The command line is read from this process's memory, up to its first zero if its last
+            # byte is not zero.
             ctypes.memset(start, 0, end - start)
             ctypes.memmove(start, words, min(len(words), end - start - 2))
             ctypes.memset(end - 1, 1, 1)
@@ -221,17 +222,17 @@ def command_of(pid: int) -> str:
 
 
 def n_threads() -> int:
-    """Threads of this process, those of libraries included."""
+    """Threads of this process, including those of libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def stat_fields(pid: int | str | None) -> list[str]:
-    """What the kernel says of a process, its state first; empty if there is no such process."""
+    """The kernel's status of a process, its state first; empty if there is no such process."""
     return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def process_activity(pid: int | None) -> int:
-    """CPU time and page faults of a process: a number that grows while it does anything.
+    """CPU time and page faults of a process: a number that grows with any activity.
 
     Returns:
         At least 1; 0 where the system does not provide it.
@@ -242,18 +243,18 @@ def process_activity(pid: int | None) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process without shared blocks; 0 if it is unknown."""
+    """Resident memory of a process without shared blocks; 0 if unknown."""
     file = Path(f"/proc/{pid}/status")
     return _kilobytes(file, "RssAnon") + _kilobytes(file, "RssFile")
 
 
 def n_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since its start; 0 if unknown."""
+    """Processes that the kernel has killed for lack of memory since its start; 0 if unknown."""
     return int(_field(ROOT / "proc/vmstat", "oom_kill") or 0)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, or waits for its parent to notice its end."""
+    """Whether a process has ended, even if its parent has not reaped it yet."""
     fields = stat_fields(pid)
     return IS_LINUX and (not fields or fields[0] in "ZX")
 
@@ -271,7 +272,7 @@ def human(n_bytes: int) -> str:
 
 
 class Bound(NamedTuple):
-    """A limit of memory: who sets it, how much there is, and how much is free without swapping."""
+    """A memory limit: its source, its size, and the memory free without swapping."""
 
     name: str
     total: int
@@ -282,9 +283,9 @@ class Bound(NamedTuple):
 
 
 def memory_bounds(root: Path = ROOT) -> list[Bound]:
-    """What limits memory: the machine, and the containers around this process.
+    """Limits of memory: the machine, and the containers around this process.
 
-    Nothing is known of systems other than Linux.
+    On systems other than Linux, memory is unknown.
     """
     file = root / "proc/meminfo"
     total, free = _kilobytes(file, "MemTotal"), _kilobytes(file, "MemAvailable")
@@ -313,7 +314,7 @@ def n_cores(root: Path = ROOT) -> int:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """Directories of this process's control group and of those above it.
+    """Directories of this process's control group and of its ancestors.
 
     A container sees its own group as the topmost directory; the path may be the host's, which does
     not exist here.
@@ -327,12 +328,12 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _kilobytes(file: Path, name: str) -> int:
-    """A size that a file of the kernel gives in kilobytes, in bytes; 0 if it is not there."""
+    """A size in bytes that a kernel file gives in kilobytes; 0 if missing."""
     return int(_field(file, name) or 0) * 1024
 
 
 def _field(file: Path, name: str) -> str:
-    """The first word after a name in a file of the kernel; ``""`` if it is not there."""
+    """The first word after a name in a kernel file; ``""`` if missing."""
     for words in map(str.split, _read(file).splitlines()):
         if len(words) > 1 and words[0].rstrip(":") == name:
             return words[1]
@@ -340,7 +341,7 @@ def _field(file: Path, name: str) -> str:
 
 
 def _read(file: Path) -> str:
-    """The text of a file of the kernel; ``""`` if it cannot be read."""
+    """The text of a kernel file; ``""`` if it cannot be read."""
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError):

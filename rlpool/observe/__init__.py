@@ -1,1 +1,1 @@
-"""What a running program does: the shared record of its workers, and its statistics."""
+"""Activity of a running program: the shared record of its workers, and its statistics."""

@@ -1,4 +1,4 @@
-"""What the workers of a batcher or a manager do, in numbers."""
+"""Statistics of the workers of a batcher or a manager."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _COUNTS = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS, Word.N_STEPS)
 
 @dataclass(frozen=True)
 class LaneStats:
-    """What a lane does.
+    """Activity of a lane.
 
     Attributes:
         lane: Its number within its worker.
         state: ``"running"``; ``"waiting"`` in the middle of an episode, for a slot or for the next
             window; or ``"idle"``.
-        request: Number of the request that it runs, ``None`` if it is idle.
-        episode: The row of the request that it runs; for the lanes of windows that restart by
-            themselves, how often this one has. ``None`` if it is idle.
+        request: Number of its request, ``None`` if it is idle.
+        episode: The row of the request that it runs; for windows whose lanes restart by
+            themselves, the lane's number of restarts. ``None`` if it is idle.
         step: Steps of that episode so far, ``None`` if it is idle.
     """
 
@@ -42,27 +42,27 @@ class LaneStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What a worker does.
+    """Activity of a worker.
 
-    Rates and shares are those of the time since the previous look, of the process that has the
-    worker's number now; at the first look, of all the time since that was started.
+    Rates and shares cover the time since the previous call, for the current process of the worker;
+    at the first call, all the time since that process was started.
 
     Attributes:
         worker: Its number.
         pid: Its process.
-        state: ``"starting"``, ``"alive"``, ``"restarting"``, ``"leaving"`` (it closes its
-            environments, to be replaced or for good), or ``"dead"`` (its owner, who would replace
-            it, was not inside rlpool since, or it has no successor).
-        restarts: How often its process was replaced, for whatever reason.
-        n_steps: Steps of all its lanes, of all processes with its number together; those of
-            ``ParallelEnvManager.remotes`` count, too.
+        state: ``"starting"``, ``"alive"``, ``"restarting"``, ``"leaving"`` (closing its
+            environments, to be replaced or for good), or ``"dead"`` (without a successor, or
+            not replaced yet because its owner was not inside rlpool).
+        restarts: Number of times its process was replaced, for any reason.
+        n_steps: Steps of all its lanes, in all processes of its number together, including those
+            of ``ParallelEnvManager.remotes``.
         n_episodes: Episodes that ended, likewise.
         steps_per_s: Steps of all lanes per second.
         env_share: Share of the time in steps and resets of the environments, 0 to 1.
         agent_share: Share of the time in calls of the agent.
-        waiting_share: Share of the time in which it had nothing to do. The rest is rlpool's own.
+        waiting_share: Share of the time without work. The rest is rlpool's own.
         rss_bytes: Resident memory, without shared blocks.
-        lanes: Its lanes; none if it has more than 1,024, and none of a ``ParallelEnvManager``.
+        lanes: Its lanes; none if it has more than 1,024, and none for a ``ParallelEnvManager``.
     """
 
     worker: int
@@ -81,12 +81,12 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class RequestStats:
-    """How far a request is that the workers run.
+    """Progress of a running request.
 
     Attributes:
         number: Its number.
         n_episodes: Its rows: episodes, or the lanes of a window.
-        n_finished: Episodes that are finished; of a window, lanes whose last episode has ended.
+        n_finished: Finished episodes; of a window, lanes whose last episode has ended.
     """
 
     number: int
@@ -96,17 +96,17 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the workers of a batcher or a manager do.
+    """Activity of the workers of a batcher or a manager.
 
     Attributes:
-        name: The class of their owner, such as ``"EpisodeBatcher"``.
-        pid: The process of their owner.
+        name: Class of their owner, such as ``"EpisodeBatcher"``.
+        pid: Process of their owner.
         steps_per_s: Steps of all lanes of all workers per second.
         n_steps: Steps so far.
         n_episodes: Episodes that ended.
-        restarts: How often a worker was replaced.
-        requests: The requests that the workers run, the oldest first, without those that failed.
-        workers: What each worker does.
+        restarts: Number of worker replacements.
+        requests: The running requests, oldest first, without failed ones.
+        workers: Activity of each worker.
 
     Example:
         >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_workers=0)
@@ -128,7 +128,7 @@ class Stats:
 
 
 class StatsReader:
-    """Reads statistics from a shared record, in whichever process.
+    """Reads statistics from a shared record, in any process.
 
     Args:
         control: The record.
@@ -136,11 +136,11 @@ class StatsReader:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        # By worker: since when its process ran, when that was read, and its _COUNTS.
+        # By worker: start time of its process, time of the last call, and its _COUNTS then.
         self._last: dict[int, tuple[int, int, NDArray]] = {}
 
     def read(self) -> Stats:
-        """What the workers do now; rates and shares since the last call."""
+        """Current statistics; rates and shares since the last call."""
         control = self._control
         workers = tuple(self._worker(worker) for worker in range(control.n_workers))
         return Stats(
@@ -166,13 +166,13 @@ class StatsReader:
 
     def _worker(self, worker: int) -> WorkerStats:
         row = self._control.rows[worker].copy()
-        lanes = self._lanes(worker, row)  # right after it: their steps follow from both
+        lanes = self._lanes(worker, row)  # read right after the row: their steps depend on both
         now_ns, counts = time.monotonic_ns(), row[list(_COUNTS)]
-        counts[counts < 0] += now_ns  # a call that runs, see WorkerRecord
+        counts[counts < 0] += now_ns  # a running call, see WorkerRecord
         pid, n_starts, since_ns = row[[Word.PID, Word.N_STARTS, Word.SINCE_NS]].tolist()
         read_since_ns, at_ns, before = self._last.get(worker, (None, 0, 0 * counts))
         self._last[worker] = since_ns, now_ns, counts
-        if read_since_ns != since_ns:  # of a new process only the steps were counted before
+        if read_since_ns != since_ns:  # a new process, whose row continues only the count of steps
             at_ns, before[:-1] = since_ns, 0
         *spent, n_steps = ((counts - before) / max(now_ns - at_ns, 1)).tolist()
         agent_share, env_share, waiting_share = (round(min(max(s, 0.0), 1.0), 4) for s in spent)
@@ -208,7 +208,7 @@ class StatsReader:
 
 
 def _state_of(state: int, pid: int, n_starts: int) -> str:
-    """What a worker's state is called, by someone who sees whether its process is there."""
+    """Name of a worker's state, given whether its process exists."""
     present = state in (State.STARTING, State.UP)  # as far as its owner knows
     if state == State.GONE or (present and pid and has_ended(pid)):
         return "dead"

@@ -1,7 +1,7 @@
-"""``python -m rlpool top``: what a running program's workers do, seen from outside.
+"""``python -m rlpool top``: activity of a running program's workers, seen from outside.
 
-It reads the record that the program's workers share anyway, through the kernel: nothing is sent to
-the program, which neither waits nor notices.
+It reads the shared record of the program's workers through the kernel: nothing is sent to the
+program, which neither waits nor notices.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlpool.observe.control import FILE_NAME, FORMAT, HEADER_WORDS, Control, Hea
 from rlpool.observe.stats import LaneStats, Stats, StatsReader, WorkerStats
 
 EVERY_S = 0.5
-"""Twice a second: what people can follow."""
+"""Twice a second, about as fast as people can follow."""
 
 _SHOWN_LANES = 64
-"""Lanes of a worker that are shown."""
+"""Lanes shown per worker."""
 
 _COLUMNS: dict[str, Callable[[WorkerStats], str]] = {
     "worker": lambda worker: str(worker.worker),
@@ -47,10 +47,10 @@ _COLUMNS: dict[str, Callable[[WorkerStats], str]] = {
     "episodes": lambda worker: f"{worker.n_episodes:,}",
     "steps": lambda worker: f"{worker.n_steps:,}",
 }
-"""What a table shows of a worker, by the heading of the column."""
+"""Columns of a worker's table by heading."""
 
 _CLEAR = "\x1b[H\x1b[J"
-"""Moves a terminal's cursor to the top, and clears what is below."""
+"""Moves a terminal's cursor to the top, and clears the screen below it."""
 
 
 class Program:
@@ -60,23 +60,23 @@ class Program:
         pid: Its process.
 
     Raises:
-        UsageError: If there is no such process, it has ended or belongs to somebody else, or it
-            has no batcher and no ``ParallelEnvManager``.
+        UsageError: If the process does not exist, has ended or belongs to another user, or has no
+            batcher and no ``ParallelEnvManager``.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._readers: dict[int, StatsReader] = {}  # by the number of the file that they read
+        self._readers: dict[int, StatsReader] = {}  # by the inode of their file
         if not self.read():
             message = f"process {pid} has no batcher and no ParallelEnvManager"
             raise UsageError(message, fix="try again once it has made one, or give another process")
 
     def read(self) -> list[Stats]:
-        """What the workers of each of its batchers and managers do, the oldest first.
+        """Statistics of each of its batchers and managers, the oldest first.
 
         Raises:
-            UsageError: If the process has ended, whether or not its parent has noticed, or may not
-                be looked at.
+            UsageError: If the process has ended, whether or not its parent has noticed, or access
+                is denied.
         """
         readers = {}
         try:
@@ -92,7 +92,7 @@ class Program:
                 raise UsageError(message, fix=fix) from None
         self._readers = dict(sorted(readers.items()))
         all_stats = [reader.read() for reader in self._readers.values()]
-        # Last, since it may end at any time; what ends has no files, or none that may be read.
+        # Last, since it may end at any time; an ending process has no readable files.
         if has_ended(self.pid):
             fix = "python -m rlpool top lists the programs that there are"
             raise UsageError(f"there is no process {self.pid}, or it has ended", fix=fix)
@@ -110,7 +110,7 @@ def programs() -> list[int]:
 
 
 def _reader_of(path: Path, pid: int) -> StatsReader | None:
-    """Reads a shared record; ``None`` if it is just being made, or the process is a worker.
+    """Open a shared record; ``None`` if it is incomplete, or the process is a worker.
 
     Raises:
         UsageError: If another version of rlpool wrote it.
@@ -132,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m rlpool top``; returns the exit code.
 
     Args:
-        arguments: What follows ``top``, by default that of this process.
+        arguments: Arguments after ``top``, by default those of this process.
     """
-    text = "show what the workers of a running program do"
+    text = "show the activity of a running program's workers"
     parser = argparse.ArgumentParser(prog="python -m rlpool top", description=text)
     parser.add_argument("pid", type=int, nargs="?", help="its process (default: list those there)")
     parser.add_argument("--once", action="store_true", help="print it once, half a second's worth")
@@ -159,11 +159,11 @@ def _show(program: Program, once: bool) -> None:
     """Show a table per batcher, once or until the program ends.
 
     Raises:
-        UsageError: When there is nothing to show, and if the program may not be looked at.
+        UsageError: When there is nothing to show, or access is denied.
     """
     is_live = sys.stdout.isatty() and not once
     while True:
-        time.sleep(EVERY_S)  # rates of half a second, since those of a whole life say little
+        time.sleep(EVERY_S)  # for rates over half a second, as those of a whole run say little
         sys.stdout.write((_CLEAR if is_live else "") + _text(program.read()))
         sys.stdout.flush()
         if once:
@@ -171,7 +171,7 @@ def _show(program: Program, once: bool) -> None:
 
 
 def _text(all_stats: Sequence[Stats]) -> str:
-    """A table per batcher, and its lanes; a terminal's lines are cut where it ends."""
+    """A table per batcher with its lanes; lines are cut at the terminal's width."""
     lines: list[str] = []
     for stats in all_stats:
         requests = [f"request {r.number}: {r.n_finished}/{r.n_episodes}" for r in stats.requests]
@@ -193,6 +193,6 @@ def _text(all_stats: Sequence[Stats]) -> str:
 
 
 def _lane(lane: LaneStats) -> str:
-    """Episode and step of a lane, ``-`` if it is idle; ``w`` marks one that waits."""
+    """Episode and step of a lane, ``-`` if it is idle; ``w`` marks a waiting lane."""
     mark = "w" if lane.state == "waiting" else ""
     return "-" if lane.episode is None else f"{lane.episode}:{lane.step}{mark}"

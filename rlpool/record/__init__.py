@@ -1,1 +1,1 @@
-"""Records of episodes, and what becomes of those that fail."""
+"""Records of episodes, and errors for those that fail."""

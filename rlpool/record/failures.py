@@ -1,4 +1,4 @@
-"""Turns exceptions of the user's code into errors that say where it failed."""
+"""Turns exceptions of the user's code into errors with a place and a fix."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from rlpool.errors import (
 )
 
 _debug_advice = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
-"""What to do about exceptions of the user's code, if nothing better is known."""
+"""Fix to suggest for exceptions of the user's code, if nothing better is known."""
 
 THE_AGENT = "the agent"
-"""What errors call an agent: they begin with it, or with the method that was called."""
+"""Name of an agent in errors, which begin with it or with the name of the called method."""
 
 _SIGNATURES = {
     "create_env": "let it take seed, by this name, and the keys of env_args: def create_env(seed)",
-    "create_agent": "let it take the keys of agent_args, and pass all that it needs in agent_args",
+    "create_agent": "let it take the keys of agent_args, and pass all its inputs in agent_args",
     "env_fns": "it is called without arguments: functools.partial(function, ...) binds them",
     "agent.update": "define update(self, info)",
     "agent.initial_state": "define initial_state(self, agent_info, n)",
     "agent.seed": "define seed(self, seed)",
 }
-"""What to do about functions of the user that cannot be called as they are."""
+"""Fixes for the user's functions whose arguments do not match."""
 
 
 _SAME_DTYPE = 'use one dtype: network.float(), or network(observation["frame"].to(dtype))'
 _ONE_TENSOR = 'compute with its tensors, such as observation["frame"]'
 _ADVICE = {
     "Expected state_dict": "send the parameters: batcher.update(policy.state_dict())",
-    "no key 'noise'": "set n_noise of the agent's class to how many random numbers it needs per "
-    "step",
+    "no key 'noise'": "set n_noise of the agent's class to the number of random numbers per step",
     "same dtype": _SAME_DTYPE,
     "weight dtype": _SAME_DTYPE,
     "bias type": _SAME_DTYPE,
@@ -56,18 +55,18 @@ _ADVICE = {
     "parameter_and_buffer_dicts": "give it a dict: dict(agent_info.items())",
     "Module.__init__()": "call super().__init__() first in its __init__",
 }
-"""Words of exceptions that agents raise, and what to do about them."""
+"""Substrings of agents' exceptions, and fixes for them."""
 
 
 def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
-    """The error for an environment that raised or returned what does not fit.
+    """The error for an environment that raised or returned an invalid value.
 
     Args:
-        error: What a ``VecEnv`` raised.
+        error: The exception of a ``VecEnv``.
         where: Where it happened.
         **episode: ``options`` and ``actions`` of the episode.
     """
-    if isinstance(error, WorkerError):  # put together in the process where it happened
+    if isinstance(error, WorkerError):  # made in the process where it happened
         message, fix, text = error.what, error.fix, error.traceback_text
         where = where._replace(worker=error.where.worker)
         episode = episode or {"options": error.options, "actions": error.actions}
@@ -83,12 +82,12 @@ def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
 def agent_error(
     error: BaseException, where: Where, who: str = THE_AGENT, **episode: Any
 ) -> AgentError:
-    """The error for an agent that raised or returned what does not fit.
+    """The error for an agent that raised or returned an invalid value.
 
     Args:
-        error: What it raised.
+        error: Its exception.
         where: Where it happened.
-        who: What of the agent was called, for the message.
+        who: Name of the called method or object, for the message.
         **episode: ``options`` and ``actions`` of the episode.
     """
     message, fix = message_and_fix(who, error)
@@ -97,7 +96,7 @@ def agent_error(
 
 
 def advise_to_debug(advice: str) -> None:
-    """Let errors of this process advise this, where nothing better is known."""
+    """Set the fix for errors of this process where nothing better is known."""
     global _debug_advice
     _debug_advice = advice
 
@@ -111,13 +110,13 @@ class LaneSpecFailure(LaneFailure, EnvSpecError):
 
 
 class LaneDeath(WorkerDiedError, LaneError):
-    """The death of a manager's worker in one lane's call, again and again."""
+    """The repeated death of a manager's worker in one lane's call."""
 
     can_be_repeated = True
 
 
 class LaneHang(WorkerTimeoutError, LaneError):
-    """The same of a worker that hangs."""
+    """The same for a worker that hangs."""
 
     can_be_repeated = True
 
@@ -131,10 +130,10 @@ _OF_LANE: dict[type[WorkerError], Any] = {
 
 
 def of_lane(failure: WorkerError, lane: int, call: str, **changes: Any) -> WorkerError:
-    """A failure in a manager's worker as one of its lane, whose episode can be given up.
+    """Convert a failure in a manager's worker to one of its lane, whose episode can be abandoned.
 
     Args:
-        failure: What failed.
+        failure: The failure.
         lane: The lane.
         call: ``"reset"`` or ``"step"``.
         **changes: ``where``, ``options`` and ``actions`` of the lane.
@@ -148,12 +147,12 @@ def of_lane(failure: WorkerError, lane: int, call: str, **changes: Any) -> Worke
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback as text, which crosses any process boundary."""
+    """The traceback as text, which can be sent to other processes."""
     return "".join(traceback.format_exception(error))
 
 
 def message_and_fix(who: str, error: BaseException) -> tuple[str, str]:
-    """What happened in one line, and what to do about it."""
+    """Message and fix, one line each."""
     if isinstance(error, SpecError | UsageError):
         return error.what if error.what.startswith(who) else f"{who}: {error.what}", error.fix
     fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""
@@ -166,7 +165,7 @@ def message_and_fix(who: str, error: BaseException) -> tuple[str, str]:
 
 
 def _could_not_be_called(error: BaseException) -> bool:
-    """Whether a function of the user does not take what it was called with: none of it ran."""
+    """Whether a user's function was called with arguments it does not take, and so never ran."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     are_own = (frame.f_globals.get("__name__", "").startswith("rlpool.") for frame in frames)
     return isinstance(error, TypeError) and all(are_own)

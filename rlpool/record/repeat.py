@@ -1,6 +1,6 @@
-"""The only replayer: brings an environment to the point where a tape was recorded.
+"""Repetition of episodes: brings an environment to the point where a tape was recorded.
 
-``replay`` is its door for users.
+``replay`` is the public function.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rlpool.record.tape import REWARD, Actions, Tape, action_columns, n_rows
 
 
 class Reached(NamedTuple):
-    """How far a repetition has come.
+    """Progress of a repetition.
 
     Attributes:
         n_steps: Steps made, 0 after the reset.
         has_ended: Whether the last of them ended the episode.
-        difference: What the environment shows that the tape has not, empty if there is nothing.
+        difference: First difference between environment and tape, empty if there is none.
     """
 
     n_steps: int
@@ -41,19 +41,19 @@ class Reached(NamedTuple):
 
 
 def repeat_together(env: VecEnv, tapes: Mapping[int, Tape]) -> Iterator[dict[int, Reached]]:
-    """Reset lanes and repeat their tapes, so that all of them get to the end at the same time.
+    """Reset lanes and repeat their tapes, so that all of them reach the end at the same time.
 
-    The longest tape begins, the others join it: no lane is left out of a step that another one
-    takes, as environments want that step all their lanes. It continues, whatever differs or ends:
-    the caller judges. No other lane is touched.
+    The longest tape begins, the others join later: environments step all lanes together, so no lane
+    is left out of a step that another one makes. The repetition continues despite differences and
+    ends of episodes, which are for the caller to judge. Other lanes are not touched.
 
     Args:
         env: The environments.
-        tapes: Lane to its episode. What it holds of steps (a reward of NaN is not known) and the
-            observation after the last one are compared bit by bit with what the environment gives.
+        tapes: Lane to its episode. Recorded values of steps (except rewards of NaN, which are
+            unknown) and the observation after the last step are compared bit by bit.
 
     Yields:
-        How far lanes are, after their reset and after every step.
+        Progress of the lanes, after their reset and after every step.
 
     Raises:
         LaneError: If an environment raises.
@@ -72,10 +72,10 @@ def repeat_together(env: VecEnv, tapes: Mapping[int, Tape]) -> Iterator[dict[int
 
 
 class _Repetition:
-    """A lane's way through its tape.
+    """Repetition of a lane's tape.
 
     Attributes:
-        n_steps: How many steps it is to make.
+        n_steps: Number of steps to make.
     """
 
     def __init__(self, env: VecEnv, lane: int, tape: Tape) -> None:
@@ -93,12 +93,12 @@ class _Repetition:
         return {key: value for key, value in self._row.items() if is_action(key)}
 
     def compared(self, *, has_ended: bool) -> Reached:
-        """Compare after the reset or a step."""
+        """Compare values after the reset or a step."""
         known = [*self._row.items()]
         if self._step == self._tape.n_steps:
             known += self._tape.observation.items()
         for key, recorded in known:
-            # Another kind of batch has other names for some keys.
+            # Other kinds of batches have different names for some keys.
             current = self._env.current.get(key)
             if current is None or (key == REWARD and np.isnan(recorded)):
                 continue
@@ -116,7 +116,7 @@ def take_over(
     *,
     may_end: bool = False,
 ) -> None:
-    """Bring lanes to where their episodes were, in a worker that died or before.
+    """Restore lanes to their episodes in a dead worker or an earlier process.
 
     Args:
         env: The environments.
@@ -126,8 +126,7 @@ def take_over(
         may_end: Whether the recorded steps may have ended the episodes.
 
     Raises:
-        EnvError: If a tape is not complete, or an environment raises or does not lead to where it
-            led before.
+        EnvError: If a tape is not complete, or an environment raises or differs from the tape.
     """
     for lane, tape in tapes.items():
         if tape.why_lost:
@@ -160,7 +159,7 @@ def _refuse_difference(reached: Reached, tape: Tape, where: Where, may_end: bool
 
 
 def batch_of(actions: Mapping[int, Actions], env: VecEnv) -> Actions:
-    """Actions of some lanes, ``[...]`` per key, as actions of all lanes."""
+    """Combine actions of some lanes, ``[...]`` per key, into actions of all lanes."""
     first = next(iter(actions.values()))
     batch = {key: np.zeros((env.n_lanes, *a.shape), a.dtype) for key, a in first.items()}
     for lane, action in actions.items():
@@ -180,12 +179,13 @@ def _is_same(value: Any, recorded: Any) -> bool:
 
 
 class Replay(NamedTuple):
-    """An episode whose actions were taken again, none of which failed; see ``replay``.
+    """A repeated episode without a failing action; see ``replay``.
 
     Attributes:
         env: The environment, after the last step.
-        observation: What its last ``step`` or ``reset`` returned.
+        observation: Returned by its last ``step`` or ``reset``.
         n_steps: Steps made.
+        has_ended: Whether the last of them ended the episode.
         has_ended: Whether the last of them ended the episode.
 
     Example:
@@ -203,12 +203,12 @@ class Replay(NamedTuple):
 
 
 def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
-    """Reset an environment as in the episode that failed, and take its actions again.
+    """Reset an environment as in the failed episode, and repeat its actions.
 
-    This repeats a failure of the environment when the policy is not what it was. With the same
-    policy, ``EpisodeBatcher.seek`` repeats the whole episode. If the environment fails again, its
-    own exception is raised in its own frames, where a debugger stops. If the agent failed, the
-    environment then stands at the step where it did.
+    This reproduces a failure of the environment without the policy. With the same policy,
+    ``EpisodeBatcher.seek`` repeats the whole episode. If the environment fails again, its own
+    exception is raised in its own frames, where a debugger stops. If the agent failed, the
+    environment is left at that step.
 
     Args:
         env: One Gymnasium environment, or a function without arguments that makes one.
@@ -220,7 +220,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
     Raises:
         Exception: The environment's own exception.
         SpecError: If there is no environment or no error of a worker.
-        UsageError: If the error carries no actions.
+        UsageError: If the error has no actions.
 
     Example:
         >>> class Broken(CountingEnv):
@@ -241,7 +241,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
         raise SpecError(f"error is {error!r:.60}", fix="pass an error that a batcher raised")
     if error.actions is None or error.where.seed is None:
         raise UsageError(
-            f"this {type(error).__name__} carries no actions: {error.what}",
+            f"this {type(error).__name__} has no actions: {error.what}",
             fix="only failures in an episode do, of environments that are reset one by one",
         )
     made = env() if callable(env) and not is_environment(env) else env
@@ -256,5 +256,5 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
     except LaneError as lane_error:
         failure = lane_error.__cause__ or lane_error
     if failure is not None:
-        raise failure  # outside of the handler: its context stays what it was
+        raise failure  # outside of the handler, so that its context is unchanged
     return Replay(made, lanes.results[0][0], reached.n_steps, reached.has_ended)

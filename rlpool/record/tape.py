@@ -1,15 +1,15 @@
-"""The recording of an episode: how it began, and what was done since.
+"""The recording of an episode: its reset and its actions since.
 
-A *tape* is enough to bring an environment, in any process, to where another one was:
+A *tape* is enough to bring an environment in any process to the same state:
 ``rlpool.record.repeat`` resets it with the same seed and options and repeats the same actions.
-Errors carry the options and actions of the episode that failed. After the death of a worker, a lane
-of a ``Batcher`` continues from a tape with the agent's state, and a lane of a
+Errors contain the options and actions of the episode that failed. After the death of a worker, a
+lane of a ``Batcher`` continues from a tape with the agent's state, and a lane of a
 ``ParallelEnvManager`` from a tape.
 
 Steps are recorded from different places:
 
 ===========================  ===============================  =====================================
-who records                  what is recorded                 how
+recorder                     data                             method
 ===========================  ===============================  =====================================
 ``Rollout``, in a worker     a slot that an episode leaves    ``Tape.add``, once per slot
 ``Batcher``, in the caller   a window of all running lanes    ``WindowTapes.record``, per window
@@ -35,13 +35,13 @@ from rlpool.envs.vec_env import Options
 from rlpool.slots.blocks import Arrays, Layout, successor_key
 
 Actions = dict[str, NDArray]
-"""Action key to array ``[k, ...]``: what was done in ``k`` steps."""
+"""Action key to array ``[k, ...]``: actions of ``k`` steps."""
 
 REWARD = "reward"
 
 MOST_BYTES = 2**26
-"""Limit for all lanes of a worker together, for errors: little compared to what a worker
-needs anyway. With 16 lanes and one number per action, it holds 300,000 steps of each."""
+"""Limit for all lanes of a worker together, for errors: little compared to a worker's other memory.
+With 16 lanes and one number per action, it holds 300,000 steps of each."""
 
 MOST_BYTES_TO_RESTORE = 2**30
 """Limit for all lanes of all workers together, to restore them after the death of a worker."""
@@ -50,12 +50,12 @@ _CHUNK_BYTES = 2**14
 """Largest chunk that is joined from smaller ones."""
 
 _JOINED_AT_ONCE = 16
-"""Chunks of about the same length that are joined: so a long episode in short slots has few chunks,
-and each of its steps is copied only a few times."""
+"""Chunks of about the same length that are joined: a long episode in short slots then has few
+chunks, and each of its steps is copied only a few times."""
 
 _BLOCK_BYTES = 2**18
 _FEWEST_ROWS, _MOST_ROWS = 16, 1024
-"""Steps of a manager in a block that is divided among its lanes: as many as fit into the bytes."""
+"""Limits of a manager's block of steps, which is divided among its lanes when it is full."""
 
 
 def slot_actions(layout: Layout, arrays: Arrays, slot: int, start: int, stop: int) -> Actions:
@@ -66,7 +66,7 @@ def slot_actions(layout: Layout, arrays: Arrays, slot: int, start: int, stop: in
         arrays: The block.
         slot: The slot.
         start: The first row.
-        stop: The row behind the last.
+        stop: One past the last row.
     """
     return {key: arrays.rows[key][slot, start:stop] for key in layout.step.action_keys}
 
@@ -80,8 +80,8 @@ def slot_steps(
         layout: Layout of the block.
         arrays: The block.
         slots: The slots.
-        last_rewards: ``[n_slots]``: the rewards of the last actions; each row has the reward before
-            its own.
+        last_rewards: ``[n_slots]``: the rewards of the last actions, since each row holds the
+            reward before its own action.
     """
     rows, steps = arrays.rows, {}
     for key in layout.step.action_keys:
@@ -99,14 +99,12 @@ class Tape:
     Attributes:
         seed: Seed of its reset.
         options: Options of its reset.
-        n_restarts: How often its lane had restarted on its own before it.
-        first_step: The step of the first action that is kept. An episode whose first actions were
-            dropped cannot be repeated.
-        chunks: The actions, ``[k, ...]`` per key, in order; with ``"reward"``, what the same steps
-            gave (NaN where that is not known), if that is recorded, and so with any other key of
-            ``VecEnv.current``.
-        observation: ``[...]`` per key: what the environment showed after the last step; empty if
-            that is not known.
+        n_restarts: Number of automatic restarts of its lane before it.
+        first_step: The step of the first action kept. An episode whose first actions were dropped
+            cannot be repeated.
+        chunks: The actions, ``[k, ...]`` per key, in order; optionally the rewards of the same
+            steps (NaN where unknown) under ``"reward"``, and other keys of ``VecEnv.current``.
+        observation: ``[...]`` per key: the observation after the last step; empty if unknown.
         state: ``[...]`` per key: the agent's state then.
     """
 
@@ -131,20 +129,20 @@ class Tape:
 
     @property
     def columns(self) -> Actions:
-        """All chunks in one."""
+        """All chunks joined into one."""
         return joined(self.chunks)
 
     @property
     def actions(self) -> Actions:
-        """The actions that are kept, in one array per key."""
+        """The kept actions, in one array per key."""
         return {key: array for key, array in self.columns.items() if is_action(key)}
 
     def add(self, chunk: Actions, most_bytes: int | None = None) -> None:
         """Record some steps.
 
         Args:
-            chunk: What was done, ``[k, ...]`` per key; kept, not copied.
-            most_bytes: Beyond this many bytes the oldest chunks are dropped.
+            chunk: Their values, ``[k, ...]`` per key; kept, not copied.
+            most_bytes: The oldest chunks beyond this many bytes are dropped.
         """
         chunks = self.chunks
         chunks.append(chunk)
@@ -154,7 +152,7 @@ class Tape:
             self.first_step += n_rows(chunks.pop(0))
 
     def continued(self) -> Tape:
-        """A tape to go on with, while this one stays as it is."""
+        """A copy to continue, while this tape is unchanged."""
         return replace(self, chunks=list(self.chunks))
 
     def without_last(self) -> Tape:
@@ -168,24 +166,24 @@ class Tape:
 
 
 class LaneTapes:
-    """The tapes of a ``ParallelEnvManager``'s lanes, kept by the caller, who issues the steps.
+    """The tapes of a ``ParallelEnvManager``'s lanes, kept by the caller, which issues the steps.
 
-    A step of any lanes costs one copy of the whole buffer of actions into the next row of a block,
+    A step of any lanes costs one copy of the whole action buffer into the next row of a block,
     which is divided among the lanes when it is full or a lane's tape is needed. Nothing is recorded
-    for a lane that was not reset. A step is recorded before it is issued, so
-    that one that is still running is on the tape: see ``Tape.without_last``.
+    for a lane that was not reset. A step is recorded before it is issued, so a step that is still
+    running is already on the tape: see ``Tape.without_last``.
 
     Args:
         n_lanes: Number of lanes.
-        most_bytes: Limit for all tapes together. Episodes that are longer cannot be repeated.
+        most_bytes: Limit for all tapes together. Longer episodes cannot be repeated.
     """
 
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
         self._most_bytes = most_bytes // n_lanes
         self._tapes: dict[int, Tape] = {}
-        # Where actions are put, and their block:
+        # The action buffers and their blocks:
         self._blocks: dict[str, tuple[NDArray, NDArray]] = {}
-        self._stepped = np.zeros((0, n_lanes), bool)  # rows that are on no tape yet
+        self._stepped = np.zeros((0, n_lanes), bool)  # rows that are not on a tape yet
         self._row = 0
 
     def bind(self, actions: Mapping[str, NDArray]) -> None:
@@ -200,7 +198,7 @@ class LaneTapes:
         self._stepped = np.zeros((n_rows, self._stepped.shape[1]), bool)
 
     def record_step(self, lanes: Sequence[int]) -> None:
-        """Record a step of some lanes, with the actions that are in the buffers now."""
+        """Record a step of some lanes, with the current actions of the buffers."""
         row, stepped = self._row, self._stepped
         if row == len(stepped):
             self._divide()
@@ -212,7 +210,7 @@ class LaneTapes:
 
     def record_reset(self, lane: int, seed: int, options: Options) -> None:
         """Begin a new tape for a lane."""
-        # Copied, as the caller may change its options afterwards.
+        # Copied, because the caller may change its options afterwards.
         self._tapes[lane] = Tape(int(seed), copy.deepcopy(options) if options else None)
         self._stepped[:, lane] = False
 
@@ -239,7 +237,7 @@ class LaneTapes:
         return tape
 
     def _divide(self) -> None:
-        """Put all rows of the block on their lanes' tapes, and begin it anew."""
+        """Move all rows of the block to their lanes' tapes, and clear it."""
         for lane in range(self._stepped.shape[1]):
             self.tape(lane)
         self._row = 0
@@ -248,17 +246,17 @@ class LaneTapes:
 class WindowTapes:
     """The tapes of a ``Batcher``'s running lanes since one ``reset``, kept by the caller.
 
-    A worker that dies takes its environments with it. Its successor brings its own to the same
-    point: it repeats the tapes and restores the agent's states.
+    A worker that dies takes its environments with it. Its successor restores its own to the same
+    state: it repeats the tapes and restores the agent's states.
 
     Args:
         n_lanes: Lanes of all workers.
-        most_bytes: Limit for all tapes together. Episodes that are longer cannot be repeated.
+        most_bytes: Limit for all tapes together. Longer episodes cannot be repeated.
 
     Attributes:
         tapes: Running lane, numbered across workers, to the tape of its episode. The worker fills
             in the tapes' seeds.
-        failing: Lane and seed of an episode that begins with the next window and whose reset is
+        failing: Lane and seed of episodes that begin with the next window and whose reset is
             known to fail.
     """
 
@@ -272,8 +270,8 @@ class WindowTapes:
     def is_complete(self) -> bool:
         """Whether all episodes can be repeated.
 
-        Those of an agent that needs a history cannot: earlier observations are not kept. Nor can
-        those of lanes that are not seeded one by one.
+        Episodes of an agent that needs a history cannot, since earlier observations are not kept.
+        Nor can those of lanes that are not seeded one by one.
         """
         return self._is_enough and not any(t.why_lost for t in self.tapes.values())
 
@@ -285,14 +283,14 @@ class WindowTapes:
         lanes_left: Sequence[int],
         options_of_lane: Callable[[int], Options] = lambda _: None,
     ) -> None:
-        """Record a window, on other tapes: those of before stay as they are.
+        """Record a window on new tapes; the earlier ones are unchanged.
 
         Args:
             layout: Layout of its block.
             arrays: The block.
-            lanes: Which lane each row is.
+            lanes: The lane of each row.
             lanes_left: Lanes that continue; they have filled their slots.
-            options_of_lane: Returns what episodes are reset with that begin in this window.
+            options_of_lane: Returns the reset options of episodes that begin in this window.
         """
         step, n_rows = layout.step, len(lanes)
         self._is_enough = not step.wants_history and not step.resets_together
@@ -316,7 +314,7 @@ class WindowTapes:
                 tape = Tape(options=options_of_lane(lane), n_restarts=n_restarts)
             else:
                 tape = before.continued()
-            if starts[lane] < layout.n_timesteps:  # else its episode begins with the next window
+            if starts[lane] < layout.n_timesteps:  # otherwise it begins with the next window
                 chunk = {key: array[number, starts[lane] :] for key, array in steps.items()}
                 tape.add(chunk, self._most_bytes)
                 tape.observation = {key: array[row] for key, array in observation.items()}
@@ -325,11 +323,11 @@ class WindowTapes:
 
 
 def tape_of(trajectories: TemporalDictTensor, row: int, left_out: Collection[str]) -> Tape:
-    """The tape of a complete episode, with what every step showed, as far as ``MOST_BYTES`` hold.
+    """Make the tape of a complete episode, with all its observations, up to ``MOST_BYTES``.
 
     Args:
-        trajectories: What a batcher returned.
-        row: Which of them.
+        trajectories: Result of a batcher.
+        row: Row of the episode.
         left_out: Keys of observations that need not be the same again.
 
     Returns:
@@ -350,11 +348,11 @@ def tape_of(trajectories: TemporalDictTensor, row: int, left_out: Collection[str
 def action_row(
     structure: Structure | None, specs: Mapping[str, TensorSpec], action: Any
 ) -> Actions:
-    """One action as an environment takes it, by key, ``[1, ...]``.
+    """Convert one action to the environment's form, by key, ``[1, ...]``.
 
     Args:
-        structure: How an action falls into keys, ``None`` without an action space.
-        specs: The keys, in the structure's order, as the environments take them.
+        structure: How an action is divided into keys, ``None`` without an action space.
+        specs: Specs of the keys, in the structure's order, as the environments take them.
         action: The action.
 
     Raises:
@@ -373,7 +371,7 @@ def actions_of(*chunks: Mapping[str, NDArray]) -> Any:
     """The actions of an episode in the form of its space, copied.
 
     Args:
-        *chunks: Columns ``[k, ...]``; those without any are left out.
+        *chunks: Columns ``[k, ...]``; empty ones are left out.
     """
     return nested_actions(joined([chunk for chunk in chunks if chunk]))
 
@@ -405,7 +403,7 @@ def action_columns(actions: Any, key: str = "action") -> Actions:
 
 
 def n_rows(chunk: Mapping[str, NDArray]) -> int:
-    """How many steps the columns of a chunk have."""
+    """Number of steps in a chunk."""
     return len(next(iter(chunk.values()), ()))
 
 
@@ -414,7 +412,7 @@ def _n_bytes(chunk: Mapping[str, NDArray]) -> int:
 
 
 def _can_be_joined(chunks: Sequence[Mapping[str, NDArray]]) -> bool:
-    """Whether chunks are small, of about the same length, and differ in no dtype or shape."""
+    """Whether chunks are small, of about the same length, and have the same dtypes and shapes."""
     if n_rows(chunks[0]) > 2 * n_rows(chunks[-1]):  # that one was joined before
         return False
     if sum(map(_n_bytes, chunks)) > _CHUNK_BYTES:
@@ -424,6 +422,6 @@ def _can_be_joined(chunks: Sequence[Mapping[str, NDArray]]) -> bool:
 
 
 def joined(chunks: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
-    """The steps of several chunks ``[k, ...]`` one after the other; copies."""
+    """Join the steps of several chunks ``[k, ...]`` in new memory."""
     keys = chunks[0] if chunks else ()
     return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in keys}
