@@ -4,7 +4,7 @@
 
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
-│ ├ BatcherClosedError(ValueError)  as for closed files
+    │ ├ BatcherClosedError(ValueError)  as for closed files
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     ├ ResultTimeoutError(TimeoutError)  get() waited as long as its timeout allows

@@ -337,7 +337,7 @@ class Dispatcher:
             request.packed = packed((*request.infos, {}), self._runs_here)
         request.n_slots, gone = wanted, blocks.forget_surplus()
         request.remaining.update(range(self.crew.n_workers))
-        request.tells_failures = self._policy.restarts_on_env_errors
+        request.reports_failures = self._policy.restarts_on_env_errors
         self.running[request.number] = request
         self._control.request_begins(request.number, request.n_rows)
         for worker in self.crew.up:

@@ -70,7 +70,7 @@ class Request(ABC):
         remaining: Workers that have not reported the end of their part.
         error: Why it cannot be completed.
         failures: Row to the failure of a truncated episode.
-        tells_failures: Whether its result reports the rows that failed.
+        reports_failures: Whether its result reports the rows that failed.
     """
 
     asked: Episodes | Window
@@ -85,7 +85,7 @@ class Request(ABC):
         self.remaining: set[int] = set()
         self.error: RlpoolError | None = None
         self.failures: dict[int, WorkerError] = {}
-        self.tells_failures = False
+        self.reports_failures = False
         # Episode to the step that fails; -1 for the reset, also where that is only possible.
         self._truncated: dict[EpisodeKey, int] = {}
         self._owed: dict[int, list[int]] = {}  # worker: its predecessor's episodes to run again
@@ -227,7 +227,7 @@ class Request(ABC):
             "episode": lambda: torch.tensor(episodes, device="cpu"),
             "seed": lambda: torch.tensor(seeds(), device="cpu"),
         }
-        if self.tells_failures:
+        if self.reports_failures:
             failures = self.failures
             info["failed"] = lambda: torch.tensor([n in failures for n in episodes], device="cpu")
         version, shape = self.policy.version, (len(episodes),)

@@ -141,7 +141,7 @@ class Nodes:
         self.pending: deque[_Gathering] = deque()
         self.fatal: RlpoolError | None = None
         self.n_lanes, self.is_closed, self.control = 0, False, SimpleNamespace()
-        self._tells_failures = arguments.get("on_env_error", "raise") != "raise"
+        self._reports_failures = arguments.get("on_env_error", "raise") != "raise"
         self.environment: Mapping[str, Any] = {}
         self._actors: list[_Actor] = []
         self._group: Any = None
@@ -273,7 +273,7 @@ class Nodes:
         if version != self._policy[0] and self._ray.is_initialized():
             self._policy = version, packed and [self._ray.put(unpacked_copy(packed))]
         self.pending.append(_Gathering(request, self._policy))
-        self.pending[-1].tells_failures = self._tells_failures
+        self.pending[-1].reports_failures = self._reports_failures
         self.look()
 
     @property

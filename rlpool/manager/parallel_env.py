@@ -51,7 +51,8 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     A task is an option of a reset: ``{"task": task}`` is passed to an environment's ``reset`` as
     ``task`` if it takes that, otherwise as ``options["task"]``.
 
-    Environments must declare both of their spaces, because values are stored in shared memory.
+    Environments must declare both of their spaces, because shapes and dtypes have to be known
+    before they run.
 
     If a signal handler raises inside a call, the workers are ended. ``reset`` then starts new ones;
     any other call except ``close`` is refused.
@@ -160,7 +161,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
 
     @property
     def failures(self) -> Mapping[int, WorkerError]:
-        """Errors of truncated episodes by lane, with ``on_env_error="truncate"``.
+        """Errors of truncated episodes by lane, see ``on_env_error``.
 
         An entry lasts until the first step of the lane's next episode. A batcher over a manager
         handles failures itself, according to its own ``on_env_error``.

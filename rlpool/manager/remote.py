@@ -1,4 +1,4 @@
-"""Requests to single environments of a ``ParallelEnvManager``, one protocol for each."""
+"""Requests to single environments of a ``ParallelEnvManager``."""
 
 from __future__ import annotations
 
