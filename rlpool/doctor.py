@@ -84,7 +84,7 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
         fix = "it only costs time and memory; docs/processes.md explains the template"
         yield Check("start method", WARN, message, fix)
     else:
-        message = "workers are forked from a template, which has proved that this is safe"
+        message = "workers are forked from a template, which was checked to be safe"
         yield Check("start method", OK, message)
 
     yield Check("memory", OK, str(min(memory_bounds(root), key=lambda bound: bound.free)))
@@ -138,7 +138,7 @@ def hand_overs(seconds: float) -> Check:
             (after, _), _ = env.step(DictTensor({"action": action}))
             n_wrong += int((after["frame"] != n_steps).any() or (after["reward"] != n_steps).any())
     message = f"{n_wrong} of {n_steps} steps of 4 environments in 2 workers on {platform.machine()}"
-    message += " showed another action than the last one"
+    message += " returned an action other than the last one"
     return Check("hand-overs", FAIL if n_wrong else OK, message, "report it" if n_wrong else "")
 
 

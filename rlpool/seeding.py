@@ -179,7 +179,7 @@ def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
     checked = [whole_number(f"episode_seeds[{i}]", seed, 0) for i, seed in enumerate(seeds)]
     if max(checked) >= N_SEEDS:
         message = f"episode_seeds[{checked.index(max(checked))}] is {max(checked)}, not below 2**31"
-        raise SpecError(message, fix="choose smaller ones: simulators in C take no more")
+        raise SpecError(message, fix="choose smaller ones: simulators in C accept no more")
     return checked
 
 

@@ -173,7 +173,7 @@ class EpisodeBatcher(BatcherBase):
             n_episodes = self.n_lanes
         n_episodes = whole_number("n_episodes", n_episodes, 1, fix="say how many: execute(32)")
         if n_episodes > N_SEEDS:
-            message = f"{n_episodes} episodes in one request, and there are 2**31 seeds"
+            message = f"{n_episodes} episodes in one request, but only 2**31 seeds"
             raise SpecError(message, fix="ask for fewer at a time: stream()")
         infos = as_infos(agent_info, env_info, n_episodes)
         given = None if episode_seeds is None else checked_seeds(episode_seeds, n_episodes)

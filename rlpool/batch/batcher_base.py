@@ -328,8 +328,8 @@ class BatcherBase(CrashOnly, ProcessOwner):
         if not dispatcher.is_done():
             if not blocking:
                 return None
-            message = f"the result is not there after {timeout:g} s"
-            raise ResultTimeoutError(message, fix="call get() again: the request goes on")
+            message = f"there is no result after {timeout:g} s"
+            raise ResultTimeoutError(message, fix="call get() again: the request continues")
         return self._hand_out(dispatcher)
 
     def _has_stopped(self) -> bool:

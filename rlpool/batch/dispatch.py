@@ -268,9 +268,9 @@ class Dispatcher:
         else:
             self.crew.fail(
                 SpecError(
-                    f"worker {worker} was started again, and its steps are different: "
+                    f"worker {worker} was restarted, and its steps are different: "
                     f"{report.error or report.specs}, before: {self._blocks.layout.step}",
-                    fix="create_env and create_agent must always make the same",
+                    fix="create_env and create_agent must always return the same",
                 )
             )
 
@@ -451,7 +451,7 @@ class Dispatcher:
         is_abandoned = failure is not None and abandons and self._abandon_episode(worker, failure)
         if failure is None:
             message = f"worker {worker} was replaced, and the state of its lanes is not known"
-            fix = "call reset(); an agent that needs its history cannot go on in another worker"
+            fix = "call reset(); an agent that needs its history cannot continue in another worker"
             failure = WorkerError(message, where=Where(worker=worker), fix=fix)
         self._sent[worker] = _Sent(replaces=failure)
         self._reports.pop(worker, None)
@@ -520,7 +520,7 @@ def packed(value: Any, is_private: bool) -> Packed:
     except RlpoolError:
         raise
     except (OSError, MemoryError) as error:
-        message = f"there is no memory to send infos or parameters: {error}"
+        message = f"not enough memory to send infos or parameters: {error}"
         fix = "drop results that are no longer needed, or allow more descriptors (ulimit -n)"
         raise SpecError(message, fix=fix) from error
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:

@@ -395,7 +395,7 @@ def check_together(
         if len({row.tobytes() for row in array}) > 1
     ]
     if seeds is not None:
-        problems.append("episode_seeds names a seed per episode")
+        problems.append("episode_seeds has a seed per episode")
     if problems:
         raise SpecError(
             f"{problems[0]}, and one reset serves all lanes (seeding is {step.seeding!r})",

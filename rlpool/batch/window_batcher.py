@@ -157,12 +157,12 @@ class Batcher(BatcherBase):
         """
         dispatcher = self._open()
         if hasattr(agent_info, "__index__"):
-            message = f"execute() got {agent_info!r:.40}, and a Batcher counts no episodes"
+            message = f"execute() got {agent_info!r:.40}, but a Batcher does not count episodes"
             fix = "call execute() for the next window of all lanes, or use an EpisodeBatcher"
             raise SpecError(message, fix=fix)
         lanes = self._lanes
         if lanes is None or self.is_interrupted:
-            raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
+            raise UsageError("the lanes have no episodes to continue", fix="call reset() first")
         given = as_infos(agent_info, env_info, self.n_lanes)
         old_agent_info, old_env_info = self._infos
         infos = (

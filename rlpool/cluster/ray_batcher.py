@@ -334,7 +334,7 @@ class Nodes:
 
     def read_stats(self) -> Any:
         """Refuse the call."""
-        raise UsageError("no process of this machine knows", fix="python -m rlpool top on a node")
+        raise UsageError("workers are on other machines", fix="python -m rlpool top on a node")
 
     fileno = read_stats
 

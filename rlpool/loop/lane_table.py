@@ -469,7 +469,7 @@ def _can_begin(lane: Lane, tape: Tape, where: Where) -> bool:
         raise NotRepeatedError(
             f"the environment did not repeat an episode: {call} fails now, but succeeded before",
             where=where._replace(step=max(fails_at, 0)),
-            fix="the log has the failure: the same seed and actions have to lead to the same in "
+            fix="the log has the failure: the same seed and actions must have the same effect in "
             "another process",
         )
     return False

@@ -45,7 +45,7 @@ class CrashOnly:
             f"{type(caller).__name__}.{name}() was called in thread "
             f"{threading.current_thread().name!r} while another call of the same object is running",
             fix="hold a threading.Lock around the calls of all threads; only close() and stats() "
-            "may be called meanwhile",
+            "may be called in parallel",
         )
 
 

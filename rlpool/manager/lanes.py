@@ -352,7 +352,7 @@ class Lanes(CrashOnly):
     def refuse_unknown(self, lanes: Sequence[int]) -> None:
         """Refuse a step of lanes without an episode."""
         if unknown := [lane for lane in lanes if self.tapes.peek(lane) is None]:
-            message = f"lane {unknown[0]} cannot go on: it was not reset, or an environment of its "
+            message = f"lane {unknown[0]} cannot step: it was not reset, or an environment of its "
             message += "worker failed in its last step or reset"
             raise UsageError(message, fix="reset it")
 

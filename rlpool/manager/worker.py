@@ -180,7 +180,7 @@ class EnvServer(Server):
         return Report(declaration, action, *knows, described(env))
 
     def serve(self) -> None:
-        """Carry out tasks until told to close."""
+        """Carry out tasks until the caller closes."""
         message, memory = self.receive()
         if not isinstance(message, Begin) or memory is None:
             return

@@ -87,14 +87,14 @@ class Program:
                         readers[number] = reader
         except OSError:
             if not has_ended(self.pid):
-                message = f"process {self.pid} belongs to another user, or may not be looked at"
+                message = f"process {self.pid} belongs to another user, or may not be inspected"
                 fix = "run it as that user; in a container, run it inside"
                 raise UsageError(message, fix=fix) from None
         self._readers = dict(sorted(readers.items()))
         all_stats = [reader.read() for reader in self._readers.values()]
         # Last, since it may end at any time; an ending process has no readable files.
         if has_ended(self.pid):
-            fix = "python -m rlpool top lists the programs that there are"
+            fix = "python -m rlpool top lists the running programs"
             raise UsageError(f"there is no process {self.pid}, or it has ended", fix=fix)
         return all_stats
 
@@ -120,7 +120,7 @@ def _reader_of(path: Path, pid: int) -> StatsReader | None:
         return None
     if words[Head.FORMAT] != FORMAT:
         message = f"process {pid} runs another version of rlpool"
-        raise UsageError(message, fix="use python -m rlpool top of the environment that it runs in")
+        raise UsageError(message, fix="use python -m rlpool top of its own environment")
     words = np.asarray(np.memmap(path, np.int64, "r"))
     return StatsReader(Control(words, int(words[Head.N_WORKERS])))
 
@@ -136,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     text = "show the activity of a running program's workers"
     parser = argparse.ArgumentParser(prog="python -m rlpool top", description=text)
-    parser.add_argument("pid", type=int, nargs="?", help="its process (default: list those there)")
-    parser.add_argument("--once", action="store_true", help="print it once, half a second's worth")
+    parser.add_argument("pid", type=int, nargs="?", help="its process (default: list all)")
+    parser.add_argument("--once", action="store_true", help="print it once, after half a second")
     options = parser.parse_args(arguments)
     try:
         require_linux("python -m rlpool top", "call stats() in the program itself")

@@ -153,7 +153,7 @@ def _refuse_difference(reached: Reached, tape: Tape, where: Where, may_end: bool
             f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
             "deterministic given its seed",
             where=where._replace(step=max(n_steps - 1, 0)),
-            fix="after a worker's death, the same seed and actions have to lead to the "
+            fix="after a worker's death, the same seed and actions must lead to the "
             "same observations",
         )
 
@@ -242,7 +242,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
     if error.actions is None or error.where.seed is None:
         raise UsageError(
             f"this {type(error).__name__} has no actions: {error.what}",
-            fix="only failures in an episode do, of environments that are reset one by one",
+            fix="only failures in an episode do, if environments are reset one by one",
         )
     made = env() if callable(env) and not is_environment(env) else env
     check_is_env("env is", made, "pass one environment, or a function that makes one")

@@ -276,7 +276,7 @@ class Crew:
                 except OSError as error:
                     n, n_all = link.worker, self.n_workers
                     if self.restarts.has_started:
-                        message = f"worker {n} could not be started again: {error}"
+                        message = f"worker {n} could not be restarted: {error}"
                         self._restart(link, WorkerDiedError(message, exitcode=None, fix=_LIMITED))
                     else:
                         message = f"{n} of {n_all} workers could be started: {error}"

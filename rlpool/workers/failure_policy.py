@@ -214,7 +214,7 @@ class Restarts:
         n = self.n_restarts
         after = "" if not n else f" after {n} restart{'s' * (n > 1)} in all"
         fix = failure.fix or "look at the failures in this error's .history"
-        message = f"{failure.what}{after}, and is not started again: {why}"
+        message = f"{failure.what}{after}, and is not restarted: {why}"
         given = {"exitcode": None, **failure._constructor_arguments()}
         changes = {"what": message, "fix": fix + advice, "history": tuple(self._history)}
         return WorkerDiedError(**{**given, **changes})

@@ -50,7 +50,7 @@ _MODULES_OF_INHERITED = frozenset(
 )
 
 ONLY_AT_START = (
-    "processes share it only from their start: pass it to create_env, create_agent or env_fns"
+    "processes can share it only from their start: pass it to create_env, create_agent or env_fns"
 )
 """Why an object cannot be sent to a running worker."""
 

@@ -76,7 +76,7 @@ def test_lanes_of_a_worker_that_failed_are_reset_before_others_go_on(
     assert faulty.current["frame"][2].tolist() == [0, 2]
     assert faulty.step_lanes([2], no_actions(faulty)) == [2]
     for stale in (0, 1):
-        with pytest.raises(UsageError, match=f"lane {stale} cannot go on"):
+        with pytest.raises(UsageError, match=f"lane {stale} cannot step"):
             faulty.step_lanes([stale, 2], no_actions(faulty))
     assert_works(faulty)
 
