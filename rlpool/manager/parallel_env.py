@@ -38,11 +38,11 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     It is a ``VecEnv``: pass it to a batcher with ``n_workers=0``, whose agent then runs in this
     process, on the whole batch of lanes at once::
 
-            def create_env(seed):
-                return ParallelEnvManager([make_env] * 8, seed=seed)
+        def create_env(seed):
+            return ParallelEnvManager([make_env] * 8, seed=seed)
 
 
-            batcher = EpisodeBatcher(..., create_env=create_env, n_workers=0)
+        batcher = EpisodeBatcher(..., create_env=create_env, n_workers=0)
 
     Episodes are bitwise identical to those of the same number of environments in a ``GymEnv``. It
     can also be used directly: with ``reset`` and ``step``, with ``reset_lanes`` and ``step_lanes``,
