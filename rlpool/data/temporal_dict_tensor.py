@@ -463,8 +463,8 @@ class TemporalDictTensor(DictTensorBase):
         Args:
             group: The group of agents, if there are several. Its name is removed from the keys, and
                 the keys of other groups are dropped.
-            shared: First parts of keys without an axis of agents. Only needed if the last axis of a
-                key ``[B, T, A]`` of a single group happens to have size A.
+            shared: First parts of keys without an axis of agents. Only needed for keys of a single
+                group whose third dimension happens to have size A.
 
         Returns:
             Copies ``[B * A, T', ...]``, T' being the longest life, zero-padded past ``lengths``.
