@@ -242,7 +242,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
     if error.actions is None or error.where.seed is None:
         raise UsageError(
             f"this {type(error).__name__} has no actions: {error.what}",
-            fix="only failures in an episode do, if environments are reset one by one",
+            fix="only failures in an episode have them, if environments are reset one by one",
         )
     made = env() if callable(env) and not is_environment(env) else env
     check_is_env("env is", made, "pass one environment, or a function that makes one")
