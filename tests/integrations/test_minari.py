@@ -83,7 +83,7 @@ def assert_same(got: TemporalDictTensor, wanted: TemporalDictTensor, keys: Any) 
         pytest.param("dict", "box", "arrow", marks=needs_arrow),
     ],
 )
-def test_episodes_come_back_as_they_were(observation: str, action: str, data_format: str) -> None:
+def test_episodes_round_trip_unchanged(observation: str, action: str, data_format: str) -> None:
     def make() -> Drift:
         return Drift(observation, action)
 
@@ -102,7 +102,7 @@ def test_episodes_come_back_as_they_were(observation: str, action: str, data_for
 
 @pytest.mark.filterwarnings("ignore:env_spec is None")
 @pytest.mark.parametrize("data_format", FORMATS)
-def test_options_come_back_exactly(data_format: str) -> None:
+def test_options_round_trip_exactly(data_format: str) -> None:
     thirds = torch.arange(4, dtype=torch.float64)[:, None] / 3
     kinds = {
         "start": (starts(4)["start"], torch.float64),
@@ -121,7 +121,7 @@ def test_options_come_back_exactly(data_format: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_a_dataset_is_repeated_bit_by_bit_in_its_recovered_environment(name: str) -> None:
+def test_a_dataset_replays_bit_for_bit_in_its_recovered_environment(name: str) -> None:
     env_info = None
     if name == "CartPole-v1":
         env_info = {"low": torch.full((6,), -0.02), "high": torch.linspace(0, 0.2, 6)}
@@ -172,7 +172,7 @@ def collected(env: gym.Env[Any, Any], n: int, **options: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:env_spec is None")
 @pytest.mark.parametrize("data_format", FORMATS)
-def test_a_dataset_of_minaris_collector_is_read(data_format: str) -> None:
+def test_a_dataset_from_minaris_own_collector_can_be_read(data_format: str) -> None:
     dataset = collected(Drift("dict", limit=5), 4, data_format=data_format)
     got = from_minari(dataset)
     metadata = list(dataset.storage.get_episode_metadata(range(4)))
@@ -219,7 +219,7 @@ def a_dataset(info: Any = None, n_observations: int = 4, reward: float = 1.0) ->
 # What is refused ---------------------------------------------------------------------------------
 
 
-def test_what_would_be_lost_is_refused_and_nothing_is_written(datasets: Path) -> None:
+def test_data_that_would_be_lost_is_refused_and_nothing_is_written(datasets: Path) -> None:
     episodes, wide = episodes_of(), Drift()
     wide.observation_space = gym.spaces.Box(-1, 1, (4,))
     refused: list[tuple[Any, Any, str]] = [
@@ -252,12 +252,12 @@ def test_what_would_be_lost_is_refused_and_nothing_is_written(datasets: Path) ->
         (lambda: "cartpole-v0", "MinariDataset"),
     ],
 )
-def test_datasets_that_do_not_fit_are_refused(make: Any, named: str) -> None:
+def test_incompatible_datasets_are_refused(make: Any, named: str) -> None:
     with pytest.raises(SpecError, match=named):
         from_minari(make())
 
 
-def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:
+def test_the_example_in_the_docs_runs(program_folder: Path, capfd: Any) -> None:
     run_block("docs/integrations.md", 2, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""

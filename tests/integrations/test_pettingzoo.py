@@ -77,7 +77,7 @@ def collected(make: Make, n_episodes: int = 4) -> Any:
 
 @pytest.mark.parametrize("name", PARALLEL)
 @pytest.mark.filterwarnings("ignore:.*calling render method:UserWarning")
-def test_a_joint_episode_is_that_of_a_loop_by_hand(name: str) -> None:
+def test_a_joint_episode_matches_a_hand_written_loop(name: str) -> None:
     make = PARALLEL[name]
     n_episodes = 2 if name == "zombies" else 4  # its second episode depends on its first one
     episodes, groups = collected(make, n_episodes)
@@ -90,7 +90,7 @@ def test_a_joint_episode_is_that_of_a_loop_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_games_in_turns_are_those_of_pettingzoos_conversion(name: str) -> None:
+def test_turn_based_games_match_pettingzoos_conversion(name: str) -> None:
     make = TURNS[name]
     is_parallelizable = make().metadata["is_parallelizable"]
     convert = aec_to_parallel if is_parallelizable else turn_based_aec_to_parallel
@@ -102,7 +102,7 @@ def test_games_in_turns_are_those_of_pettingzoos_conversion(name: str) -> None:
         assert (episodes["acting"].sum(-1) == episodes.mask()).all()
 
 
-def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:
+def test_the_example_in_the_docs_runs(program_folder: Path, capfd: Any) -> None:
     run_block("docs/many_agents.md", 0, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""

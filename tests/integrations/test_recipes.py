@@ -13,15 +13,13 @@ PAGE = "docs/integrations.md"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_steps_of_episodes_fill_a_replay_buffer_of_torchrl(
-    program_folder: Path, capfd: Any
-) -> None:
+def test_steps_of_episodes_fill_a_torchrl_replay_buffer(program_folder: Path, capfd: Any) -> None:
     pytest.importorskip("torchrl")
     run_block(PAGE, 1, program_folder)
     assert capfd.readouterr().out.endswith("torch.Size([64, 1])\n")
 
 
-def test_episodes_come_back_from_parquet_and_pandas_reads_them(
+def test_episodes_round_trip_through_parquet_and_pandas_reads_them(
     program_folder: Path, capfd: Any
 ) -> None:
     for library in ("pyarrow", "pandas"):
@@ -32,7 +30,7 @@ def test_episodes_come_back_from_parquet_and_pandas_reads_them(
     assert average == "average return: 38.6875"  # of the lengths that the tour shows
 
 
-def test_tensorboard_gets_the_returns_of_episodes(program_folder: Path) -> None:
+def test_episode_returns_are_logged_to_tensorboard(program_folder: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_block(PAGE, 4, program_folder)
     events = accumulators.EventAccumulator(str(program_folder / "runs" / "tour"))

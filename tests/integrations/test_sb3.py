@@ -65,7 +65,7 @@ def episodes_of(agent: Any, kinds: Any, n: int = 3, n_workers: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_best_actions_are_those_that_the_model_predicts(name: str) -> None:
+def test_deterministic_actions_match_the_models_predictions(name: str) -> None:
     model, kinds = model_of(name)
     episodes = episodes_of(from_sb3(model, deterministic=True), kinds)
     steps = episodes.flatten()
@@ -75,7 +75,7 @@ def test_the_best_actions_are_those_that_the_model_predicts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo box", "ppo discrete", "a2c many", "sac", "td3"])
-def test_samples_are_distributed_as_those_of_the_model(name: str) -> None:
+def test_sampled_actions_have_the_models_distribution(name: str) -> None:
     torch.manual_seed(0)
     model, kinds = model_of(name)
     one = Drift(**kinds).reset()[0]
@@ -103,7 +103,7 @@ def test_episodes_of_a_trained_policy_are_the_same_in_workers(name: str) -> None
         assert torch.equal(here[key], there[key]), key
 
 
-def test_a_policy_of_actor_and_critic_also_gives_values_and_log_probabilities() -> None:
+def test_an_actor_critic_policy_also_returns_values_and_log_probabilities() -> None:
     model, _ = model_of("ppo box")
     frame, noise = torch.randn(50, 3), torch.rand(50, 2)
     _, output, _ = from_sb3(model)(None, DictTensor({"frame": frame, "noise": noise}))
@@ -114,7 +114,7 @@ def test_a_policy_of_actor_and_critic_also_gives_values_and_log_probabilities() 
     torch.testing.assert_close(output["log_probability"], log_probability)
 
 
-def test_the_statistics_of_the_environment_are_applied() -> None:
+def test_normalization_statistics_of_the_environment_are_applied() -> None:
     env = VecNormalize(drifts())
     model = PPO("MlpPolicy", env, n_steps=32, batch_size=32, seed=0, device="cpu")
     model.learn(96)
@@ -128,7 +128,7 @@ def test_the_statistics_of_the_environment_are_applied() -> None:
     assert np.abs(plain - wanted).max() > 1e-4
 
 
-def test_updating_an_agent_takes_parameters() -> None:
+def test_an_agent_is_updated_with_parameters() -> None:
     model, _ = model_of("ppo box")
     agent = from_sb3(model, deterministic=True)
     frame = DictTensor({"frame": torch.randn(4, 3)})
@@ -139,7 +139,7 @@ def test_updating_an_agent_takes_parameters() -> None:
     torch.testing.assert_close(agent(None, frame)[1]["action"], old + 0.25)
 
 
-def test_models_that_do_not_fit_are_refused_by_name() -> None:
+def test_unsupported_models_are_refused_by_name() -> None:
     recurrent, _ = model_of("ppo box")
     recurrent.policy.lstm_actor = torch.nn.LSTM(1, 1)
     for model, named in (
@@ -155,7 +155,7 @@ def test_models_that_do_not_fit_are_refused_by_name() -> None:
         evaluate(from_sb3(model_of("sac")[0]), create_env, 3)
 
 
-def test_the_program_of_the_page_runs(program_folder: Any, capfd: Any) -> None:
+def test_the_example_in_the_docs_runs(program_folder: Any, capfd: Any) -> None:
     run_block("docs/integrations.md", 0, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""

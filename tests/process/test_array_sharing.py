@@ -140,7 +140,7 @@ def die_while_rotating(pipe: Connection, array: Array) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_rotations_of_several_processes_are_all_done_though_one_dies_in_its_own() -> None:
+def test_all_rotations_complete_even_if_one_process_dies_while_rotating() -> None:
     array = Array((1,), "int64", (), 0, 2 * N_ROTATIONS + 2, "shared")
     array.full[...] = np.arange(array.full_size)
     with in_forked(die_while_rotating, array, exitcode=-signal.SIGKILL):

@@ -163,7 +163,7 @@ CASES = variants(
     CASES,
     ids=lambda value: value if isinstance(value, str) else f"{len(value)}-{value[-1]}",
 )
-def test_nothing_is_left_of_a_caller_that_ends(
+def test_nothing_is_left_behind_when_the_caller_ends(
     run_script: RunScript, tmp_path: Path, end: str, start_method: str, places: tuple[str, ...]
 ) -> None:
     at = [tmp_path / f"at.{number}" for number in range(len(places))]
@@ -226,7 +226,7 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_is_left_in_whatever_order_the_callers_files_are_closed(
+def test_nothing_is_left_behind_in_any_order_of_closing_the_callers_files(
     run_script: RunScript, tmp_path: Path
 ) -> None:
     notes = tmp_path / "notes"
@@ -255,7 +255,7 @@ def use_what_belongs_to_the_parent(pipe: Any, batcher: Any, manager: Any) -> Non
     manager.close()
 
 
-def test_a_forked_child_may_not_use_the_batchers_of_its_parent() -> None:
+def test_a_forked_child_may_not_use_its_parents_batchers() -> None:
     with (
         EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads=2, seeds=1) as batcher,
         ParallelEnvManager([FaultyEnv] * 2, seed=1) as manager,

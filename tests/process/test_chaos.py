@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.time
 @pytest.mark.promise("I1")
 @pytest.mark.promise("I3")
 @pytest.mark.promise("I5")
-def test_nothing_is_lost_in_chaos(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_data_is_lost_in_chaos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_STACKS_S", 0.05)  # stopped workers show none
     report = chaos.run(
         chaos.Plan(

@@ -14,7 +14,7 @@ from rlpool.__main__ import main
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
 
 
-def test_the_demo_learns_and_says_what_ran_and_what_comes_next(
+def test_the_demo_learns_and_reports_its_run_and_next_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(0.0, 0.6)  # it looks at the time once per window
@@ -29,6 +29,6 @@ def test_the_demo_learns_and_says_what_ran_and_what_comes_next(
     assert out.endswith("docs/tour.md in rlpool's repository, the five-minute tour.\n")
 
 
-def test_doctor_hands_over_between_processes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_tests_the_hand_over_between_processes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--hand-overs", "0.1"]) == 0
     assert capfd.readouterr().out.startswith("ok    hand-overs  0 of ")

@@ -106,7 +106,7 @@ def assert_replayed(error: WorkerError, env: Any) -> None:
     assert error.what.endswith(f"raised UnluckyError: {caught.value}")
 
 
-def test_the_number_of_an_episode_repeats_its_failure() -> None:
+def test_an_episode_number_reproduces_the_failure() -> None:
     env_args = {"chance": 0.01}
     error = failure_of(env_args, StepCounter, 2)
     assert len(error.actions) == error.where.step + 1
@@ -151,7 +151,7 @@ def test_actions_have_the_form_of_the_space() -> None:
     assert_replayed(error, UnluckyEnv(**env_args))
 
 
-def test_an_agent_that_fails_leaves_the_environment_at_that_step() -> None:
+def test_a_failing_agent_leaves_the_environment_at_that_step() -> None:
     def fail_late(state: Any, observation: Any, *_: Any) -> Any:
         if (observation["frame"][:, 0] > 0.95).any():
             raise RuntimeError("late")
@@ -175,7 +175,9 @@ def test_an_agent_that_fails_leaves_the_environment_at_that_step() -> None:
         (UnluckyEnv, EnvError("it broke"), UsageError, "actions"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(env: Any, error: Any, kind: Any, words: str) -> None:
+def test_episodes_that_cannot_be_replayed_are_refused(
+    env: Any, error: Any, kind: Any, words: str
+) -> None:
     if isinstance(error, EnvError):
         error.where = error.where._replace(seed=1)
     with pytest.raises(kind, match=words):

@@ -396,7 +396,7 @@ def no_stacks_of_the_stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
 @pytest.mark.parametrize(
     ("kind", "phase", "job", "policy"), variants([*pairwise(CELLS), *ODD], CELLS)
 )
-def test_a_fault_is_an_error_or_costs_time_or_one_episode(
+def test_a_fault_raises_or_costs_only_time_or_one_episode(
     kind: str,
     phase: str,
     job: str,

@@ -52,7 +52,7 @@ def create_one_that_fails(seed: int, mark: str, kind: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "error"), [("raise", rlpool.WorkerStartupError), ("none", rlpool.SpecError)]
 )
-def test_a_start_fails_soon_and_where_workers_disagree(
+def test_startup_fails_promptly_and_when_workers_disagree(
     kind: str, error: type[Exception], tmp_path: Path
 ) -> None:
     start_s = time.monotonic()
@@ -62,7 +62,7 @@ def test_a_start_fails_soon_and_where_workers_disagree(
     assert time.monotonic() - start_s < 2 * REPORT_S
 
 
-def test_many_slow_environments_of_one_worker_are_no_hang_but_one_that_hangs_is(
+def test_many_slow_environments_in_one_worker_are_not_a_hang_but_a_hung_one_is(
     struck: Struck,
 ) -> None:
     # Each reset and each step takes 0.1 s, those of all lanes together more than the timeout.
@@ -74,7 +74,7 @@ def test_many_slow_environments_of_one_worker_are_no_hang_but_one_that_hangs_is(
             wait_until(lambda: batcher.get(blocking=False) is not None, 0.4 + REPORT_S)
 
 
-def test_a_hang_in_a_failed_request_does_not_block_the_next_one_for_ever(struck: Struck) -> None:
+def test_a_hang_in_a_failed_request_does_not_block_the_next_one_forever(struck: Struck) -> None:
     with open_batcher(struck, 2, timeout=HANG_TIMEOUT_S) as batcher:
         # The second fails when the first one hangs.
         batcher.execute(2, env_info=faults(2, {0: ("hang", 0), 1: ("raise_second", 0)}))
@@ -89,7 +89,7 @@ def test_a_hang_in_a_failed_request_does_not_block_the_next_one_for_ever(struck:
 
 
 @pytest.mark.slow
-def test_more_chunks_than_fit_into_the_pipes_do_not_block_both_sides() -> None:
+def test_more_chunks_than_fit_into_the_pipes_do_not_deadlock() -> None:
     with EpisodeBatcher(1, 2500, create_agent, {}, create_env, {}, n_threads=1) as batcher:
         batcher.execute(1, env_info=DictTensor({"length": torch.tensor([2000])}))
         assert batcher.get()["frame"][0, :, 1].tolist() == list(range(2000))
@@ -108,7 +108,7 @@ def create_lanes_of_a_worker_that_dies_before_its_report(seed: int) -> Any:
     return create_env(seed, n_lanes=2)
 
 
-def test_a_last_worker_that_dies_before_it_reports_the_end_blocks_no_request() -> None:
+def test_a_last_worker_that_dies_before_reporting_the_end_does_not_block_the_request() -> None:
     results: list[TemporalDictTensor] = []
     for n_threads, make in (
         (2, create_lanes_of_a_worker_that_dies_before_its_report),
@@ -123,7 +123,7 @@ def test_a_last_worker_that_dies_before_it_reports_the_end_blocks_no_request() -
         assert_equal(died, expected)
 
 
-def test_the_timeout_does_not_count_what_a_worker_imports(
+def test_the_timeout_does_not_include_a_workers_imports(
     struck: Struck, as_main: Callable[[str], None]
 ) -> None:
     as_main(f"import time\nif __name__ != '__main__':\n    time.sleep({2 * HANG_TIMEOUT_S})")

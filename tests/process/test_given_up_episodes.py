@@ -45,7 +45,7 @@ def die_once(mark: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_episode_whose_worker_is_killed_at_another_step_each_time_is_not_lost(
+def test_an_episode_whose_worker_is_killed_at_a_different_step_each_time_is_not_lost(
     tmp_path: Path,
 ) -> None:
     def create(seed: int) -> GymEnv:
@@ -95,7 +95,7 @@ class LicensedEnv(FragileEnv):
 
 
 @pytest.mark.parametrize("on_env_error", variants(["truncate"], ["restart"]))
-def test_an_episode_that_fails_in_what_it_has_done_before_ends_its_window(
+def test_an_episode_that_fails_in_its_replayed_steps_ends_its_window(
     on_env_error: str, tmp_path: Path
 ) -> None:
     """Its worker was killed between two windows, and the successor cannot repeat the first."""
@@ -123,7 +123,7 @@ def test_an_episode_that_fails_in_what_it_has_done_before_ends_its_window(
 # Environments in processes -------------------------------------------------------------------
 
 
-def test_a_truncated_episode_is_not_repeated_for_the_sake_of_other_lanes(tmp_path: Path) -> None:
+def test_a_truncated_episode_is_not_repeated_for_other_lanes(tmp_path: Path) -> None:
     make = partial(FragileEnv, str(tmp_path), ALWAYS)
     options: dict[str, Any] = {"on_env_error": "restart", "max_restarts": 1}
     actions = {"action": np.array([1, 2])}
@@ -135,7 +135,7 @@ def test_a_truncated_episode_is_not_repeated_for_the_sake_of_other_lanes(tmp_pat
         assert list(manager.failures) == [1]
 
 
-def test_an_evaluation_tells_which_episodes_failed(tmp_path: Path) -> None:
+def test_an_evaluation_reports_the_failed_episodes(tmp_path: Path) -> None:
     how: dict[str, Any] = {"env_args": {"marks": str(tmp_path), "times": ALWAYS}}
     how |= {"n_workers": 0, "env_info": faults(6, {3: ("raise", 1), 4: ("raise", 1)}, length=5)}
     found = evaluate(RecurrentAgent(), create_fragile, 6, on_env_error="truncate", **how)
@@ -152,7 +152,7 @@ def create_managed(seed: int, **arguments: Any) -> ParallelEnvManager:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("raise", EnvError), ("sigkill", WorkerDiedError)])
-def test_a_batcher_decides_what_becomes_of_failures_in_a_manager(
+def test_the_batchers_failure_policy_applies_to_a_manager(
     kind: str, error: type[Exception], tmp_path: Path
 ) -> None:
     def collected(batcher: EpisodeBatcher) -> Any:
@@ -173,7 +173,7 @@ def test_a_batcher_decides_what_becomes_of_failures_in_a_manager(
         assert (where.row, where.episode, where.step) == (2, 2, 1)
 
 
-def test_a_manager_whose_lanes_restart_tells_why_an_episode_ended_until_the_next_step(
+def test_a_manager_with_restarting_lanes_reports_failures_until_the_next_step(
     tmp_path: Path,
 ) -> None:
     make_env = partial(FragileEnv, marks=str(tmp_path), times=ALWAYS)

@@ -133,7 +133,7 @@ def test_a_batcher_can_be_used_after_any_interrupt(
     assert n_descriptors() <= before[0]
 
 
-def test_episodes_after_an_interrupt_are_those_behind_the_dropped_ones() -> None:
+def test_episodes_after_an_interrupt_follow_the_dropped_ones() -> None:
     with create(EpisodeBatcher, 0) as batcher, create(EpisodeBatcher, 1) as other:
         batcher.execute(4)
         with alarms(), pytest.raises(Alarm), Strike(200):
@@ -189,7 +189,7 @@ def states(env: Any) -> list[dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_after_an_interrupt_a_manager_begins_with_new_workers(name: str) -> None:
+def test_a_manager_starts_new_workers_after_an_interrupt(name: str) -> None:
     serial, n_interrupted, rng = create_serial(1, make_cartpole, 3), 0, random.Random(name)
     serial.reset()  # declares the actions, as a manager's does
     with alarms(), open_manager() as manager:
@@ -216,7 +216,7 @@ def test_after_an_interrupt_a_manager_begins_with_new_workers(name: str) -> None
 
 
 @pytest.mark.parametrize("create_one", [partial(create, EpisodeBatcher, 2), open_manager])
-def test_an_interrupted_constructor_or_close_leaves_nothing(create_one: Any) -> None:
+def test_an_interrupted_constructor_or_close_leaves_nothing_behind(create_one: Any) -> None:
     create_one().close()  # starts the template
     others, n_fds, rng = worker_pids(), n_descriptors(), random.Random(0)
     with alarms():

@@ -80,7 +80,7 @@ def held() -> dict[str, float]:
 # Descriptors, processes, memory ---------------------------------------------------------------
 
 
-def test_nothing_grows_over_many_batchers(struck: Struck) -> None:
+def test_many_batchers_do_not_leak(struck: Struck) -> None:
     seen, in_dev_shm = [], named_memory.names()
     for number in range(6):
         # It succeeds and fails, and is closed or dropped; its successor does not start at all.
@@ -141,7 +141,7 @@ def test_memory_stays_flat_over_many_requests() -> None:
 
 
 @pytest.mark.promise("I8")
-def test_more_episodes_than_slots_are_drained_from_bounded_shared_memory() -> None:
+def test_more_episodes_than_slots_fit_into_bounded_shared_memory() -> None:
     with open_batcher(n_timesteps=100, n_slots=4) as batcher:
         run(batcher, 4)
         before = n_blocks_mapped()
@@ -155,7 +155,7 @@ def test_more_episodes_than_slots_are_drained_from_bounded_shared_memory() -> No
 
 
 @pytest.mark.promise("I7")
-def test_a_part_of_a_result_keeps_its_memory_which_is_used_again_when_all_are_dropped() -> None:
+def test_memory_is_reused_once_every_part_of_its_result_is_dropped() -> None:
     others = worker_pids()
     with open_batcher(n_timesteps=8, n_slots=8) as batcher:
         (worker,) = worker_pids() - others
@@ -205,7 +205,7 @@ def test_a_result_in_a_forked_child_is_not_overwritten() -> None:
 
 
 @pytest.mark.promise("I6")
-def test_the_caller_builds_no_environment(tmp_path: Path) -> None:
+def test_the_caller_does_not_create_environments(tmp_path: Path) -> None:
     others = worker_pids()
     with open_batcher(2, created_in=str(tmp_path), n_lanes=2) as batcher:
         run(batcher, 4)
@@ -233,7 +233,7 @@ def state_of_this_process() -> dict[str, Any]:
 
 @pytest.mark.promise("I6")
 @pytest.mark.parametrize("n_threads", [0, 1])
-def test_the_caller_is_left_as_it_was(n_threads: int) -> None:
+def test_the_callers_process_state_is_unchanged(n_threads: int) -> None:
     before = state_of_this_process()
     arguments = 4, 8, create_agent, {}, create_env, {"n_lanes": 2}, n_threads
     with EpisodeBatcher(*arguments) as batcher, Batcher(*arguments) as windows:

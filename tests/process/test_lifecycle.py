@@ -59,7 +59,7 @@ def collect(batcher: EpisodeBatcher, first: int) -> None:
 
 @pytest.mark.promise("I4")
 @pytest.mark.usefixtures("short_patience")
-def test_close_waits_neither_for_a_long_step_nor_for_what_is_queued(struck: Struck) -> None:
+def test_close_waits_neither_for_a_long_step_nor_for_queued_requests(struck: Struck) -> None:
     before = worker_pids()
     batcher = open_batcher(2, env_args={"struck_at": struck.path})
     batcher.execute(4, env_info=faults_at(4, 1, "hang", 1, length=5000, sleep_ms=2))
@@ -159,7 +159,7 @@ def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
     assert worker_pids() == before
 
 
-def test_progress_raises_what_get_would_with_the_stacks_of_a_worker_that_hangs() -> None:
+def test_progress_raises_the_same_error_as_get_with_the_stacks_of_a_hung_worker() -> None:
     with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
         batcher.execute(3, env_info=faults_at(3, 1, "hold_the_lock", 1))
         with pytest.raises(WorkerTimeoutError) as caught:

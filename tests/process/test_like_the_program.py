@@ -79,7 +79,7 @@ def other_settings() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("n_workers", "start_method"), variants([(0, "auto"), (1, "auto")], [(1, "spawn")])
 )
-def test_settings_of_torch_hold_in_workers_and_results_are_on_the_cpu(
+def test_torch_settings_apply_in_workers_and_results_are_on_the_cpu(
     n_workers: int, start_method: str
 ) -> None:
     options = {"start_method": start_method, "on_env_error": "truncate"}
@@ -147,7 +147,9 @@ class StartingEnv(CountingEnv):
     ("method", "start_method"),
     variants([("spawn", "auto")], [("fork", "spawn"), ("forkserver", "auto")]),
 )
-def test_environments_start_processes_as_the_program_does(method: str, start_method: str) -> None:
+def test_environments_start_processes_with_the_programs_start_method(
+    method: str, start_method: str
+) -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(method, force=True)
     try:
@@ -162,7 +164,7 @@ def test_environments_start_processes_as_the_program_does(method: str, start_met
 
 
 @pytest.mark.parametrize("n_killed", [0, 1])
-def test_lack_of_memory_is_blamed_if_the_kernel_has_killed_for_it(
+def test_a_kill_by_the_kernel_is_reported_as_out_of_memory(
     n_killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = itertools.count(5, n_killed)

@@ -95,7 +95,7 @@ if __name__ != "__main__":  # a worker imports it
 """
 
 
-def test_records_arrive_once_as_they_were_logged(
+def test_log_records_arrive_once_and_unchanged(
     seen: Seen,
     tmp_path: Path,
     as_main: Callable[[str], None],
@@ -127,7 +127,7 @@ def test_records_arrive_once_as_they_were_logged(
     assert "UserWarning: a warning" in warning
 
 
-def test_a_warning_that_several_workers_give_is_heard_once(seen: Seen, tmp_path: Path) -> None:
+def test_the_same_warning_from_several_workers_is_issued_once(seen: Seen, tmp_path: Path) -> None:
     make = partial(TalkingEnv, "various", str(tmp_path))
     with ParallelEnvManager([make, make], seed=1) as manager:
         manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
@@ -136,7 +136,9 @@ def test_a_warning_that_several_workers_give_is_heard_once(seen: Seen, tmp_path:
     assert len(seen.of("py.warnings")) == 1
 
 
-def test_last_words_of_workers_and_failing_factories_arrive(seen: Seen, tmp_path: Path) -> None:
+def test_the_last_records_of_workers_and_failing_factories_arrive(
+    seen: Seen, tmp_path: Path
+) -> None:
     with open_batcher("last_words", tmp_path) as batcher:
         begin(batcher)
         with suppress(WorkerDiedError):
@@ -156,7 +158,7 @@ def test_records_arrive_while_get_waits(seen: Seen, tmp_path: Path) -> None:
     assert seen.messages("talk.question") == ["are you there?"] * 2
 
 
-def test_a_caller_that_does_not_read_stops_no_worker_and_learns_what_is_dropped(
+def test_a_caller_that_does_not_read_blocks_no_worker_and_learns_of_dropped_records(
     seen: Seen, tmp_path: Path
 ) -> None:
     with open_batcher("flood", tmp_path) as batcher:

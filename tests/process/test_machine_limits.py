@@ -54,7 +54,7 @@ def refused(kind: type[RlpoolError], make: Callable[[], Any]) -> tuple[str, str]
 # Limits ---------------------------------------------------------------------------------------
 
 
-def test_descriptors_are_counted_before_any_worker_starts() -> None:
+def test_descriptors_are_checked_before_any_worker_starts() -> None:
     resource_tracker.ensure_running()  # whose descriptor stays open
     limit = n_descriptors() + 32 + 2 * 3 + 1
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,7 +69,9 @@ def test_descriptors_are_counted_before_any_worker_starts() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_the_system_refuses_to_start_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Limits that cannot be known beforehand, such as those of other processes of the user."""
     before, start = worker_pids(), SpawnProcess.start
     numbers = iter([True, False])
@@ -99,7 +101,7 @@ EpisodeBatcher(4, 8, StepCounter, {}, create_counting, {}, n_threads=2)
 """
 
 
-def test_a_missing_guard_is_one_error_and_leaves_no_process(
+def test_a_missing_main_guard_raises_one_error_and_leaves_no_process(
     as_main: Callable[[str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match="__main__"):
@@ -112,7 +114,7 @@ def test_a_missing_guard_is_one_error_and_leaves_no_process(
 # Pickling -------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
+def test_the_unpicklable_object_is_named() -> None:
     lock = threading.Lock()
     for path, make in {
         "env_args['lock']": lambda: episode_batcher(2, env_args={"lock": lock}),

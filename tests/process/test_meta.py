@@ -41,7 +41,7 @@ class FailingTask(RaggedTaskEnv):
         return super().step(action)
 
 
-def test_the_manager_knows_trials_and_hands_tasks_on() -> None:
+def test_the_manager_passes_tasks_on_to_its_trials() -> None:
     with make_parallel_env(RAGGED, 2, 2, seed=1, **ARGUMENTS) as two:
         assert (two.num_envs, two.n_tasks, two.horizon_bamdp) == (2, 7, 12)
         assert two.observation_space == make_env(RAGGED, 2, **ARGUMENTS).observation_space
@@ -77,7 +77,7 @@ class KillsWorkers(Storage):
     ("make", "tasks"),
     variants([(TaskFirstEnv, range(7))], [(DrawnTaskEnv, None), (AncestorDrawingEnv, [None])]),
 )
-def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_its_task(
+def test_results_match_a_single_environment_bit_for_bit_even_if_workers_are_killed(
     make: Any, tasks: Any
 ) -> None:
     def collect(parallel_env: Any, storage: Any) -> list[list[bytes]]:
@@ -99,7 +99,7 @@ def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_
         assert pids != [worker.pid for worker in env.workers]
 
 
-def test_failures_say_where_and_leave_what_is_complete() -> None:
+def test_failures_report_where_and_keep_complete_rollouts() -> None:
     storage = Storage()
     with make_parallel_env(FailingTask, 2, 2, seed=1, **ARGUMENTS) as env:
         learner = Learner(MarkovActor(), storage, None, [0, 6], "memory_markov", seed=4)

@@ -48,7 +48,7 @@ from support.needy import (
         (create_manager, 0, EpisodeBatcher),
     ],
 )
-def test_what_needs_infos_runs_with_them_and_fails_without(
+def test_environments_and_agents_that_need_infos_run_with_them_and_fail_without(
     create: Any, n_workers: int, kind: Any
 ) -> None:
     run = Runs(create, NeedyAgent, n_workers, kind)
@@ -66,7 +66,7 @@ def test_what_needs_infos_runs_with_them_and_fails_without(
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])
-def test_infos_of_a_reset_that_another_follows_are_not_blamed(n_workers: int) -> None:
+def test_infos_of_a_reset_followed_by_another_are_not_blamed(n_workers: int) -> None:
     with Batcher(
         4, create_agent=NeedyAgent, create_env=create_needy, n_workers=n_workers
     ) as batcher:
@@ -91,7 +91,7 @@ class DyingEnv(NeedyEnv):
         return super().reset(seed=seed, options=options)
 
 
-def test_a_worker_that_dies_while_it_looks_at_the_infos_is_replaced(tmp_path: Path) -> None:
+def test_a_worker_that_dies_while_probing_the_infos_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "died"
     run = Runs(partial(create_needy, kind=DyingEnv, path=str(path)), n_threads=1)
     with run.batcher:
@@ -104,7 +104,7 @@ def test_a_worker_that_dies_while_it_looks_at_the_infos_is_replaced(tmp_path: Pa
 
 
 @pytest.mark.parametrize("over_manager", [False, True])
-def test_by_hand_a_reset_with_env_info_follows_one_that_failed(over_manager: bool) -> None:
+def test_reset_with_env_info_works_after_a_failed_reset(over_manager: bool) -> None:
     make = Needy(needs=True)
     if over_manager:
         env: Any = ParallelEnvManager([make, Needy(needs=False)], seed=0, max_restarts=1)

@@ -77,7 +77,7 @@ if __name__ == "__main__":
 """
 
 
-def test_where_stores_are_reordered_words_are_handed_over_under_a_lock(
+def test_memory_words_are_handed_over_under_a_lock_on_weakly_ordered_processors(
     run_script: Callable[..., Script],
 ) -> None:
     script = run_script(UNORDERED)
@@ -88,7 +88,7 @@ def test_where_stores_are_reordered_words_are_handed_over_under_a_lock(
 # By hand --------------------------------------------------------------------------------------
 
 
-def test_remotes_tell_a_time_limit_as_gymnasium_does() -> None:
+def test_remotes_report_a_time_limit_as_gymnasium_does() -> None:
     with open_manager(partial(CountingEnv, 10**6), 1, max_episode_steps=2) as manager:
         ask(manager, 0, "reset", None)
         for is_last in (False, True):
@@ -96,7 +96,7 @@ def test_remotes_tell_a_time_limit_as_gymnasium_does() -> None:
             assert (done, info) == (is_last, {"TimeLimit.truncated": True} if is_last else {})
 
 
-def test_environments_step_at_the_same_time_and_waiting_costs_no_processor_time(
+def test_environments_step_in_parallel_and_waiting_uses_no_cpu_time(
     sleepy: ParallelEnvManager,
 ) -> None:
     manager = sleepy
@@ -159,7 +159,7 @@ def test_lanes_of_one_worker_step_and_are_reset_one_by_one() -> None:
 # Remotes --------------------------------------------------------------------------------------
 
 
-def test_remotes_speak_the_whole_protocol(tasked: ParallelEnvManager) -> None:
+def test_remotes_implement_the_whole_protocol(tasked: ParallelEnvManager) -> None:
     manager = tasked
     assert (manager.n_tasks, manager.horizon_bamdp) == (7, 3)
     assert manager.observation_space == TaskEnv.observation_space
@@ -189,7 +189,7 @@ def test_remotes_speak_the_whole_protocol(tasked: ParallelEnvManager) -> None:
         assert ask(echoing, 0, "get_attr", {"attr": "resets"})[-1][1] == {"id": 2, "task": 9}
 
 
-def test_one_request_has_one_reply(sleepy: ParallelEnvManager) -> None:
+def test_each_request_has_one_reply(sleepy: ParallelEnvManager) -> None:
     manager, remote = sleepy, sleepy.remotes[0]
     with pytest.raises(UsageError, match="nothing to receive"):
         remote.recv()
@@ -245,7 +245,7 @@ REFUSED: list[tuple[Callable[[ParallelEnvManager], Any], str]] = [
 ]
 
 
-def test_calls_that_do_not_fit_are_refused_and_change_nothing(tasked: ParallelEnvManager) -> None:
+def test_invalid_calls_are_refused_and_change_nothing(tasked: ParallelEnvManager) -> None:
     tasked.reset()
     for call, named in REFUSED:
         with pytest.raises(SpecError, match=named):
@@ -258,6 +258,6 @@ class NoSpacesEnv(CountingEnv):
     action_space = None
 
 
-def test_environments_have_to_declare_their_spaces() -> None:
+def test_environments_must_declare_their_spaces() -> None:
     with pytest.raises(WorkerStartupError, match="action_space"):
         ParallelEnvManager([NoSpacesEnv])

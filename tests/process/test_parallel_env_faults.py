@@ -65,7 +65,7 @@ def assert_works(manager: ParallelEnvManager) -> None:
 # Faults after which the manager goes on -------------------------------------------------------
 
 
-def test_lanes_of_a_worker_that_failed_are_reset_before_others_go_on(
+def test_lanes_of_a_failed_worker_are_reset_before_the_others_continue(
     faulty: ParallelEnvManager,
 ) -> None:
     options = failing("raise", 1, id=7, length=9)
@@ -92,7 +92,7 @@ def test_two_workers_may_fail_in_one_step(faulty: ParallelEnvManager) -> None:
     assert_works(faulty)
 
 
-def test_a_failure_of_one_lane_is_told_beside_the_steps_of_others(
+def test_a_lanes_failure_is_reported_alongside_the_steps_of_the_others(
     faulty: ParallelEnvManager,
 ) -> None:
     faulty.reset_lanes([0, 2], [1, 2], [{"length": 9}, failing("raise", 0)])
@@ -137,7 +137,7 @@ def kill(manager: ParallelEnvManager, number: int) -> None:
 
 
 @pytest.mark.promise("I4")
-def test_the_others_go_on_while_a_worker_is_replaced(tmp_path: Path) -> None:
+def test_other_workers_continue_while_one_is_replaced(tmp_path: Path) -> None:
     with open_manager(partial(FragileEnv, str(tmp_path)), 2) as manager:
         serial = GymEnv([FragileEnv(), FragileEnv()], 1)
         options = [failing("sigkill", 1, length=9), {"length": 10**6}]
@@ -154,7 +154,7 @@ def test_the_others_go_on_while_a_worker_is_replaced(tmp_path: Path) -> None:
         assert manager.current["frame"][0].tobytes() == serial.current["frame"][0].tobytes()
 
 
-def test_polling_without_waiting_notices_a_death(tmp_path: Path) -> None:
+def test_polling_without_waiting_detects_a_death(tmp_path: Path) -> None:
     with open_manager(partial(FragileEnv, str(tmp_path)), 1) as manager:
         manager.reset_lanes([0], [7], [failing("sigkill", 0)])
         manager.step_some(0, [0], no_actions(manager))
@@ -162,7 +162,7 @@ def test_polling_without_waiting_notices_a_death(tmp_path: Path) -> None:
         assert manager.current["frame"][0, 0] == 1
 
 
-def test_environments_that_are_not_reproducible_are_not_continued() -> None:
+def test_episodes_of_nonreproducible_environments_are_not_continued() -> None:
     with open_manager(ChancyEnv, 3, envs_per_worker=2) as manager:
         manager.reset_lanes([0, 1, 2], [5, 6, 7], [{"length": 99}] * 3)
         manager.step_lanes([0, 1, 2], no_actions(manager))
@@ -177,7 +177,7 @@ def test_environments_that_are_not_reproducible_are_not_continued() -> None:
             manager.step_lanes([0], no_actions(manager))
 
 
-def test_a_request_in_the_middle_of_which_a_worker_dies_is_sent_again(tmp_path: Path) -> None:
+def test_a_request_is_sent_again_if_its_worker_dies(tmp_path: Path) -> None:
     make_env = partial(FragileEnv, str(tmp_path))
     with open_manager(make_env, 2, envs_per_worker=2, on_env_error="restart") as manager:
         one, other = manager.remotes
@@ -194,7 +194,7 @@ def test_a_request_in_the_middle_of_which_a_worker_dies_is_sent_again(tmp_path: 
         assert other.recv() == ("attr", 4)
 
 
-def test_workers_are_replaced_after_so_many_episodes() -> None:
+def test_workers_are_replaced_after_a_given_number_of_episodes() -> None:
     limits = {"max_episodes_per_worker": 2, "max_restarts": 0, "on_worker_failure": "raise"}
     pids: list[int | None] = []  # of the worker of the last lane, whose episodes have five steps
     with open_manager(FragileEnv, 3, envs_per_worker=2, **limits) as manager:
@@ -203,7 +203,7 @@ def test_workers_are_replaced_after_so_many_episodes() -> None:
     assert [pid == pids[0] for pid in pids] == [True] * 10 + [False] * 5
 
 
-def test_a_death_is_noticed_by_a_caller_that_waits_for_other_workers_only() -> None:
+def test_a_caller_waiting_only_for_other_workers_detects_a_death() -> None:
     with open_manager(CountingEnv, 2, on_worker_failure="raise") as manager:
         manager.reset_lanes([0, 1], [0, 0], [{"length": 10**6}] * 2)
         pid = manager.workers[1].pid
@@ -230,7 +230,7 @@ def test_a_death_is_noticed_by_a_caller_that_waits_for_other_workers_only() -> N
         (3, 1, SpecError, "functions"),
     ],
 )
-def test_an_environment_that_cannot_be_made_is_reported(
+def test_an_environment_that_cannot_be_created_is_reported(
     make_env: Any, envs_per_worker: int, error: type[Exception], names: str
 ) -> None:
     before = n_descriptors()
@@ -262,7 +262,7 @@ def test_a_constructor_that_ends_its_process_is_named() -> None:
     ],
     ids=str,
 )
-def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=next(iter(options))):
         ParallelEnvManager(**{"env_fns": [CountingEnv], **options})
 
@@ -271,7 +271,7 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any]) -> No
 
 
 @pytest.mark.promise("I5")
-def test_after_close_every_call_is_refused() -> None:
+def test_every_call_after_close_is_refused() -> None:
     before = n_descriptors()
     manager = open_manager(CountingEnv, 2, envs_per_worker=2)
     manager.reset()

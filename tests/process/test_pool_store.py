@@ -80,7 +80,7 @@ def assert_same(episode: dict[str, Any], expected: tuple[Any, ...]) -> None:
 # What is stored -----------------------------------------------------------------------------------
 
 
-def test_random_sub_pools_share_the_episodes_and_each_process_begins_with_its_own(
+def test_random_sub_pools_share_the_episodes_and_each_process_starts_with_its_own(
     make: Any,
 ) -> None:
     pool = make([ActingEnv(10, number) for number in range(2)], pool_size=50, random=True)
@@ -96,7 +96,7 @@ def test_random_sub_pools_share_the_episodes_and_each_process_begins_with_its_ow
     assert pool.get_pool()[0][:, 3].tolist() == [0, 1, 2, 3]
 
 
-def test_without_random_a_sub_pool_holds_its_process_in_time_order(make: Any) -> None:
+def test_without_random_a_sub_pool_holds_its_processs_episodes_in_time_order(make: Any) -> None:
     lengths = [1, 300, 40]
     envs = [ActingEnv(length, number) for number, length in enumerate(lengths)]
     pool = make(envs)
@@ -109,7 +109,7 @@ def test_without_random_a_sub_pool_holds_its_process_in_time_order(make: Any) ->
     assert torch.equal(batch.lengths, left)
 
 
-def test_a_policy_acts_in_environments_of_gymnasium(make: Any) -> None:
+def test_a_policy_acts_in_gymnasium_environments(make: Any) -> None:
     leaning = lambda state: int(state[2] + state[3] > 0)  # noqa: E731  (lambdas are sent, too)
     pool = make([gymnasium.make("CartPole-v1", max_episode_steps=150)], policy=leaning)
     (episode,) = stored(pool)
@@ -121,7 +121,7 @@ def test_a_policy_acts_in_environments_of_gymnasium(make: Any) -> None:
 
 
 @pytest.mark.slow  # as processes are spawned
-def test_a_policy_may_hold_a_lock_of_multiprocessing(make: Any) -> None:
+def test_a_policy_may_hold_a_multiprocessing_lock(make: Any) -> None:
     context = multiprocessing.get_context("spawn")
     lock, n_calls = context.Lock(), context.Value("i", 0)
 
@@ -135,7 +135,7 @@ def test_a_policy_may_hold_a_lock_of_multiprocessing(make: Any) -> None:
     assert n_calls.value == len(pool) > 2
 
 
-def test_environments_that_do_not_fit_each_other_or_a_pool_are_refused(make: Any) -> None:
+def test_environments_incompatible_with_each_other_or_the_pool_are_refused(make: Any) -> None:
     for envs in (
         [states(*[np.zeros(4)] * 3), DuckEnv()],
         [actions(0, 0), actions(0, [0, 1])],
@@ -148,7 +148,7 @@ def test_environments_that_do_not_fit_each_other_or_a_pool_are_refused(make: Any
 # Seeds --------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_stores_the_same_pool_and_every_process_its_own_noise(make: Any) -> None:
+def test_the_same_seed_gives_the_same_pool_with_different_noise_per_process(make: Any) -> None:
     def data(n: int, **options: Any) -> list[Any]:
         pool = make([NoisyEnv() for _ in range(n)], **options)
         return [episode["frame"].tolist() for _ in range(2) for episode in stored(pool)]
@@ -174,7 +174,7 @@ def struck(kind: str, episode: int = 1) -> ActingEnv:
     return ActingEnv(5, script={(episode, 2): partial(strike, kind)})
 
 
-def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(make: Any) -> None:
+def test_a_failing_environment_raises_and_no_stored_data_is_lost(make: Any) -> None:
     pool = make([ActingEnv(40), struck("raise", episode=2)])
     pool.store()
     before = pool.transitions()
@@ -229,7 +229,7 @@ def test_an_environment_or_a_policy_that_cannot_be_loaded_is_named(make: Any) ->
 # Life ---------------------------------------------------------------------------------------------
 
 
-def test_processes_end_with_close_and_with_the_pool(make: Any, tmp_path: Path) -> None:
+def test_processes_end_on_close_and_with_the_pool(make: Any, tmp_path: Path) -> None:
     env = ActingEnv(3)
     env.closes = str(tmp_path / "closed")
     pool = make([env])

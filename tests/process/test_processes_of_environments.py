@@ -49,7 +49,7 @@ def n_running(pids: set[int]) -> int:
     return sum(map(is_running, pids))
 
 
-def test_what_environments_started_ends_with_close(notes: Path) -> None:
+def test_processes_started_by_environments_end_on_close(notes: Path) -> None:
     with open_batcher(notes) as batcher:
         batcher.execute(3)
         assert batcher.get().lengths.tolist() == [3, 3, 3]
@@ -58,7 +58,7 @@ def test_what_environments_started_ends_with_close(notes: Path) -> None:
     wait_until(lambda: not n_running(children), GONE_S)
 
 
-def test_what_a_manager_and_a_killed_worker_had_started_ends_with_them(notes: Path) -> None:
+def test_processes_started_under_a_manager_or_a_killed_worker_end_with_it(notes: Path) -> None:
     with ParallelEnvManager([partial(ParentEnv, str(notes))] * 2, seed=1) as manager:
         manager.reset()
         before = started(notes)
@@ -70,7 +70,7 @@ def test_what_a_manager_and_a_killed_worker_had_started_ends_with_them(notes: Pa
     wait_until(lambda: not n_running(children), GONE_S)
 
 
-def test_what_a_killed_worker_had_started_ends_while_the_caller_is_busy(notes: Path) -> None:
+def test_processes_started_by_a_killed_worker_end_while_the_caller_is_busy(notes: Path) -> None:
     with open_batcher(notes, 2) as batcher:
         children = started(notes)
         os.kill(batcher.stats().workers[0].pid, signal.SIGKILL)

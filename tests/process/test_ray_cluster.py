@@ -139,14 +139,14 @@ def alone() -> list[Any]:
     return collect(make_local())
 
 
-def test_the_same_bits_whatever_is_killed() -> None:
+def test_results_are_bit_identical_after_any_kill() -> None:
     victims = ["ray::NodeActor", "ray::NodeActor", "rlpool-worker", "rlpool-template"]
     victims.append("ray::NodeActor")
     batcher = make()
     assert_all_equal(collect(batcher, lambda number: kill_one(victims[number])), alone())
 
 
-def test_the_same_bits_while_nodes_leave_and_return(cluster: Any) -> None:
+def test_results_are_bit_identical_while_nodes_leave_and_return(cluster: Any) -> None:
     nodes = list(cluster.worker_nodes)
 
     def disturb(number: int) -> None:
@@ -158,7 +158,7 @@ def test_the_same_bits_while_nodes_leave_and_return(cluster: Any) -> None:
     assert_all_equal(collect(make(n_nodes=None), disturb), alone())
 
 
-def test_agent_rows_and_seeking_give_the_same_bits() -> None:
+def test_agent_rows_and_seeking_give_bit_identical_results() -> None:
     with make(agent_rows=7, n_workers=2) as batcher, make_local(agent_rows=7) as local:
         for first, n_episodes in ((0, 30), (11, 9), (3, 1)):
             for each in (batcher, local):
@@ -168,7 +168,7 @@ def test_agent_rows_and_seeking_give_the_same_bits() -> None:
             assert batcher.next_episode == local.next_episode
 
 
-def test_a_state_continues_with_what_was_not_returned() -> None:
+def test_a_restored_state_continues_with_the_unreturned_episodes() -> None:
     with make(1) as batcher, make(1, seeds=6) as other:
         for _ in range(2):
             batcher.execute(20)
@@ -181,7 +181,7 @@ def test_a_state_continues_with_what_was_not_returned() -> None:
         assert_all_equal([other.get()], [batcher.get()])
 
 
-def test_an_error_in_an_environment_names_its_place_and_the_batcher_goes_on(tmp_path: Path) -> None:
+def test_an_environments_error_names_its_place_and_the_batcher_continues(tmp_path: Path) -> None:
     arguments = {"n_lanes": 3, "kind": FragileEnv, "marks": str(tmp_path)}
     with make(env_args=arguments) as batcher, make_local() as local:
         batcher.execute(30, None, faults_at(30, 20, "raise", 2, length=5))
@@ -197,7 +197,7 @@ def test_an_error_in_an_environment_names_its_place_and_the_batcher_goes_on(tmp_
     assert isinstance(caught.value.__cause__, RemoteTraceback)
 
 
-def test_failed_episodes_are_marked_as_on_one_machine(tmp_path: Path) -> None:
+def test_failed_episodes_are_marked_as_on_a_single_machine(tmp_path: Path) -> None:
     arguments = {"n_lanes": 3, "kind": FragileEnv, "marks": str(tmp_path), "times": 99}
     with make(env_args=arguments, on_env_error="truncate") as batcher:
         batcher.execute(30, None, faults_at(30, 20, "raise", 2, length=5))
@@ -205,7 +205,7 @@ def test_failed_episodes_are_marked_as_on_one_machine(tmp_path: Path) -> None:
         assert [failure.where.row for failure in batcher.failures] == [20]
 
 
-def test_a_get_that_takes_too_long_loses_nothing() -> None:
+def test_a_get_that_times_out_loses_nothing() -> None:
     seen = []
     with make() as batcher, make_local() as local:
         batcher.execute(100)
@@ -227,7 +227,7 @@ def first_hundred() -> Any:
         return local.get()
 
 
-def test_an_interrupted_call_drops_what_was_in_flight() -> None:
+def test_an_interrupted_call_drops_requests_in_flight() -> None:
     with make() as batcher:
         batcher.execute(3000)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -272,7 +272,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
 ]
 
 
-def test_bad_arguments_and_calls_are_refused() -> None:
+def test_invalid_arguments_and_calls_are_refused() -> None:
     for options, error, named in REFUSED:
         with pytest.raises(error, match=named):
             make(**{"n_nodes": 1, **options})
@@ -291,7 +291,7 @@ def test_bad_arguments_and_calls_are_refused() -> None:
         batcher.execute(2)
 
 
-def test_nodes_that_are_gone_for_good_are_an_error(
+def test_permanently_lost_nodes_raise_an_error(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlpool.cluster.ray_batcher._PATIENCE_S", 3.0)
@@ -317,7 +317,7 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_is_left_of_a_caller_that_is_killed(cluster: Any, tmp_path: Path) -> None:
+def test_nothing_is_left_behind_when_the_caller_is_killed(cluster: Any, tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -33,7 +33,7 @@ def seeds_of_remote(remote: Any, n: int) -> list[int]:
     return seeds
 
 
-def test_environments_that_are_reset_by_hand_share_no_seed() -> None:
+def test_environments_reset_by_hand_never_share_a_seed() -> None:
     """By lanes that restart, by resets and by remotes of one manager without a ``seed``."""
     seeds: list[int] = []
     action = DictTensor({"action": torch.zeros(3, dtype=torch.int64)})

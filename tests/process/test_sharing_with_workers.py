@@ -106,7 +106,7 @@ def add_to_value(method: str) -> tuple[Callable[[], Any], Callable[[], int]]:
     return add, read
 
 
-def test_memory_is_shared_with_workers_and_their_successors_and_given_back(
+def test_memory_is_shared_with_workers_and_their_successors_and_released(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -129,7 +129,7 @@ def test_memory_is_shared_with_workers_and_their_successors_and_given_back(
 @pytest.mark.parametrize(
     ("method", "is_killed"), variants([("forkserver", False)], [("spawn", True)])
 )
-def test_queues_locks_values_and_pipes_reach_workers_that_are_spawned_for_it(
+def test_queues_locks_values_and_pipes_reach_workers_spawned_for_them(
     method: str, is_killed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -144,7 +144,7 @@ def test_queues_locks_values_and_pipes_reach_workers_that_are_spawned_for_it(
     assert caplog.text.count("workers are spawned") == 1
 
 
-def test_what_only_forks_inherit_is_refused_with_the_fix() -> None:
+def test_objects_that_only_forks_inherit_are_refused_with_a_fix() -> None:
     context = multiprocessing.get_context("fork")
     for thing in (context.Queue(), context.Lock(), context.Value("i", 0)):
         with pytest.raises(WorkerStartupError, match=r"env_args\['share'\]\['it'\]") as caught:
@@ -152,7 +152,7 @@ def test_what_only_forks_inherit_is_refused_with_the_fix() -> None:
         assert 'get_context("spawn")' in caught.value.fix
 
 
-def test_what_is_not_shared_is_copied() -> None:
+def test_unshared_objects_are_copied() -> None:
     weight = nn.Parameter(torch.zeros(1))
     with open_batcher(partial(weight.data.fill_, 7)):
         assert weight.item() == 0
@@ -190,6 +190,6 @@ def test_infos_updates_and_evaluated_agents_are_always_copies(n_workers: int) ->
     assert agent.weights.item() == 0
 
 
-def test_what_is_inherited_is_refused_by_an_update() -> None:
+def test_inherited_objects_are_refused_in_an_update() -> None:
     with open_batcher(n_threads=0) as batcher, pytest.raises(SpecError, match="info"):
         batcher.update({"what": SPAWN.Value("i", 0)})

@@ -70,7 +70,7 @@ LARGE_REQUEST = "reset", {"options": {"words": "x" * 2**20}}
 GET_LARGE = "get_attr", {"attr": "large"}
 
 
-def test_what_a_stopped_worker_is_sent_waits_and_arrives_when_it_goes_on() -> None:
+def test_messages_to_a_stopped_worker_wait_and_arrive_when_it_resumes() -> None:
     with open_manager() as manager:
         first, second = manager.remotes
         with stopped(manager.workers[0].pid):

@@ -16,7 +16,7 @@ from support.envs import CountingEnv
 from support.fragile import create_fragile, failing
 
 
-def test_what_cannot_be_streamed_is_refused_at_once() -> None:
+def test_unstreamable_requests_are_refused_immediately() -> None:
     with EpisodeBatcher(10, 24, ConstantAgent, {}, create_fragile, {}, 0) as batcher:
         for arguments, named in (((0,), "n_episodes"), ((1, 1.5), "n_pending")):
             with pytest.raises(SpecError, match=named):
@@ -37,7 +37,7 @@ class StampingEnv(CountingEnv):
 
 
 @pytest.mark.promise("I2")
-def test_a_lane_without_an_episode_begins_with_the_next_request() -> None:
+def test_an_idle_lane_starts_with_the_next_request() -> None:
     arguments = {"kind": StampingEnv}
     with EpisodeBatcher(5000, 8, ConstantAgent, {}, create_fragile, arguments, 1) as batcher:
         batcher.execute(2, env_info={"length": [1, 5000]})
@@ -47,7 +47,7 @@ def test_a_lane_without_an_episode_begins_with_the_next_request() -> None:
     assert int(second["_frame"][0, 4, 1]) < last_of_first < last_of_second
 
 
-def test_a_death_names_the_episode_that_was_running_in_whichever_request(tmp_path: Any) -> None:
+def test_a_death_names_the_running_episode_of_any_request(tmp_path: Any) -> None:
     arguments = {"n_lanes": 3, "marks": str(tmp_path)}
     options = {"n_threads": 1, "on_worker_failure": "raise"}
     with EpisodeBatcher(5, 60, ConstantAgent, {}, create_fragile, arguments, **options) as batcher:
@@ -60,7 +60,7 @@ def test_a_death_names_the_episode_that_was_running_in_whichever_request(tmp_pat
     assert (where.row, where.step, where.env_info) == (0, 2, columns)
 
 
-def test_long_episodes_that_begin_again_beside_a_failure_share_no_slot(
+def test_long_episodes_that_restart_after_a_failure_never_share_a_slot(
     tmp_path: Any,
 ) -> None:
     """Their first slots have been emptied by then, and others may use them."""

@@ -94,7 +94,7 @@ def ready() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ready")
-def test_a_template_that_was_killed_is_started_again_and_no_episode_is_lost() -> None:
+def test_a_killed_template_is_restarted_and_no_episode_is_lost() -> None:
     dying = open_batcher(1, on_worker_failure="raise")
     batcher = open_batcher()
     before, old = collect(batcher), template()
@@ -109,7 +109,7 @@ def test_a_template_that_was_killed_is_started_again_and_no_episode_is_lost() ->
 
 
 @pytest.mark.usefixtures("ready")
-def test_a_template_that_is_killed_when_it_forks_leaves_no_worker(
+def test_a_template_killed_while_forking_leaves_no_worker_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     send, old, n_asked = socket.send_fds, template(), 0
@@ -131,7 +131,7 @@ def test_a_template_that_is_killed_when_it_forks_leaves_no_worker(
     assert template().pid != old.pid
 
 
-def test_one_template_serves_all_threads_until_it_does_not_fit_or_until_shutdown(
+def test_one_template_serves_all_threads_until_shutdown_or_a_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare("auto")
@@ -154,7 +154,7 @@ def test_one_template_serves_all_threads_until_it_does_not_fit_or_until_shutdown
 # What cannot be had ----------------------------------------------------------------------------
 
 
-def test_only_three_templates_that_die_in_a_row_are_given_up(
+def test_the_template_is_given_up_after_three_deaths_in_a_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries, interpreter = tmp_path / "tries", tmp_path / "python"
@@ -217,7 +217,7 @@ def collect_in_a_daemon() -> int:
     return template().pid
 
 
-def test_a_fork_of_the_caller_has_a_template_of_its_own_and_does_not_disturb_the_others() -> None:
+def test_a_fork_of_the_caller_has_its_own_template_and_does_not_affect_other_workers() -> None:
     with open_batcher() as batcher:
         theirs, others = template().pid, worker_pids()
         with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -258,7 +258,7 @@ def create_reporting(path: Path, names: tuple[str, ...]) -> CountingEnv:
     return CountingEnv()
 
 
-def test_modules_are_imported_once_and_one_that_cannot_be_is_named_once_and_left_out(
+def test_modules_are_imported_once_and_a_failing_one_is_skipped_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     templates = Template()  # without the modules of other tests
@@ -296,7 +296,7 @@ def ask_for_a_template(_: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_template_ends_whose_caller_dies_while_it_imports(
+def test_a_template_ends_if_its_caller_dies_during_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note, go = tmp_path / "pid", tmp_path / "go"
@@ -318,7 +318,7 @@ def test_a_template_ends_whose_caller_dies_while_it_imports(
 
 
 @pytest.mark.parametrize("name", ["", ".a", "a-b", 3])
-def test_what_is_not_the_name_of_a_module_is_refused(name: Any) -> None:
+def test_invalid_module_names_are_refused(name: Any) -> None:
     with pytest.raises(SpecError, match="name of a module"):
         rlpool.preload("nowhere", name)
     assert "nowhere" not in process_start._template._modules

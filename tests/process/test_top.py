@@ -47,7 +47,7 @@ def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "EVERY_S", 0.05)
 
 
-def test_a_program_that_runs_is_seen_by_its_pid(
+def test_a_running_program_is_found_by_its_pid(
     tmp_path: Path, struck: Struck, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -94,7 +94,7 @@ def test_a_program_that_runs_is_seen_by_its_pid(
         wait_until(lambda: program.returncode is not None)
 
 
-def test_a_table_has_a_row_per_worker_and_is_shown_again_until_the_program_ends(
+def test_the_table_has_a_row_per_worker_and_is_refreshed_until_the_program_ends(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ending(top.Program):
@@ -118,7 +118,7 @@ def test_a_table_has_a_row_per_worker_and_is_shown_again_until_the_program_ends(
     assert "it has ended" in err
 
 
-def test_a_managers_workers_are_seen() -> None:
+def test_a_managers_workers_are_listed() -> None:
     with ParallelEnvManager([CountingEnv] * 3, seed=1, envs_per_worker=2) as manager:
         manager.reset()
         stats = manager.stats()

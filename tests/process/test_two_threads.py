@@ -67,7 +67,7 @@ def open_episodes(path: Path, n_threads: int = 1) -> EpisodeBatcher:
 
 
 @pytest.mark.parametrize("n_threads", [0, 1])
-def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads: int) -> None:
+def test_batcher_calls_from_another_thread_are_refused(gate: Path, n_threads: int) -> None:
     with open_episodes(gate, n_threads) as batcher:
         batcher.execute(1)
         with inside(batcher, batcher.get, gate) as result:
@@ -87,7 +87,7 @@ def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads:
         assert result[0].lengths.tolist() == [1]
 
 
-def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: Path) -> None:
+def test_manager_and_remote_calls_from_another_thread_are_refused(gate: Path) -> None:
     with ParallelEnvManager([partial(WaitingEnv, gate), CountingEnv]) as manager:
         manager.reset()
         zeros = no_actions(manager)

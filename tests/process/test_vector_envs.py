@@ -80,7 +80,7 @@ def share(n_slots: int = 60, struck: Any = None, **options: Any) -> list[Any]:
     ("n_slots", "kind", "n_left"),
     variants([(6, "sigkill", 30), (60, "raise", 12)], [(60, "os_exit", 1), (60, "hang", 12)]),
 )
-def test_the_share_of_a_dead_worker_is_run_again_with_the_same_bits(
+def test_the_share_of_a_dead_worker_is_rerun_bit_for_bit(
     tmp_path: Path, n_slots: int, kind: str, n_left: int
 ) -> None:
     options = {"on_env_error": "restart", "timeout": 1.0 if kind == "hang" else 60.0}
@@ -89,7 +89,7 @@ def test_the_share_of_a_dead_worker_is_run_again_with_the_same_bits(
     assert (tmp_path / "mark").exists()
 
 
-def test_a_worker_that_is_replaced_for_its_age_runs_its_share_before() -> None:
+def test_a_worker_finishes_its_share_before_it_is_recycled() -> None:
     assert_all_equal(share(max_episodes_per_worker=5), share())
 
 

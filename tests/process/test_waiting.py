@@ -63,7 +63,7 @@ def request(batcher: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
-def test_a_get_that_takes_too_long_or_is_refused_loses_nothing(kind: Any, tmp_path: Path) -> None:
+def test_a_get_that_times_out_or_is_refused_loses_nothing(kind: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with open_batcher(kind, gate) as batcher:
         request(batcher)
@@ -86,7 +86,7 @@ def test_a_get_that_takes_too_long_or_is_refused_loses_nothing(kind: Any, tmp_pa
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])
-def test_selectors_wait_for_batchers(n_workers: int, tmp_path: Path) -> None:
+def test_batchers_work_with_selectors(n_workers: int, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with (
         open_batcher(EpisodeBatcher, gate, n_workers) as one,
@@ -110,7 +110,7 @@ def test_selectors_wait_for_batchers(n_workers: int, tmp_path: Path) -> None:
         one.fileno()
 
 
-def test_a_window_has_progress(tmp_path: Path) -> None:
+def test_a_window_reports_progress(tmp_path: Path) -> None:
     seen = []
     with open_batcher(Batcher, tmp_path / "gate") as batcher:
         request(batcher)

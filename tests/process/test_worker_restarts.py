@@ -52,7 +52,7 @@ def collect(batcher: EpisodeBatcher) -> list[TemporalDictTensor]:
 # Episodes ------------------------------------------------------------------------------------
 
 
-def test_a_budget_that_is_used_up_is_an_error_with_the_failures(tmp_path: Path) -> None:
+def test_an_exhausted_restart_budget_raises_with_the_failures(tmp_path: Path) -> None:
     env_args = {"marks": str(tmp_path), "n_lanes": 1, "times": 2}
     options = {"max_restarts": 1, "max_episode_restarts": None}
     with open_batcher(env_args, 1, **options) as batcher:
@@ -66,7 +66,7 @@ def test_a_budget_that_is_used_up_is_an_error_with_the_failures(tmp_path: Path) 
 
 @pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("ending", variants(["linger"], ENDINGS))
-def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
+def test_an_environment_that_raises_and_kills_its_worker_counts_as_one_failure(
     tmp_path: Path, ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     env_args = {"marks": str(tmp_path), "close_fault": ending}
@@ -78,7 +78,7 @@ def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
 
 
 @pytest.mark.promise("I8")
-def test_workers_are_replaced_after_so_many_episodes(created_in: Path) -> None:
+def test_workers_are_replaced_after_a_given_number_of_episodes(created_in: Path) -> None:
     env_args = {"created_in": str(created_in)}
     limits = {"max_episodes_per_worker": 9, "max_restarts": 0}
     with open_batcher(env_args, **limits) as batcher, open_batcher({}, 0) as undisturbed:
@@ -111,7 +111,7 @@ def windows(env_args: dict[str, Any], **options: Any) -> list[TemporalDictTensor
     return results
 
 
-def test_windows_of_an_agent_with_history_are_given_up_but_not_the_update(tmp_path: Path) -> None:
+def test_windows_of_an_agent_with_history_are_dropped_but_not_the_update(tmp_path: Path) -> None:
     with open_windows({"marks": str(tmp_path)}, {"wants_history": True}) as batcher:
         batcher.reset(env_info=faults(4, {0: ("sigkill", 6)}, length=50))
         batcher.execute()
@@ -132,7 +132,7 @@ def test_windows_of_an_agent_with_history_are_given_up_but_not_the_update(tmp_pa
 @pytest.mark.promise("I4")
 @pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("ending", variants(["segfault"], ("none", *ENDINGS)))
-def test_recycled_workers_hand_their_windows_on_whatever_they_do_while_they_close(
+def test_recycled_workers_hand_over_their_windows_even_if_close_fails(
     created_in: Path, ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     env_args = {"created_in": str(created_in), "close_fault": ending}

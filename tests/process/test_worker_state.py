@@ -85,7 +85,7 @@ if __name__ == "__main__":
 """
 
 
-def test_forked_worker_is_in_the_state_of_a_spawned_one(
+def test_a_forked_worker_has_the_same_state_as_a_spawned_one(
     tmp_path: Path, run_script: Callable[..., Script]
 ) -> None:
     script = run_script(SCRIPT, str(tmp_path))
@@ -117,7 +117,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
-def test_what_a_running_process_cannot_take_over_asks_for_another_template() -> None:
+def test_settings_that_a_running_process_cannot_adopt_need_another_template() -> None:
     kept = []
     for name, change in CHANGES.items():
         pid = os.fork()

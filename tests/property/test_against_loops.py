@@ -339,7 +339,7 @@ def scripted(
         ("in a manager", 0.03, 5, {"over": "manager"}),
     ],
 )
-def test_results_are_those_of_loops_by_hand(
+def test_results_match_hand_written_loops(
     kind: str, share: float, n_scripts: int, arguments: Any, windows: bool
 ) -> None:
     scripted(kind, share, windows, n_scripts, **arguments)
@@ -457,7 +457,7 @@ class Source(Script):
 
 
 @pytest.mark.promise("I2")
-def test_samples_are_those_of_a_list_of_steps_across_windows_of_several_batchers() -> None:
+def test_samples_match_a_list_of_steps_across_windows_of_several_batchers() -> None:
     def run(case: int, rng: random.Random, notes: list[Any]) -> None:
         setting = any_setting(rng, rng.choice(["gym", "gym", "lagging", "array"]))
         size, info_keys = rng.choice([7, 40, 10_000]), rng.choice([[], ["seed", "policy_version"]])
@@ -589,7 +589,7 @@ class Trials:
 
 
 @pytest.mark.promise("I2")
-def test_trials_are_those_of_loops_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_match_hand_written_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: int, rng: random.Random, notes: list[Any]) -> None:
         trials = Trials(rng, notes)
         monkeypatch.setattr(learner_module, "MAX_CHUNK", trials.chunk)

@@ -222,7 +222,7 @@ def both(of_array: Any, of_model: Any) -> tuple[Array, Model] | None:
 
 @settings(max_examples=150)
 @given(made=arrays(), data=st.data())
-def test_any_sequence_of_indexing_writing_rotating_and_shifting_is_that_of_the_model(
+def test_any_sequence_of_indexing_writing_rotating_and_shifting_matches_the_model(
     made: tuple[Array, Model, Any], data: st.DataObject
 ) -> None:
     array, model, values = made

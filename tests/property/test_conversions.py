@@ -190,7 +190,7 @@ TAKES_ALL = {"function", "info"}
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_a_number_arrives_as_it_is_or_is_refused_by_name(name: str) -> None:
+def test_a_number_arrives_unchanged_or_is_refused_by_name(name: str) -> None:
     n_stored, refused = 0, []
     for target in DTYPES:
         door = DOORS[name](target)
@@ -233,7 +233,7 @@ def test_rewards_are_rounded_to_float32_or_refused(kind: Any) -> None:
     assert all("reward' should fit float32, got " in what for what in refused)
 
 
-def test_the_actions_of_an_agent_are_those_that_the_environment_gets() -> None:
+def test_the_environment_gets_exactly_the_agents_actions() -> None:
     refused = []
     for target, source in itertools.product([np.dtype("i1"), np.dtype("f4")], DTYPES):
         env, agent = ShowingEnv(action_space=box(target)), GivingAgent()

@@ -226,7 +226,7 @@ OPERATIONS: list[Callable[..., Any]] = [
 
 @settings(max_examples=400)
 @given(samples(), st.data())
-def test_any_chain_of_operations_is_that_of_the_model(sample: Sample, data: st.DataObject) -> None:
+def test_any_chain_of_operations_matches_the_model(sample: Sample, data: st.DataObject) -> None:
     seen = [sample]
     for operation in data.draw(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=6)):
         batch, model = operation(seen[-1], data)
@@ -241,7 +241,7 @@ def test_any_chain_of_operations_is_that_of_the_model(sample: Sample, data: st.D
 
 @settings(max_examples=200)
 @given(samples(min_n=1), st.data())
-def test_looks_at_rows_and_steps_follow_the_lengths(sample: Sample, data: st.DataObject) -> None:
+def test_access_to_rows_and_steps_respects_the_lengths(sample: Sample, data: st.DataObject) -> None:
     batch, model = sample.batch, sample.model
     n_timesteps = batch.n_timesteps()
     mask = [[float(time < row.length) for time in range(n_timesteps)] for row in model]
@@ -284,7 +284,7 @@ def test_looks_at_rows_and_steps_follow_the_lengths(sample: Sample, data: st.Dat
 
 
 @given(specs, specs, st.integers(0, 4), st.integers(0, 4), seeds, st.data())
-def test_a_dict_tensor_is_a_list_of_rows(
+def test_a_dict_tensor_behaves_like_a_list_of_rows(
     first: Specs, second: Specs, n: int, m: int, seed: int, data: st.DataObject
 ) -> None:
     batch, other = random_batch(first, n, seed), random_batch(second, m, seed + 9)

@@ -55,7 +55,7 @@ def assert_transitions(arrays: Any) -> None:
     assert done.dtype == bool
 
 
-def test_the_pools_example_gives_two_episodes_of_ten_steps(run: Run) -> None:
+def test_the_pool_example_gives_two_episodes_of_ten_steps(run: Run) -> None:
     output, pool = run("pool", "pool_manager")
     arrays = pool.get_pool()
     assert [a.shape for a in arrays] == [(20, 4), (20,), (20, 4), (20,), (20,)]
@@ -72,7 +72,7 @@ def test_the_pools_example_gives_two_episodes_of_ten_steps(run: Run) -> None:
     assert sum(row.tobytes() not in following for row in state) == 2
 
 
-def test_the_pools_other_example_clears_each_episode_twice(run: Run) -> None:
+def test_the_other_pool_example_clears_each_episode_twice(run: Run) -> None:
     arguments = "envs, num_processes, total_pool_size, window_size=5, random=True"
     replaced = {
         f"    pool_manager = Pool({arguments})\n": "",
@@ -92,7 +92,7 @@ def test_the_pools_other_example_clears_each_episode_twice(run: Run) -> None:
 
 
 @pytest.mark.parametrize("n_threads", variants([4], [0]))
-def test_the_episode_batchers_program_gives_32_episodes_twice(run: Run, n_threads: int) -> None:
+def test_the_episode_batcher_program_gives_32_episodes_twice(run: Run, n_threads: int) -> None:
     output, requests = run(
         "episode_batcher",
         "[({k: t[k] for k in t.keys()}, t.lengths) for t in (first_trajectories, trajectories)]",
@@ -139,7 +139,7 @@ def _assert_episodes(values: dict[str, torch.Tensor], lengths: list[int]) -> Non
 # Array -----------------------------------------------------------------------------------------
 
 
-def test_the_notebook_of_the_array_prints_what_it_says(run: Run) -> None:
+def test_the_array_notebook_prints_its_documented_output(run: Run) -> None:
     output, shared = run("arrays", "array.to_ndarray().copy()")
     numbers = np.arange(20, dtype=np.float32).reshape(5, 4)
     columns, row = np.tile(np.arange(4), (5, 1)), np.arange(4, 8)

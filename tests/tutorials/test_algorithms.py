@@ -94,7 +94,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
         itertools.product(SMALL, ("power", "Ctrl-C")),
     ),
 )
-def test_a_run_that_is_cut_off_goes_on(
+def test_an_interrupted_run_resumes(
     name: str, how: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(name, program_folder)
@@ -144,7 +144,7 @@ def test_a_script_runs_without_workers(name: str, program_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", variants(["ppo"], SMALL))
-def test_a_run_leaves_a_film_and_a_log_of_tensorboard(
+def test_a_run_writes_a_video_and_a_tensorboard_log(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run(name, program_folder, "--video=films", *(["--track=logs"] if name == "ppo" else []))
@@ -158,7 +158,7 @@ def test_a_run_leaves_a_film_and_a_log_of_tensorboard(
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_without_a_complete_episode_there_is_no_average_return(
+def test_there_is_no_average_return_without_a_complete_episode(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(name, program_folder, *SHORT[name].split())["progress"]["returns"] == []
@@ -168,7 +168,7 @@ def test_without_a_complete_episode_there_is_no_average_return(
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
-def test_targets_are_cut_off_by_a_termination_only(name: str) -> None:
+def test_only_a_termination_stops_bootstrapping_of_targets(name: str) -> None:
     is_last = torch.tensor([[False, False, True]] * 2)
     batch = TemporalDictTensor(
         {

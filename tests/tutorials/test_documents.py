@@ -99,7 +99,7 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
         assert max(returns) > 200  # it learns
 
 
-def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
+def test_guides_contain_programs_and_every_other_block_is_valid_python() -> None:
     assert set(BLOCKS) > NOT_RUN
     assert len(PROGRAMS) > 12
     assert {"docs/tour.md-0", "docs/migration.md-0"} <= set(QUOTED) <= set(PROGRAMS)
@@ -108,7 +108,7 @@ def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
 
 
 @pytest.mark.ray
-def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> None:
+def test_the_cluster_program_runs_on_one_machine(program_folder: Path) -> None:
     script = save_program(blocks_of("docs/cluster.md")[0], program_folder)
     assert re.search(
         r"action +int64 \[256, \d+\]", run_with_ray(str(script), folder=program_folder)
@@ -124,7 +124,7 @@ LEARNED_THE_SAME = """
 
 
 @pytest.mark.slow
-def test_the_program_of_several_gpus_learns_the_same_in_two_processes(program_folder: Path) -> None:
+def test_the_multi_gpu_program_learns_the_same_in_two_processes(program_folder: Path) -> None:
     source = blocks_of("docs/processes.md")[1].replace("\n    dist.destroy", LEARNED_THE_SAME)
     script = save_program(source, program_folder)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
@@ -174,7 +174,7 @@ def test_a_vector_environment_runs_with_its_adapter(name: str, program_folder: P
 
 
 @pytest.mark.filterwarnings("ignore:.*HalfCheetah-v4 is out of date:DeprecationWarning")
-def test_the_checkpoint_of_a_tutorial_is_evaluated(
+def test_a_tutorials_checkpoint_can_be_evaluated(
     program_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tutorial = REPOSITORY / "tutorials" / "ppo_continuous.py"

@@ -24,7 +24,7 @@ CLUSTER = [name for name in MODULES if name.startswith("rlpool.cluster.")]
 
 @pytest.mark.parametrize("module", sorted({*MODULES} - {*CLUSTER}))
 @pytest.mark.filterwarnings("ignore:.*precision lowered by casting:UserWarning")  # EnvPool's spaces
-def test_the_examples_of_a_module_show_what_comes_out(
+def test_docstring_examples_show_the_real_output(
     module: str, program_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(program_folder)  # for those that write files
@@ -38,6 +38,6 @@ def test_the_main_classes_have_examples() -> None:
 
 
 @pytest.mark.ray
-def test_the_examples_of_a_cluster_run_on_one_machine() -> None:
+def test_the_cluster_examples_run_on_one_machine() -> None:
     told = run_with_ray("-m", "support.examples", *CLUSTER, folder=TESTS)
     assert not told, told

@@ -45,13 +45,13 @@ def test_tutorial_runs(name: str, program_folder: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.ray
-def test_the_tutorial_of_clusters_runs(program_folder: Path) -> None:
+def test_the_cluster_tutorial_runs(program_folder: Path) -> None:
     flags = ("--n-nodes=2", "--n-epochs=2", "--n-episodes=8")
     output = run_with_ray(str(FOLDER / "cluster.py"), *flags, folder=program_folder)
     assert "16 episodes of the cluster are bitwise equal to those of one machine" in output
 
 
-def test_tutorials_say_what_they_teach_and_use_public_names_only() -> None:
+def test_tutorials_state_what_they_teach_and_use_only_public_names() -> None:
     assert {path.stem for path in TUTORIALS} == {*SMALL, "cluster", *test_algorithms.SMALL}
     for path in TUTORIALS:
         text = path.read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> object:
     return caught.value.code
 
 
-def test_help_needs_no_extra_and_unknown_flags_are_refused(
+def test_help_needs_no_extras_and_unknown_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("tqdm", "ray", "ale_py", "matplotlib", "mujoco", "tensorboard"):
@@ -102,7 +102,7 @@ def test_help_needs_no_extra_and_unknown_flags_are_refused(
     assert '"rlpool[ray]"' in capsys.readouterr().err
 
 
-def test_what_would_fail_later_is_refused_at_the_start_in_one_line(
+def test_arguments_that_would_fail_later_are_refused_at_startup_in_one_line(
     program_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(program_folder)

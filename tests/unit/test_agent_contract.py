@@ -73,9 +73,7 @@ def masked(trajectories: TemporalDictTensor, key: str) -> list[list[Any]]:
 # call learns the keys.
 # Otherwise each of two starts beside a running lane takes a call of its own.
 @pytest.mark.parametrize(("keeps", "n_calls"), [("initial", 6), ("state", 6 + 2)])
-def test_a_lane_that_ends_starts_its_next_episode_in_the_very_next_step(
-    keeps: str, n_calls: int
-) -> None:
+def test_a_lane_starts_its_next_episode_in_the_step_after_an_end(keeps: str, n_calls: int) -> None:
     agent, called = ScriptedAgent(Discrete(9), keeps=keeps), []
     counted = FunctionAgent(lambda *arguments: called.append(1) or agent(*arguments))
     counted.initial_state = agent.initial_state
@@ -84,7 +82,7 @@ def test_a_lane_that_ends_starts_its_next_episode_in_the_very_next_step(
     assert len(called) == n_calls
 
 
-def test_lanes_that_are_started_one_after_another_start_with_the_same_step() -> None:
+def test_lanes_started_one_after_another_begin_with_the_same_step() -> None:
     driver, shown = AgentDriver(StepCounter(), 2), {"frame": np.zeros((2, 2), np.float32)}
     for starts in ([[0, 1]], [[0], [1]]):
         for lanes in starts:
@@ -113,7 +111,7 @@ def test_the_agent_runs_without_gradients_and_may_return_dicts() -> None:
 # Memory that the agent and the library share
 
 
-def test_states_and_outputs_may_be_made_of_the_observation_and_of_the_old_state() -> None:
+def test_states_and_outputs_may_share_memory_with_the_observation_and_old_state() -> None:
     """The last frame, beside two parts that change places."""
 
     def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
@@ -133,7 +131,7 @@ def test_states_and_outputs_may_be_made_of_the_observation_and_of_the_old_state(
         assert trajectories[f"{key}_again"].tolist() == trajectories[key].tolist()
 
 
-def test_outputs_keep_their_values_dtypes_and_shapes_whatever_their_strides() -> None:
+def test_outputs_keep_values_dtypes_and_shapes_for_any_strides() -> None:
     def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
         output = {
             "action": torch.tensor(4, dtype=torch.int32).expand(3),
@@ -239,7 +237,7 @@ def test_a_later_call_that_breaks_the_contract_ends_one_request(break_: Any) -> 
         *(("noise", "s", "noise"), ("last_action", "s", "last_action")),
     ],
 )
-def test_a_key_that_is_taken_is_refused_at_construction(output: str, state: str, key: str) -> None:
+def test_a_reserved_key_is_refused_at_construction(output: str, state: str, key: str) -> None:
     def agent(before: Any, observation: DictTensor, *others: Any) -> Any:
         nothing = zeros(observation)
         return {state: nothing}, {"action": nothing, output: nothing}, {state: nothing}
@@ -258,7 +256,7 @@ class Versioned(ConstantAgent):
         self.action = info["value"]
 
 
-def test_of_several_updates_the_last_one_counts_as_it_was_when_it_was_sent() -> None:
+def test_the_last_of_several_updates_applies_as_it_was_when_sent() -> None:
     tensor = torch.tensor(3)
     with make(Versioned) as batcher:
         batcher.update({"value": 1})
@@ -269,7 +267,7 @@ def test_of_several_updates_the_last_one_counts_as_it_was_when_it_was_sent() -> 
 
 
 @pytest.mark.promise("I2")
-def test_a_policy_that_cannot_be_loaded_fails_the_requests_that_were_to_run_with_it() -> None:
+def test_a_policy_that_cannot_be_loaded_fails_the_requests_that_use_it() -> None:
     with make(Versioned) as batcher:
         results: list[Any] = []
         for info in ({"value": 5}, {}, {"value": 7}):
@@ -286,7 +284,7 @@ def test_a_policy_that_cannot_be_loaded_fails_the_requests_that_were_to_run_with
     assert told == [(5, 1), (5, 1), (7, 3), (7, 3)]
 
 
-def test_an_update_without_a_method_for_it_surfaces_in_get() -> None:
+def test_updating_an_agent_without_an_update_method_raises_in_get() -> None:
     with make(ConstantAgent) as batcher:
         batcher.update({})
         batcher.execute(2)
@@ -305,7 +303,7 @@ def test_an_update_without_a_method_for_it_surfaces_in_get() -> None:
         (torch.float16, True, torch.float16),
     ],
 )
-def test_half_precisions_are_stored_without_loss_and_states_of_autocast_in_float32(
+def test_half_precision_is_stored_losslessly_and_autocast_states_in_float32(
     half: torch.dtype, is_cast: bool, stored: torch.dtype
 ) -> None:
     of_weight = torch.float32 if is_cast else half

@@ -149,7 +149,7 @@ TAKES: dict[str, tuple[Callable[[Notes], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("form", TAKES)
-def test_a_call_takes_what_its_signature_names_else_all_by_position(form: str) -> None:
+def test_a_call_gets_the_arguments_its_signature_names_or_all_by_position(form: str) -> None:
     make, named = TAKES[form]
     note = Notes()
     collect(lambda: make(note), agent_info=INFO)
@@ -196,7 +196,7 @@ class Triple(Sums):
 
 
 @pytest.mark.parametrize("kind", [Pair, Tensors])
-def test_outputs_with_the_next_state_are_the_ancestors_triple(kind: Any) -> None:
+def test_outputs_with_the_next_state_match_the_legacy_triple(kind: Any) -> None:
     short, whole = (collect(each, agent_info=INFO) for each in (kind, Triple))
     assert_same_tensors(short, whole)
     assert short["_sum"][0, 4] > 0
@@ -212,7 +212,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize("agent", OUTPUTS)
-def test_an_agent_without_a_memory_returns_its_outputs(agent: Any) -> None:
+def test_a_stateless_agent_returns_only_its_outputs(agent: Any) -> None:
     episodes = collect(lambda: agent)
     assert episodes["action"].sum() == 10
     assert replay_agent(agent, episodes)["action"].tolist() == episodes["action"].tolist()
@@ -251,7 +251,7 @@ def test_a_module_is_updated_with_its_state_in_workers(kind: Any) -> None:
     assert replay_agent(kind(1.0), episodes)["logits"].requires_grad
 
 
-def test_modules_and_functions_are_evaluated_and_checked() -> None:
+def test_modules_and_functions_can_be_evaluated_and_checked() -> None:
     net = Net(1.0)
 
     def policy(observation: DictTensor) -> Any:
@@ -282,7 +282,7 @@ def test_modules_and_functions_are_evaluated_and_checked() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # on Python 3.13.0
-def test_a_compiled_module_is_what_was_compiled() -> None:
+def test_a_compiled_module_is_treated_like_the_original() -> None:
     made = torch.compile(ModuleFirst(Notes()), backend="eager")
     with EpisodeBatcher(
         8, 3, lambda: made, {}, create_counting, {}, n_workers=0, seed=1
@@ -296,7 +296,7 @@ def test_a_compiled_module_is_what_was_compiled() -> None:
     assert net.net.bias[1] == 1.0
 
 
-def test_a_learner_takes_a_function() -> None:
+def test_a_learner_accepts_a_function() -> None:
     def policy(observation: DictTensor) -> Any:
         return {"action": zeros(observation) + 1}
 
@@ -344,7 +344,7 @@ NO_AGENTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("made", "words"), NO_AGENTS)
-def test_what_cannot_be_called_as_an_agent_is_refused(made: Any, words: str) -> None:
+def test_objects_that_cannot_be_called_as_an_agent_are_refused(made: Any, words: str) -> None:
     with pytest.raises(WorkerStartupError, match=words):
         collect(lambda: made)
 
@@ -376,6 +376,6 @@ class NoFirst(Agent):
         (Unnamed, "agent.initial_state: .* got Tensor[^$]*hidden"),
     ],
 )
-def test_what_is_no_result_is_refused(agent: Any, words: str) -> None:
+def test_invalid_results_are_refused(agent: Any, words: str) -> None:
     with pytest.raises(AgentError, match=words):
         collect(agent, agent_info=INFO)

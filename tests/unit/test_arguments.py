@@ -36,7 +36,7 @@ def seeds_of(batcher: Any) -> list[int]:
         return seeds
 
 
-def test_the_ancestors_names_of_arguments_mean_the_same() -> None:
+def test_legacy_argument_names_mean_the_same() -> None:
     expected = seeds_of(EpisodeBatcher(3, 4, **FACTORIES, n_workers=0, seeds=5))
     assert seeds_of(EpisodeBatcher(3, 4, **FACTORIES, n_threads=0, seed=5)) == expected
     assert seeds_of(MonoThreadEpisodeBatcher(**FACTORIES, seed=5)) == expected
@@ -101,7 +101,7 @@ def create_env(seed: Missing) -> Missing:
 """
 
 
-def test_annotations_may_name_what_only_type_checkers_import() -> None:
+def test_annotations_may_name_types_imported_only_for_type_checking() -> None:
     # Without this module's `annotations` from the future, where Python does not need it.
     is_lazy = sys.version_info >= (3, 14)
     names: dict[str, Any] = {"CountingEnv": CountingEnv, "GymEnv": GymEnv}
@@ -110,7 +110,7 @@ def test_annotations_may_name_what_only_type_checkers_import() -> None:
     assert len(seeds_of(EpisodeBatcher(8, 4, **create, n_workers=0, seed=5))) == 4
 
 
-def test_numbers_may_be_scalars_of_every_library() -> None:
+def test_numbers_may_be_scalars_of_any_library() -> None:
     for value in (3, np.int32(3), np.array(3), torch.tensor(3)):
         number = whole_number("n", value, 1)
         assert (number, type(number)) == (3, int)

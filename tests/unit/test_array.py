@@ -95,7 +95,7 @@ def test_numbers_and_bools_are_stored_and_read_back() -> None:
 # Indices ----------------------------------------------------------------------------------------
 
 
-def test_an_array_is_a_sequence_of_what_is_visible_and_never_of_the_padding() -> None:
+def test_an_array_is_a_sequence_of_its_visible_elements_without_padding() -> None:
     array = counted(4, padding=2, full_size=8)
     assert [int(row.to_ndarray()) for row in reversed(array)] == [3, 2, 1, 0]
     assert (3 in array, -1 in array, len(array)) == (True, False, 4)
@@ -121,7 +121,7 @@ def test_single_elements_are_arrays() -> None:
         bool(array)
 
 
-def test_tables_tensors_and_ranges_select_as_arrays_do_and_give_what_writes_here() -> None:
+def test_lists_tensors_and_ranges_select_like_arrays_and_give_writable_views() -> None:
     for key in (
         *(np.array([[0, 1], [2, 2]]), torch.tensor([3, 0]), range(2), [], np.uint8(3)),
         *(torch.tensor(2), PLAIN % 2 == 0, torch.tensor([True, False, False, False])),
@@ -147,12 +147,12 @@ def test_tables_tensors_and_ranges_select_as_arrays_do_and_give_what_writes_here
     ],
     ids=str,
 )
-def test_other_objects_are_refused_as_an_index(index: Any) -> None:
+def test_other_objects_are_refused_as_indices(index: Any) -> None:
     with pytest.raises(IndexError):
         Array((4, 3), np.int64)[index] = 1
 
 
-def test_shapes_tell_the_batch_from_the_features() -> None:
+def test_shapes_distinguish_batch_from_features() -> None:
     array = Array((5, 4), "float32", feature_shape=(2, 3))
     array[...] = np.arange(120).reshape(5, 4, 2, 3)
     for key, batch_shape, feature_shape in [
@@ -208,7 +208,7 @@ def test_overlapping_values_are_written_as_if_copied_first() -> None:
     ],
     ids=str,
 )
-def test_values_that_do_not_fit_are_refused_and_nothing_is_written(key: Any, value: Any) -> None:
+def test_incompatible_values_are_refused_and_nothing_is_written(key: Any, value: Any) -> None:
     array = Array((4, 2), np.int32)
     array[...] = 7
     with pytest.raises(SpecError, match="int32"):
@@ -228,7 +228,7 @@ def test_writing_converts_as_numpys_assignment_does() -> None:
 # Reading ----------------------------------------------------------------------------------------
 
 
-def test_reading_gives_views_or_after_index_arrays_copies() -> None:
+def test_reading_gives_views_or_copies_after_index_arrays() -> None:
     array = Array((3, 2), np.float32)
     array.to_ndarray()[0, 0] = 1
     array[1:].to_tensor()[1, 0] = 3
@@ -246,7 +246,7 @@ def test_reading_gives_views_or_after_index_arrays_copies() -> None:
     assert values(array) == [[1, 5], [0, 0], [3, 4]]
 
 
-def test_functions_of_numpy_take_arrays() -> None:
+def test_numpy_functions_accept_arrays() -> None:
     array: Any = counted(4)
     assert np.array(array, np.float32).tolist() == [0, 1, 2, 3]
     assert np.asarray(array, np.float32).dtype == np.float32
@@ -299,7 +299,7 @@ def test_access_after_close_raises() -> None:
 
 
 @pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
-def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
+def test_memory_lives_as_long_as_it_is_used(storage: str) -> None:
     array = counted(4, padding=1, storage=storage)
     memory = weakref.ref(array._allocation.memory)
     twin, part = copy.deepcopy((array, array[1:3]))
@@ -320,7 +320,7 @@ def test_memory_lives_as_long_as_somebody_uses_it(storage: str) -> None:
     assert values(part) == [7, 2]
 
 
-def test_a_local_array_cannot_be_pickled_and_says_what_can() -> None:
+def test_pickling_a_local_array_raises_and_names_an_alternative() -> None:
     for array in (counted(3), counted(3)[1:]):
         with pytest.raises(UsageError, match='storage="shared"'):
             pickle.dumps(array)

@@ -137,7 +137,7 @@ USES: dict[str, tuple[type[Exception], ...]] = {
 @pytest.mark.filterwarnings("ignore:Casting complex values")  # of NumPy, for an Array
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of NumPy 2.0 for torch 2.6
 @pytest.mark.parametrize("use", USES)
-def test_what_does_not_fit_is_refused_with_an_error_of_rlpool(use: str) -> None:
+def test_invalid_values_are_refused_with_an_rlpool_error(use: str) -> None:
     functions = (islice, masked_dicttensor, masked_tensor, setitem)
     names = {**globals(), **{function.__name__: function for function in functions}}
     bare = []
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused_with_an_error_of_rlpool(use: str) -> None:
     assert bare == []
 
 
-def test_a_key_is_never_taken_for_a_row() -> None:
+def test_a_key_is_never_mistaken_for_a_row() -> None:
     for keys in ([0], [slice(0, 1)], [torch.tensor([0])]):
         for rows in (batch(), steps()):
             with pytest.raises(RlpoolError, match="str"):

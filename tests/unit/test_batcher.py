@@ -91,7 +91,7 @@ def leave(batcher: EpisodeBatcher) -> None:
     ("end", "close"),
     [(close_twice, raising), (leave, CountingEnv.close), (lambda batcher: None, raising)],
 )
-def test_however_a_batcher_ends_environments_and_agent_are_closed_once(
+def test_environments_and_agent_are_closed_once_however_a_batcher_ends(
     end: Any, close: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Any] = []
@@ -107,7 +107,7 @@ def test_however_a_batcher_ends_environments_and_agent_are_closed_once(
 
 
 @pytest.mark.parametrize("kind", [make, windows])
-def test_a_closed_batcher_says_that_it_is_closed(kind: Any) -> None:
+def test_a_closed_batcher_reports_that_it_is_closed(kind: Any) -> None:
     batcher = kind()
     assert not batcher.closed
     batcher.close()
@@ -124,7 +124,7 @@ def test_a_closed_batcher_says_that_it_is_closed(kind: Any) -> None:
 
 
 @pytest.mark.promise("I7")
-def test_one_tensor_that_is_kept_never_changes() -> None:
+def test_a_kept_tensor_never_changes() -> None:
     with make() as batcher:
         batcher.execute(3, env_info=info_of([3, 1, 2]))
         frame = batcher.get()["frame"][1:]
@@ -145,7 +145,7 @@ def test_windows_are_refused_once_all_lanes_have_stopped() -> None:
             batcher.get()
 
 
-def test_seeds_of_episodes_may_be_named_by_any_sequence_and_are_repeated() -> None:
+def test_episode_seeds_may_be_any_sequence_and_are_reproducible() -> None:
     with make() as batcher:
         for named in (range(9), (8, 0, 8, 2**31 - 1), np.arange(9), torch.arange(3)):
             batcher.execute(len(named), episode_seeds=named)
@@ -158,7 +158,7 @@ def test_seeds_of_episodes_may_be_named_by_any_sequence_and_are_repeated() -> No
 
 
 @pytest.mark.promise("I2")
-def test_a_seed_that_is_drawn_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_random_root_seed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def seed_of() -> int:
         with make(seeds=None) as batcher:
             batcher.execute(1)
@@ -180,7 +180,7 @@ class Unseedable(StepCounter):
     ("name", "factory"),
     [("create_env", raising), ("create_agent", raising), ("create_agent", Unseedable)],
 )
-def test_a_factory_that_fails_is_a_startup_error(name: str, factory: Any) -> None:
+def test_a_failing_factory_raises_a_startup_error(name: str, factory: Any) -> None:
     envs = [CountingEnv()]
     with pytest.raises(WorkerStartupError, match="no display") as caught:
         make(**{"create_env": lambda seed: GymEnv(envs, seed), name: factory})
@@ -191,7 +191,7 @@ def test_a_factory_that_fails_is_a_startup_error(name: str, factory: Any) -> Non
 
 
 @pytest.mark.promise("I6")
-def test_nothing_is_printed_and_only_the_agent_runs_in_one_thread(
+def test_nothing_is_printed_and_only_the_agent_is_limited_to_one_thread(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     seen = []
@@ -214,7 +214,7 @@ def test_nothing_is_printed_and_only_the_agent_runs_in_one_thread(
 
 
 @pytest.mark.promise("I2")
-def test_the_mono_thread_batcher_gives_what_the_others_give() -> None:
+def test_the_mono_thread_batcher_gives_the_same_results() -> None:
     lengths = [1 + n % 4 for n in range(20)] + [140]
     results: list[Any] = []
     noisy = partial(ScriptedAgent, Discrete(9), n_noise=2)
@@ -241,7 +241,7 @@ def raise_goal() -> None:
 
 
 @pytest.mark.parametrize("call", ["reset", "step"])
-def test_an_environments_error_says_where_and_the_next_request_runs(call: str) -> None:
+def test_an_environments_error_reports_where_and_the_next_request_runs(call: str) -> None:
     infos = info_of([6, 2, 3, 9, 5, 5])
     script = {(3, 4 if call == "step" else -1): raise_goal}
     envs = [CountingEnv(script=script) for _ in range(2)]
@@ -262,7 +262,7 @@ def test_an_environments_error_says_where_and_the_next_request_runs(call: str) -
 
 
 @pytest.mark.promise("I3")
-def test_windows_go_on_from_a_reset_after_an_error() -> None:
+def test_windows_continue_from_a_reset_after_an_error() -> None:
     envs = [CountingEnv(script={(2, 4): raise_goal}) for _ in range(2)]
     with windows(create_env=lambda seed: GymEnvInf(envs, seed)) as batcher:
         batcher.reset(env_info=info_of([9, 9], first=1))
@@ -279,7 +279,7 @@ def test_windows_go_on_from_a_reset_after_an_error() -> None:
 
 
 @pytest.mark.promise("I3")
-def test_a_failing_agent_ends_the_oldest_request_and_names_all_its_rows() -> None:
+def test_a_failing_agent_fails_the_oldest_request_and_names_all_its_rows() -> None:
     def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
         if agent_info is not None and (agent_info["bad"] * observation["frame"][:, 0] == 2).any():
             raise RuntimeError("bad info")

@@ -99,7 +99,7 @@ CALLS: list[tuple[Callable[[], Any], Callable[[Any], Any], Any, str | None]] = [
 
 
 @pytest.mark.parametrize("kind", [idle, pending, idle_together, windows, windows_together])
-def test_a_call_that_is_refused_names_why_and_changes_nothing(kind: Any) -> None:
+def test_a_refused_call_names_the_reason_and_changes_nothing(kind: Any) -> None:
     calls = [row[1:] for row in CALLS if row[0] is kind]
     with kind() as batcher, kind() as other:
         for call, error, named in calls:
@@ -136,7 +136,7 @@ def test_wrong_arguments_are_refused_by_name(kind: Any) -> None:
 
 @pytest.mark.linux
 @pytest.mark.promise("I8")
-def test_blocks_larger_than_the_machine_are_refused_wherever_their_size_is_learned() -> None:
+def test_blocks_larger_than_the_machine_are_refused_wherever_their_size_becomes_known() -> None:
     sizes = {"n_timesteps": 10**9, "n_slots": 10**6}
     with pytest.raises(SpecError, match="lower n_slots or n_timesteps"):
         episodes(**{**COUNTING, **sizes})
@@ -147,7 +147,7 @@ def test_blocks_larger_than_the_machine_are_refused_wherever_their_size_is_learn
                 needy.get()
 
 
-def test_a_keyword_that_does_not_exist_is_named_with_the_class() -> None:
+def test_an_unknown_keyword_is_reported_with_the_class_name() -> None:
     for make, name in (
         (lambda **options: EpisodeBatcher(4, **options), "EpisodeBatcher"),
         (lambda **options: Batcher(4, **options), "Batcher"),

@@ -17,7 +17,7 @@ N_WORKERS, N_LANES = 3, 2
 
 
 @pytest.mark.parametrize("n_episodes", [1, 8, 101, 400])
-def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
+def test_every_episode_is_claimed_once_even_if_processes_die(n_episodes: int) -> None:
     first = n_episodes // 3
     claims = Claims({"claim": np.zeros((N_WORKERS, N_LANES), np.int64)}, n_episodes, first)
     rng = random.Random(n_episodes)
@@ -42,7 +42,7 @@ def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
 
 
 @pytest.mark.linux
-def test_a_claim_begins_where_those_end_that_were_made_while_it_waited_for_the_lock(
+def test_a_claim_starts_after_those_made_while_it_waited_for_the_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     control = {"claim": np.zeros((2, 1), np.int64)}

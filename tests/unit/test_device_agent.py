@@ -61,7 +61,7 @@ def test_gradients_flow_outside_of_inference_mode() -> None:
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda agent: pickle.loads(cloudpickle.dumps(agent))]
 )
-def test_copies_act_like_the_original(copied: Callable[[Any], Any]) -> None:
+def test_copies_behave_like_the_original(copied: Callable[[Any], Any]) -> None:
     wrapped = moving(GruAgent())
     expected = collected(wrapped)
     other = copied(wrapped)
@@ -69,14 +69,14 @@ def test_copies_act_like_the_original(copied: Callable[[Any], Any]) -> None:
     assert_same_tensors(collected(other), expected)
 
 
-def test_the_agent_gets_updates_seeds_and_its_end() -> None:
+def test_the_agent_gets_updates_seeds_and_close() -> None:
     inner = Mock(spec=StepCounter(), n_noise=0)
     agent = DeviceAgent(inner, "cpu")
     agent.update(1), agent.seed(2), agent.close()
     assert inner.method_calls == [call.update(1), call.seed(2), call.close()]
 
 
-def test_what_is_no_agent_and_devices_that_are_not_there_are_refused(
+def test_invalid_agents_and_missing_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -90,7 +90,7 @@ def test_what_is_no_agent_and_devices_that_are_not_there_are_refused(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_episodes_on_a_gpu_are_those_on_the_cpu() -> None:
+def test_episodes_on_a_gpu_match_the_cpu() -> None:
     agent = GruAgent()
     agent.cell.cuda()
     agent.head.cuda()

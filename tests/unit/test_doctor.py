@@ -53,7 +53,7 @@ def named(name: str, n_workers: int, root: Path) -> Check:
     return check
 
 
-def test_a_machine_with_room(root: Path) -> None:
+def test_a_machine_with_enough_resources(root: Path) -> None:
     checks = [*examine(4, root)]
     assert {(check.status, check.fix) for check in checks} == {("ok", "")}
     what = {check.name: check.what for check in checks}
@@ -62,7 +62,9 @@ def test_a_machine_with_room(root: Path) -> None:
     assert what["memory"] == "4 GiB of the 8 GiB that this machine has are free"
 
 
-def test_what_is_missing_comes_with_a_remedy(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_missing_resources_are_reported_with_a_fix(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     assert named("cores", 17, root).status == "warn"
     limit_descriptors(monkeypatch, 32)
     check = named("file descriptors", 1, root)
@@ -90,7 +92,7 @@ class LateManager(FakeManager):
         return ({"frame": torch.zeros(4, 9), "reward": torch.zeros(4)}, None), None
 
 
-def test_hand_overs_that_show_old_values_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_hand_overs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ParallelEnvManager", LateManager)
     check = doctor.hand_overs(0.001)
     n_wrong, _, n_steps, *_ = check.what.split()
@@ -98,7 +100,7 @@ def test_hand_overs_that_show_old_values_are_counted(monkeypatch: pytest.MonkeyP
     assert check.fix
 
 
-def test_the_exit_code_says_whether_something_is_missing(
+def test_the_exit_code_reports_whether_something_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["doctor"]) == 0

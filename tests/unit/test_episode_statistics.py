@@ -82,12 +82,12 @@ def windows_of_a_batcher(n_windows: int, reset_before: int = 0) -> list[Any]:
 NONE, FIRST = [[], [], []], [[410.0], [4], [0]]
 
 
-def test_lanes_of_a_batcher_that_were_reset_in_between_begin_again() -> None:
+def test_statistics_restart_for_lanes_that_were_reset() -> None:
     assert windows_of_a_batcher(3) == [NONE, FIRST, [[28.0, 410.0], [7, 4], [1, 0]]]
     assert windows_of_a_batcher(3, reset_before=1) == [NONE, NONE, FIRST]
 
 
-def test_reset_forgets_what_was_running() -> None:
+def test_reset_discards_running_episodes() -> None:
     statistics = EpisodeStatistics()
     goes_on = {"_reward": torch.ones(2, 3), "_done": torch.zeros(2, 3, dtype=torch.bool)}
     statistics.update(TemporalDictTensor(goes_on))
@@ -124,6 +124,6 @@ STEPS = TemporalDictTensor({"_reward": torch.ones(2, 3), "_frame": torch.ones(2,
         (lambda: EpisodeStatistics().update(None), "NoneType"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_summed_up_is_named(call: Any, named: str) -> None:
+def test_unsummable_input_is_named(call: Any, named: str) -> None:
     with pytest.raises(SpecError, match=named):
         call()

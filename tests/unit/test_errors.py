@@ -61,7 +61,7 @@ BASES: dict[type[RlpoolError], set[type[Exception]]] = {
 }
 
 
-def test_every_exception_can_be_caught_by_what_it_is_and_by_nothing_else() -> None:
+def test_every_exception_is_caught_by_its_documented_bases_only() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     found = {kind for kind in kinds if issubclass(kind, RlpoolError)} - {RlpoolError}
     assert {kind: set(kind.__bases__) - {RlpoolError} for kind in found} == BASES
@@ -283,7 +283,7 @@ def error_of(call: Callable[[], Any]) -> RlpoolError:
 
 
 @pytest.mark.linux
-def test_messages_say_what_happened_where_and_what_to_do() -> None:
+def test_messages_give_the_problem_the_place_and_the_fix() -> None:
     said = [f"{type(error).__name__}: {error}" for error in map(error_of, CALLS)]
     assert said == MESSAGES.strip().split("\n\n")
 
@@ -296,7 +296,7 @@ def test_advice_fits_the_case() -> None:
         assert part in error.fix, error
 
 
-def test_an_error_in_this_process_has_the_original_with_its_frames_as_cause() -> None:
+def test_an_error_in_this_process_has_the_original_and_its_frames_as_cause() -> None:
     cause = error_of(lambda: episodes(FailingAgent)).__cause__
     assert isinstance(cause, KeyError)
     assert cause.__traceback__ is not None
@@ -320,7 +320,7 @@ REPORT: dict[str, Any] = {
 DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"),)}
 
 
-def test_all_that_is_known_of_a_place_is_said() -> None:
+def test_messages_include_everything_known_about_the_place() -> None:
     assert str(WorkerError("it broke", **REPORT)).splitlines() == [
         "it broke",
         "  where: worker 3, lane 14, row 7, episode 27, step 112, seed 17, env_info {'task': 5}",

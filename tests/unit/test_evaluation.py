@@ -44,7 +44,7 @@ def create_cartpole(seed: int, n_envs: int = 2) -> GymEnv:
     return GymEnv([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed)
 
 
-def test_no_bit_depends_on_lanes_or_workers() -> None:
+def test_results_do_not_depend_on_lanes_or_workers() -> None:
     policy, info = StochasticPolicy(), {"is_greedy": torch.arange(21) % 2 == 0}
     first, *others = (
         evaluate(
@@ -89,7 +89,7 @@ def test_a_copy_is_in_evaluation_mode_and_the_caller_keeps_agent_and_generators(
     assert all(value.grad is None and value.requires_grad for value in policy.parameters())
 
 
-def test_infos_reach_their_episodes_whatever_the_size_of_a_request() -> None:
+def test_infos_reach_their_episodes_for_any_request_size() -> None:
     n = 3 * 2 * 4 + 1
     lengths = torch.arange(n) % 7 + 1
     result = evaluate(StepCounter(), create_counting, n, env_info={"length": lengths})
@@ -128,7 +128,7 @@ def successes_of(info_of: Any, keys: Any, lengths: Any, n_lanes: int = 1, **kwar
     ("key", "expected"), [("success", [False, True, True]), ("is_success", [False, True, False])]
 )
 @pytest.mark.parametrize("values", [[0.3, 0.6, 0.4], [np.array([each]) for each in (0, 1, 0)]])
-def test_numbers_and_arrays_above_a_half_are_successes_of_any_step_or_the_last(
+def test_numbers_and_arrays_above_one_half_count_as_successes_in_any_or_the_last_step(
     values: list[Any], key: str, expected: list[bool]
 ) -> None:
     keys = {key: (float, np.shape(values[0]))}
@@ -136,7 +136,7 @@ def test_numbers_and_arrays_above_a_half_are_successes_of_any_step_or_the_last(
 
 
 @pytest.mark.parametrize("policy", [{}, {"n_workers": 1, "on_env_error": "truncate"}])
-def test_a_key_that_is_in_no_info_is_an_error(policy: Any) -> None:
+def test_a_success_key_missing_from_all_infos_raises(policy: Any) -> None:
     with pytest.raises(EnvSpecError, match="'succes'"):
         successes_of(lambda *_: {"success": True}, ["succes"], [3, 3, 3], **policy)
 
@@ -146,7 +146,7 @@ def sometimes(t: int, length: int) -> dict[str, Any]:
     return {"success": True} if t == length == 3 else {}
 
 
-def test_a_key_that_few_infos_have_depends_on_no_number_of_lanes_or_cut(tmp_path: Path) -> None:
+def test_a_rare_success_key_does_not_depend_on_lanes_or_request_size(tmp_path: Path) -> None:
     run = partial(successes_of, sometimes, ["success"], [2, 3, 2, 2, 2, 2])
     expected = [False, True, False, False, False, False]
     record = tmp_path / "record.jsonl"
@@ -168,7 +168,7 @@ def test_a_key_that_few_infos_have_depends_on_no_number_of_lanes_or_cut(tmp_path
         ("the environment, later", 2, 0, 1),
     ],
 )
-def test_what_carries_state_over_is_named(
+def test_wrappers_that_carry_state_over_are_named(
     name: str, n_envs: int, n_workers: int, over_manager: int, tmp_path: Path
 ) -> None:
     arguments = {"name": name, "n_envs": n_envs, "over_manager": over_manager}
@@ -181,7 +181,7 @@ def test_what_carries_state_over_is_named(
     assert len(found.entries) == 30
 
 
-def test_lanes_that_one_reset_begins_are_left_out() -> None:
+def test_lanes_reset_together_are_not_checked() -> None:
     def create_env(seed: int) -> VectorGymEnv:
         return VectorGymEnv(ArrayEnv(2, AutoresetMode.NEXT_STEP), seed, seeding="request")
 
@@ -204,7 +204,7 @@ def test_infos_need_not_be_repeated() -> None:
         (EpisodeBatcher, Seeded, []),
     ],
 )
-def test_batchers_warn_of_wrappers_that_keep_state(
+def test_batchers_warn_about_wrappers_that_keep_state(
     kind: Any, make: Any, names: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def create_env(seed: int) -> GymEnv:
@@ -220,7 +220,7 @@ def test_batchers_warn_of_wrappers_that_keep_state(
 
 
 @pytest.mark.parametrize(("max_steps", "over_manager"), [(1, False), (200, False), (4, True)])
-def test_episodes_are_truncated_after_the_most_steps(max_steps: int, over_manager: bool) -> None:
+def test_episodes_are_truncated_at_the_step_limit(max_steps: int, over_manager: bool) -> None:
     def create_env(seed: int) -> Any:
         makers = [partial(CountingEnv, length) for length in (3, 10**9, 4)]
         if over_manager:
@@ -235,7 +235,7 @@ def test_episodes_are_truncated_after_the_most_steps(max_steps: int, over_manage
     assert not verify(found, StepCounter(), create_env).differences
 
 
-def test_an_episode_that_may_never_end_is_warned_of_once(
+def test_a_possibly_endless_episode_is_warned_about_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlpool.batch.dispatch._LONG_STEPS", 200)  # 100,000 take long
@@ -262,7 +262,7 @@ def evaluation_of(
     )
 
 
-def test_a_summary_has_the_figures_by_their_definitions() -> None:
+def test_summary_statistics_match_their_definitions() -> None:
     summary = evaluation_of(RETURNS, [True] * 6 + [False] * 2).summary()
     assert summary.n_episodes == 8
     assert summary.mean.value == 4.5
@@ -282,7 +282,7 @@ def test_a_summary_has_the_figures_by_their_definitions() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_few_or_equal_returns_have_honest_intervals(n: int) -> None:
+def test_few_or_equal_returns_have_valid_intervals(n: int) -> None:
     summary = evaluation_of([3.0] * n, [True] * n).summary()
     assert summary.mean.value == summary.median == summary.interquartile_mean == 3.0
     assert math.isnan(summary.mean.low) == (n == 1)
@@ -293,7 +293,7 @@ def test_few_or_equal_returns_have_honest_intervals(n: int) -> None:
     assert "success" not in str(evaluation_of([1.0]).summary())
 
 
-def test_pairs_are_those_of_the_same_seed() -> None:
+def test_episodes_are_paired_by_seed() -> None:
     first = evaluation_of([1.0, 5.0, 3.0, 9.0], [True, True, False, True], [4, 7, 2, 1])
     second = evaluation_of([2.0, 1.0, 3.0, 0.0], [False, True, False, True], [2, 7, 4, 99])
     found = compare(first, second)
@@ -305,7 +305,7 @@ def test_pairs_are_those_of_the_same_seed() -> None:
     assert found.mcnemar_p == 1.0  # one pair differs
 
 
-def test_mcnemar_counts_pairs_that_differ() -> None:
+def test_mcnemar_counts_discordant_pairs() -> None:
     wins = evaluation_of([1.0] * 10, [True] * 10)
     losses = evaluation_of([0.0] * 10, [False] * 8 + [True] * 2)
     assert compare(wins, losses).mcnemar_p == pytest.approx(2 / 2**8)
@@ -314,7 +314,7 @@ def test_mcnemar_counts_pairs_that_differ() -> None:
     assert compare(wins, wins).difference == Estimate(0.0, 0.0, 0.0)
 
 
-def test_a_plot_has_all_returns_and_the_paired_differences() -> None:
+def test_a_plot_shows_all_returns_and_paired_differences() -> None:
     one, other = evaluation_of(RETURNS), evaluation_of([0.0] * 8)
     (axes,) = plot(one).axes
     (points,) = axes.collections[:1]
@@ -373,9 +373,7 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "named"), REFUSED)
-def test_what_does_not_fit_is_named(
-    call: Callable[[Path], Any], named: str, tmp_path: Path
-) -> None:
+def test_invalid_input_is_named(call: Callable[[Path], Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=named):
         call(tmp_path)
     assert list(tmp_path.iterdir()) == []

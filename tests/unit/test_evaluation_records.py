@@ -51,7 +51,7 @@ def made(create_env: Any = create_cartpoles, **options: Any) -> Evaluation:
     return evaluate(Policy(), create_env, episode_seeds=SEEDS, **options)
 
 
-def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
+def test_saved_records_load_bit_for_bit(tmp_path: Path) -> None:
     evaluation = made(agent_info=INFO)
     evaluation.save(tmp_path / "evaluation.json")
     loaded = Evaluation.load(tmp_path / "evaluation.json")
@@ -72,7 +72,7 @@ def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
         lambda whole: {**whole, "episodes": whole["episodes"][1:]},
     ],
 )
-def test_what_is_not_a_complete_record_of_this_version_is_refused_and_left_as_it_is(
+def test_incomplete_records_and_other_versions_are_refused_and_left_unchanged(
     change: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.json"
@@ -89,14 +89,14 @@ def test_what_is_not_a_complete_record_of_this_version_is_refused_and_left_as_it
 
 
 @pytest.mark.parametrize("agent_rows", [16, None])
-def test_episodes_that_are_run_again_agree(agent_rows: int | None) -> None:
+def test_rerun_episodes_agree(agent_rows: int | None) -> None:
     evaluation = made(agent_rows=agent_rows, agent_info=INFO)
     for create_agent in (Policy, Policy()):
         found = verify(evaluation, create_agent, create_cartpoles)
         assert (found.n_episodes, found.episodes, found.differences) == (20, [], [])
 
 
-def test_the_seeds_of_the_protocol_are_run_and_changed_episodes_are_found() -> None:
+def test_the_protocols_seeds_are_run_and_changed_episodes_are_found() -> None:
     evaluation = made()
     entries = [dict(entry) for entry in evaluation.entries]
     entries[7]["seed"] = 99
@@ -108,7 +108,7 @@ def test_the_seeds_of_the_protocol_are_run_and_changed_episodes_are_found() -> N
     assert "18 agree" in str(found)
 
 
-def test_another_agent_environment_or_setting_of_torch_is_named_with_both_sides() -> None:
+def test_a_different_agent_environment_or_torch_setting_is_reported_with_both_values() -> None:
     evaluation = made()
     found = verify(evaluation, lambda: Policy(1), create_cartpoles)
     assert found.differences[0].startswith("parameters: ")
@@ -129,7 +129,7 @@ def test_another_agent_environment_or_setting_of_torch_is_named_with_both_sides(
     ("n_kept", "agent_rows", "n_lanes"),
     [(-1, None, 3), (0, 16, 3), (13, 16, 1), (13, None, 3), (20, None, 3)],
 )
-def test_what_is_missing_is_run_and_nothing_else(
+def test_only_missing_episodes_are_run(
     n_kept: int,
     agent_rows: int | None,
     n_lanes: int,
@@ -176,7 +176,7 @@ def test_what_is_missing_is_run_and_nothing_else(
         (Policy(), {"infos": ["reward"]}, "infos"),
     ],
 )
-def test_a_record_of_another_evaluation_is_left_as_it_is(
+def test_a_record_of_another_evaluation_is_left_unchanged(
     agent: Any, options: Any, key: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -206,7 +206,7 @@ def failing(fails_at: int | None) -> Any:
     return create_env
 
 
-def test_an_evaluation_that_failed_goes_on_after_its_last_complete_request(tmp_path: Path) -> None:
+def test_a_failed_evaluation_resumes_after_its_last_complete_request(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     arguments: Any = {"n_episodes": 20, "env_info": {"id": range(20)}}
     with pytest.raises(EnvError):
@@ -216,7 +216,7 @@ def test_an_evaluation_that_failed_goes_on_after_its_last_complete_request(tmp_p
     assert same(resumed, evaluate(StepCounter(), failing(None), **arguments))
 
 
-def test_episodes_that_failed_count_as_they_are_told_to(tmp_path: Path) -> None:
+def test_failed_episodes_count_as_requested(tmp_path: Path) -> None:
     arguments: Any = {"env_info": {"id": range(6)}, "on_env_error": "truncate"}
     found = evaluate(StepCounter(), failing(3), 6, **arguments)
     found.save(tmp_path / "a.json")

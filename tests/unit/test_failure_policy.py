@@ -29,7 +29,7 @@ def death(worker: int = 0, signal_name: str | None = "SIGKILL") -> WorkerDiedErr
     return WorkerDiedError(what, exitcode=-9, signal_name=signal_name, where=where, fix="step it")
 
 
-def test_the_first_restart_is_at_once_and_delays_double_to_two_seconds() -> None:
+def test_the_first_restart_is_immediate_and_delays_double_up_to_two_seconds() -> None:
     restarts = started(2, None)
     delays = [restarts.judge(0, death())[0] for _ in range(8)]
     assert delays == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 2, 2])
@@ -40,7 +40,7 @@ def test_the_first_restart_is_at_once_and_delays_double_to_two_seconds() -> None
 
 
 @pytest.mark.parametrize(("has_started", "most"), [(False, 3), (True, 10)])
-def test_a_worker_that_does_no_work_is_given_up(has_started: bool, most: int) -> None:
+def test_a_worker_without_progress_is_given_up(has_started: bool, most: int) -> None:
     restarts = Restarts(2, FailurePolicy(max_restarts=None))
     restarts.has_started = has_started
     restarts.judge(1, death(1))
@@ -66,7 +66,7 @@ def test_the_budget_counts_the_restarts_of_all_workers() -> None:
         Restarts(2, FailurePolicy(max_restarts=0)).judge(0, death())
 
 
-def test_failures_of_an_episode_that_is_given_up_do_not_count() -> None:
+def test_failures_of_a_truncated_episode_do_not_count() -> None:
     restarts = started(1, 1)
     for _ in range(5):
         assert not restarts.abandons(death())
@@ -76,7 +76,7 @@ def test_failures_of_an_episode_that_is_given_up_do_not_count() -> None:
         assert restarts.n_restarts == 0
 
 
-def test_an_episode_is_given_up_where_it_fails_at_the_same_step_in_a_row() -> None:
+def test_an_episode_is_truncated_if_it_repeatedly_fails_at_the_same_step() -> None:
     restarts = started(1, None)
     at = [HANG.reworded(where=Where(worker=0, row=2, step=step, seed=9)) for step in range(3)]
     other = HANG.reworded(where=Where(worker=0, row=3, step=0, seed=8))
@@ -84,7 +84,7 @@ def test_an_episode_is_given_up_where_it_fails_at_the_same_step_in_a_row() -> No
     assert [restarts.abandons(failure) for failure in failures] == [False] * 5 + [True]
 
 
-def test_a_failure_that_is_no_death_keeps_its_traceback() -> None:
+def test_a_failure_other_than_death_keeps_its_traceback() -> None:
     failure = EnvError("env.step raised X", traceback_text="Traceback: X")
     with pytest.raises(WorkerDiedError) as caught:
         Restarts(2, FailurePolicy(max_restarts=0)).judge(1, failure)
@@ -101,7 +101,7 @@ def test_the_history_is_bounded() -> None:
     assert len(caught.value.history) == 1000
 
 
-def test_arguments_that_make_no_sense_are_refused_by_name() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     for name, value in {
         "on_worker_failure": "retry",
         "on_env_error": True,
@@ -114,7 +114,7 @@ def test_arguments_that_make_no_sense_are_refused_by_name() -> None:
             FailurePolicy(**{name: value})  # type: ignore[arg-type]
 
 
-def test_failures_of_workers_and_of_environments_are_restarted_each_by_its_own_argument() -> None:
+def test_worker_and_environment_failures_are_restarted_by_separate_arguments() -> None:
     in_env = EnvError("env.step raised X")
     policy = FailurePolicy()
     assert (policy.restarts_on(death()), policy.restarts_on(in_env)) == (True, False)

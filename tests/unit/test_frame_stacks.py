@@ -53,7 +53,7 @@ def random_episode(rng: Any, length: int, dtype: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_single_frames_give_the_bits_of_whole_stacks(dtype: Any) -> None:
+def test_single_frames_reproduce_whole_stacks_bit_for_bit(dtype: Any) -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         options = {"pool_size": [9, 60][seed % 2], "processes": 1 + seed % 3, "seed": seed}
@@ -76,7 +76,7 @@ def test_single_frames_give_the_bits_of_whole_stacks(dtype: Any) -> None:
                     assert found[key].numpy().tobytes() == expected[key].numpy().tobytes(), key
 
 
-def test_stacks_cross_the_border_between_windows() -> None:
+def test_stacks_span_window_boundaries() -> None:
     pools = [Pool(pool_size=150, seed=0, frame_stack=stack) for stack in (3, None)]
     envs = [FrameStackObservation(CountingEnv(length=n), 3) for n in (3, 16, 90)]
     create_env = lambda seed: GymEnvInf(envs, seed)  # noqa: E731
@@ -94,7 +94,7 @@ def test_stacks_cross_the_border_between_windows() -> None:
     assert sequences[0].lengths.max() > 16
 
 
-def test_other_values_are_refused_and_nothing_is_added() -> None:
+def test_invalid_values_are_refused_and_nothing_is_added() -> None:
     broken = steps(0, 9)
     broken["_frame"][0, 5] += 7
     state = np.arange(4 * 9).reshape(4, 9)

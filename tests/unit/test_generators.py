@@ -147,7 +147,7 @@ def in_manager() -> EpisodeBatcher:
 
 
 @pytest.mark.parametrize("make", [windows, in_manager])
-def test_the_callers_generators_are_as_they_were_after_every_call(make: Any) -> None:
+def test_the_callers_generators_are_unchanged_after_every_call(make: Any) -> None:
     with untouched():
         batcher = make()
     calls: list[Callable[[], Any]] = [
@@ -164,7 +164,7 @@ def test_the_callers_generators_are_as_they_were_after_every_call(make: Any) -> 
 
 
 @pytest.mark.parametrize("make", [episodes, windows])
-def test_the_same_is_drawn_as_in_a_worker_whatever_the_caller_and_others_draw(make: Any) -> None:
+def test_draws_match_a_workers_regardless_of_other_draws(make: Any) -> None:
     with make(n_threads=1) as batcher:
         expected = list(run(batcher))
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
@@ -186,7 +186,7 @@ def test_the_same_is_drawn_as_in_a_worker_whatever_the_caller_and_others_draw(ma
         (None, KeyError, WorkerStartupError),
     ],
 )
-def test_the_callers_generators_are_back_if_users_code_raises(
+def test_the_callers_generators_are_restored_if_user_code_raises(
     fails_in: Any, error: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any, **named: Any) -> Any:

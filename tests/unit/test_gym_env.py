@@ -47,7 +47,7 @@ MADE |= {name: partial(gymnasium.make, name) for name in REAL}
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_episodes_are_those_of_a_loop_by_hand(
+def test_episodes_match_a_hand_written_loop(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # MuJoCo leaves a log where it runs
@@ -87,7 +87,7 @@ def test_actions_are_copies_that_the_environment_may_keep() -> None:
     assert array.tolist() == [[0.0, 0.0]]
 
 
-def test_only_bounds_of_spaces_may_differ_and_float64_can_be_kept() -> None:
+def test_spaces_may_differ_only_in_bounds_and_float64_can_be_kept() -> None:
     envs = [SpaceEnv(spaces.Box(-n, n, (2,), np.float64), spaces.Discrete(n)) for n in (2, 3)]
     observation, _ = GymEnv(envs, seed=0, keep_float64=True).reset()
     assert observation["frame"].dtype == torch.float64
@@ -112,9 +112,7 @@ CONVERTED: list[tuple[Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("space", "value", "expected"), CONVERTED)
-def test_observations_of_a_related_type_are_converted(
-    space: Any, value: Any, expected: Any
-) -> None:
+def test_observations_of_related_types_are_converted(space: Any, value: Any, expected: Any) -> None:
     env = GymEnv([ValueEnv([value], space) for _ in range(3)], seed=0)
     first, _ = env.reset()
     (second, _), _ = env.step(action(0, 0, 0))
@@ -163,7 +161,7 @@ def test_rewards_and_flags_of_every_numeric_type_are_converted() -> None:
         ({"b": {"c": [0.5]}}, {"b/c": ("float32", [0.5])}),
     ],
 )
-def test_undeclared_observations_are_described_by_the_first(first: Any, expected: Any) -> None:
+def test_undeclared_observations_are_specified_by_the_first_one(first: Any, expected: Any) -> None:
     env = GymEnv([ValueEnv([first]) for _ in range(2)], seed=0)
     env.reset()
     (observation, _), _ = env.step(action(0, 0))
@@ -231,7 +229,7 @@ def made(max_episode_steps: int | None) -> Any:
 
 
 @pytest.mark.parametrize("kind", [GymEnv, GymEnvInf])
-def test_lanes_do_what_their_environments_do_on_their_own(kind: type[GymEnv]) -> None:
+def test_lanes_behave_like_their_environments_alone(kind: type[GymEnv]) -> None:
     lengths = [9, 2, 4, 3, 9]
     lanes = kind([W.TimeAwareObservation(made(length - 1)) for length in lengths], seed=0)
     alone = [Shown(W.TimeAwareObservation(made(length - 1))) for length in lengths]
@@ -280,7 +278,7 @@ class Noting(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().close()
 
 
-def test_every_wrapper_of_the_users_sees_every_call_and_is_closed_once() -> None:
+def test_every_user_wrapper_sees_every_call_and_is_closed_once() -> None:
     inner = made(None)
     wrapper = Noting(W.TimeLimit(Noting(inner), 2))
     env = GymEnvInf([wrapper], seed=0)
@@ -294,7 +292,7 @@ def test_every_wrapper_of_the_users_sees_every_call_and_is_closed_once() -> None
     assert inner.unwrapped.is_closed
 
 
-def test_all_environments_are_closed_although_some_fail_to_close() -> None:
+def test_all_environments_are_closed_even_if_some_fail_to_close() -> None:
     closed: list[int] = []
 
     def close(number: int) -> None:

@@ -49,9 +49,7 @@ class TellingEnv(CountingEnv):
 
 @pytest.mark.parametrize("kind", [EpisodeBatcher, Batcher])
 @pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
-def test_vector_environments_say_what_was_known_before_a_step_and_after_it(
-    mode: str, kind: Any
-) -> None:
+def test_vector_environments_report_infos_before_and_after_a_step(mode: str, kind: Any) -> None:
     def create_env(seed: int) -> VectorGymEnv:
         lanes = [partial(TellingEnv, length) for length in (3, 4, 5)]
         keys = {"success": bool, "part/t": float, "t": int, "task": int}
@@ -91,7 +89,7 @@ class MaskedInfos(ArrayEnv):
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor])  # as simulators on a GPU give
-def test_masks_of_vector_environments_say_which_lanes_have_a_value(convert: Any) -> None:
+def test_vector_environment_masks_mark_the_lanes_that_have_a_value(convert: Any) -> None:
     inner = MaskedInfos(4)
     inner.convert = convert
     env = VectorGymEnv(inner, 0, info_keys={"x": float, "p/y": "int8"})
@@ -136,7 +134,7 @@ def test_values_and_dtypes(keys: Any, given: Any, dtype: torch.dtype, stored: An
         ({"x": (float, 2)}, [[1], [2, 3]]),
     ],
 )
-def test_what_does_not_fit_is_refused(keys: Any, given: Any) -> None:
+def test_invalid_input_is_refused(keys: Any, given: Any) -> None:
     with pytest.raises(EnvSpecError, match="info 'x'") as caught:
         one(keys, {"x": given})
     assert caught.value.where.lane == 0
@@ -150,7 +148,7 @@ def test_what_does_not_fit_is_refused(keys: Any, given: Any) -> None:
         (lambda seed, **keys: ParallelEnvManager([TellingEnv] * 2, seed=seed, **keys), 0),
     ],
 )
-def test_a_key_that_never_appears_is_warned_of_once(
+def test_a_key_that_never_appears_is_warned_about_once(
     create: Any, n_workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def create_env(seed: int) -> Any:

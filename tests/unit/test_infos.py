@@ -57,14 +57,14 @@ def create_env(seed: int) -> GymEnv:
     return GymEnv([CountingEnv(), CountingEnv()], seed)
 
 
-def test_every_kind_of_info_is_the_same() -> None:
+def test_all_kinds_of_infos_are_equivalent() -> None:
     for info in SAME:
         rows = info_rows("env_info", info, N)
         assert rows.specs() == DictTensor(TENSORS).specs()
         assert all(torch.equal(rows[key], tensor) for key, tensor in TENSORS.items())
 
 
-def test_a_number_holds_for_all_rows_and_keeps_its_dtype() -> None:
+def test_a_number_applies_to_all_rows_and_keeps_its_dtype() -> None:
     values = {
         torch.int64: 3,
         torch.float32: 2.5,
@@ -85,7 +85,7 @@ def test_other_objects_are_refused_by_name(info: Any, named: str) -> None:
         info_rows("env_info", info, N)
 
 
-def test_environments_and_checks_take_dicts_too() -> None:
+def test_environments_and_checks_accept_dicts_too() -> None:
     envs = [OptionsEnv(), OptionsEnv()]
     GymEnv(envs).reset({"goal": [[1.0, 2.0], [3.0, 4.0]], "is_easy": True})
     goals = [1.0, 2.0], [3.0, 4.0]
@@ -94,7 +94,7 @@ def test_environments_and_checks_take_dicts_too() -> None:
 
 
 @pytest.mark.parametrize("convert", [torch.as_tensor, list])
-def test_rows_follow_their_episodes_and_later_changes_do_not_reach_a_request(convert: Any) -> None:
+def test_rows_follow_their_episodes_and_later_changes_do_not_affect_a_request(convert: Any) -> None:
     info = {"id": convert([1, 2]), "length": convert([3, 1])}
     with MonoThreadEpisodeBatcher(InfoEcho, {}, create_env, {}, seeds=1) as batcher:
         with pytest.raises(SpecError, match="'id' in agent_info"):
@@ -113,7 +113,7 @@ def test_rows_follow_their_episodes_and_later_changes_do_not_reach_a_request(con
             assert result.lengths.tolist() == [3, 1]
 
 
-def test_options_are_python_values_and_an_empty_info_is_none_at_all() -> None:
+def test_options_are_python_values_and_an_empty_info_becomes_none() -> None:
     env = OptionsEnv(length=1)
     task = torch.tensor([4], dtype=torch.int16)
     with MonoThreadEpisodeBatcher(

@@ -66,7 +66,7 @@ def test_the_outermost_section_counts_and_restores_the_handlers(handled: list[in
     assert [signal.getsignal(number) for number in NUMBERS] == before
 
 
-def test_a_section_that_is_stuck_may_be_interrupted(
+def test_a_stuck_section_can_be_interrupted(
     handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interrupts, "_PATIENCE_S", 0.0)
@@ -75,7 +75,7 @@ def test_a_section_that_is_stuck_may_be_interrupted(
         pytest.fail("not interrupted")
 
 
-def test_other_threads_are_left_alone() -> None:
+def test_other_threads_are_unaffected() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(defer_signals().__enter__).result()
 
@@ -96,7 +96,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
     return do
 
 
-def test_only_what_is_not_an_error_of_ours_leaves_an_object_interrupted() -> None:
+def test_only_foreign_exceptions_mark_an_object_as_interrupted() -> None:
     owner = Owner()
     assert owner.run() == 3
     with pytest.raises(SpecError):
@@ -113,7 +113,7 @@ def test_only_what_is_not_an_error_of_ours_leaves_an_object_interrupted() -> Non
         owner.is_interrupted = False
 
 
-def test_a_call_inside_another_is_refused_in_whatever_thread() -> None:
+def test_a_nested_call_is_refused_in_any_thread() -> None:
     owner = Owner()
     with ThreadPoolExecutor(1) as pool:
         for call in (owner.run, lambda: pool.submit(owner.run).result()):

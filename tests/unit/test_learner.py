@@ -67,12 +67,12 @@ def tasks_of(learner: Learner, n_rollouts: int) -> list[int]:
 # What is collected ---------------------------------------------------------------------------
 
 
-def test_stored_arrays_share_no_memory() -> None:
+def test_stored_arrays_do_not_share_memory() -> None:
     for one, other in itertools.combinations(episodes(learner_of(CountingActor()))[0], 2):
         assert not np.shares_memory(one, other)
 
 
-def test_transitions_end_with_their_own_episode_where_the_next_start_is_shown() -> None:
+def test_transitions_end_with_their_own_final_observation_under_autoreset() -> None:
     limit, n_lanes = 64, 3  # the second episode ends where a slot does
 
     def stored(show_start: bool) -> Any:
@@ -116,7 +116,7 @@ def test_one_call_of_the_agent_per_step_serves_all_environments() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "_"])
-def test_steps_and_rollouts_are_counted_where_the_learner_counts(prefix: str) -> None:
+def test_steps_and_rollouts_are_counted_if_the_learner_has_counters(prefix: str) -> None:
     """In a learner of the document, with a goal, and in one that counts nothing."""
     mine = SimpleNamespace(
         agent=StepCounter(), policy_storage=Storage(), agent_arch="memory", train_env=CountingEnv(3)
@@ -140,12 +140,12 @@ class SomeTasks(TaskEnv):
         return [3, 5]
 
 
-def test_without_train_tasks_the_environments_tasks_are_drawn() -> None:
+def test_tasks_are_drawn_from_the_environment_without_train_tasks() -> None:
     env = VariBadWrapper(SomeTasks(limit=1), 1)
     assert set(tasks_of(learner_of(MarkovActor(2), BOTH, env), 40)) == {3, 5}
 
 
-def test_a_task_may_be_any_object_and_reaches_an_environment_that_is_no_trial() -> None:
+def test_a_task_may_be_any_object_and_reaches_an_environment_without_trials() -> None:
     class Named(TaskEnv):
         def reset_task(self, task: Any = None) -> None:
             self.calls.append(task)
@@ -166,7 +166,7 @@ class NeedsTask(CountingEnv):
         return super().reset(options={"id": options["task"]})
 
 
-def test_an_environment_that_needs_a_task_gets_one_at_once_or_says_so() -> None:
+def test_an_environment_that_needs_a_task_gets_one_immediately_or_raises() -> None:
     learner = learner_of(StepCounter(), MEMORY, NeedsTask(), tasks=[4])
     assert tasks_of(learner, 1) == [4]
     learner.train_tasks = None
@@ -177,7 +177,7 @@ def test_an_environment_that_needs_a_task_gets_one_at_once_or_says_so() -> None:
 # One after another or side by side -----------------------------------------------------------
 
 
-def test_random_actions_side_by_side_are_those_of_one_after_another() -> None:
+def test_random_actions_are_the_same_in_parallel_and_in_sequence() -> None:
     learners = [learner_of(None) for _ in range(3)]
     for n_rollouts in (3, 20, 0, 1):
         for learner, env in zip(learners, [None, lanes(3), lanes(16)], strict=True):
@@ -191,7 +191,7 @@ def test_random_actions_side_by_side_are_those_of_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lstm", "dict"])
-def test_an_agents_memory_lasts_for_a_trial_and_begins_anew_with_the_next(kind: str) -> None:
+def test_an_agents_memory_lasts_for_one_trial_and_is_reset_for_the_next(kind: str) -> None:
     actor = MemoryActor(kind)
     actor.initial = torch.ones(1, 2), torch.full((1, 1), 7.0), actor.initial[2]
     env = VariBadWrapper(TaskEnv(limit=3), 2)
@@ -279,7 +279,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "error", "named"), REFUSED)
-def test_what_does_not_fit_is_refused_by_name(
+def test_invalid_input_is_refused_by_name(
     name: str, value: Any, error: type[Exception], named: str
 ) -> None:
     learner, arguments = learner_of(MemoryActor()), {"num_rollouts": 1}

@@ -49,7 +49,7 @@ def wrapped(*arguments: Any, **named: Any) -> AncestorWrapper:
 
 
 @pytest.mark.parametrize("kind", [AncestorCountingEnv, SpacedLegacyEnv, wrapped])
-def test_trajectories_are_those_of_modern_environments(kind: Any) -> None:
+def test_trajectories_match_those_of_modern_environments(kind: Any) -> None:
     trajectories = collect(lambda: kind(5, 2), 3)
     assert_same_tensors(trajectories, counting_trajectories([5, 5, 5], [2, 2, 2]))
     trajectories = collect(lambda: kind(9), 2, max_episode_steps=4)
@@ -58,7 +58,7 @@ def test_trajectories_are_those_of_modern_environments(kind: Any) -> None:
     assert_same_tensors(trajectories, counting_trajectories([3, 3], [0, 0], ["truncated"] * 2))
 
 
-def test_spaces_of_the_former_gym_are_known_by_the_names_of_their_classes() -> None:
+def test_legacy_gym_spaces_are_recognised_by_class_name() -> None:
     Box = type("Box", (), {"shape": (3,), "dtype": np.dtype(np.float64)})  # noqa: N806
     Discrete = type("Discrete", (), {"n": 4})  # noqa: N806
     inner: Any = AncestorCountingEnv()
@@ -88,7 +88,7 @@ class DefaultOptionsEnv(CountingEnv):
 
 @pytest.mark.parametrize("kind", [DefaultInfoEnv, DefaultOptionsEnv])
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_without_env_info_an_environments_own_default_applies(kind: Any, is_wrapped: bool) -> None:
+def test_an_environments_own_default_applies_without_env_info(kind: Any, is_wrapped: bool) -> None:
     made = kind(length=1)
     if is_wrapped and isinstance(made, gymnasium.Env):
         made = TimeLimit(made, 5)
@@ -119,7 +119,7 @@ class SeededEnv(CountingEnv):
         return super().reset(seed=seed)
 
 
-def test_options_that_no_reset_takes_are_refused_with_its_signature() -> None:
+def test_options_that_reset_does_not_accept_are_refused_with_its_signature() -> None:
     for make, named in ((wrapped, "AncestorCountingEnv"), (SeededEnv, "SeededEnv")):
         env = GymEnv([make()], seed=0)
         env.reset()
@@ -135,7 +135,7 @@ class TaskWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
         return self.env.reset(**arguments)
 
 
-def test_a_task_among_the_options_reaches_a_reset_that_takes_one() -> None:
+def test_a_task_in_the_options_reaches_a_reset_that_accepts_one() -> None:
     wrapper = TaskWrapper(CountingEnv())
     env = GymEnv([TimeLimit(wrapper, 5)])
     env.reset_lanes([0], [3], [{"task": 4, "length": 9}])
@@ -144,7 +144,7 @@ def test_a_task_among_the_options_reaches_a_reset_that_takes_one() -> None:
     assert wrapper.given == (8, {"seed": 3, "options": None})
 
 
-def test_a_task_is_drawn_for_by_the_seed_and_not_what_the_reset_draws() -> None:
+def test_seeding_determines_the_draws_of_a_task_independently_of_reset() -> None:
     env, tasks, starts = CountingEnv(), list[Any](), list[float]()
     env.reset_task = lambda task: tasks.append((task, env.np_random.random()))  # type: ignore[attr-defined]
     lanes = GymEnv([env])
@@ -176,7 +176,7 @@ class OldNoiseEnv(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_generators_of_former_environments_have_their_former_names(is_wrapped: bool) -> None:
+def test_legacy_generator_names_are_available(is_wrapped: bool) -> None:
     inner = OldNoiseEnv()
     env = GymEnv([TimeLimit(inner, 5) if is_wrapped else inner], seed=3)
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_generators_of_former_environments_have_their_former_names(is_wrapped: b
     assert type(modern.np_random) is np.random.Generator
 
 
-def test_an_old_reset_without_a_seed_method_draws_by_the_seed_of_the_episode() -> None:
+def test_a_legacy_reset_without_a_seed_method_uses_the_episodes_seed() -> None:
     class Env(gymnasium.Env[Any, Any]):
         def reset(self) -> Any:  # type: ignore[override]
             return self.np_random.rand()  # type: ignore[attr-defined]

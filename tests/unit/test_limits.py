@@ -29,7 +29,7 @@ def bound_to(monkeypatch: pytest.MonkeyPatch, *bounds: Bound) -> None:
 # Memory ---------------------------------------------------------------------------------------
 
 
-def test_machine_and_containers_limit_memory(tmp_path: Path) -> None:
+def test_machine_and_container_limit_memory(tmp_path: Path) -> None:
     files = {
         "user/job/step/memory.max": "max",
         "user/job/step/memory.current": "900",
@@ -55,7 +55,7 @@ def test_in_a_container_the_topmost_group_counts(tmp_path: Path, group: str) -> 
     assert [bound.free for bound in memory_bounds(root)[1:]] == [4000]
 
 
-def test_memory_that_is_not_free_is_warned_of_or_refused(
+def test_insufficient_memory_is_warned_about_or_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bound_to(monkeypatch, Bound("the group has", 2000, 500), Bound("this machine has", 900, 600))
@@ -93,7 +93,7 @@ def test_batchers_refuse_before_they_allocate(monkeypatch: pytest.MonkeyPatch) -
     ("quota", "expected"),
     [("max 100000", 64), ("150000 100000", 2), ("1000 100000", 1), ("", 64)],
 )
-def test_cores_are_those_of_affinity_and_container(
+def test_the_number_of_cores_respects_affinity_and_container(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
@@ -106,7 +106,7 @@ def test_cores_are_those_of_affinity_and_container(
 
 
 @pytest.mark.linux
-def test_more_workers_than_twice_the_cores_are_worth_one_warning(
+def test_more_workers_than_twice_the_cores_cause_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(limits, "n_cores", lambda: 1)
@@ -118,7 +118,7 @@ def test_more_workers_than_twice_the_cores_are_worth_one_warning(
 
 
 @pytest.mark.linux
-def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_beyond_the_descriptor_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "n_open_descriptors", lambda: 48)
     limit_descriptors(monkeypatch, 120)
     check_workers(10, 4, "use fewer")  # exactly what is left

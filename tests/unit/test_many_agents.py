@@ -65,7 +65,7 @@ def collected(lives: Any = None, masks: str = "", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", range(8))
-def test_joint_episodes_are_those_of_a_loop_by_hand(case: int) -> None:
+def test_joint_episodes_match_a_hand_written_loop(case: int) -> None:
     """Births, deaths, groups, masks, limits and infos are drawn."""
     rng = random.Random(case)
     members = rng.choice([{"": ["small"] * 4}, {"small": ["small"] * 2, "big": ["big"] * 2}])
@@ -94,7 +94,7 @@ def test_joint_episodes_are_those_of_a_loop_by_hand(case: int) -> None:
 
 
 @pytest.mark.parametrize("is_in_list", [True, False])
-def test_a_step_that_is_given_up_earned_nobody_anything(is_in_list: bool) -> None:
+def test_a_truncated_failed_step_has_no_rewards(is_in_list: bool) -> None:
     class Lost(Lives):
         def step(self, actions: Any) -> Any:
             if self.t == 3:
@@ -114,7 +114,7 @@ def test_a_step_that_is_given_up_earned_nobody_anything(is_in_list: bool) -> Non
     assert own["_truncated"].sum(1).tolist() == [1, 0, 1, 0]
 
 
-def test_infos_get_an_axis_of_agents_and_names_alone_mean_a_number_of_each() -> None:
+def test_infos_get_an_agent_axis_and_bare_names_mean_one_number_per_agent() -> None:
     episodes = collected(masks="info", info_keys={"action_mask": (np.int8, 4)})
     assert episodes["action_mask"].shape[2:] == (4, 4)
     sums = episodes["action_mask"].sum(-1)
@@ -131,7 +131,7 @@ def test_infos_get_an_axis_of_agents_and_names_alone_mean_a_number_of_each() -> 
     assert "big/action_mask" not in episodes
 
 
-def test_the_state_is_a_key_if_it_is_asked_for() -> None:
+def test_the_state_is_a_key_if_requested() -> None:
     episodes = collected(state=True)
     assert episodes["state"][0, :3].tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
     own = episodes.per_agent()  # its size is the number of agents
@@ -139,7 +139,7 @@ def test_the_state_is_a_key_if_it_is_asked_for() -> None:
     assert "state" not in collected()
 
 
-def test_rewards_of_narrow_dtypes_do_not_wrap_around_when_they_are_summed() -> None:
+def test_sums_of_rewards_in_narrow_dtypes_do_not_overflow() -> None:
     lives = dict.fromkeys(["small_0", "small_1"], (0, 2, "terminated"))
     for reward in (np.uint8(200), np.float16(60000), 2**62):
         env = JointEnv(Lives(lives, reward=reward))
@@ -147,7 +147,7 @@ def test_rewards_of_narrow_dtypes_do_not_wrap_around_when_they_are_summed() -> N
         assert env.step(np.ones(2, np.int8))[1] == 2 * float(reward)
 
 
-def test_what_is_told_of_agents_that_are_not_there_is_zero() -> None:
+def test_values_reported_for_absent_agents_are_zero() -> None:
     class Talkative(Lives):
         def reset(self, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
             _, infos = super().reset(seed, options)
@@ -184,7 +184,7 @@ def windows(n_timesteps: int, n_lanes: int, n: int) -> list[Any]:
         return [batcher.get() for _ in range(n)]
 
 
-def test_windows_go_on_with_agents_that_live_again() -> None:
+def test_windows_continue_with_revived_agents() -> None:
     (window,) = windows(20, 2, 1)
     assert window["_done"].sum(1).tolist() == [1, 1]
     own = window.per_agent()
@@ -195,7 +195,7 @@ def test_windows_go_on_with_agents_that_live_again() -> None:
     assert sorted(ended.lengths.tolist()) == sorted([6, 6, 3, 3, 4, 4, 9] * 2)
 
 
-def test_an_agent_may_be_born_where_a_window_begins() -> None:
+def test_an_agent_may_be_born_at_the_start_of_a_window() -> None:
     starts = []
     for window in windows(2, 1, 4):
         own = window.per_agent()
@@ -204,7 +204,7 @@ def test_an_agent_may_be_born_where_a_window_begins() -> None:
     assert [each[1] for each in starts] == [[], [], [True, False], [False, False]]
 
 
-def test_managers_and_pools_take_joint_environments() -> None:
+def test_managers_and_pools_accept_joint_environments() -> None:
     with ParallelEnvManager([lambda: JointEnv(Lives(LIVES))] * 2) as manager:
         observation, _ = manager.reset()
         assert observation["alive"].tolist() == [[True, True, False, False]] * 2
@@ -213,7 +213,7 @@ def test_managers_and_pools_take_joint_environments() -> None:
         assert pool.transitions()["alive"].sum(0).tolist() == [6, 3, 4, 9]
 
 
-def test_gae_takes_rewards_of_all_agents() -> None:
+def test_gae_accepts_rewards_of_all_agents() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 5, 7, 4, generator=generator)
     terminated, done = torch.rand(2, 5, 7, generator=generator) < 0.2
@@ -254,7 +254,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_environments_and_arguments_that_do_not_fit_are_refused_by_name() -> None:
+def test_invalid_environments_and_arguments_are_refused_by_name() -> None:
     for kind, given, named in REFUSED:
         with pytest.raises(SpecError, match=named):
             kind(given, 0)
@@ -287,12 +287,12 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("change", "named"), WRONG)
-def test_results_that_do_not_fit_name_the_agent(change: Any, named: str) -> None:
+def test_invalid_step_results_name_the_agent(change: Any, named: str) -> None:
     with pytest.raises(EnvError, match=named):
         run(lambda seed: PettingZooEnv([Wrong(change)], seed))
 
 
-def test_actions_of_agents_that_are_alive_have_to_be_in_their_space() -> None:
+def test_actions_of_living_agents_must_be_in_their_space() -> None:
     env = PettingZooEnv([Lives(GROUPS)])
     env.reset_lanes([0], [0], [None])
     small = np.array([[4, 9]])  # small_1 is not born
@@ -304,7 +304,7 @@ def test_actions_of_agents_that_are_alive_have_to_be_in_their_space() -> None:
     assert "'small_1'" in str(caught.value.__cause__)
 
 
-def test_per_agent_and_back_are_refused_by_what_is_missing() -> None:
+def test_per_agent_and_its_inverse_name_what_is_missing() -> None:
     episodes, groups = collected(), collected(GROUPS)
     own = groups.per_agent("big")
     refused: list[tuple[Any, str]] = [

@@ -61,7 +61,7 @@ both = pytest.mark.parametrize("make", [batch_of, steps_of])
 
 
 @both
-def test_constructors_and_copies_take_the_dict_and_share_the_tensors(make: Any) -> None:
+def test_constructors_and_copies_own_the_dict_and_share_the_tensors(make: Any) -> None:
     batch = make()
     given = dict(batch)
     again = type(batch)(given)
@@ -92,7 +92,7 @@ def test_lengths_and_info_belong_to_the_batch() -> None:
         assert list(batch.info) == ["task"]
 
 
-def test_without_keys() -> None:
+def test_batches_without_keys() -> None:
     for empty in (DictTensor(), DictTensor.cat([])):
         assert (empty.n_elems(), empty.device(), empty.specs(), empty.unfold()) == (0, None, {}, [])
         for rows in (0, slice(0, 2), torch.tensor([5]), torch.ones(3, dtype=torch.bool)):
@@ -108,7 +108,7 @@ def test_without_keys() -> None:
     assert TemporalDictTensor.cat([]).n_elems() == 0
 
 
-def test_what_is_a_view_and_what_a_copy() -> None:
+def test_which_operations_return_views_or_copies() -> None:
     batch, steps = batch_of(), steps_of()
     row, frame = address(batch["frame"][2]), steps["frame"]
     second, later = address(frame[1]), address(frame[0, 1])
@@ -132,7 +132,7 @@ def test_what_is_a_view_and_what_a_copy() -> None:
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_copying_rows_keeps_the_storage_and_reads_everything_before_it_writes() -> None:
+def test_copying_rows_keeps_the_storage_and_reads_before_writing() -> None:
     steps = steps_of()
     before = address(steps["frame"]), address(steps.lengths)
     steps.copy_(steps, torch.arange(4), torch.tensor([3, 2, 1, 0]))
@@ -148,7 +148,7 @@ def test_copying_rows_keeps_the_storage_and_reads_everything_before_it_writes() 
     assert (swapped["a"].tolist(), swapped["b"].tolist()) == ([2, 1, 0], [0, 1, 2])
 
 
-def test_a_single_trajectory_knows_its_time_and_has_no_rows() -> None:
+def test_a_single_trajectory_has_a_length_but_no_rows() -> None:
     row = steps_of()[0]
     assert (row.lengths.item(), row.info["task"].item(), row.n_timesteps()) == (3, 1, 5)
     assert row.mask().tolist() == [1, 1, 1, 0, 0]
@@ -216,12 +216,12 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("use", "named"), REFUSED, ids=range(len(REFUSED)))
-def test_unsuitable_arguments_are_refused_by_name(use: Any, named: str) -> None:
+def test_invalid_arguments_are_refused_by_name(use: Any, named: str) -> None:
     with pytest.raises(SpecError, match=named):
         use()
 
 
-def test_a_row_that_does_not_exist_raises_and_nothing_is_written() -> None:
+def test_a_nonexistent_row_raises_and_nothing_is_written() -> None:
     batch, row = batch_of(), torch.tensor([0, 4])
     # torch checks no index where there are no values
     for each in (batch, DictTensor({"x": ZERO(4, 0)}), steps_of(), steps_of().get([])):
@@ -239,7 +239,7 @@ def test_a_row_that_does_not_exist_raises_and_nothing_is_written() -> None:
 # Values -------------------------------------------------------------------------------------------
 
 
-def test_masks_do_no_arithmetic() -> None:
+def test_masks_do_not_use_arithmetic() -> None:
     ugly = torch.tensor([float("inf"), float("nan"), -0.0, 1e-45])
     plain = torch.ones(4)
     assert torch.equal(masked_tensor(ugly, plain, torch.ones(4)), plain)
@@ -277,7 +277,7 @@ def test_steps_are_found_in_any_memory_layout(layout: str) -> None:
     assert torch.equal(batch.temporal_multi_index(last)["x"], torch.stack(expected))
 
 
-def test_gradients_pass() -> None:
+def test_gradients_flow_through_operations() -> None:
     weight = torch.ones(3, requires_grad=True)
     DictTensor({"x": weight * 2})[torch.tensor([0, 0, -1])]["x"].sum().backward()
     weights = torch.ones(2, 3, requires_grad=True)
@@ -289,7 +289,7 @@ def test_gradients_pass() -> None:
 
 
 @both
-def test_to_moves_everything_or_is_the_same_object(make: Any) -> None:
+def test_to_moves_everything_or_returns_the_same_object(make: Any) -> None:
     batch = make()
     assert batch.to("cpu") is batch
     moved = batch.to("meta")
@@ -311,14 +311,14 @@ def test_slices_of_a_window_can_be_joined() -> None:
     assert TemporalDictTensor.cat(parts[:1] * 2).info["first_step"].tolist() == [7, 9, 7, 9]
 
 
-def test_printed_steps_say_which_reward_is_which() -> None:
+def test_printing_shows_which_reward_is_which() -> None:
     steps = {"reward": ZERO(1, 2), "_reward": ZERO(1, 2)}
     first = repr(TemporalDictTensor(steps)).splitlines()[1]
     assert first == "  reward   float32 [1, 2]  before the step; _reward: earned by it"
     assert "earned" not in repr(TemporalDictTensor({"reward": ZERO(1, 2)}))
 
 
-def test_values_of_different_lengths_come_without_padding_as_views() -> None:
+def test_values_of_different_lengths_are_unpadded_views() -> None:
     texts = torch.arange(24).view(2, 3, 4)
     numbers = torch.tensor([[4, 0, 1], [2, 9, 9]])
     steps = TemporalDictTensor(
@@ -337,7 +337,7 @@ def test_values_of_different_lengths_come_without_padding_as_views() -> None:
             steps.unpadded(values, n)
 
 
-def test_a_view_pickles_its_values_and_not_the_storage() -> None:
+def test_a_view_pickles_only_its_own_values() -> None:
     block = torch.arange(8000.0).view(1000, 8)
     for view in (
         DictTensor({"x": block[-4:], "y": block[::250]}),
@@ -358,7 +358,7 @@ def test_a_view_pickles_its_values_and_not_the_storage() -> None:
 
 
 @both
-def test_both_are_pytrees(make: Any) -> None:
+def test_both_classes_are_pytrees(make: Any) -> None:
     batch = make()
     parts, spec = _pytree.tree_flatten(batch)
     again = _pytree.tree_unflatten(parts, spec)
@@ -369,7 +369,7 @@ def test_both_are_pytrees(make: Any) -> None:
     assert sums.tolist() == [0, 4, 8, 12]
 
 
-def test_tensordicts_share_the_tensors() -> None:
+def test_conversion_to_tensordict_shares_the_tensors() -> None:
     tensordict = pytest.importorskip("tensordict")
     for batch, size in ((batch_of(), (4,)), (batch_of()[1], ()), (steps_of(), (4,))):
         converted = batch.to_tensordict()

@@ -15,7 +15,7 @@ from support.envs import CountingEnv
 NAN = float("nan")
 
 
-def test_moments_are_those_of_all_values_in_whatever_batches_they_came() -> None:
+def test_moments_do_not_depend_on_batching() -> None:
     # Far from zero, where sums of squares would have lost all digits in float32.
     values = 1e4 + torch.randn(7, 11, 3, 2, generator=torch.Generator().manual_seed(1))
     normalizer = RunningNormalizer((3, 2), clip=1.5)
@@ -34,7 +34,7 @@ def test_moments_are_those_of_all_values_in_whatever_batches_they_came() -> None
     torch.testing.assert_close(normalizer(values.double()).reshape(-1, 3, 2), wanted)
 
 
-def test_what_is_masked_does_not_count() -> None:
+def test_masked_values_do_not_count() -> None:
     masked, short = RunningNormalizer(1), RunningNormalizer(1)
     batch = torch.tensor([[[1.0], [2.0], [NAN]], [[5.0], [NAN], [NAN]]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -46,12 +46,12 @@ def test_what_is_masked_does_not_count() -> None:
     assert masked.count == 6
 
 
-def test_values_pass_unchanged_before_the_first_update() -> None:
+def test_values_are_unchanged_before_the_first_update() -> None:
     values = torch.tensor([[-2, 0], [9, 11]])
     assert RunningNormalizer(2)(values).tolist() == [[-2, 0], [9, 10]]
 
 
-def test_statistics_travel_with_the_state_dict_and_stay_in_evaluation_mode() -> None:
+def test_statistics_are_in_the_state_dict_and_frozen_in_evaluation_mode() -> None:
     one, other = RunningNormalizer(2), RunningNormalizer(2)
     one.update(torch.randn(5, 2))
     other.load_state_dict(one.state_dict())
@@ -64,7 +64,7 @@ def test_statistics_travel_with_the_state_dict_and_stay_in_evaluation_mode() -> 
     assert not rewards.statistics.count
 
 
-def test_rewards_are_divided_by_the_deviation_of_what_lanes_have_earned_so_far() -> None:
+def test_rewards_are_divided_by_the_standard_deviation_of_running_returns() -> None:
     env_args: Any = {"n_envs": 3}
 
     def create_env(seed: int, n_envs: int) -> GymEnvInf:
@@ -106,12 +106,12 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_what_does_not_fit_is_refused(call: Any, words: str) -> None:
+def test_invalid_input_is_refused(call: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         call()
 
 
-def test_values_that_are_not_finite_change_nothing() -> None:
+def test_nonfinite_values_change_nothing() -> None:
     normalizer, rewards = RunningNormalizer(2), RewardNormalizer(1, 0.9)
     with pytest.raises(SpecError, match="not finite"):
         normalizer.update(torch.tensor([[1.0, NAN]]))

@@ -80,7 +80,7 @@ def assert_same(episode: Any, expected: Any) -> None:
 # The pool's own protocol
 
 
-def test_the_very_action_object_goes_back_to_the_environment_and_is_copied() -> None:
+def test_the_environment_gets_its_own_action_object_and_a_copy_is_stored() -> None:
     class Env(ActingEnv):
         def reset(self) -> tuple[Any, Any]:
             self.action = np.zeros(2)
@@ -122,7 +122,7 @@ def test_tensors_are_stored_as_arrays_and_rewards_as_float32() -> None:
     assert episode_of(env).reward.tolist() == [1.0, np.float32(1 / 3), 1.0]
 
 
-def test_values_of_several_parts_become_one_array_per_part() -> None:
+def test_nested_values_become_one_array_per_part() -> None:
     values = [{"image": np.full((2, 2), k, np.uint8), "pose": ([k, 0.5], k)} for k in range(3)]
     episode = episode_of(states(*values))
     assert episode.state.keys() == {"image", "pose/0", "pose/1"}
@@ -172,7 +172,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     for call, error, named in REFUSED:
         with pytest.raises(error, match=named):
             call()
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused() -> None:
 # Gymnasium's protocol
 
 
-def test_an_environment_that_behaves_like_gymnasiums_is_one() -> None:
+def test_an_environment_that_behaves_like_gymnasium_is_treated_as_such() -> None:
     env = DuckEnv()
     for episode in episodes_of(env, n=2):
         assert episode.state[:, 0].tolist() == [0, 1, 2]
@@ -191,7 +191,7 @@ def test_an_environment_that_behaves_like_gymnasiums_is_one() -> None:
     assert env.n_resets == 2
 
 
-def test_an_environment_of_gymnasiums_type_may_choose_its_own_actions() -> None:
+def test_a_gymnasium_env_subclass_may_choose_its_own_actions() -> None:
     assert_same(episode_of(TypedActingEnv(4)), ActingEnv.expected(4))
 
 
@@ -202,7 +202,7 @@ NESTED = spaces.Dict(
 )
 
 
-def test_a_policy_gets_states_and_gives_actions_as_the_environment_has_them() -> None:
+def test_a_policy_uses_the_environments_own_states_and_actions() -> None:
     seen = []
     env = SpaceEnv(NESTED, NESTED)
     episode = episode_of(env, policy=lambda state: seen.append(state) or state)
@@ -222,7 +222,7 @@ def test_a_policy_gets_states_and_gives_actions_as_the_environment_has_them() ->
         (spaces.Box(-1, 1, (2,), np.float32), [0.5, 0.25], np.float32),
     ],
 )
-def test_actions_of_a_policy_take_the_form_of_the_space(
+def test_a_policys_actions_are_converted_to_the_form_of_the_space(
     space: Any, action: Any, dtype: Any
 ) -> None:
     env = SpaceEnv(spaces.Discrete(2), space)
@@ -234,14 +234,14 @@ def test_actions_of_a_policy_take_the_form_of_the_space(
         np.testing.assert_array_equal(given, np.asarray(action))
 
 
-def test_a_policy_chooses_any_number_without_an_action_space() -> None:
+def test_a_policy_may_choose_any_number_without_an_action_space() -> None:
     assert episode_of(without_actions(), lambda state: 2.5).action.tolist() == [2.5] * 3
 
 
 # Seeds
 
 
-def test_sampled_actions_follow_the_seed_but_are_not_the_noise_of_the_environment() -> None:
+def test_sampled_actions_depend_on_the_seed_independently_of_the_environments_noise() -> None:
     class Env(SpaceEnv):
         def observe(self) -> Any:
             return self.np_random.random(3).astype(np.float32)

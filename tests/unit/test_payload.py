@@ -32,7 +32,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("tensor", TENSORS)
-def test_every_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
+def test_every_tensor_arrives_unchanged(tensor: torch.Tensor) -> None:
     again = there_and_back(tensor)
     assert again.dtype == tensor.dtype
     assert again.shape == tensor.shape
@@ -47,7 +47,7 @@ def test_parameters_arrive_as_values_without_gradients() -> None:
     assert not any(tensor.requires_grad for tensor in again.values())
 
 
-def test_nesting_types_functions_and_arrays_are_kept() -> None:
+def test_nesting_types_functions_and_arrays_are_preserved() -> None:
     arrays = [np.zeros(0), np.array(3), np.arange(6).reshape(2, 3).T, np.array(["a", "bc"])]
     value = {"ordered": OrderedDict(b=1, a={2}), "add": lambda x: x + len(arrays), 5: (b"x", None)}
     again, others = there_and_back((value, arrays))

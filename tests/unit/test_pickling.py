@@ -64,20 +64,20 @@ SHAPES: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "path"), SHAPES)
-def test_the_path_leads_to_what_cannot_be_pickled(make: Any, path: str) -> None:
+def test_the_path_leads_to_the_unpicklable_object(make: Any, path: str) -> None:
     assert f": env_args{path} is {LOCK}" in refusal(make(threading.Lock()))
     value = make(closure(7))
     assert pickled({"env_args": value}, value, fix="").load() is not None
 
 
-def test_type_and_reason_are_named_in_one_line_also_where_no_path_is_known() -> None:
+def test_type_and_reason_are_given_in_one_line_even_without_a_path() -> None:
     assert "it is a set" in refusal({threading.Lock()})
     assert refusal({"sim": [Refusing()]}).endswith(
         f"env_args['sim'][0] is a {__name__}.Refusing (RuntimeError: a simulator cannot be copied)"
     )
 
 
-def test_circles_and_depth_are_no_obstacle() -> None:
+def test_reference_cycles_and_deep_nesting_are_handled() -> None:
     holder = Holder([threading.Lock()])
     holder.lock.insert(0, holder)
     assert "env_args.lock[1]" in refusal(holder)
@@ -89,7 +89,7 @@ def test_circles_and_depth_are_no_obstacle() -> None:
     assert len(words) < 400
 
 
-def test_of_several_parts_the_one_that_fails_is_named() -> None:
+def test_the_failing_part_of_several_is_named() -> None:
     parts = {"create_env": Holder, "env_args": {"a": 1}, "create_agent": closure([Refusing()])}
     with pytest.raises(WorkerStartupError, match=r"^create_agent .*: create_agent\.<closure 'm"):
         pickled(parts, tuple(parts.values()), fix="")
@@ -99,7 +99,7 @@ def test_of_several_parts_the_one_that_fails_is_named() -> None:
     assert words.endswith("it was the weather")
 
 
-def test_data_for_a_worker_arrive_as_they_were_with_the_classes_of_its_functions() -> None:
+def test_data_for_a_worker_arrives_unchanged_with_the_classes_of_its_functions() -> None:
     @dataclass
     class Local:
         number: int

@@ -36,7 +36,7 @@ def filled(n: int = 6, **options: Any) -> Pool:
 # Single transitions -----------------------------------------------------------------------------
 
 
-def test_values_of_single_transitions_keep_what_they_are() -> None:
+def test_values_of_single_transitions_are_stored_exactly() -> None:
     pool = Pool(pool_size=5)
     pool.pool(0, 0, 0.5, np.int64(2**60 + 1), False)  # next states may have fractions
     pool(1e39, 0, 1, torch.tensor(0.1, dtype=torch.float64), False)  # beyond float32
@@ -47,7 +47,7 @@ def test_values_of_single_transitions_keep_what_they_are() -> None:
     assert rewards.tolist() == [np.float32(2**60), np.float32(0.1)]
 
 
-def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> None:
+def test_nested_states_and_actions_are_stored_under_their_names() -> None:
     pool, loaded = Pool(pool_size=5, seed=0), Pool(pool_size=5)
     for step in range(3):
         s, after = (
@@ -69,7 +69,7 @@ def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> N
 # Trajectories -----------------------------------------------------------------------------------
 
 
-def test_dtypes_are_kept_but_for_rewards() -> None:
+def test_dtypes_are_kept_except_for_rewards() -> None:
     for dtype in (torch.bool, torch.int16, torch.float16, torch.float64):
         pool, rewards = Pool(pool_size=5, seed=0), torch.tensor([[0.0, 1.0]]).to(dtype)
         frame = torch.randint(2, (1, 2, 12)).to(dtype)
@@ -81,7 +81,7 @@ def test_dtypes_are_kept_but_for_rewards() -> None:
         assert every["_reward"].dtype == every["reward"].dtype
 
 
-def test_tensors_that_need_gradients_or_are_inferred_are_stored_and_other_keys_left_out() -> None:
+def test_tensors_with_gradients_or_from_inference_mode_are_stored_and_other_keys_omitted() -> None:
     with torch.inference_mode():
         inferred = torch.rand(2, 3, 4)
     pool = Pool(pool_size=10, keys=["frame", "x"])
@@ -94,7 +94,7 @@ def test_tensors_that_need_gradients_or_are_inferred_are_stored_and_other_keys_l
     assert not batch["x"].is_inference()
 
 
-def test_a_change_in_place_before_the_successor_is_looked_at_is_refused() -> None:
+def test_an_in_place_change_before_the_next_transition_is_refused() -> None:
     pool = Pool(pool_size=100)
     with EpisodeBatcher(4, 8, StepCounter, {}, create_counting, n_threads=0) as batcher:
         batcher.execute(3)
@@ -105,7 +105,7 @@ def test_a_change_in_place_before_the_successor_is_looked_at_is_refused() -> Non
     assert len(pool) == 0
 
 
-def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them() -> None:
+def test_steps_at_a_shortened_end_keep_their_next_value() -> None:
     frame = torch.arange(24.0).view(2, 4, 3)
     lengths, finals = np.array([4, 4]), np.full((2, 3), -1, np.float32)
     part = Slice({"frame": frame.numpy()}, {"frame": finals}, lengths, lengths)
@@ -118,7 +118,7 @@ def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them()
     assert torch.equal(after[4:], frame[1, 1:3])
 
 
-def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() -> None:
+def test_next_frames_are_stored_once_and_space_for_last_ones_is_reused() -> None:
     pool, size = Pool(pool_size=200), 84 * 84
     for _ in range(20):
         frame = torch.randint(256, (2, 26, size), dtype=torch.uint8)
@@ -201,7 +201,7 @@ def damaged() -> list[Any]:
 
 
 @pytest.mark.parametrize(("use", "error", "named"), REFUSED, ids=range(len(REFUSED)))
-def test_what_does_not_fit_is_refused_by_name_and_nothing_is_lost(
+def test_invalid_input_is_refused_by_name_and_nothing_is_lost(
     use: Any, error: type[Exception], named: str
 ) -> None:
     pool, twin = (filled(priority_exponent=2.0) for _ in range(2))
@@ -256,8 +256,6 @@ def rows_of(pool: Pool, **changes: Any) -> None:
     ],
     ids=str,
 )
-def test_an_argument_that_makes_no_sense_is_named(
-    options: dict[str, Any], use: Any, named: str
-) -> None:
+def test_an_invalid_argument_is_named(options: dict[str, Any], use: Any, named: str) -> None:
     with pytest.raises(SpecError, match=named):
         use(Pool(**{"pool_size": 10, **options}))

@@ -35,7 +35,7 @@ def pool_of(trajectories: TemporalDictTensor, pool_size: int = 1000, **options: 
     return pool
 
 
-def test_the_same_seed_gives_the_same_samples_and_the_callers_generators_are_untouched() -> None:
+def test_the_same_seed_gives_the_same_samples_without_using_the_callers_generators() -> None:
     def draw(seed: int) -> list[Any]:
         pool = Pool(processes=3, pool_size=100, priority_exponent=0.7, seed=seed)
         for first in range(6):
@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_samples_and_the_callers_generators_are_unt
     assert states() == before
 
 
-def test_batches_are_a_stream_of_samples_and_without_a_seed_a_stream_of_its_own() -> None:
+def test_batches_form_one_stream_of_samples_and_unseeded_pools_differ() -> None:
     first, second, other = (pool_of(episodes([20]), seed=seed) for seed in (0, 0, None))
     stream = first.batches(4, n_step=2)
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_batches_are_a_stream_of_samples_and_without_a_seed_a_stream_of_its_own(
 @pytest.mark.parametrize(
     "flags", [["_terminated", "_done"], ["_done", "_truncated"], ["_truncated", "_terminated"]]
 )
-def test_a_time_limit_is_no_termination_whatever_flags_are_stored(flags: list[str]) -> None:
+def test_a_time_limit_is_not_a_termination_with_any_stored_flags(flags: list[str]) -> None:
     number = torch.arange(6).reshape(2, 3)
     is_last, is_cut = number % 3 == 2, number < 3
     ends = {"_done": is_last, "_truncated": is_last & is_cut, "_terminated": is_last & ~is_cut}
@@ -85,7 +85,7 @@ def test_a_time_limit_is_no_termination_whatever_flags_are_stored(flags: list[st
             assert torch.equal(batch["n_step_discount"], right)
 
 
-def test_without_other_flags_an_end_is_a_termination() -> None:
+def test_an_end_without_other_flags_is_a_termination() -> None:
     steps = {"_reward": torch.ones(1, 3), "_done": torch.arange(3)[None] == 2}
     batch = pool_of(TemporalDictTensor(steps)).sample(3, n_step=5)
     assert not batch["n_step_discount"].any()
@@ -109,7 +109,7 @@ def two_episodes(flags: list[str]) -> TemporalDictTensor:
 @pytest.mark.parametrize(
     "flags", [["_done"], ["initial_state"], ["_terminated", "_truncated"], ["_truncated", "_done"]]
 )
-def test_flags_that_show_every_end_end_sequences_even_if_they_are_not_stored(
+def test_flags_of_ends_delimit_sequences_even_if_not_stored(
     flags: list[str],
 ) -> None:
     pool = pool_of(two_episodes(flags), keys=["number", "_number"])
@@ -133,7 +133,7 @@ def refuses(pool: Any, key: str) -> bool:
 @pytest.mark.parametrize(
     ("flags", "key"), [([], "_done"), (["_terminated"], "_truncated"), (["_truncated"], "_done")]
 )
-def test_what_looks_ahead_is_refused_where_ends_of_episodes_are_not_known(
+def test_look_ahead_is_refused_where_ends_of_episodes_are_unknown(
     flags: list[str], key: str
 ) -> None:
     pool = pool_of(unknown := two_episodes(flags))
@@ -149,7 +149,7 @@ def test_what_looks_ahead_is_refused_where_ends_of_episodes_are_not_known(
         assert each.sample_sequences(6, 6).lengths.max() <= 3
 
 
-def test_returns_that_end_with_rows_that_nothing_can_continue_are_warned_of_once(
+def test_returns_cut_short_at_the_ends_of_rows_are_warned_about_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = pool_of(two_episodes(["_done"]))  # a row of six steps, which ends within an episode
@@ -161,7 +161,7 @@ def test_returns_that_end_with_rows_that_nothing_can_continue_are_warned_of_once
     assert "n_step is 7" in message
 
 
-def test_steps_that_do_not_lead_to_the_next_one_end_a_piece_whatever_their_size() -> None:
+def test_discontinuous_steps_end_a_segment_of_any_size() -> None:
     for width, place in ((1, 0), (2, 0), (3, 2), (4, 3)):
         number = torch.arange(6.0)[None, :, None].expand(1, 6, width)
         after = number + 1
@@ -183,7 +183,7 @@ def window(start: int, first_step: int, episode: int = 0) -> TemporalDictTensor:
     )
 
 
-def test_windows_are_joined_only_where_place_and_values_go_on() -> None:
+def test_windows_are_joined_only_where_position_and_values_continue() -> None:
     for second, longest in [
         (window(2, first_step=2), 4),
         (window(2, first_step=3), 2),
@@ -227,7 +227,7 @@ def counts(pool: Pool, n_batches: int, batch_size: int, size: int) -> Any:
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0, 0.5])
-def test_transitions_are_drawn_in_proportion_to_their_priority_to_the_power_alpha(
+def test_transitions_are_drawn_in_proportion_to_priority_to_the_power_of_alpha(
     alpha: float | None,
 ) -> None:
     pool = Pool(processes=3, pool_size=12, priority_exponent=alpha, seed=1)
@@ -251,14 +251,14 @@ def test_transitions_without_priority_are_never_drawn() -> None:
     assert set(counts(pool, 100, 50, 50).nonzero()[0].tolist()) == {7, 31}
 
 
-def test_a_batch_by_priority_is_in_random_order() -> None:
+def test_prioritised_batches_are_in_random_order() -> None:
     pool = prioritised(8)
     orders = {tuple(pool.sample(8)["number"].tolist()) for _ in range(9)}
     assert {tuple(sorted(order)) for order in orders} == {tuple(range(8))}
     assert len(orders) > 1
 
 
-def test_draws_are_spread_over_equal_shares_of_the_priorities() -> None:
+def test_prioritised_draws_are_stratified() -> None:
     pool = prioritised(8)
     for _ in range(5):
         assert sorted(pool.sample(8)["number"].tolist()) == list(range(8))
@@ -267,7 +267,7 @@ def test_draws_are_spread_over_equal_shares_of_the_priorities() -> None:
     assert set(counts(pool, 20, 8, 8).nonzero()[0].tolist()) == {1, 2, 3, 4, 5, 6, 7}
 
 
-def test_weights_undo_what_priorities_favour() -> None:
+def test_importance_weights_correct_for_priorities() -> None:
     pool = prioritised(3)
     pool.update_priorities(index_of_all(pool), [1.0, 4.0, 16.0])
     batch, sequences = pool.sample(3, beta=0.5), pool.sample_sequences(3, 1, beta=0.5)
@@ -294,7 +294,7 @@ def test_the_tree_finds_any_row_and_its_sums_do_not_drift(capacity: int) -> None
     assert tree.draw(len(rows), generator).tolist() == rows.tolist()
 
 
-def test_tensors_arrays_and_lists_of_priorities_are_taken() -> None:
+def test_priorities_may_be_tensors_arrays_or_lists() -> None:
     pool = prioritised(4)
     index = index_of_all(pool)
     losses = torch.tensor([1.0, 0.0, 0.0, 0.0], requires_grad=True)

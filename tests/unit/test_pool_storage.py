@@ -32,7 +32,7 @@ def trajectories(n: int, value: int = 0, size: int = 100) -> TemporalDictTensor:
 # A full disk ---------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
+def test_a_full_disk_never_loses_stored_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is reserved on the way; what is not reserved would end the process."""
@@ -76,7 +76,7 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
     assert n_reserved > 9000 * (100 + 8 + 100)  # frame, number, and the frame that follows
 
 
-def test_rows_are_used_again_after_clear_and_mean_other_transitions(tmp_path: Path) -> None:
+def test_rows_are_reused_after_clear_for_other_transitions(tmp_path: Path) -> None:
     options = {"pool_size": 40, "processes": 2, "priority_exponent": 1.0, "seed": 0}
     pool = Pool(**options, storage="memmap", directory=tmp_path)
     sizes = set()
@@ -98,7 +98,7 @@ def test_rows_are_used_again_after_clear_and_mean_other_transitions(tmp_path: Pa
 
 
 @pytest.mark.parametrize("storage", ["local", "memmap"])
-def test_memory_is_taken_as_it_is_filled(storage: str, tmp_path: Path) -> None:
+def test_memory_is_allocated_as_it_is_filled(storage: str, tmp_path: Path) -> None:
     process = psutil.Process()
     options: dict[str, Any] = {"directory": tmp_path} if storage == "memmap" else {}
     size, per_batch, n_batches = 84 * 84, 500, 30
@@ -132,7 +132,7 @@ def is_whole(batch: Any) -> bool:
     return torch.equal(batch["frame"], frame) and torch.equal(batch["_frame"], frame + 1)
 
 
-def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
+def test_an_interrupted_addition_leaves_complete_transitions_and_a_working_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(interrupts, "_PATIENCE_S", 60.0)

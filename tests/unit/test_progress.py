@@ -31,7 +31,7 @@ def shown_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # In place, and in slots that are emptied.
 @pytest.mark.parametrize(("n_workers", "n_episodes"), [(2, 6), (0, 20)])
-def test_a_function_is_called_with_done_and_asked(n_workers: int, n_episodes: int) -> None:
+def test_a_function_is_called_with_done_and_total(n_workers: int, n_episodes: int) -> None:
     calls: list[tuple[int, int]] = []
     with make(n_workers, progress=lambda *call: calls.append(call)) as batcher:
         batcher.execute(n_episodes)
@@ -46,7 +46,7 @@ def test_a_function_is_called_with_done_and_asked(n_workers: int, n_episodes: in
         assert calls == []
 
 
-def test_a_bar_is_that_of_tqdm(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_is_from_tqdm(capfd: pytest.CaptureFixture[str]) -> None:
     with make() as batcher:
         batcher.execute(4)
         batcher.get(progress=True)
@@ -55,7 +55,7 @@ def test_a_bar_is_that_of_tqdm(capfd: pytest.CaptureFixture[str]) -> None:
     assert "4/4" in err
 
 
-def test_without_tqdm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named_if_tqdm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with make() as batcher:
         batcher.execute(4)

@@ -131,7 +131,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     for call, error, named in REFUSED:
         with pytest.raises(error, match=re.escape(named)):
             call()
@@ -174,7 +174,7 @@ WRONG: list[tuple[Any, Any, str]] = [  # a space and an observation, or a key an
 
 
 @pytest.mark.parametrize(("what", "value", "named"), WRONG)
-def test_results_that_do_not_fit_are_refused_with_their_lane(
+def test_invalid_step_results_are_refused_with_their_lane(
     what: Any, value: Any, named: str
 ) -> None:
     is_observed = isinstance(what, gymnasium.Space)

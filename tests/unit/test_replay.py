@@ -130,7 +130,7 @@ def assert_replayed(replayed, collected):
 
 @each_source
 @each_agent
-def test_replay_of_episodes_equals_what_was_collected(create_agent, state):
+def test_replay_of_episodes_equals_the_collected_outputs(create_agent, state):
     collected = collect_episodes(create_agent, agent_info=kinds(8))
     shortest = collected[collected.lengths == collected.lengths.min()]
     assert not collected.full()
@@ -155,7 +155,7 @@ def test_replay_of_windows_restarts_where_episodes_begin(create_agent, state):
 
 @each_source
 @pytest.mark.parametrize("create_agent", RECURRENT)
-def test_replay_of_windows_goes_on_from_the_stored_state(create_agent, state):
+def test_replay_of_windows_continues_from_the_stored_state(create_agent, state):
     first, second, third = collect_windows(create_agent, 3, n_timesteps=6, kind=GymEnv)
     assert not any(window["initial_state"].any() for window in (second, third))
     mixed = TemporalDictTensor.cat([second, first])  # only some rows start an episode
@@ -168,7 +168,7 @@ def test_replay_of_windows_goes_on_from_the_stored_state(create_agent, state):
 
 @each_source
 @each_agent
-def test_gradient_is_that_of_the_unpadded_rows(create_agent, state):
+def test_the_gradient_equals_that_of_the_unpadded_rows(create_agent, state):
     collected = collect_episodes(create_agent, agent_info=kinds(8))
     whole, parts = create_agent(), create_agent()
     replay_agent(whole, collected, state=state)["logits"].square().sum().backward()
@@ -198,7 +198,7 @@ class CuriousAgent(AskedForStartAgent):
         return super().__call__(state, observation, agent_info, history)
 
 
-def test_the_agent_gets_keys_and_batch_as_in_collection_or_all_transitions_at_once():
+def test_the_agent_gets_the_same_keys_and_batch_as_in_collection_or_all_transitions_at_once():
     collected = collect_episodes(CuriousAgent)
     collected.set("advantage", torch.zeros(8, collected.n_timesteps()))  # a key of the user's
     keys = STANDARD_KEYS | {"last_action", "noise"}
@@ -230,7 +230,7 @@ class WrongAgent(FeedForwardAgent):
         (RecurrentAgent(), {"trajectories": TemporalDictTensor({"a": torch.ones(2, 0)})}, "steps"),
     ],
 )
-def test_what_cannot_be_replayed_is_named(agent, changes, named):
+def test_the_reason_replay_is_impossible_is_named(agent, changes, named):
     arguments = {"trajectories": collect_episodes(RecurrentAgent, n_episodes=2), **changes}
     with pytest.raises(SpecError, match=named):
         replay_agent(agent, **arguments)

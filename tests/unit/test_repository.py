@@ -98,7 +98,7 @@ def test_the_library_imports_nothing_but_its_dependencies() -> None:
 @pytest.mark.parametrize(
     ("package", "extra"), [("stable_baselines3", "sb3"), ("minari", "minari"), ("ray", "ray")]
 )
-def test_what_needs_a_package_that_is_missing_names_the_extra(
+def test_a_missing_package_raises_an_error_that_names_the_extra(
     package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"rlpool.integrations.{extra}"
@@ -114,7 +114,7 @@ def test_what_needs_a_package_that_is_missing_names_the_extra(
 # Names and versions
 
 
-def test_all_is_exactly_what_the_package_imports_and_has_docstrings() -> None:
+def test_all_lists_exactly_the_imported_names_and_each_has_a_docstring() -> None:
     names = {name for name, value in vars(rlpool).items() if not isinstance(value, ModuleType)}
     public = {name for name in names if not name.startswith("_") and name != "annotations"}
     assert set(rlpool.__all__) - {"__version__"} == public
@@ -127,7 +127,7 @@ def test_all_is_exactly_what_the_package_imports_and_has_docstrings() -> None:
             assert exported.__module__.startswith("rlpool."), f"rlpool.{name} is not rlpool's"
 
 
-def test_version_and_date_are_the_same_everywhere_and_the_installed_package_is_this_one() -> None:
+def test_version_and_date_agree_everywhere_and_with_the_installed_package() -> None:
     assert PROJECT["dynamic"] == ["version"]  # setuptools takes it from the package
     newest = re.search(r"^## \[(\d.*)\] - (\S+)$", text_of("CHANGELOG.md"), re.MULTILINE)
     assert newest
@@ -170,7 +170,7 @@ def test_no_file_names_a_machine() -> None:
 
 
 @pytest.mark.skipif(not (REPOSITORY / "benchmarks").exists(), reason="there are no benchmarks here")
-def test_documents_have_the_figures_of_the_raw_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_in_documents_match_the_raw_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     page = importlib.import_module("page")
     texts = {document: text_of(document) for document in page.DOCUMENTS}
@@ -189,7 +189,7 @@ def anchors_of(document: str) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_resolve() -> None:
     for document in DOCUMENTS:
         text, here = text_of(document), (REPOSITORY / document).parent
         links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src="([^"]+)"', text)

@@ -123,7 +123,7 @@ def test_any_leading_shape_and_float32_give_the_same_constants(kind: str) -> Non
 
 
 @every_function
-def test_nothing_passes_the_end_of_an_episode(kind: str) -> None:
+def test_nothing_propagates_across_the_end_of_an_episode(kind: str) -> None:
     clean = Window(3, 12)
     clean.done[:, 4], clean.terminated[:, 4] = True, torch.tensor([True, False, False])
     dirty = clean.changed(**{k: t.clone() for k, t in vars(clean).items()})
@@ -140,7 +140,7 @@ def test_nothing_passes_the_end_of_an_episode(kind: str) -> None:
     assert not got[..., 2, :].any()
 
 
-def test_factors_of_another_episode_do_not_reach_the_one_before_it() -> None:
+def test_factors_of_the_next_episode_do_not_affect_the_previous_one() -> None:
     # Without limits, what multiplies what follows may become infinite, or be infinite or NaN.
     one, done = torch.ones(1, 6), torch.tensor([[False, True, False, False, False, False]])
     for garbage in (30.0, 300.0, float("nan")):
@@ -155,12 +155,12 @@ def test_factors_of_another_episode_do_not_reach_the_one_before_it() -> None:
     assert gae(one, one, one, done, done, discount, 0.5)[0, :2].tolist() == [0.5, 0.0]
 
 
-def test_without_next_values_nothing_follows_the_end_of_a_row() -> None:
+def test_nothing_follows_the_end_of_a_row_without_next_values() -> None:
     reward, done = torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool)
     assert discounted_returns(reward, done, 0.5).tolist() == [[1.75, 1.5, 1.0]]
 
 
-def test_ratios_without_a_limit_that_traces_multiply_with_zero_are_finite() -> None:
+def test_unclipped_ratios_multiplied_by_zero_traces_are_finite() -> None:
     reward, value = torch.arange(4.0)[None], torch.ones(1, 4)
     ratio = torch.tensor([[1.0, 100.0, -200.0, 1e4]])  # the exponentials of two are infinite
     ends = torch.tensor([[False, True, False, False]])
@@ -180,7 +180,7 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_invalid_input_is_refused_by_name() -> None:
     flags = {key: torch.zeros(2, 6, dtype=torch.bool) for key in ("terminated", "done")}
     given: dict[str, Any] = {key: torch.zeros(2, 6) for key in ("reward", "value", "next_value")}
     given |= {**flags, "discount": 0.9, "lambda_": 0.9}

@@ -45,7 +45,7 @@ def squashed(mean: torch.Tensor, log_std: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "of_noise"), PAIRS)
-def test_categories_grow_with_the_noise_and_are_as_frequent_as_torch_says(
+def test_categories_increase_with_the_noise_and_have_torchs_frequencies(
     dtype: torch.dtype, of_noise: torch.dtype
 ) -> None:
     for seed, n in enumerate((2, 7, 100)):
@@ -65,7 +65,7 @@ def test_categories_grow_with_the_noise_and_are_as_frequent_as_torch_says(
         assert torch.equal(column[0], samples)
 
 
-def test_extreme_noise_draws_no_masked_category() -> None:
+def test_extreme_noise_never_draws_a_masked_category() -> None:
     for dtype, of_noise in PAIRS:
         noise = extremes(of_noise)
         for n in (2, 3, 1000):
@@ -93,7 +93,7 @@ def test_extreme_noise_gives_finite_samples(sample: Any) -> None:
         assert gradient.isfinite().all()
 
 
-def test_noise_of_float64_reaches_its_last_bit() -> None:
+def test_float64_noise_uses_every_bit() -> None:
     noise = 1.0 - torch.arange(1, 1000, dtype=torch.float64).unsqueeze(1) * 2.0**-53
     samples, _ = sample_normal(torch.zeros_like(noise), torch.zeros(1).double(), noise)
     assert samples.diff(dim=0).lt(0).all()
@@ -101,7 +101,7 @@ def test_noise_of_float64_reaches_its_last_bit() -> None:
     assert torch.allclose(tail, 1.0 - noise - 2.0**-54, rtol=1e-3)
 
 
-def test_normal_samples_are_the_quantiles_of_torch() -> None:
+def test_normal_samples_match_torchs_quantiles() -> None:
     for dtype, of_noise in PAIRS:
         step = torch.finfo(of_noise).eps / 4  # noise is uniform in multiples of twice this
         noise = torch.arange(1, 2**10, dtype=torch.float64).div(2**10).to(of_noise).unsqueeze(1)
@@ -115,7 +115,7 @@ def test_normal_samples_are_the_quantiles_of_torch() -> None:
         assert torch.allclose(log_probability.double(), expected, atol=1e-5)
 
 
-def test_gradients_pass_through_samples() -> None:
+def test_gradients_flow_through_samples() -> None:
     logits = (normal(500, 9) * 4).requires_grad_()
     samples, log_probability = sample_categorical(logits, uniform(500, 1))
     (gradient,) = torch.autograd.grad(log_probability.sum(), logits)
@@ -131,7 +131,7 @@ def test_gradients_pass_through_samples() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_log_probabilities_and_gradients_are_those_of_torch_in_float64(dtype: torch.dtype) -> None:
+def test_log_probabilities_and_gradients_match_torch_in_float64(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     tolerance = {"atol": 8 * eps, "rtol": 2 * eps} if dtype.itemsize == 2 else {"atol": 1e-9}
     given = [(normal(200, 4, seed=i) / 2).to(dtype).requires_grad_() for i in range(3)]
@@ -155,7 +155,7 @@ def test_log_probabilities_and_gradients_are_those_of_torch_in_float64(dtype: to
         assert torch.allclose(one.double(), other, **tolerance)
 
 
-def test_squashed_samples_are_those_of_torch() -> None:
+def test_squashed_samples_match_torch() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         mean, log_std = normal(300, 3).to(dtype), torch.full((3,), -0.5, dtype=dtype)
         samples, log_probability = sample_tanh_normal(mean, log_std, uniform(300, 3))
@@ -166,7 +166,7 @@ def test_squashed_samples_are_those_of_torch() -> None:
         assert torch.allclose(log_probability.double(), exact, atol=1e-4)
 
 
-def test_under_autocast_log_probabilities_are_float32() -> None:
+def test_log_probabilities_are_float32_under_autocast() -> None:
     network = torch.nn.Linear(3, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mean = network(normal(5, 3))

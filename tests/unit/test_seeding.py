@@ -51,7 +51,7 @@ def draws(key: int, n_noise: int, n_steps: int) -> torch.Tensor:
 # Seeds
 
 
-def test_numbers_are_those_of_every_version() -> None:
+def test_seeds_and_noise_are_the_same_in_every_version() -> None:
     """Results are reproduced by later versions."""
     root = root_from(42)
     assert root == 104182431639425325838241734009776227195
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_every_version() -> None:
     assert (draws(keys_of(root, 1, 3)[2], 2, 131)[-1] * 2**24).tolist() == [687914, 14999337]
 
 
-def test_equal_seeds_give_equal_roots_and_others_give_others() -> None:
+def test_roots_are_equal_only_for_equal_seeds() -> None:
     seeds = [0, 1, 42, 43, 2**32, 2**63, [0], [1], [0, 0], [0, 1], [1, 0], [42], [42, 43], []]
     assert len({root_from(seed) for seed in seeds}) == len(seeds)
     assert root_from([1, 2, 3]) == root_from((1, 2, 3))
@@ -88,7 +88,7 @@ def test_every_permutation_hits_every_number_once(n_bits: int) -> None:
         assert sorted(permuted(numbers, keys, n_bits).tolist()) == numbers.tolist()
 
 
-def test_a_million_episodes_of_a_batcher_have_different_seeds_until_all_were_given() -> None:
+def test_a_million_episodes_have_distinct_seeds_until_all_are_used() -> None:
     root = root_from(1)
     first = 2**31 - 600_000
     seeds = np.array(episode_seeds(root, first, 1_000_000), np.int64)
@@ -99,7 +99,7 @@ def test_a_million_episodes_of_a_batcher_have_different_seeds_until_all_were_giv
     assert episode_seeds(root, 7, 3) == seeds[600_007:600_010].tolist()
 
 
-def test_lanes_that_restart_share_no_seed_between_lanes_restarts_and_resets() -> None:
+def test_restarting_lanes_never_share_a_seed_across_lanes_restarts_and_resets() -> None:
     root, n_lanes = root_from(0), 15
     seeds = []
     n_restarts = 0
@@ -158,7 +158,7 @@ def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours() -> None:
     assert stream.tensor.data_ptr() == storage
 
 
-def test_noise_is_the_same_whatever_was_asked_for_before() -> None:
+def test_noise_does_not_depend_on_earlier_draws() -> None:
     """Episodes are begun in any order, by lanes far apart, and again after a worker's death."""
     n_noise, order = 5, random.Random(0)
     keys = noise_keys(root_from(2), 3, 2_000)
@@ -172,7 +172,7 @@ def test_noise_is_the_same_whatever_was_asked_for_before() -> None:
 
 
 @pytest.mark.parametrize("n_noise", [1, 300])
-def test_noise_of_lanes_that_restart_is_that_of_its_key(n_noise: int) -> None:
+def test_noise_of_restarting_lanes_depends_on_the_key(n_noise: int) -> None:
     lanes = LaneSeeds(root_from(2), 1)
     for n_restarts in (0, 31, 32, 33, 5, 1000):
         key, head = lanes.noise(2, n_restarts, n_noise)

@@ -154,7 +154,7 @@ def changed(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fitting_shapes_are_taken_and_others_refused(name: str) -> None:
+def test_matching_shapes_are_accepted_and_others_refused(name: str) -> None:
     call, fitting, also = CASES[name]
     call(**fitting)
     taken = []
@@ -170,7 +170,7 @@ def test_fitting_shapes_are_taken_and_others_refused(name: str) -> None:
     assert not taken
 
 
-def test_rows_that_were_all_squeezed_are_refused() -> None:
+def test_fully_squeezed_rows_are_refused() -> None:
     for name in ("sample_normal", "sample_tanh_normal", "normal_log_probability"):
         call, fitting, _ = CASES[name]
         with pytest.raises(SpecError):

@@ -28,7 +28,7 @@ def create_arrays(
     return VectorGymEnv(ArrayEnv(n_lanes, AutoresetMode(mode), seeds), seed, **arguments)
 
 
-def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
+def test_one_reset_serves_a_request_and_its_seed_is_reported() -> None:
     noted = Noted(ArrayEnv(3, AutoresetMode.NEXT_STEP, "all"))
     with EpisodeBatcher(
         8, 40, BinaryAgent, {}, lambda: VectorGymEnv(noted, 0, seeding="request"), n_threads=0
@@ -73,7 +73,7 @@ def test_a_lane_that_is_ready_takes_the_next_episode(
     ("n_slots", "env_info", "named"),
     [(40, {"length": [2, 2, 3]}, r"env_info\['length'\]"), (2, None, "n_slots")],
 )
-def test_what_lanes_that_are_reset_together_cannot_run_is_refused_by_execute(
+def test_execute_refuses_requests_unsuitable_for_lanes_reset_together(
     n_slots: int, env_info: Any, named: str
 ) -> None:
     with EpisodeBatcher(8, n_slots, BinaryAgent, {}, create_arrays, n_threads=0) as batcher:

@@ -18,7 +18,7 @@ LAYOUT = Layout(StepSpecs(3, False, {"frame": NUMBER}, {"action": NUMBER}, {}), 
 
 
 @pytest.mark.promise("I5")
-def test_few_blocks_and_descriptors_are_kept_whatever_the_user_keeps() -> None:
+def test_few_blocks_and_descriptors_are_kept_regardless_of_the_users_results() -> None:
     blocks = BlockPool(LAYOUT, Memory.local)
     in_flight = [blocks.reserve() for _ in range(20)]
     assert blocks.forget_surplus() == []
@@ -35,7 +35,7 @@ def test_few_blocks_and_descriptors_are_kept_whatever_the_user_keeps() -> None:
     assert blocks.reserve() in in_flight
 
 
-def test_a_system_without_memory_is_an_error_that_says_what_to_lower() -> None:
+def test_a_system_without_memory_raises_an_error_that_names_the_argument_to_lower() -> None:
     def allocate(n_bytes: int) -> Memory:
         raise OSError("Cannot allocate memory")
 

@@ -50,7 +50,7 @@ OUTSIDE: list[tuple[str, Any, str, str]] = [
 
 
 @each_kind
-def test_actions_outside_of_the_space_are_refused_with_lane_value_and_bounds(kind: str) -> None:
+def test_actions_outside_the_space_are_refused_with_lane_value_and_bounds(kind: str) -> None:
     env = KINDS[kind]([lambda: SpaceEnv(Discrete(2), spaces.Dict(ACTED), length=9)] * 3)
     for key, bad, named, fix in OUTSIDE[: 1 if kind == "manager" else None]:
         env.reset_all_next()
@@ -69,7 +69,9 @@ def test_actions_outside_of_the_space_are_refused_with_lane_value_and_bounds(kin
 
 
 @each_kind
-def test_values_that_float32_does_not_tell_apart_are_warned_of_once(kind: str, caplog: Any) -> None:
+def test_values_that_float32_cannot_distinguish_are_warned_about_once(
+    kind: str, caplog: Any
+) -> None:
     box = spaces.Box(-np.inf, np.inf, (1,), np.float64)
     still = DictTensor({"action": torch.zeros(2, dtype=torch.int64)})
     for keep, values, n_warnings in (
@@ -104,7 +106,7 @@ def originals() -> Iterator[dict[Any, Any]]:
         kind.contains = contains
 
 
-def test_the_cheaper_checks_of_workers_are_gymnasiums(originals: dict[Any, Any]) -> None:
+def test_the_cheaper_checks_in_workers_agree_with_gymnasium(originals: dict[Any, Any]) -> None:
     install_fast_checks()
     kinds = np.int64, np.int32, np.uint8, np.float32, int, bool
     numbers = [kind(value) for kind in kinds for value in range(8)]

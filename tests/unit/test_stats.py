@@ -72,7 +72,7 @@ def test_a_finished_request_is_counted_and_its_lanes_are_idle() -> None:
 
 
 @pytest.mark.parametrize("n_timesteps", [2, 8])  # whether or not an episode fits into one slot
-def test_in_the_middle_of_a_step_lanes_are_where_they_are(n_timesteps: int) -> None:
+def test_the_state_of_lanes_is_right_in_the_middle_of_a_step(n_timesteps: int) -> None:
     with make(n_timesteps) as batcher:
         seen: list[tuple[int, Stats]] = []
         looks.append(lambda step: seen.append((step, batcher.stats())))
@@ -88,7 +88,7 @@ def test_in_the_middle_of_a_step_lanes_are_where_they_are(n_timesteps: int) -> N
         assert (request.number, request.n_episodes, request.n_finished) == (9, 4, n_finished)
 
 
-def test_lanes_that_are_not_waited_for_are_at_steps_of_their_own() -> None:
+def test_lanes_not_waited_for_are_at_different_steps() -> None:
     envs = [LookingEnv(length=5) for _ in range(2)]
     args = {"envs": envs, "min_ready": 1}
     with EpisodeBatcher(8, 2, StepCounter, {}, LaggingLanes, args, 0, 1) as batcher:
@@ -102,7 +102,7 @@ def test_lanes_that_are_not_waited_for_are_at_steps_of_their_own() -> None:
         assert [n.step for n in running] == [steps[n.lane] for n in running]
 
 
-def test_the_time_of_a_call_that_runs_counts() -> None:
+def test_the_time_of_a_running_call_counts() -> None:
     with make() as batcher:
         shares = []
 
@@ -153,7 +153,7 @@ def test_a_call_that_raised_is_over() -> None:
     assert later.workers[0].agent_share == later.workers[0].env_share == 0.0
 
 
-def test_more_lanes_than_are_shown_are_counted_only() -> None:
+def test_lanes_beyond_the_reported_ones_are_only_counted() -> None:
     def create_many(seed: int) -> GymEnv:
         return GymEnv([CountingEnv() for _ in range(1025)], seed)
 

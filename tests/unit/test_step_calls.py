@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_calls.py"
 
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="there are no benchmarks beside these tests")
-def test_a_batch_step_calls_no_more_functions_than_its_budget() -> None:
+def test_a_batch_step_stays_within_its_budget_of_function_calls() -> None:
     run = subprocess.run(
         [sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True, timeout=100.0, check=True
     )

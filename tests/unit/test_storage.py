@@ -49,7 +49,7 @@ def no_descriptor_left() -> Iterator[None]:
         (("memmap", 1 << 62, None), "EFBIG"),
     ],
 )
-def test_memory_that_is_not_available_is_refused_with_the_reason(arguments: Any, text: str) -> None:
+def test_unavailable_memory_is_refused_with_the_reason(arguments: Any, text: str) -> None:
     with pytest.raises(SpecError, match=text):
         allocate(*arguments[:2], directory=arguments[2])
 
@@ -100,7 +100,7 @@ def _write(memory: Memory, sent: bytes) -> None:
 
 @pytest.mark.promise("I5")
 @pytest.mark.parametrize("kind", ["shared", "memmap"])
-def test_one_pickle_is_received_any_number_of_times_and_costs_no_descriptor(kind: str) -> None:
+def test_a_pickle_can_be_received_repeatedly_and_uses_no_descriptor(kind: str) -> None:
     memory = allocate(kind, 100)
     before = open_descriptors()
     sent = pickle.dumps(memory)
@@ -118,14 +118,14 @@ def test_one_pickle_is_received_any_number_of_times_and_costs_no_descriptor(kind
     assert open_descriptors() == before
 
 
-def test_memory_that_its_sender_dropped_is_refused() -> None:
+def test_memory_dropped_by_its_sender_is_refused() -> None:
     sent = pickle.dumps(allocate("shared", 100))
     with pytest.raises(UsageError, match="keep"):
         pickle.loads(sent)
 
 
 @pytest.mark.promise("I7")
-def test_another_file_with_the_same_descriptor_is_not_taken_for_the_memory() -> None:
+def test_another_file_with_the_same_descriptor_is_not_mistaken_for_the_memory() -> None:
     memory, another = (allocate("memmap", 100) for _ in range(2))
     sent, fd = pickle.dumps(memory), memory.fd
     memory.close_fd()

@@ -85,7 +85,7 @@ def recorded(n_steps: int) -> Tape:
 @pytest.mark.parametrize(
     "makes", [make_env, lambda: VectorGymEnv(OwnVectorEnv([CountingEnv] * 2, "Disabled"))]
 )
-def test_lanes_are_repeated_together_and_get_to_the_end_at_the_same_time(makes: Any) -> None:
+def test_lanes_are_replayed_together_and_finish_at_the_same_time(makes: Any) -> None:
     env, tapes = makes(), {0: recorded(2), 1: recorded(5)}
     tapes[1].chunks[0]["reward"][3] = np.nan  # not known
     where = {lane: Where(0, lane) for lane in tapes}
@@ -138,7 +138,7 @@ events = st.lists(
 
 @pytest.mark.promise("I3")
 @given(events, st.integers(1, 5))
-def test_the_tapes_of_lanes_are_what_lists_of_actions_are(
+def test_the_tapes_of_lanes_match_lists_of_actions(
     script: Sequence[tuple[str, Any]], n_times: int
 ) -> None:
     tapes, action = bound()
@@ -167,7 +167,7 @@ def test_the_tapes_of_lanes_are_what_lists_of_actions_are(
             assert first_of(tapes, lane) == expected[lane]
 
 
-def test_of_an_episode_that_is_too_long_beside_short_ones_the_latest_steps_are_kept() -> None:
+def test_the_latest_steps_of_an_overlong_episode_among_short_ones_are_kept() -> None:
     tapes, action = bound(most_bytes=3 * 2**14)
     for lane in range(N_LANES):
         tapes.record_reset(lane, lane, None)

@@ -34,7 +34,7 @@ AGENTS = [ConstantAgent(1), InfoEcho, GruAgent, partial(SCRIPTED, keeps="initial
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_good_agents_pass_without_a_word(agent: Any) -> None:
+def test_good_agents_pass_silently(agent: Any) -> None:
     check_agent(agent, PairEnv, agent_info=DictTensor({"id": torch.arange(3)}))
 
 
@@ -123,12 +123,12 @@ ERRORS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "agent"), ERRORS)
-def test_what_is_wrong_is_an_error_of_its_check(name: str, agent: Any) -> None:
+def test_each_defect_is_an_error_of_its_check(name: str, agent: Any) -> None:
     with pytest.raises(AgentSpecError, match=f"\n{name}: "):
         check_agent(agent, CountingEnv)
 
 
-def test_the_caller_and_an_instance_are_left_as_they_were() -> None:
+def test_the_caller_and_an_instance_are_unchanged() -> None:
     agent = GruAgent(1, 2)
 
     def state() -> str:

@@ -59,7 +59,7 @@ def create_env(seed: int) -> GymEnv:
         lambda: ArrayEnv(3, RESTARTS, "all"),
     ],
 )
-def test_good_environments_pass_without_a_word(env: Any) -> None:
+def test_good_environments_pass_silently(env: Any) -> None:
     check_env(env)
 
 
@@ -153,7 +153,7 @@ WARNINGS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "env"), ERRORS)
-def test_what_is_wrong_is_an_error_of_its_check_alone(name: str, env: Any) -> None:
+def test_each_defect_is_an_error_of_its_check_alone(name: str, env: Any) -> None:
     with pytest.raises(EnvSpecError) as caught:
         check_env(env)
     failed = failed_checks(caught.value)
@@ -163,19 +163,19 @@ def test_what_is_wrong_is_an_error_of_its_check_alone(name: str, env: Any) -> No
 
 
 @pytest.mark.parametrize(("name", "env"), WARNINGS)
-def test_what_is_doubtful_is_a_warning(name: str, env: Any) -> None:
+def test_doubtful_behaviour_is_a_warning(name: str, env: Any) -> None:
     with pytest.warns(UserWarning, match=f"{name}: .*\n  fix: "):
         check_env(env)
 
 
-def test_all_problems_are_reported_at_once_and_with_their_places() -> None:
+def test_all_problems_are_reported_together_with_their_places() -> None:
     wrong = stepping(lambda o, r, *rest: (o - 7, float("nan"), *rest))
     with pytest.raises(EnvSpecError, match="step 0 of the episode with seed") as caught:
         check_env(wrong)
     assert failed_checks(caught.value) >= {"values_are_finite", "observations_fit"}
 
 
-def test_the_callers_generators_are_left_alone() -> None:
+def test_the_callers_generators_are_unchanged() -> None:
     before = str(current_generators()[:3])
     for draw in (random.random, draw_numpy):
         with pytest.raises(EnvSpecError):
@@ -183,7 +183,7 @@ def test_the_callers_generators_are_left_alone() -> None:
     assert str(current_generators()[:3]) == before
 
 
-def test_an_instance_is_copied_and_left_alone() -> None:
+def test_an_instance_is_copied_and_unchanged() -> None:
     env = CountingEnv()
     env.reset()
     env.step(0)
@@ -191,7 +191,7 @@ def test_an_instance_is_copied_and_left_alone() -> None:
     assert env.t == 1
 
 
-def test_what_is_made_is_closed_even_if_it_raises_then() -> None:
+def test_created_environments_are_closed_even_if_closing_raises() -> None:
     made, closed = list[Any](), list[Any]()
 
     def close(self: Any) -> None:
@@ -206,7 +206,7 @@ def test_what_is_made_is_closed_even_if_it_raises_then() -> None:
     assert len(closed) == len(made) > 3
 
 
-def test_a_counting_env_counts() -> None:
+def test_counting_env_counts() -> None:
     env = CountingEnv(length=2)
     observation, info = env.reset(seed=5)
     assert (info, observation.dtype) == ({"id": 0}, np.float32)

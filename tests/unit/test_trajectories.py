@@ -55,7 +55,7 @@ def create_wide(seed: int) -> GymEnv:
 
 @pytest.mark.promise("I8")
 @pytest.mark.parametrize(("longest", "most"), [(100, 1.06), (101, 2.2)])
-def test_collecting_takes_little_memory_beside_the_result(longest: int, most: float) -> None:
+def test_collecting_uses_little_memory_besides_the_result(longest: int, most: float) -> None:
     lengths = [100] * 31 + [longest]  # one that is longer than a slot, and all have to be copied
     tracemalloc.start()  # knows of NumPy's memory, in which slots and results are
     with EpisodeBatcher(100, 32, ConstantAgent, {}, create_wide, {}, n_threads=0) as batcher:
@@ -81,7 +81,7 @@ def test_all_ways_of_reading_give_the_same_tensors() -> None:
         assert_same_tensors(way, expected)
 
 
-def test_a_pickled_result_has_its_values_and_not_its_block() -> None:
+def test_a_pickled_result_contains_its_values_but_not_its_block() -> None:
     got = collect([2, 3], [1, 2], n_timesteps=10_000)
     assert len(pickle.dumps(got)) < 20_000
     again = pickle.loads(pickle.dumps(got))
@@ -103,7 +103,7 @@ def test_a_result_may_be_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(9,), (4, 1, 4)])
-def test_parts_of_a_request_that_travel_without_padding_give_all_of_its_tensors(
+def test_unpadded_parts_of_a_request_restore_all_its_tensors(
     sizes: tuple[int, ...],
 ) -> None:
     make = partial(EpisodeBatcher, 4, 12, RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 0, 5)

@@ -39,7 +39,7 @@ def run(env: Any, **reset: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.booleans())
-def test_a_trial_is_so_many_episodes_on_one_task(
+def test_a_trial_is_several_episodes_on_one_task(
     length: int, limit: int, n_episodes: int, oracle: bool, show_start: bool
 ) -> None:
     def observed(t: int, flag: bool) -> list[float]:
@@ -103,7 +103,7 @@ class TakingEnv(TaskEnv):
         return result
 
 
-def test_the_task_is_an_argument_or_an_option_and_every_episode_has_the_other_options() -> None:
+def test_the_task_is_an_argument_or_option_and_every_episode_gets_the_other_options() -> None:
     env = VariBadWrapper(TakingEnv(length=2), 3)
     assert env.reset(options={"task": 5, "wind": 3}, task=2)[0].tolist() == [0, 2, 0]
     env.unwrapped.calls.clear()
@@ -132,18 +132,18 @@ def test_a_trial_depends_on_nothing_but_its_seed_and_task(make: Callable[[], Any
             assert rows_of(env, seed=3, task=task) == expected
 
 
-def test_what_a_task_draws_is_not_drawn_again_by_the_reset() -> None:
+def test_reset_does_not_repeat_the_draws_of_a_task() -> None:
     env = VariBadWrapper(DrawnTaskEnv(), 2)
     env.reset(seed=3)
     assert env.unwrapped.task != 10 * sum(np.random.default_rng(3).random(4))
 
 
-def test_an_oracle_sees_the_task_of_an_environment_that_has_none_at_first() -> None:
+def test_an_oracle_sees_a_task_that_is_assigned_later() -> None:
     env = VariBadWrapper(TaskFirstEnv(), 2, oracle=True)
     assert env.reset(seed=1, task=4)[0][1:].tolist() == [4, 4, -4, 0]
 
 
-def test_an_ancestors_environment_works() -> None:
+def test_a_legacy_environment_works() -> None:
     env = VariBadWrapper(AncestorEnv(TaskEnv(limit=None), 2), 2, oracle=True)
     first, results = run(env, task=3, seed=7)
     assert (env.horizon_bamdp, env.n_tasks) == (4, 7)
@@ -169,7 +169,7 @@ def test_the_smallest_time_limit_is_found(
     assert (env.horizon_bamdp, len(run(env, task=0)[1])) == (8, 8)
 
 
-def test_what_the_environment_knows_about_tasks_can_be_asked_for() -> None:
+def test_the_environments_task_attributes_are_accessible() -> None:
     env = VariBadWrapper(OrderEnforcing(TaskEnv()), 2)
     env.reset_task(4)
     assert (env.n_tasks, env.get_all_task_idx()) == (7, list(range(7)))
@@ -244,7 +244,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "named"), REFUSED)
-def test_what_does_not_fit_is_named(
+def test_invalid_input_is_named(
     call: Callable[[], Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):

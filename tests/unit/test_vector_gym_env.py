@@ -69,7 +69,7 @@ def test_every_space_is_batched_as_in_a_gym_env(space: Any, keeps: bool) -> None
         assert told(tuple(one.actions[:n_steps])) == told(tuple(other.actions))
 
 
-def test_a_batch_step_is_one_step_and_a_reset_one_call_for_each_kind_of_options() -> None:
+def test_a_batch_step_is_one_call_and_a_reset_one_call_per_distinct_options() -> None:
     noted = Noted(counting(3, 3, 3, kind=EchoEnv))
     vec = VectorGymEnv(noted, 0, seeding="episode")
     options = [{"id": 4, "length": 2}, {"id": 5}, {"id": 4, "length": 2}]
@@ -86,9 +86,7 @@ def test_a_batch_step_is_one_step_and_a_reset_one_call_for_each_kind_of_options(
     assert len(noted.resets) == 3
 
 
-def test_idle_lanes_take_the_action_of_the_first_running_one_and_are_reset_after_their_end() -> (
-    None
-):
+def test_idle_lanes_get_the_first_running_lanes_action_and_are_reset_after_their_end() -> None:
     vec = lanes_of(ArrayEnv(3), seeding="episode")  # which refuses other actions, and steps
     given = {"length": 30}
     vec.reset_lanes([1], [9], [given])
@@ -115,14 +113,14 @@ def test_idle_lanes_take_the_action_of_the_first_running_one_and_are_reset_after
         (3, False, "'truncated'"),
     ],
 )
-def test_results_that_do_not_fit_are_refused(position: int, wrong: Any, named: str) -> None:
+def test_invalid_step_results_are_refused(position: int, wrong: Any, named: str) -> None:
     env = lanes_of(ArrayEnv(3, wrong=(position, wrong)), seeding="episode", max_episode_steps=5)
     with pytest.raises(LaneError) as caught:
         env.step_lanes(ALL, ZEROS)
     assert re.search(named, str(caught.value.__cause__))
 
 
-def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step() -> None:
+def test_a_vector_environments_error_names_the_first_stepping_lane() -> None:
     vec = lanes_of(ArrayEnv(3))
     vec.vector_env.step = lambda actions: 1 / 0
     with pytest.raises(LaneError) as caught:
@@ -130,7 +128,7 @@ def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step(
     assert (caught.value.lane, type(caught.value.__cause__)) == (1, ZeroDivisionError)
 
 
-def test_environments_in_processes_of_gymnasium_are_refused_and_closed() -> None:
+def test_gymnasiums_async_vector_environments_are_refused_and_closed() -> None:
     make = partial(AsyncVectorEnv, [CountingEnv] * 2)
     with pytest.raises(WorkerStartupError, match="AsyncVectorEnv"):
         EpisodeBatcher(9, 9, ConstantAgent, {}, make, n_threads=0)
@@ -156,7 +154,7 @@ SAME = "the same number of workers and lanes"
         (lambda: ArrayEnv(2, NEXT_STEP, "starts"), "request", "cannot be seeded"),
     ],
 )
-def test_what_can_be_seeded_is_found_out(
+def test_seedability_is_detected(
     make: Any, seeding: str, warned_of: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     vec = VectorGymEnv(make(), 0)
@@ -165,7 +163,7 @@ def test_what_can_be_seeded_is_found_out(
     vec.close()
 
 
-def test_finding_it_out_leaves_no_trace() -> None:
+def test_detecting_seedability_leaves_no_trace() -> None:
     def episodes(**arguments: Any) -> Any:
         create = lambda seed: VectorGymEnv(ArrayEnv(3), seed, **arguments)  # noqa: E731
         with EpisodeBatcher(16, 24, RecurrentAgent, {}, create, n_threads=0, seeds=5) as batcher:
@@ -175,7 +173,7 @@ def test_finding_it_out_leaves_no_trace() -> None:
     assert_equal(episodes(), episodes(seeding="episode"))
 
 
-def test_a_vector_environment_that_needs_options_has_to_say_how_it_is_seeded() -> None:
+def test_a_vector_environment_that_needs_options_must_declare_its_seeding() -> None:
     class Demanding(ArrayEnv):
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             assert "length" in options

@@ -86,7 +86,7 @@ def test_a_signal_ends_the_wait_until_the_wake_is_closed() -> None:
     assert set(os.listdir("/dev/fd")) == before
 
 
-def test_only_one_that_sleeps_is_woken(wake: Wake) -> None:
+def test_only_a_sleeping_process_is_woken(wake: Wake) -> None:
     wake.begin()
     wake.signal()
     assert not is_signalled(wake)
@@ -95,7 +95,7 @@ def test_only_one_that_sleeps_is_woken(wake: Wake) -> None:
     assert is_signalled(wake)
 
 
-def test_no_signal_is_lost_whenever_it_comes(wake: Wake, clock: Clock) -> None:
+def test_no_signal_is_lost_at_any_time(wake: Wake, clock: Clock) -> None:
     n = n_looks(wake)
     for when in (0, 1, n - 3, n - 2, n - 1):
         wake.begin()
@@ -112,7 +112,7 @@ def test_no_signal_is_lost_whenever_it_comes(wake: Wake, clock: Clock) -> None:
     assert sleep_s
 
 
-def test_a_write_that_is_seen_late_costs_a_short_sleep(wake: Wake, asleep: memoryview) -> None:
+def test_a_late_visible_write_costs_only_a_short_sleep(wake: Wake, asleep: memoryview) -> None:
     n_looks(wake)
     wake.begin()
     while not (first_s := wake.pause(LONG_S)):
@@ -125,7 +125,7 @@ def test_a_write_that_is_seen_late_costs_a_short_sleep(wake: Wake, asleep: memor
     assert [wake.pause(LONG_S), wake.pause(0.2)] == [LONG_S, 0.2]
 
 
-def test_nobody_looks_while_another_program_takes_the_core(wake: Wake, clock: Clock) -> None:
+def test_polling_stops_while_another_program_uses_the_core(wake: Wake, clock: Clock) -> None:
     assert n_looks(wake) > 400
     clock.taken_s = 0.003
     assert n_looks(wake) == 3

@@ -35,7 +35,7 @@ def memory_of(number: int) -> Memory:
     return memory
 
 
-def test_what_was_sent_before_the_end_is_received(ends: Ends) -> None:
+def test_messages_sent_before_the_end_are_received(ends: Ends) -> None:
     here, there, socket_there = ends
     here.send("first")
     assert there.receive() == ("first", None)
@@ -49,7 +49,7 @@ def test_what_was_sent_before_the_end_is_received(ends: Ends) -> None:
 
 
 @pytest.mark.promise("I5")
-def test_descriptors_that_cannot_be_sent_are_closed_and_announce_nothing(
+def test_unsendable_descriptors_are_closed_and_not_announced(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int) -> int:
