@@ -1,6 +1,6 @@
-"""What holds for every test: the installed package, one torch thread, no process left behind.
+"""Set-up of every test: the installed package, one torch thread, no process left behind.
 
-And that SIGINT is not ignored, wherever the tests were started.
+SIGINT is not ignored either, however pytest was started.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from support.tested import prefer_the_installed_package
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# Far more than it takes a worker on a busy machine to end.
+# Far longer than a worker takes to end on a busy machine.
 GRACE_S = 5.0
 
 
 prefer_the_installed_package(REPOSITORY)
 
-# Workers are processes; threads of this one would only compete with them.
+# Workers are processes; threads in this process would only compete with them.
 torch.set_num_threads(1)
 
-# How long an example takes says more about the machine than about the code: no test may
-# depend on it. A run repeats the examples of the one before, so that a failure is of a change;
-# `--hypothesis-profile=random` looks for others.
+# The duration of an example depends on the machine more than on the code, so no test depends on
+# it. Every run uses the same examples, so a new failure is due to a change;
+# `--hypothesis-profile=random` draws others.
 settings.register_profile(
     "random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -43,7 +43,7 @@ settings.load_profile("rlpool")
 
 
 def pytest_report_header() -> list[str]:
-    """Say which package is tested: the likeliest surprise is a stale installed one."""
+    """Report which package is tested, in case a stale installed one is picked up."""
     spec = importlib.util.find_spec("rlpool")
     origin = spec.origin if spec is not None else "not found"
     return [f"rlpool: {origin}", f"torch: {torch.__version__}"]
@@ -51,9 +51,9 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_interrupts() -> Iterator[None]:
-    """Take SIGINT as at a prompt, here and in what tests start, which inherits that it is ignored.
+    """Handle SIGINT as at a prompt, here and in child processes, which inherit the disposition.
 
-    A shell that starts commands in its background lets them ignore it.
+    A shell makes background commands ignore SIGINT.
     """
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,17 +63,17 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_module_only() -> None:
-    """Keep the garbage collector from looking at what is there before a module's tests.
+    """Exclude objects that exist before a module's tests from garbage collection.
 
-    Many tests collect, which would look at every module and test of the run each time.
+    Many tests collect garbage, which would otherwise scan every module and test of the run.
     """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_said() -> None:
-    """Let environments say in every test what they say once."""
+def once_only_messages_are_repeated() -> None:
+    """Let messages that are issued only once appear again in every test."""
     from rlpool.workers.logs import SAID, SAID_OF_MACHINE
 
     SAID.clear()
@@ -82,11 +82,11 @@ def nothing_was_said() -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a process alive, and end that process so that the next can pass.
+    """Fail a test that leaves a process running, and kill that process so that the next can pass.
 
-    Processes of fixtures that live longer than the test are there before it and do not count,
-    nor do those that live as long as this one: the tracker and the fork server that
-    ``multiprocessing`` keeps, and the template from which workers are forked.
+    Processes of longer-lived fixtures exist before the test and do not count, nor do those that
+    live as long as this one: the resource tracker and fork server of ``multiprocessing``, and the
+    template from which workers are forked.
     """
     before = started()
     yield
@@ -105,9 +105,9 @@ def no_process_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder to run programs in, always the same one.
+    """Return an empty folder to run programs in, the same one for all tests.
 
-    Where the working directory is another one, workers need another template.
+    A different working directory would need a different template for workers.
     """
     folder = tmp_path_factory.getbasetemp() / "programs"
     folder.mkdir(exist_ok=True)

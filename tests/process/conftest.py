@@ -1,4 +1,4 @@
-"""Fixtures of the tests of processes."""
+"""Fixtures for tests with processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from support import named_memory
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_once() -> None:
-    """Spare workers half of their start: what the modules of tests import, where tests are theirs.
+    """Preload the modules that tests import, which halves the start-up time of workers.
 
-    Scripts have templates of their own, without this.
+    Scripts have their own templates, without these modules.
     """
     support = ("agents", "faults", "fragile", "meta", "parallel", "vector_envs")
     preload("pytest", "process.watching", *(f"support.{name}" for name in support))
@@ -33,9 +33,9 @@ def struck(tmp_path: Path) -> Struck:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait a fraction of a second, not several, for workers that hang while they end.
+    """Wait a fraction of a second instead of several for workers that hang while ending.
 
-    That is still far more than those take that do not.
+    That is still far longer than other workers take.
     """
     monkeypatch.setattr(crew, "LEAVE_S", 0.5)
     monkeypatch.setattr(process_end, "CLOSE_S", 0.5)
@@ -44,7 +44,7 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_shared_memory_left() -> Iterator[None]:
-    """Fail a test that leaves a file in /dev/shm, or anonymous shared memory mapped by name."""
+    """Fail a test that leaves a file in /dev/shm, or shared memory mapped by name."""
     before = named_memory.names()
     yield
     left = named_memory.names() - before
@@ -53,7 +53,7 @@ def no_shared_memory_left() -> Iterator[None]:
 
 @pytest.fixture
 def as_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A function that runs a script in this process, as its main module, which workers import."""
+    """Return a function that runs a script in this process as the ``__main__`` of its workers."""
 
     def replace(source: str) -> None:
         script = ModuleType("__main__")
@@ -67,7 +67,7 @@ def as_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 @pytest.fixture
 def run_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
-    """A function that starts a script: its source, and how to run it."""
+    """Return a function that starts a script, given its source and arguments."""
     scripts: list[Script] = []
 
     def run(source: str, *arguments: str) -> Script:

@@ -1,4 +1,4 @@
-"""Arrays in several processes: every way to get one there, every way to end, and one window."""
+"""Arrays in several processes: every way to share one, every way to end, and a common window."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_views_travel_as_arguments_and_through_pipes_and_queues(method: str, sto
 
 # The end ------------------------------------------------------------------------------------------
 
-# One window in all processes (the property test moves it in a forked one) -------------------------
+# A common window (the property test moves it in a forked process) ---------------------------------
 
 N_ROTATIONS = 2000
 USES: list[Callable[[Array], Any]] = [

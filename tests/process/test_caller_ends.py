@@ -1,8 +1,8 @@
-"""However the caller ends, and whatever its workers do meanwhile, nothing of them is left.
+"""No worker is left behind, however the caller ends and regardless of what its workers are doing.
 
-A script opens batchers and managers in many threads, and lets the worker of each come to a place:
-asleep in ``step``, in a call in C that keeps Python's lock, still importing, idle, and so on. Then
-the script ends by itself or by a signal, after which nobody is left to tell the workers.
+A script opens batchers and managers in many threads and brings each worker to a certain state:
+asleep in ``step``, in a C call that holds the GIL, still importing, idle, and so on. Then the
+script ends by itself or by a signal, so no process is left to notify the workers.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     main(*sys.argv[1:])
 """
 
-# Asleep, and in a call in C during which no thread can run.
+# Asleep, and in a C call during which no thread can run.
 MANY = (
     *("episodes:create_env:hang", "episodes:create_agent:hold_the_lock"),
     *("episodes:reset:hold_the_lock", "episodes:update:hold_the_lock", "episodes:agent:hang"),
@@ -190,7 +190,7 @@ def test_nothing_is_left_behind_when_the_caller_ends(
     assert not who_holds(script.memory)
     expected = {"return": 0, "raise": 1, "sys_exit": 3, "os_exit": 3}
     assert script.returncode == (-numbers[0] if numbers else expected[end]), script.stderr
-    if end != "SIGINT SIGINT":  # the script's own traceback is all that is printed
+    if end != "SIGINT SIGINT":  # only the script's own traceback is printed
         assert script.stderr.count("Traceback") == (end in ("SIGINT", "raise")), script.stderr
         for word in ("rlpool-worker", "Exception ignored", "resource_tracker", "Process "):
             assert word not in script.stderr, script.stderr

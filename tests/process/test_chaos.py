@@ -1,8 +1,8 @@
-"""Workers are killed, stopped, fed up and starved at random times: nothing is lost, nothing left.
+"""Workers are killed, stopped, recycled and starved at random: no data is lost, nothing is left.
 
-And the template from which they are forked is killed as well.
+The template from which they are forked is killed as well.
 
-The code is that of ``tests/stress/chaos.py``, which goes on for as long as one likes.
+The code is in ``tests/stress/chaos.py``, which runs for any length of time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.time
 @pytest.mark.promise("I3")
 @pytest.mark.promise("I5")
 def test_no_data_is_lost_in_chaos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_STACKS_S", 0.05)  # stopped workers show none
+    monkeypatch.setattr(worker_process, "_STACKS_S", 0.05)  # stopped workers write none
     report = chaos.run(
         chaos.Plan(
             seconds=0.0,
@@ -38,6 +38,6 @@ def test_no_data_is_lost_in_chaos(monkeypatch: pytest.MonkeyPatch) -> None:
             least_faults=6,
         )
     )
-    assert report["is_sound"], json.dumps(report, indent=1)  # all of it: pytest shortens a dict
+    assert report["is_sound"], json.dumps(report, indent=1)  # in full: pytest shortens a dict
     assert report["episodes"] >= 30
     assert report["windows"] >= 2

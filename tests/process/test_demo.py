@@ -1,4 +1,4 @@
-"""``python -m rlpool demo``, and what ``doctor`` hands over between processes."""
+"""``python -m rlpool demo``, and the hand-over test of ``doctor``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.time
 def test_the_demo_learns_and_reports_its_run_and_next_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = itertools.count(0.0, 0.6)  # it looks at the time once per window
+    clock = itertools.count(0.0, 0.6)  # it checks the time once per window
     monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert main(["demo"]) == 0
     out, err = capsys.readouterr()

@@ -1,6 +1,6 @@
-"""A failed episode can be repeated: by its number with the policy, by its actions without.
+"""A failed episode can be reproduced: by its number with the policy, or by its actions without.
 
-That every failure carries the actions that led to it is in ``test_fault_matrix``.
+``test_fault_matrix`` checks that every failure carries the actions that led to it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ TASKS = {"task": torch.arange(N_EPISODES)}
 
 
 class UnluckyError(ValueError):
-    """Its text depends on every argument of the episode so far, and on every number drawn."""
+    """Error whose text depends on every argument of the episode so far and every number drawn."""
 
 
 class UnluckyEnv(gymnasium.Env[Any, Any]):
-    """Draws observations and rewards, and whether to fail, from its seeded generator.
+    """Environment that draws observations, rewards and failures from its seeded generator.
 
     Args:
-        chance: Of failing, per step.
-        reset_chance: Of failing, per reset.
+        chance: Probability of failing, per step.
+        reset_chance: Probability of failing, per reset.
         action_space: Any space.
     """
 
@@ -70,7 +70,7 @@ class UnluckyEnv(gymnasium.Env[Any, Any]):
         return self.drawn(self.chance), self.np_random.random(), False, False, {}
 
     def drawn(self, chance: float) -> Any:
-        """The next observation."""
+        """Draw the next observation."""
         if self.np_random.random() < chance:
             raise UnluckyError(f"{zlib.crc32(repr(self.course).encode())}")
         observation = self.np_random.random(3).astype(np.float32)
@@ -87,7 +87,7 @@ def make(env_args: dict[str, Any], agent: Any = StepCounter, n_workers: int = 0)
 
 
 def failure_of(*arguments: Any) -> WorkerError:
-    """The failure of a request."""
+    """Return the failure of a request."""
     with make(*arguments) as batcher:
         batcher.seek(7)
         batcher.execute(N_EPISODES, env_info=TASKS)

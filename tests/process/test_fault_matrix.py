@@ -1,15 +1,15 @@
-"""Whatever fails, wherever, in whatever job: the right error or the same bits, and nothing left.
+"""Every fault in every phase and job: the right error or identical results, nothing left behind.
 
-Faults strike in a phase of a worker's life: while it is created, in a reset, a step or a call of
-the agent, in an update, while it closes. Jobs are requests of episodes, windows, and commands of
-a manager. What is to happen depends on the policy:
+Faults strike in a phase of a worker's life: while it is created, in a reset, a step or an agent
+call, in an update, or while it closes. Jobs are requests for episodes, windows, and commands of
+a manager. The expected outcome depends on the policy:
 
-- ``"raise"``: failures of workers are errors, soon, that say where.
-- ``"default"``: an episode that fails again is an error of its request alone.
-- ``"restart"``: what strikes once costs time, and not a bit of the results.
-- ``"truncate"``: an episode that fails again ends there, and no other one notices.
+- ``"raise"``: failures of workers promptly raise errors that report where.
+- ``"default"``: an episode that fails again raises an error for its own request only.
+- ``"restart"``: a fault that strikes once costs time, but results are bit-identical.
+- ``"truncate"``: an episode that fails again ends there, and the others are unaffected.
 
-A default run takes cells such that all pairs of values are among them; ``-m slow`` runs the rest.
+A default run covers all pairs of values; ``-m slow`` runs the remaining cells.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class Place(NamedTuple):
 
 
 PLACES = {"episodes": Place(7, 5), "windows": Place(3, 7), "commands": Place(1, 2)}
-"""What is struck: a row of the second request, a lane of windows, a lane of a manager."""
+"""Place of the fault: a row of the second request, a lane of windows, a lane of a manager."""
 
 
 class Cell(NamedTuple):
-    """What fails, when, in which job, and how that is dealt with."""
+    """A fault, its phase, its job, and the failure policy."""
 
     kind: str
     phase: str
@@ -111,12 +111,12 @@ class Cell(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is a wrong result rather than a failure."""
+        """Whether the fault is a wrong result rather than a failure."""
         return self.kind in (*WRONG, *WRONG_STEPS)
 
     @property
     def is_survived(self) -> bool:
-        """Whether the worker goes on."""
+        """Whether the worker survives."""
         return self.is_wrong or self.kind in RAISES
 
     @property
@@ -125,14 +125,14 @@ class Cell(NamedTuple):
 
     @property
     def error(self) -> type[WorkerError] | None:
-        """What it is to surface as; nothing, if it costs only time or the rest of an episode."""
+        """Expected error; ``None`` if the fault costs only time or the rest of an episode."""
         if self.phase.startswith("close"):
             return None
         if self.is_wrong:
             return AgentSpecError if self.phase == "agent" else EnvSpecError
         if self.is_survived:
             if self.phase in ("reset", "step"):
-                is_here = self.job.endswith("here")  # nothing is run again in the caller's process
+                is_here = self.job.endswith("here")  # nothing is rerun in the caller's process
                 raises = self.policy in ("raise", "default") or (
                     self.policy == "restart" and is_here
                 )
@@ -161,7 +161,7 @@ class Cell(NamedTuple):
         return self.policy != "restart" or not self.phase.startswith("close")
 
     def hits(self, phases: tuple[str, ...]) -> dict[int, tuple[str, int]]:
-        """For ``faults``."""
+        """Return the argument ``hits`` of ``faults``."""
         return {self.place.row: (self.kind, self.step)} if self.phase in phases else {}
 
 
@@ -179,7 +179,7 @@ CELLS = [
     if cell.makes_sense()
 ]
 ODD = [
-    Cell("fork_and_sigkill", "step", "episodes", "restart"),  # its child has all descriptors
+    Cell("fork_and_sigkill", "step", "episodes", "restart"),  # its child inherits all descriptors
     Cell("hold_the_lock", "step", "commands", "raise"),
     Cell("hang", "close_agent", "episodes", "raise"),
     Cell("hang", "agent", "episodes", "raise"),
@@ -192,7 +192,7 @@ ODD = [
 
 
 def pairwise(cells: list[Cell]) -> list[Cell]:
-    """Some of them, such that all pairs of values that any cell has are in one of these."""
+    """Return a subset of the cells that covers every pair of values."""
     pairs = {cell: set(itertools.combinations(enumerate(cell), 2)) for cell in cells}
     left, chosen = set.union(*pairs.values()), []
     while left:
@@ -205,7 +205,7 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
 
 
 def opened(cell: Cell, marks: str | None) -> Any:
-    """What does the job; without ``marks`` nothing fails."""
+    """Open the object that does the job; without ``marks`` nothing fails."""
     common = {"marks": marks, "times": 1 if cell.policy == "restart" else ALWAYS}
     env_args, agent_args = dict(common), dict(common)
     when, _, what = cell.phase.partition("_")
@@ -225,7 +225,7 @@ def opened(cell: Cell, marks: str | None) -> Any:
         make = partial(make_fragile, **env_args)
         options |= {"envs_per_worker": 2, "seed": 1, "info_keys": {"t": int}}
         return ParallelEnvManager([make] * 3, **options)
-    # An agent is called with all lanes at once: whose row is at fault it cannot tell.
+    # An agent is called with all lanes at once, so an error cannot be attributed to one row.
     env_args["n_lanes"] = 1 if cell.phase == "agent" and cell.job != "windows" else 2
     if cell.job == "windows":
         arguments = 5, None, create_fragile_agent, agent_args, create_fragile
@@ -236,7 +236,7 @@ def opened(cell: Cell, marks: str | None) -> Any:
 
 
 def done(here: Any, cell: Cell, is_struck: bool = True) -> list[Any]:
-    """Do the job; returns all that is seen."""
+    """Do the job and return everything observed."""
     env_hits = cell.hits(("reset", "step")) if is_struck else {}
     agent_hits = cell.hits(("agent",)) if is_struck else {}
     update = cell.kind if is_struck and cell.phase == "update" else "none"
@@ -265,8 +265,8 @@ def done(here: Any, cell: Cell, is_struck: bool = True) -> list[Any]:
     return [(here.get(), here.failures) for _ in SIZES]
 
 
-def assert_goes_on(here: Any, cell: Cell) -> None:
-    """Only a failed worker that is not replaced is the end."""
+def assert_continues(here: Any, cell: Cell) -> None:
+    """Check that only a failed worker that is not replaced ends the job."""
     if cell.policy == "raise" and not cell.is_survived and cell.error is not None:
         with pytest.raises(cell.error):
             assert_works(here, cell)
@@ -275,7 +275,7 @@ def assert_goes_on(here: Any, cell: Cell) -> None:
 
 
 def assert_closes(here: Any) -> None:
-    """In bounded time, and twice."""
+    """Close twice, in bounded time."""
     start_s = time.monotonic()
     here.close()
     assert time.monotonic() - start_s < CLOSE_S
@@ -285,7 +285,7 @@ def assert_closes(here: Any) -> None:
 
 
 def assert_works(here: Any, cell: Cell) -> None:
-    """What is pending ends, and what comes next is as if nothing had happened."""
+    """Check that pending requests end and the next ones are as if nothing had happened."""
     if cell.job == "windows":
         n = here.n_lanes
         here.update(("none", 0.0))  # the last one may have failed, and would fail again
@@ -304,7 +304,7 @@ def assert_works(here: Any, cell: Cell) -> None:
 
 
 def assert_same(got: list[Any], expected: list[Any], cell: Cell, is_later: bool = False) -> None:
-    """All that was seen is the same, to the bit; later there was another number of updates."""
+    """Check that everything is bit-identical; later results differ in the number of updates."""
     if cell.job == "commands":
         assert_same_rows(got, expected)
         return
@@ -316,7 +316,7 @@ def assert_same(got: list[Any], expected: list[Any], cell: Cell, is_later: bool 
 
 
 def assert_truncated(got: list[Any], whole: list[Any], cell: Cell) -> None:
-    """The episode ends with the step that fails, the others are as undisturbed."""
+    """Check that the episode ends with the failing step and the others are unaffected."""
     row, n_steps = cell.place.row, max(cell.step, 0) + 1
     if cell.job == "commands":
         at = 5 + n_steps - 1
@@ -360,8 +360,8 @@ def assert_truncated(got: list[Any], whole: list[Any], cell: Cell) -> None:
     assert torch.equal(struck["frame"][: n_steps - 1], struck["whole"][: n_steps - 1])
 
 
-def assert_tells(error: WorkerError, cell: Cell) -> None:
-    """Check what an error is, what it says about where, and that it says so elsewhere."""
+def assert_reported(error: WorkerError, cell: Cell) -> None:
+    """Check the class of an error, its place, its cause, and its pickle."""
     assert isinstance(error, cell.error or ())
     assert isinstance(error, EnvSpecError | AgentSpecError) == cell.is_wrong
     where = error.where
@@ -389,7 +389,7 @@ def assert_tells(error: WorkerError, cell: Cell) -> None:
 
 @pytest.fixture
 def no_stacks_of_the_stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Do not wait for the stacks of workers that show none."""
+    """Do not wait for stacks of stopped workers, which write none."""
     return lambda: monkeypatch.setattr(worker_process, "_STACKS_S", 0.05)
 
 
@@ -415,7 +415,7 @@ def test_a_fault_raises_or_costs_only_time_or_one_episode(
         def live() -> list[Any]:
             here = opened(cell, str(tmp_path))
             stack.callback(assert_closes, here)
-            stack.callback(assert_goes_on, here, cell)
+            stack.callback(assert_continues, here, cell)
             return done(here, cell)
 
         if cell.error is not None:
@@ -423,7 +423,7 @@ def test_a_fault_raises_or_costs_only_time_or_one_episode(
                 live()
             struck_s = max(path.stat().st_mtime for path in tmp_path.iterdir())
             assert time.time() - struck_s < REPORT_S + (TIMEOUT_S if cell.hangs else 0.0)
-            assert_tells(caught.value, cell)
+            assert_reported(caught.value, cell)
         else:
             got = live()
             with contextlib.closing(opened(cell, None)) as twin:
@@ -431,11 +431,15 @@ def test_a_fault_raises_or_costs_only_time_or_one_episode(
             (assert_truncated if policy == "truncate" else assert_same)(got, whole, cell)
         if not phase.startswith("close"):
             texts = [path.read_text() for path in tmp_path.iterdir()]
-            pids = [int(text) for text in texts if text]  # not of one killed before it wrote it
+            pids = [
+                int(text) for text in texts if text
+            ]  # a worker killed before writing it has none
             assert pids
             assert (pids[0] == os.getpid()) == job.endswith("here")
             if policy in ("default", "truncate") and phase in ("reset", "step"):
-                is_once = cell.is_survived or job == "windows"  # where each episode is struck
+                is_once = (
+                    cell.is_survived or job == "windows"
+                )  # the step at which each episode is struck
                 assert is_once or len(pids) == 2
             if policy == "restart" and cell.error is None:
                 assert not any(map(is_running, pids))
@@ -458,4 +462,4 @@ def test_idle_workers_that_are_killed_or_stopped_are_replaced(
             os.kill(max(worker_pids() - others), number)
         assert_works(here, cell)
         gc.collect()
-        assert n_descriptors() <= n_held + 1  # for a slot more in flight
+        assert n_descriptors() <= n_held + 1  # for one more slot in flight

@@ -1,4 +1,4 @@
-"""Starts that fail, and hangs that block nothing, beside the faults of ``test_fault_matrix``."""
+"""Failing starts and hangs that block nothing, in addition to ``test_fault_matrix``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_batcher(struck: Struck, n_workers: int = 1, n_lanes: int = 1, **options
 
 
 def create_one_that_fails(seed: int, mark: str, kind: str) -> Any:
-    """The first worker fails, or has other environments, than the next, which may hang."""
+    """Fail in the first worker, or differ from the next one, which may hang."""
     try:
         Path(mark).touch(exist_ok=False)
     except FileExistsError:
@@ -65,7 +65,7 @@ def test_startup_fails_promptly_and_when_workers_disagree(
 def test_many_slow_environments_in_one_worker_are_not_a_hang_but_a_hung_one_is(
     struck: Struck,
 ) -> None:
-    # Each reset and each step takes 0.1 s, those of all lanes together more than the timeout.
+    # Each reset and step takes 0.1 s; all lanes together take longer than the timeout.
     with open_batcher(struck, timeout=0.4, n_lanes=5) as batcher:
         batcher.execute(5, env_info=faults(5, {}, sleep_ms=100, length=1))
         assert batcher.get().lengths.tolist() == [1] * 5
@@ -76,12 +76,12 @@ def test_many_slow_environments_in_one_worker_are_not_a_hang_but_a_hung_one_is(
 
 def test_a_hang_in_a_failed_request_does_not_block_the_next_one_forever(struck: Struck) -> None:
     with open_batcher(struck, 2, timeout=HANG_TIMEOUT_S) as batcher:
-        # The second fails when the first one hangs.
+        # The second fails while the first one hangs.
         batcher.execute(2, env_info=faults(2, {0: ("hang", 0), 1: ("raise_second", 0)}))
         with pytest.raises(rlpool.EnvError):
             batcher.get()
         stats = batcher.stats()
-        assert stats.requests == ()  # it is over, although a worker hangs in it
+        assert stats.requests == ()  # the request is over, although a worker hangs in it
         assert 1 in [lane.request for worker in stats.workers for lane in worker.lanes]
         batcher.execute(2)
         with pytest.raises(rlpool.WorkerTimeoutError):
@@ -96,7 +96,7 @@ def test_more_chunks_than_fit_into_the_pipes_do_not_deadlock() -> None:
 
 
 def create_lanes_of_a_worker_that_dies_before_its_report(seed: int) -> Any:
-    """Let the last worker of a request die before it reports the end."""
+    """Create lanes whose worker, if it is the last of a request, dies before reporting the end."""
     ends = RequestPlan.ends
 
     def noted(plan: RequestPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Episodes that fail for good end where they fail, and the others do not notice."""
+"""Episodes that fail permanently end at the failing step, and the others are unaffected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_episode_whose_worker_is_killed_at_a_different_step_each_time_is_not_
 
 
 class LateEnv(FragileEnv):
-    """The first reset of a process raises."""
+    """Environment whose first reset in a process raises."""
 
     n_failures = 0
 
@@ -82,7 +82,7 @@ def test_a_batcher_starts_although_the_first_reset_fails(on_env_error: str, n_wo
 
 
 class LicensedEnv(FragileEnv):
-    """Its second step raises once its licence is gone."""
+    """Environment whose second step raises once its licence file is deleted."""
 
     def __init__(self, licence: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class LicensedEnv(FragileEnv):
 def test_an_episode_that_fails_in_its_replayed_steps_ends_its_window(
     on_env_error: str, tmp_path: Path
 ) -> None:
-    """Its worker was killed between two windows, and the successor cannot repeat the first."""
+    """The worker was killed between two windows, and its successor cannot repeat the first."""
     licence, others = tmp_path / "licence", worker_pids()
     licence.touch()
     env_args = {"restarts": True, "kind": LicensedEnv, "licence": str(licence)}
@@ -181,8 +181,8 @@ def test_a_manager_with_restarting_lanes_reports_failures_until_the_next_step(
     with ParallelEnvManager([make_env], **options) as manager:
         manager.reset({"fault": KINDS.index("raise"), "fault_step": 1, "length": 9})
         zeros = DictTensor({"action": torch.zeros(1, dtype=torch.int64)})
-        told = []
+        reported = []
         for _ in range(3):
             (stepped, _), _ = manager.step(zeros)
-            told.append((bool(stepped["truncated"]), list(manager.failures)))
-        assert told == [(False, []), (True, [0]), (False, [])]
+            reported.append((bool(stepped["truncated"]), list(manager.failures)))
+        assert reported == [(False, []), (True, [0]), (False, [])]

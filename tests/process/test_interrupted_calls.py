@@ -1,4 +1,4 @@
-"""A signal handler that raises at random points of any call; the batcher is used again then."""
+"""A signal handler raises at random points of any call, and the batcher is used afterwards."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def prepare(batcher: Any) -> None:
 
 
 def collect(batcher: Any) -> Any:
-    """Use a batcher after whatever has happened."""
+    """Use a batcher after an interrupt."""
     while batcher.n_pending:
         with suppress(AgentError, EnvError):
             assert batcher.get() is not None
@@ -118,7 +118,7 @@ def test_a_batcher_can_be_used_after_any_interrupt(
                     assert batcher.n_pending == 0
                     with pytest.raises(UsageError, match="the last call was interrupted"):
                         batcher.get()
-            except RlpoolError:  # such as of an agent that the handler interrupted
+            except RlpoolError:  # such as that of an agent interrupted by the handler
                 assert not batcher.is_interrupted
             result = collect(batcher)
             assert batcher.state_dict()["next_episode"] > first
@@ -128,7 +128,7 @@ def test_a_batcher_can_be_used_after_any_interrupt(
             assert set(result["version"][result.mask() > 0].tolist()) == {number}
     assert batcher.closed
     wait_until(lambda: worker_pids() == before[1])
-    del strike, result  # a strike knows a frame
+    del strike, result  # a strike holds a frame
     gc.collect()
     assert n_descriptors() <= before[0]
 
@@ -172,14 +172,14 @@ COMMANDS: dict[str, Callable[[ParallelEnvManager], Any]] = {
 
 
 def struck(call: Callable[[], Any], number: int) -> int:
-    """Interrupt a call at a point; returns how many there were."""
+    """Interrupt a call at a given point and return the number of points."""
     with Strike(number) as strike, suppress(Alarm, SpecError):  # reported as an action's
         call()
     return strike.n_points
 
 
 def states(env: Any) -> list[dict[str, bytes]]:
-    """What environments show in two steps."""
+    """Return the observations of two steps."""
     env.reset_lanes(LANES, LANES, [None] * 3)
     seen = []
     for number in range(2):
@@ -206,13 +206,13 @@ def test_a_manager_starts_new_workers_after_an_interrupt(name: str) -> None:
                 n_interrupted += 1
                 manager.reset()
                 assert not any(is_running(pid or 0) for pid in before)
-            else:  # before it had begun
+            else:  # before it had started
                 with suppress(UsageError):
                     manager.remotes[1].recv()
             assert states(manager) == states(serial), f"point {number}"
         gc.collect()
         assert n_descriptors() == n_fds
-    assert n_interrupted  # others were struck before they had begun, or while they waited
+    assert n_interrupted  # others were struck before they had started, or while they waited
 
 
 @pytest.mark.parametrize("create_one", [partial(create, EpisodeBatcher, 2), open_manager])

@@ -1,4 +1,4 @@
-"""What is taken is given back, what is handed over stays, and the caller is left as it was."""
+"""Resources are released, results stay valid, and the caller's process state is unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_batcher(
 
 @pytest.fixture(scope="module", autouse=True)
 def opened_once() -> None:
-    """Open what stays open from the first use on: a template, a tracker, libraries' own files."""
+    """Open everything that stays open after first use: a template, a tracker, libraries' files."""
     with open_batcher() as batcher:
         run(batcher, 1)
 
@@ -60,13 +60,13 @@ def fail(batcher: EpisodeBatcher) -> None:
 
 
 def n_blocks_mapped() -> int:
-    """Mappings of anonymous shared memory in this process."""
+    """Count the mappings of anonymous shared memory in this process."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:")
 
 
 def held() -> dict[str, float]:
-    """What this process holds."""
+    """Return the resources that this process holds."""
     this_process = psutil.Process()
     return {
         "shared mappings": n_blocks_mapped(),
@@ -83,7 +83,7 @@ def held() -> dict[str, float]:
 def test_many_batchers_do_not_leak(struck: Struck) -> None:
     seen, in_dev_shm = [], named_memory.names()
     for number in range(6):
-        # It succeeds and fails, and is closed or dropped; its successor does not start at all.
+        # It succeeds and fails, and is closed or dropped; its successor fails to start.
         batcher = open_batcher(1, 50, 100, on_worker_failure="restart")
         for _ in range(3):
             batcher.update(number)
@@ -103,7 +103,7 @@ def test_many_batchers_do_not_leak(struck: Struck) -> None:
 
 
 def test_a_worker_costs_at_most_three_descriptors_and_a_batcher_a_few() -> None:
-    gc.collect()  # of what other tests have left in cycles
+    gc.collect()  # reference cycles of other tests
     before, others = n_descriptors(), worker_pids()
     with open_batcher(2, on_worker_failure="restart") as batcher:
         assert n_descriptors() - before <= 3 * 2 + 3
@@ -115,7 +115,7 @@ def test_a_worker_costs_at_most_three_descriptors_and_a_batcher_a_few() -> None:
             batcher.update(number)
             kept.append(run(batcher, 4, number))
             fail(batcher)
-        # What successors would map, too, of which no more than 16 are blocks:
+        # Successors would map these as well; at most 16 of them are blocks:
         assert n_descriptors() - before <= 3 * 2 + 22
         assert worker.num_fds() == n_in_worker
     assert n_descriptors() == before
@@ -175,7 +175,7 @@ def test_memory_is_reused_once_every_part_of_its_result_is_dropped() -> None:
         del results, kept
         run(batcher, 4)
         assert n_blocks_mapped() <= before
-        assert len(shared_files(worker)) <= before + 2  # which the worker was told to unmap
+        assert len(shared_files(worker)) <= before + 2  # the worker has unmapped the rest
         assert all(info["seed"].shape == (4,) for info in infos)
 
 

@@ -1,4 +1,4 @@
-"""Batchers begin and end: closed, dropped, in a thread, in a notebook."""
+"""Batchers start and end: closed, dropped, in a thread, in a notebook."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
         result = vars(notebook)["batcher"].get()
         assert (result["action"][:, :3] == number).all()
         assert result.lengths.tolist() == [3] * 5
-        assert len(worker_pids() - before) == 2  # those of the batcher before have ended
+        assert len(worker_pids() - before) == 2  # those of the previous batcher have ended
     vars(notebook).clear()
     assert worker_pids() == before
 

@@ -1,4 +1,4 @@
-"""Workers are like the program: its settings of torch, its start method, its files at the end."""
+"""Workers resemble the program: torch settings, start method, files flushed at the end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_torch_settings_apply_in_workers_and_results_are_on_the_cpu(
 ) -> None:
     options = {"start_method": start_method, "on_env_error": "truncate"}
     with open_batcher(LookingEnv, n_workers, **options) as batcher:
-        use(*DEFAULTS)  # the workers that are there, and their successors, keep theirs
+        use(*DEFAULTS)  # existing workers and their successors keep theirs
         for _ in range(2):
             batcher.execute(2)
             result = batcher.get()
@@ -105,7 +105,7 @@ def test_torch_settings_apply_in_workers_and_results_are_on_the_cpu(
 
 
 class WritingEnv(CountingEnv):
-    """Writes a line per step to a file that it never closes, and that a cycle holds."""
+    """Writes a line per step to a file that is never closed and is held by a reference cycle."""
 
     def __init__(self, directory: str) -> None:
         super().__init__(LENGTH)
@@ -137,7 +137,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 
 class StartingEnv(CountingEnv):
-    """Shows how its process starts others."""
+    """Observes the start method of its process."""
 
     def observation(self) -> Any:
         return np.array([METHODS.index(multiprocessing.get_start_method())] * 2, np.float32)

@@ -1,4 +1,4 @@
-"""What workers log reaches the caller's loggers, and nothing else."""
+"""Log records of workers reach the caller's loggers, and nothing else does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Seen(logging.Handler):
-    """Keeps what it is given, in the caller."""
+    """Handler that keeps log records in the caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Seen(logging.Handler):
 
 @pytest.fixture
 def seen() -> Iterator[Seen]:
-    """A handler of all loggers, where INFO of ``talk`` is wanted and else warnings."""
+    """Return a handler of all loggers, at level INFO for ``talk`` and WARNING otherwise."""
     handler = Seen()
     levels = {"talk": logging.INFO, "talk.silenced": logging.ERROR}
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     talk, root = logging.getLogger("talk"), logging.getLogger()
-    talk.propagate = False  # pytest would keep, and print, a flood
+    talk.propagate = False  # pytest would keep and print a flood
     for logger in (talk, root):
         logger.addHandler(handler)
     yield handler
@@ -150,7 +150,7 @@ def test_the_last_records_of_workers_and_failing_factories_arrive(
 
 
 def test_records_arrive_while_get_waits(seen: Seen, tmp_path: Path) -> None:
-    # The first may be handed over when get() is called, the second only while it waits.
+    # The first may be delivered when get() is called, the second only while it waits.
     seen.react = lambda: (tmp_path / f"answer {len(seen.of('talk.question'))}").touch()
     with open_batcher("converse", tmp_path) as batcher:
         begin(batcher)

@@ -1,4 +1,4 @@
-"""Limits are reported before they are hit, what cannot start says why, and nothing is left."""
+"""Limits are reported before they are hit, failed starts are explained, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OWNERS: list[tuple[Callable[[int], Any], str]] = [
 
 
 def refused(kind: type[RlpoolError], make: Callable[[], Any]) -> tuple[str, str]:
-    """What is said, and the fix, about something of which nothing is left."""
+    """Return the error and its fix, and check that nothing is left behind."""
     before = n_descriptors(), worker_pids()
     with pytest.raises(kind) as caught:
         make()
@@ -72,7 +72,7 @@ def test_descriptors_are_checked_before_any_worker_starts() -> None:
 def test_a_process_that_the_system_refuses_to_start_is_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Limits that cannot be known beforehand, such as those of other processes of the user."""
+    """Some limits cannot be known beforehand, such as the user's other processes."""
     before, start = worker_pids(), SpawnProcess.start
     numbers = iter([True, False])
 

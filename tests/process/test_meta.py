@@ -33,7 +33,7 @@ ARGUMENTS = {"limit": 6, "noise": 1.0}
 
 
 class FailingTask(RaggedTaskEnv):
-    """Raises in the first step of task 6."""
+    """Environment that raises in the first step of task 6."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.task == 6:
@@ -51,7 +51,7 @@ def test_the_manager_passes_tasks_on_to_its_trials() -> None:
                 remote.send((name, arguments))
             return [remote.recv()[1] for remote in two.remotes]
 
-        # Each was made, and is reset, with a seed of its own.
+        # Each is created and reset with its own seed.
         first, second = asked("get_attr", {"attr": "action_space"})
         assert first.sample().tolist() != second.sample().tolist()
         first, second = asked("reset", {"task": 3})
@@ -61,7 +61,7 @@ def test_the_manager_passes_tasks_on_to_its_trials() -> None:
 
 
 class KillsWorkers(Storage):
-    """Kills a worker at every fifth rollout."""
+    """Storage that kills a worker at every fifth rollout."""
 
     pids: Any = staticmethod(list)  # of the workers that there are
 

@@ -1,4 +1,4 @@
-"""Environments and agents that cannot begin without the infos of the first request."""
+"""Environments and agents that cannot start without the infos of the first request."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_infos_of_a_reset_followed_by_another_are_not_blamed(n_workers: int) -> 
 
 
 class DyingEnv(NeedyEnv):
-    """Its process dies in the first reset that has options."""
+    """Environment whose process dies in the first reset with options."""
 
     def __init__(self, path: str, needs: bool = True) -> None:
         super().__init__("undeclared", needs)
@@ -118,7 +118,7 @@ def test_reset_with_env_info_works_after_a_failed_reset(over_manager: bool) -> N
             env.reset(env_info([-4, 6]))
     observation, _ = env.reset(env_info())
     assert observation["frame"].tolist() == [[0, 5], [0, 6]]
-    if over_manager:  # what is known now is told to a successor
+    if over_manager:  # a successor gets what is known by now
         os.kill(env.workers[0].pid, signal.SIGKILL)
     (observation, _), (_, running) = env.step(DictTensor({"action": torch.tensor([1, 2])}))
     assert observation["frame"].tolist() == [[1, 5], [1, 6]]

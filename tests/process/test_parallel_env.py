@@ -1,4 +1,4 @@
-"""Environments in processes give what environments in this process give."""
+"""Environments in processes give the same results as environments in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tasked() -> Iterator[ParallelEnvManager]:
 
 
 def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
-    """Ask one environment through its remote; returns what it answers."""
+    """Ask one environment through its remote and return its answer."""
     manager.remotes[lane].send(request)
     return manager.remotes[lane].recv()[1]
 
@@ -101,7 +101,7 @@ def test_environments_step_in_parallel_and_waiting_uses_no_cpu_time(
 ) -> None:
     manager = sleepy
     manager.reset_lanes(range(3), [0] * 3, [{"sleep_ms": 0}] * 3)
-    manager.step_lanes(range(3), no_actions(manager))  # what is done for the first time costs some
+    manager.step_lanes(range(3), no_actions(manager))  # first-time work costs some
     manager.reset_lanes(range(3), [0] * 3, [{"sleep_ms": 250}] * 3)
     processes = [psutil.Process(), *(psutil.Process(worker.pid) for worker in manager.workers)]
 
@@ -115,10 +115,10 @@ def test_environments_step_in_parallel_and_waiting_uses_no_cpu_time(
     for remote in manager.remotes:
         assert remote.recv()[0] == "transition"
     passed_s = time.monotonic() - start
-    assert 0.5 <= passed_s < 1.25  # one by one it would be 1.5 s
+    assert 0.5 <= passed_s < 1.25  # sequentially it would take 1.5 s
     time.sleep(0.3)  # the workers wait while the caller learns
     for after, spent in zip(cpu_s(), before, strict=True):
-        assert (after - spent) / passed_s < 0.2  # to poll would cost all of it
+        assert (after - spent) / passed_s < 0.2  # polling would use all of it
 
 
 def test_step_some_does_not_wait_for_slow_lanes(sleepy: ParallelEnvManager) -> None:
@@ -135,7 +135,7 @@ def test_step_some_does_not_wait_for_slow_lanes(sleepy: ParallelEnvManager) -> N
         with pytest.raises(UsageError, match="lane 1 "):
             call()
     assert manager.step_some(0) == []
-    assert manager.step_some(5) == [1]  # all that are stepping, though fewer than asked for
+    assert manager.step_some(5) == [1]  # all that are stepping, though fewer than requested
     assert manager.step_some(5) == []
     assert manager.current["frame"].tolist() == [[2, 0], [1, 0], [2, 0]]
 
@@ -145,13 +145,13 @@ def test_lanes_of_one_worker_step_and_are_reset_one_by_one() -> None:
     actions = no_actions(manager)
     manager.reset_lanes(range(3), [0] * 3, [{"sleep_ms": 50, "id": lane} for lane in range(3)])
     assert manager.step_some(0, [0], actions) == []
-    assert manager.step_some(2, [1], actions) == [0, 1]  # a lane beside another of its worker
+    assert manager.step_some(2, [1], actions) == [0, 1]  # while its worker steps another lane
     assert manager.step_some(0, [0, 1, 2], actions) == []
-    manager.reset_lanes([1], [0], [{"id": 5}])  # which gives up its step
+    manager.reset_lanes([1], [0], [{"id": 5}])  # which discards its step
     assert manager.step_some(2) == [0, 2]
     assert manager.current["frame"].tolist() == [[2, 0], [0, 5], [1, 2]]
     assert manager.step_lanes([0], actions) == [0]
-    assert manager.step_lanes([1], actions) == []  # that lane 0 ended is not reported again
+    assert manager.step_lanes([1], actions) == []  # the end of lane 0 is not reported again
     assert manager.current["done"].tolist() == [True, False, False]
     manager.close()
 
@@ -180,7 +180,7 @@ def test_remotes_implement_the_whole_protocol(tasked: ParallelEnvManager) -> Non
     assert ask(manager, 1, "get_attr", {"attr": "pid"}) == manager.workers[1].pid
     assert ask(manager, 1, "reset", None).tolist() == [0, -1]
     assert manager.current["frame"].tolist() == [[0, 0], [0, -1]]
-    # A task is an argument of reset, if it has one, else an option.
+    # A task is an argument of reset if it accepts one, else an option.
     manager.reset_lanes([0, 1], [5, 6], [{"task": 4, "other": 1}, {"task": 2}])
     assert manager.current["frame"].tolist() == [[0, 4], [0, 2]]
     assert ask(manager, 0, "get_attr", {"attr": "given_options"}) == {"other": 1}

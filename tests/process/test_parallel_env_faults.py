@@ -1,6 +1,6 @@
-"""Failures in a manager's environments, beside those of ``test_fault_matrix``.
+"""Failures in a manager's environments, in addition to ``test_fault_matrix``.
 
-What its other lanes notice, what remotes answer, and which workers are replaced.
+The effect on other lanes, the answers of remotes, and the workers that are replaced.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def faulty() -> Iterator[ParallelEnvManager]:
-    """Three environments in two workers, which survive what is done to them."""
+    """Return a manager of three environments in two workers that survives faults."""
     with open_manager(FaultyEnv, 3, envs_per_worker=2) as manager:
         yield manager
 
 
 def run(manager: ParallelEnvManager, lanes: list[int], seeds: list[int], options: Any) -> None:
-    """Reset and make three steps, one of which fails."""
+    """Reset and make three steps, one of them failing."""
     manager.reset_lanes(lanes, seeds, options)
     for _ in range(3):
         manager.step_lanes(lanes, no_actions(manager))
@@ -72,7 +72,7 @@ def test_lanes_of_a_failed_worker_are_reset_before_the_others_continue(
     with pytest.raises(EnvError) as caught:
         run(faulty, [0, 1, 2], [3, 4, 5], [None, options, None])
     assert caught.value.where == Where(0, 1, None, None, 1, 4, options)
-    # The lane of the other worker has made its steps.
+    # The lane of the other worker has completed its steps.
     assert faulty.current["frame"][2].tolist() == [0, 2]
     assert faulty.step_lanes([2], no_actions(faulty)) == [2]
     for stale in (0, 1):
@@ -85,7 +85,7 @@ def test_two_workers_may_fail_in_one_step(faulty: ParallelEnvManager) -> None:
     with pytest.raises(EnvError) as caught:
         run(faulty, [1, 2], [3, 4], [failing("raise", 0), failing("unpicklable", 0)])
     assert caught.value.where.lane == 1
-    # The next error is not the one that was never reported:
+    # The next error is not the earlier, unreported one:
     with pytest.raises(EnvError, match="KeyError") as caught:
         run(faulty, [2], [9], [failing("raise", 1)])
     assert caught.value.where[1:6] == (2, None, None, 1, 9)
@@ -96,15 +96,15 @@ def test_a_lanes_failure_is_reported_alongside_the_steps_of_the_others(
     faulty: ParallelEnvManager,
 ) -> None:
     faulty.reset_lanes([0, 2], [1, 2], [{"length": 9}, failing("raise", 0)])
-    told: list[Any] = []
+    reported: list[Any] = []
     lanes = [0, 2]
-    while len(told) < 2:
+    while len(reported) < 2:
         try:
-            told += faulty.step_some(1, lanes, no_actions(faulty))
+            reported += faulty.step_some(1, lanes, no_actions(faulty))
         except EnvError as error:
-            told.append(f"lane {error.where.lane} failed")
+            reported.append(f"lane {error.where.lane} failed")
         lanes = []
-    assert sorted(told, key=str) == [0, "lane 2 failed"]
+    assert sorted(reported, key=str) == [0, "lane 2 failed"]
     assert_works(faulty)
 
 
@@ -149,7 +149,7 @@ def test_other_workers_continue_while_one_is_replaced(tmp_path: Path) -> None:
         while 0 not in ready:
             ready = manager.step_some(1, ready, no_actions(manager))
             n_steps += 1
-        assert n_steps > 3  # a process takes much longer to start
+        assert n_steps > 3  # starting a process takes much longer
         serial.step_lanes([0], no_actions(manager))
         assert manager.current["frame"][0].tobytes() == serial.current["frame"][0].tobytes()
 
@@ -172,7 +172,7 @@ def test_episodes_of_nonreproducible_environments_are_not_continued() -> None:
             manager.step_lanes([0, 1, 2], no_actions(manager))
         assert caught.value.where[:2] == (0, 0)
         assert manager.current["frame"][:2].tobytes() == seen[:2].tobytes()
-        assert manager.current["frame"][2].tobytes() != seen[2].tobytes()  # has made its step
+        assert manager.current["frame"][2].tobytes() != seen[2].tobytes()  # has completed its step
         with pytest.raises(UsageError, match="reset it"):
             manager.step_lanes([0], no_actions(manager))
 
@@ -196,7 +196,7 @@ def test_a_request_is_sent_again_if_its_worker_dies(tmp_path: Path) -> None:
 
 def test_workers_are_replaced_after_a_given_number_of_episodes() -> None:
     limits = {"max_episodes_per_worker": 2, "max_restarts": 0, "on_worker_failure": "raise"}
-    pids: list[int | None] = []  # of the worker of the last lane, whose episodes have five steps
+    pids: list[int | None] = []  # the last lane's worker; its episodes have five steps
     with open_manager(FragileEnv, 3, envs_per_worker=2, **limits) as manager:
         got = played(manager, before_step=lambda _: pids.append(manager.workers[1].pid))
     assert_same_rows(got, played(create_serial(1, FragileEnv, 3)))
@@ -241,7 +241,7 @@ def test_an_environment_that_cannot_be_created_is_reported(
 
 
 def killed(lane: int) -> CountingEnv:
-    """An environment; the second one ends its process."""
+    """Create an environment; the second call ends its process."""
     if lane == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return CountingEnv()
@@ -304,4 +304,4 @@ def test_a_dropped_manager_ends_its_workers() -> None:
         assert not is_running(pid)
     finally:
         gc.enable()
-    assert kept.tolist() == [[0, 0]]  # what was handed out stays
+    assert kept.tolist() == [[0, 0]]  # results handed out earlier stay valid

@@ -1,4 +1,4 @@
-"""Pool.store(): an episode of each environment, each in a process of its own."""
+"""Pool.store(): one episode of each environment, each in its own process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KEYS = ("frame", "action", "_frame", "_reward", "_done")
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Pool]]:
-    """Makes pools that hold each process's episodes in time order, closed after the test."""
+    """Return a function that makes pools in time order per process, closed after the test."""
     made: list[Pool] = []
 
     def make_pool(envs: list[Any], **options: Any) -> Pool:
@@ -61,7 +61,7 @@ def make() -> Iterator[Callable[..., Pool]]:
 
 
 def stored(pool: Pool) -> list[dict[str, Any]]:
-    """What one ``store()`` adds of each environment."""
+    """Return the data that one ``store()`` adds for each environment."""
     pool.clear()
     pool.store()
     every, stops = pool.transitions(), np.cumsum(pool.lengths)
@@ -77,7 +77,7 @@ def assert_same(episode: dict[str, Any], expected: tuple[Any, ...]) -> None:
         np.testing.assert_array_equal(episode[key], wanted)
 
 
-# What is stored -----------------------------------------------------------------------------------
+# Stored data --------------------------------------------------------------------------------------
 
 
 def test_random_sub_pools_share_the_episodes_and_each_process_starts_with_its_own(
@@ -104,7 +104,7 @@ def test_without_random_a_sub_pool_holds_its_processs_episodes_in_time_order(mak
         for number, episode in enumerate(stored(pool)):
             assert_same(episode, ActingEnv.expected(lengths[number], n_resets, number))
     assert envs[0].n_resets == 0
-    batch = pool.sample_sequences(sum(lengths), 300)  # episodes are known as such
+    batch = pool.sample_sequences(sum(lengths), 300)  # the ends of episodes are known
     left = torch.tensor(lengths)[batch["frame"][:, 0, 3].long()] - batch["frame"][:, 0, 0].long()
     assert torch.equal(batch.lengths, left)
 
@@ -120,7 +120,7 @@ def test_a_policy_acts_in_gymnasium_environments(make: Any) -> None:
     assert episode["action"].tolist() == [leaning(state) for state in episode["frame"]]
 
 
-@pytest.mark.slow  # as processes are spawned
+@pytest.mark.slow  # because processes are spawned
 def test_a_policy_may_hold_a_multiprocessing_lock(make: Any) -> None:
     context = multiprocessing.get_context("spawn")
     lock, n_calls = context.Lock(), context.Value("i", 0)
@@ -161,7 +161,7 @@ def test_the_same_seed_gives_the_same_pool_with_different_noise_per_process(make
     pool, same = (make([NoisyEnv(), NoisyEnv()], random=True, seed=seed) for seed in (1, 2))
     pool.store()
     same.load_state_dict(pool.state_dict())
-    for each in (pool, same):  # a resumed pool stores what the saved one does
+    for each in (pool, same):  # a resumed pool stores the same data as the saved one
         each.store()
     assert pool.lengths == same.lengths
     assert torch.equal(pool.transitions()["frame"], same.transitions()["frame"])
@@ -192,7 +192,7 @@ def test_a_process_that_dies_is_replaced(make: Any) -> None:
     with pytest.raises(WorkerDiedError, match="worker 1"):
         pool.store()
     assert not worker_pids()
-    pool = make([ActingEnv(4)])  # between runs, too
+    pool = make([ActingEnv(4)])  # between runs as well
     pool.store()
     (pid,) = worker_pids()
     os.kill(pid, signal.SIGKILL)

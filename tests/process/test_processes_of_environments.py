@@ -1,4 +1,4 @@
-"""Processes that environments start end with their worker, however that ends."""
+"""Processes started by environments end with their worker, however it ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_processes_started_by_a_killed_worker_end_while_the_caller_is_busy(notes
     with open_batcher(notes, 2) as batcher:
         children = started(notes)
         os.kill(batcher.stats().workers[0].pid, signal.SIGKILL)
-        # The caller does nothing of rlpool from now on, and learns of no death.
+        # From here on the caller makes no rlpool calls and does not learn of the death.
         wait_until(lambda: n_running(children) == N_STARTED, GONE_S)
 
 

@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes: the same bits whoever is killed, and nothing left behind."""
+"""A real Ray cluster of two nodes: bit-identical results after any kill, nothing left behind."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def cluster() -> Iterator[Any]:
 
 
 def our_processes() -> list[psutil.Process]:
-    """Actors of this test's cluster, with their templates and workers; not this process's own."""
+    """Return this cluster's actors with their templates and workers, without this process's own."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -78,14 +78,14 @@ def our_processes() -> list[psutil.Process]:
 
 
 def all_is_given_back() -> bool:
-    """Whether no process and no reservation is left."""
+    """Whether no process or reservation is left."""
     groups = placement_groups.placement_group_table().values()
     return not our_processes() and all(group["state"] == "REMOVED" for group in groups)
 
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind(cluster: Any) -> Iterator[None]:
-    """Ray keeps processes of its own; ours have to be gone."""
+    """Override: Ray keeps its own processes running, but ours must be gone."""
     yield
     wait_until(all_is_given_back, 10.0)
 
@@ -109,18 +109,18 @@ def make_local(**options: Any) -> EpisodeBatcher:
 
 
 def kill_one(name: str) -> None:
-    """Kill the first process of a name."""
+    """Kill the first process with this name."""
     next(process for process in our_processes() if process.name().startswith(name)).kill()
 
 
 def collect(batcher: Any, disturb: Callable[[int], None] = lambda _: None) -> list[Any]:
-    """Requests, some queued, larger than slots, and with a new policy between them."""
+    """Collect requests, some queued, larger than slots, with new policies in between."""
     agent_info = DictTensor({"gain": torch.linspace(0.5, 2.0, 23)})
     env_info = DictTensor({"length": 1 + torch.arange(23) % 13})
     with batcher:
         batcher.execute(23, agent_info, env_info)
         batcher.execute(23, agent_info, env_info, episode_seeds=[7, 3, 7, *range(20)])
-        batcher.update(0.5)  # a queued request keeps the policy that it was made with
+        batcher.update(0.5)  # a queued request keeps the policy it was made with
         batcher.execute(20)
         disturb(0)
         results = [batcher.get() for _ in range(3)]
@@ -231,7 +231,7 @@ def test_an_interrupted_call_drops_requests_in_flight() -> None:
     with make() as batcher:
         batcher.execute(3000)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):  # Ray lets no other exception through
+        with pytest.raises(KeyboardInterrupt):  # Ray does not propagate other exceptions
             batcher.get()
         with pytest.raises(UsageError, match="interrupted"):
             batcher.get()
@@ -255,7 +255,7 @@ def test_results_larger_than_the_store_are_collected() -> None:
         frames = batcher.get()["frame"]
     assert frames.nbytes > 2.5 * STORE_BYTES
     assert (frames[:, :, 7] == torch.arange(20)).all()
-    frames.add_(1)  # writable, and still there
+    frames.add_(1)  # writable, and still valid
 
 
 def create_array_env(seed: int) -> VectorGymEnv:

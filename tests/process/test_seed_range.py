@@ -1,4 +1,4 @@
-"""Seeds are below 2**31 wherever they come to light, and episodes of one manager share none."""
+"""Visible seeds are below 2**31, and episodes of one manager never share a seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_all_differ(seeds: list[int], n: int) -> None:
 
 
 def seed_of(frame: Any) -> int:
-    """Which seed an observation says that its episode has."""
+    """Return the episode's seed according to an observation."""
     return int(frame) // 1024
 
 
@@ -34,7 +34,7 @@ def seeds_of_remote(remote: Any, n: int) -> list[int]:
 
 
 def test_environments_reset_by_hand_never_share_a_seed() -> None:
-    """By lanes that restart, by resets and by remotes of one manager without a ``seed``."""
+    """Restarting lanes, resets and remotes of one manager without a ``seed``."""
     seeds: list[int] = []
     action = DictTensor({"action": torch.zeros(3, dtype=torch.int64)})
     with ParallelEnvManager([partial(ScriptedEnv, "number")] * 3, auto_reset=True) as manager:
@@ -49,7 +49,7 @@ def test_environments_reset_by_hand_never_share_a_seed() -> None:
             seeds += seeds_of_remote(remote, 20)
         check_all_differ(seeds, len(seeds))
         runs = []
-        for remote in manager.remotes[:2]:  # each goes on from a seed that it is given
+        for remote in manager.remotes[:2]:  # each continues from a given seed
             for given in (5, 2**62):
                 remote.send(("seed", {"seed": given}))
                 assert remote.recv() == ("done", None)

@@ -1,4 +1,4 @@
-"""What workers share with the caller: memory always, the rest by being spawned."""
+"""Objects shared with workers: memory always, other objects if workers are spawned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nothing() -> None:
 
 
 class SharingEnv(CountingEnv):
-    """Calls a function when it is made."""
+    """Environment that calls a function in its constructor."""
 
     def __init__(self, share: Callable[[], Any] = nothing) -> None:
         super().__init__(length=2)
@@ -66,7 +66,7 @@ def run_successors(batcher: EpisodeBatcher) -> None:
 
 
 def add_to_memory() -> tuple[Callable[[], Any], Callable[[], list[float]]]:
-    """A function that adds 1 to everything that has memory, and one that reads it."""
+    """Return a function that adds 1 to every object with memory, and one that reads them."""
     tensor, other = torch.zeros(1).share_memory_(), torch.zeros(1).share_memory_()
     named = DictTensor({"x": other})
     model, array = nn.Linear(1, 1, bias=False), Array(1, np.int64, storage="shared")
@@ -160,7 +160,7 @@ def test_unshared_objects_are_copied() -> None:
 
 
 class Writer(Agent):
-    """Writes into whatever it is given."""
+    """Agent that writes into every object it is given."""
 
     def __init__(self) -> None:
         self.info: Any = None

@@ -1,4 +1,4 @@
-"""Workers that read nothing block no call."""
+"""Workers that do not read do not block any call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPLY_BYTES = 2**24
 
 
 class LargeEnv(TaskEnv):
-    """A ``TaskEnv`` with an attribute that no pipe holds; leaves a file when it is closed."""
+    """``TaskEnv`` with an attribute too large for a pipe; leaves a file when closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def within(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped(pid: int | None) -> Iterator[None]:
-    """Let a process be stopped for a while."""
+    """Stop a process during this context."""
     assert pid is not None
     process = psutil.Process(pid)
     process.suspend()

@@ -1,4 +1,4 @@
-"""Requests in flight beside others; ``property/test_against_loops`` draws streams of them."""
+"""Concurrent requests in flight; ``property/test_against_loops`` draws streams of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _clock = itertools.count()
 
 
 class StampingEnv(CountingEnv):
-    """Shows how many steps all environments of its process have made."""
+    """Observes the number of steps made by all environments of its process."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         _, *rest = super().step(action)
@@ -63,7 +63,7 @@ def test_a_death_names_the_running_episode_of_any_request(tmp_path: Any) -> None
 def test_long_episodes_that_restart_after_a_failure_never_share_a_slot(
     tmp_path: Any,
 ) -> None:
-    """Their first slots have been emptied by then, and others may use them."""
+    """Their first slots have been emptied by then and may be used by others."""
     lengths = {"length": [40, 40]}
     columns = {"length": 40, **failing("raise", 17)}
     arguments = {"n_lanes": 3, "marks": str(tmp_path), "times": 10}

@@ -1,6 +1,6 @@
-"""The process from which workers are forked: however it lives and dies, only time is lost.
+"""The process from which workers are forked: however it dies, only time is lost.
 
-And what it imports for them, and what becomes of modules that it cannot have.
+Also the modules it imports for them, including those that cannot be imported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_batcher(n_threads: int = 2, **keywords: Any) -> EpisodeBatcher:
 
 
 def collect(batcher: EpisodeBatcher) -> DictTensor:
-    """Episodes that are as they should be."""
+    """Collect episodes and check them."""
     batcher.execute(6, env_info=DictTensor({"id": torch.arange(6)}))
     result = batcher.get()
     assert result.lengths.tolist() == [3] * 6
@@ -60,7 +60,7 @@ def collect(batcher: EpisodeBatcher) -> DictTensor:
 
 
 def collect_once() -> DictTensor:
-    """By a batcher that comes and goes."""
+    """Collect with a new batcher and close it."""
     with open_batcher() as batcher:
         return collect(batcher)
 
@@ -80,7 +80,7 @@ def children() -> set[int]:
 
 @pytest.fixture
 def ready() -> Iterator[None]:
-    """A template that serves; nothing is left behind of it but its successor."""
+    """Yield a working template, and check that only its successor is left behind."""
     collect_once()
     gc.collect()
     n_before, others = n_descriptors(), children() - {template().pid}
@@ -99,7 +99,7 @@ def test_a_killed_template_is_restarted_and_no_episode_is_lost() -> None:
     batcher = open_batcher()
     before, old = collect(batcher), template()
     old.kill()
-    assert collect(batcher).lengths.equal(before.lengths)  # its workers go on
+    assert collect(batcher).lengths.equal(before.lengths)  # its workers continue
     dying.execute(6, env_info=faults_at(6, 3, "os_exit", 1))
     with dying, pytest.raises(WorkerDiedError, match=f"exit code {EXIT_CODE}"):
         dying.get()
@@ -117,7 +117,7 @@ def test_a_template_killed_while_forking_leaves_no_worker_behind(
     def send_and_kill(connection: socket.socket, *arguments: Any) -> int:
         nonlocal n_asked
         n_asked += connection.type == socket.SOCK_SEQPACKET  # others carry memory to workers
-        if n_asked != 2:  # one worker is there already
+        if n_asked != 2:  # one worker exists already
             return send(connection, *arguments)
         n_asked += 1
         old.suspend()  # it must not answer before it is killed
@@ -151,7 +151,7 @@ def test_one_template_serves_all_threads_until_shutdown_or_a_mismatch(
     assert n_descriptors() == n_before - 1
 
 
-# What cannot be had ----------------------------------------------------------------------------
+# Templates that are not available --------------------------------------------------------------
 
 
 def test_the_template_is_given_up_after_three_deaths_in_a_row(
@@ -204,7 +204,7 @@ def test_no_template_is_started_where_its_workers_could_not_be_adopted(
     assert children() == before
 
 
-# What else goes on in the caller ---------------------------------------------------------------
+# Other activity in the caller ------------------------------------------------------------------
 
 
 kept: list[EpisodeBatcher] = []
@@ -244,7 +244,7 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def create_reporting(path: Path, names: tuple[str, ...]) -> CountingEnv:
-    """An environment whose process leaves a file that says what it found."""
+    """Create an environment whose process leaves a file with its findings."""
     import random  # not that of the module's pickle
 
     report = {

@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for less than half a second."""
+    """Observe for less than half a second."""
     monkeypatch.setattr(top, "EVERY_S", 0.05)
 
 
@@ -77,13 +77,15 @@ def test_a_running_program_is_found_by_its_pid(
         assert top.main([str(struck.pid), "--once"]) == 1
         assert "has no batcher and no ParallelEnvManager" in capsys.readouterr().err
 
-        os.kill(program.pid, signal.SIGSTOP)  # nobody notices deaths any more
+        os.kill(program.pid, signal.SIGSTOP)  # deaths are no longer detected
         os.kill(struck.pid, signal.SIGKILL)
         watched = top.Program(program.pid)
         wait_until(lambda: "dead" in {w.state for w in watched.read()[0].workers})
 
         os.killpg(program.pid, signal.SIGKILL)
-        wait_until(lambda: has_ended(program.pid))  # and its parent, this process, did not look
+        wait_until(
+            lambda: has_ended(program.pid)
+        )  # and its parent, this process, has not reaped it
         with pytest.raises(rlpool.UsageError, match=f"process {program.pid}"):
             watched.read()
         assert top.main([str(program.pid), "--once"]) == 1

@@ -1,4 +1,4 @@
-"""A call that begins while another thread is inside one is refused, and names both."""
+"""A call made during another thread's call is refused, and the error names both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.promise("I4")]
 
 
 class WaitingEnv(CountingEnv):
-    """Its steps end when somebody writes into a pipe with a name."""
+    """Environment whose steps wait for a write to a named pipe."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(length=1)
@@ -51,7 +51,7 @@ def create_env(seed: int, path: Path) -> GymEnv:
 
 @contextmanager
 def inside(user: Any, call: Callable[[], Any], gate: Path) -> Iterator[list[Any]]:
-    """Another thread is in a call, until this context ends; then its result is there."""
+    """Keep another thread inside a call during this context, and return its result then."""
     result: list[Any] = []
     other = threading.Thread(target=lambda: result.append(call()), name="collector")
     other.start()

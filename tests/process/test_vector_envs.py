@@ -1,6 +1,6 @@
 """Vector environments whose lanes are reset together, in workers that fail.
 
-Lanes that are reset one by one are drawn by ``property/test_against_loops``.
+``property/test_against_loops`` covers lanes that are reset one by one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ pytestmark = [
 
 
 class Struck(ArrayEnv):
-    """Restarts by itself, and fails once in its ``n_left``-th step in a worker.
+    """Environment that restarts by itself and fails once, in its ``n_left``-th step in a worker.
 
     Args:
-        mark: A file that tells that it has failed.
-        kind: How.
-        n_left: In which step since its creation.
-        **arguments: Of ``ArrayEnv``.
+        mark: File that records the failure.
+        kind: Kind of failure.
+        n_left: Step since its creation at which it fails.
+        **arguments: Arguments of ``ArrayEnv``.
     """
 
     def __init__(self, mark: str, kind: str, n_left: int, **arguments: Any) -> None:
@@ -63,7 +63,7 @@ def create_struck(
 
 
 def share(n_slots: int = 60, struck: Any = None, **options: Any) -> list[Any]:
-    """Results of three requests to two workers, two of which are made at the same time."""
+    """Return the results of three requests to two workers, two of them concurrent."""
     with EpisodeBatcher(
         4, n_slots, RecurrentAgent, {}, create_struck, struck or {}, 2, 5, **options
     ) as batcher:
@@ -94,7 +94,7 @@ def test_a_worker_finishes_its_share_before_it_is_recycled() -> None:
 
 
 def windows(**struck: Any) -> list[Any]:
-    """Two windows of two workers after each of two resets."""
+    """Return two windows of two workers after each of two resets."""
     with Batcher(
         4,
         create_agent=RecurrentAgent,

@@ -1,4 +1,4 @@
-"""Waiting for results: with a limit, for several batchers, by descriptors; nothing gets lost."""
+"""Waiting for results: with a timeout, for several batchers, by descriptors; no data is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("short_patience"), pytest.mark.timeout(120
 
 
 class WaitingEnv(CountingEnv):
-    """Waits in its first step until a file is there."""
+    """Environment that waits in its first step until a file exists."""
 
     def __init__(self, gate: Path) -> None:
         super().__init__(length=4)
@@ -49,7 +49,7 @@ def create_endless(seed: int, gate: Path) -> GymEnvInf:
 def open_batcher(kind: Any, gate: Path, n_workers: int = 1) -> Any:
     create = create_endless if issubclass(kind, Batcher) else create_waiting
     arguments = 6, 8, ConstantAgent, {}, create, {"gate": gate}, n_workers, 3
-    # The trial step that tells the keys waits as well: let that pass.
+    # The probing step that discovers the keys waits as well: let it pass.
     gate.touch()
     batcher = kind(*arguments)
     gate.unlink()

@@ -1,4 +1,4 @@
-"""Workers die and are replaced; the caller gets the bits that it would have got without."""
+"""Workers die and are replaced, and results are bit-identical to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLOSE_S = 7.0
 
 @pytest.fixture
 def created_in(tmp_path: Path) -> Path:
-    """Where each process that makes environments leaves a file."""
+    """Directory in which each process that creates environments leaves a file."""
     (tmp_path / "created_in").mkdir()
     return tmp_path / "created_in"
 
@@ -42,7 +42,7 @@ def open_batcher(env_args: dict[str, Any], n_workers: int = 2, **options: Any) -
 
 
 def collect(batcher: EpisodeBatcher) -> list[TemporalDictTensor]:
-    """Requests with updates in between, all sent before the first is fetched."""
+    """Send requests with updates in between, all before fetching the first result."""
     for number in range(3):
         batcher.update(number / 10)
         batcher.execute(10, {"gain": 1 + torch.arange(10) / 100}, {"length": [7] * 10})
@@ -83,7 +83,7 @@ def test_workers_are_replaced_after_a_given_number_of_episodes(created_in: Path)
     limits = {"max_episodes_per_worker": 9, "max_restarts": 0}
     with open_batcher(env_args, **limits) as batcher, open_batcher({}, 0) as undisturbed:
         assert_all_equal(collect(batcher), collect(undisturbed))
-    # 30 episodes, dealt out to two workers as it comes:
+    # 30 episodes, distributed dynamically over two workers:
     assert len(list(created_in.iterdir())) in (4, 5)
 
 
@@ -98,7 +98,7 @@ def open_windows(
 
 
 def windows(env_args: dict[str, Any], **options: Any) -> list[TemporalDictTensor]:
-    """Windows after each of two resets."""
+    """Return windows after each of two resets."""
     results = []
     with open_windows(env_args, **options) as batcher:
         for number in range(8):

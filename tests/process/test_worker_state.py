@@ -1,4 +1,4 @@
-"""A worker that was forked from the template is like a spawned one, with the same results."""
+"""A worker forked from the template has the same state and results as a spawned one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.promise("I10"), pytest.mark.timeout(120)]
 
 MOMENTS = "while its main module is imported", "while its environment is made"
 
-# A process of its own that has started a template changes itself, and then starts workers.
+# A separate process starts a template, changes its own state, and then starts workers.
 SCRIPT = """
 import atexit, ctypes, json, os, resource, signal, sys
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_a_forked_worker_has_the_same_state_as_a_spawned_one(
     assert forked[1]["starts processes"] == [0, [2, 2, 2], 7]
     (*_, first), (*_, second) = reports("two")
     assert [name for name in first if first[name] == second[name]] == []
-    # All that is printed arrives where the caller prints now.
+    # Output appears where the caller prints now.
     lines = (tmp_path / "stdout").read_text().splitlines()
     assert sorted(lines) == sorted(4 * ["printed", "printed by C", "said at exit"])
 
