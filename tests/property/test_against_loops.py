@@ -26,7 +26,7 @@ from rlpool.agents.noise import NoiseStarts
 from rlpool.meta import learner as learner_module
 from rlpool.seeding import episode_seeds, noise_keys, root_from, task_draws
 
-from support.by_hand import Episode, Shown, Values, assert_same, played, same_bits
+from support.by_hand import Episode, ObservedEnv, Values, assert_same, played, same_bits
 from support.expected import Expected, WindowsByHand, expectations
 from support.meta import DRAWING, LaggingLanes, Storage
 from support.random_batchers import CAN_FAIL, Setting, any_setting
@@ -574,7 +574,7 @@ class Trials:
         if agent.n_noise:
             noise = NoiseStarts(noise_keys(root, n_before, n), agent.n_noise)
         for i, (seed, task) in enumerate(zip(seeds, tasks, strict=True)):
-            env = Shown(self.trial())
+            env = ObservedEnv(self.trial())
             shown = env.reset(seed, None if task is None else {"task": task})
             steps = played(Episode(agent, i % n_rows, n_rows, noise[i], shown), env, None)
             self.n_steps += len(steps)

@@ -40,12 +40,12 @@ class Transition:
 
     Attributes:
         values: Every key of it.
-        goes_on: Whether the next one that was added to its sub-pool is of the same episode.
+        continues: Whether the next one that was added to its sub-pool is of the same episode.
         priority: To the power alpha.
     """
 
     values: dict[str, Any]
-    goes_on: bool = False
+    continues: bool = False
     priority: float = 1.0
 
 
@@ -224,8 +224,8 @@ class PoolMachine(RuleBasedStateMachine):
             }
             if self.options.has_agent_state:
                 values["hidden"] = np.array([frame, -frame], np.float32)
-            goes_on = end == "inner" and not is_last
-            transitions.append(Transition(values, goes_on))
+            continues = end == "inner" and not is_last
+            transitions.append(Transition(values, continues))
             starts = end == "restart"
             frame = after if end == "inner" else self.new_frame()
         return transitions
@@ -302,7 +302,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.n_frames -= self.options.frame == "stack"
             s = sub_pool.last_single.values["_frame"]
             if sub_pool.open is not None and may_go_on:
-                sub_pool.open.goes_on = True
+                sub_pool.open.continues = True
         next_s = self.frame(self.new_frame())
         ends = done if terminated is None else terminated and done
         action, reward = self.n_frames, float(self.n_frames % 7 - 3)
@@ -373,7 +373,7 @@ class PoolMachine(RuleBasedStateMachine):
         for sub_pool in self.sub_pools:
             run: list[Transition] = []
             for transition in reversed(sub_pool.kept):
-                run = [transition, *(run if transition.goes_on else [])]
+                run = [transition, *(run if transition.continues else [])]
                 found[transition.values["frame"].tobytes()] = run
         return found
 

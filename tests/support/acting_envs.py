@@ -1,4 +1,4 @@
-"""Environments that choose their own actions, every value of which can be worked out by hand."""
+"""Environments that choose their own actions, with values that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ActingEnv:
     Args:
         length: Steps of an episode.
         number: Identifies the environment.
-        script: What else to do, by the number of a reset from 1 and the step, -1 for the reset.
+        script: Additional behaviour, by the number of the reset from 1 and the step (-1: reset).
     """
 
     def __init__(self, length: int = 10, number: int = 0, script: Script = NOTHING) -> None:
@@ -50,7 +50,7 @@ class ActingEnv:
 
     @staticmethod
     def expected(length: int = 10, n_resets: int = 1, number: int = 0) -> tuple[Any, ...]:
-        """State, action, next state, reward, done of an episode."""
+        """Return state, action, next state, reward and done of an episode."""
         steps = np.arange(length + 1)
         actions = 10 * n_resets + steps
         given = np.where(steps > 0, actions - 1, -1)
@@ -61,11 +61,11 @@ class ActingEnv:
 
 
 class ScriptedEnv:
-    """Returns what it is told to.
+    """Environment that returns given values.
 
     Args:
-        reset: What ``reset`` returns.
-        steps: What the steps return, one after the other; exceptions are raised.
+        reset: Result of ``reset``.
+        steps: Results of consecutive steps; exceptions are raised.
     """
 
     def __init__(self, reset: Any, steps: Sequence[Any] = ()) -> None:
@@ -88,21 +88,21 @@ def _returned(value: Any) -> Any:
 
 
 def states(*values: Any) -> ScriptedEnv:
-    """An environment that goes through these states, with the action 0."""
+    """Return an environment that goes through these states, with the action 0."""
     is_last = [False] * (len(values) - 2) + [True]
     steps = [(0, value, 0.0, end) for value, end in zip(values[1:], is_last, strict=True)]
     return ScriptedEnv((values[0], 0), steps)
 
 
 def actions(*values: Any) -> ScriptedEnv:
-    """An environment that takes these actions, the first of them in ``reset``."""
+    """Return an environment that takes these actions, the first one in ``reset``."""
     is_last = [False] * (len(values) - 2) + [True]
     steps = [(value, 0.0, 0.0, end) for value, end in zip(values[1:], is_last, strict=True)]
     return ScriptedEnv((0.0, values[0]), steps)
 
 
 class NoisyEnv:
-    """Its states are drawn from the generators of the process, and Gymnasium's, unseeded."""
+    """Environment that draws its states from the process's and Gymnasium's unseeded generators."""
 
     def reset(self) -> tuple[Any, Any]:
         self.t = 0
@@ -120,7 +120,7 @@ class NoisyEnv:
 
 
 class DuckEnv:
-    """Follows Gymnasium's protocol without saying so; the state is ``[t, action given]``."""
+    """Follows Gymnasium's protocol without subclassing; the state is ``[t, action given]``."""
 
     def __init__(self, length: int = 3) -> None:
         self.length = length

@@ -1,4 +1,4 @@
-"""Agents of every style that the contract allows, and some that break it."""
+"""Agents of every form that the contract allows, and some that violate it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def zeros(observation: DictTensor) -> Tensor:
 
 
 class ConstantAgent(Agent):
-    """Always the same action, no state."""
+    """Agent with a constant action and no state."""
 
     def __init__(self, action: int = 0) -> None:
         self.action = action
@@ -40,7 +40,7 @@ class StepCounter(Agent):
 
 
 class InfoEcho(Agent):
-    """Outputs ``agent_info["id"]`` as ``info_id``, -1 without; remembers it in its state."""
+    """Outputs ``agent_info["id"]`` as ``info_id``, -1 without; keeps it in its state."""
 
     def __call__(self, state, observation, agent_info=None, history=None):
         ids = zeros(observation) - 1 if agent_info is None else agent_info["id"].clone()
@@ -74,7 +74,7 @@ class GruAgent(Agent):
 
 
 class BinaryAgent(Agent):
-    """An action 0 or 1 that follows from the whole frame."""
+    """Agent whose action, 0 or 1, depends on the whole frame."""
 
     def __call__(self, state, observation, agent_info=None, history=None):
         action = (observation["frame"].abs().sum(-1) * 1e3 % 2 > 1) * 1
@@ -93,10 +93,10 @@ class FunctionAgent(Agent):
 
 
 class StochasticPolicy(nn.Module, Agent):
-    """A policy for frames of four numbers, some of whose modules are in a list or another agent.
+    """Policy for frames of four numbers, with modules in a list and in another agent.
 
     Args:
-        seed: Of its parameters.
+        seed: Seed of its parameters.
     """
 
     n_noise = 1

@@ -1,7 +1,7 @@
-"""What batchers have to return: loops over Gymnasium's environments, one episode after another.
+"""Expected results of batchers: loops over Gymnasium environments, one episode after another.
 
-The agent sees one episode at a time, in its row of a batch whose other rows are copies of it: that
-is all that an episode may depend on beside its seed, its noise and its rows of the infos.
+The agent sees one episode at a time, in its row of a batch whose other rows are copies of it.
+Apart from that, an episode may depend only on its seed, its noise and its rows of the infos.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class Failed(Exception):
 
 
 def stored(value: Any, keeps_float64: bool) -> Any:
-    """A copy of a value as it is stored."""
+    """Copy a value to the dtype in which it is stored."""
     array = np.array(value)
     return array.astype(np.float32) if array.dtype == np.float64 and not keeps_float64 else array
 
 
-class Shown:
-    """One environment, and what it shows by key.
+class ObservedEnv:
+    """One environment with its current values by key.
 
     Args:
         env: The environment.
-        infos: Key to dtype and shape, of those that are kept.
-        keeps_float64: Whether float64 stays.
+        infos: Info key to dtype and shape, for the infos that are kept.
+        keeps_float64: Whether float64 is kept.
         limit: ``max_episode_steps``.
-        truncates: Whether a step that fails ends its episode.
+        truncates: Whether a failing step truncates its episode.
 
     Attributes:
-        n_truncated: Episodes that ended so.
+        n_truncated: Number of episodes truncated by failures.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Shown:
             self.n_truncated += 1
             (observation, info), reward, flags = self.before, 0.0, [False, True]
         self.t += 1
-        self.before = deepcopy((observation, info))  # which the environment may write over
+        self.before = deepcopy((observation, info))  # the environment may overwrite it
         flags[1] = flags[1] or self.t == self.limit
         return self.values(observation, info, reward, flags, last)
 
@@ -112,7 +112,7 @@ class Shown:
         }
 
     def named(self, space: Any, observation: Any) -> Values:
-        """The parts of an observation."""
+        """Return the parts of an observation by key."""
         values = {}
         is_dict = isinstance(space, spaces.Dict)
         for key, leaf in leaves(space, "" if is_dict else "frame"):
@@ -124,14 +124,14 @@ class Shown:
         return values
 
     def info_of(self, info: Any, key: str, dtype: Any, shape: Any) -> Any:
-        """What an info holds, zero for nothing."""
+        """Return the kept infos, zero where missing."""
         for name in key.split("/"):
             info = info.get(name, {})
         return np.zeros(shape, dtype) if isinstance(info, dict) else np.array(info, dtype)
 
 
 def native(space: Any, action: Values, key: str = "action") -> Any:
-    """An action as the environment takes it."""
+    """Convert an action to the form that the environment takes."""
     if isinstance(space, spaces.Dict):
         return {name: native(part, action, f"{key}/{name}") for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -145,20 +145,20 @@ class Episode:
 
     Args:
         agent: The agent.
-        row: The episode's row of the batch.
-        n_rows: Rows of the batch.
-        noise: What its noise derives from.
-        shown: What the environment shows first.
+        row: The episode's row in the batch.
+        n_rows: Number of rows in the batch.
+        noise: Start of its noise stream.
+        current: First values of the environment.
 
     Attributes:
-        steps: The steps so far, all their keys.
-        shown: What the environment shows now.
+        steps: The steps so far, with all keys.
+        current: Current values of the environment.
     """
 
     def __init__(
-        self, agent: Agent, row: int, n_rows: int, noise: NoiseStart | None, shown: Values
+        self, agent: Agent, row: int, n_rows: int, noise: NoiseStart | None, current: Values
     ) -> None:
-        self.agent, self.row, self.n_rows, self.shown = agent, row, n_rows, shown
+        self.agent, self.row, self.n_rows, self.current = agent, row, n_rows, current
         self.steps: list[Values] = []
         self.state: Values | None = None
         self.noise: NoiseStream | None = None
@@ -168,11 +168,11 @@ class Episode:
 
     @torch.inference_mode()
     def act(self, agent_info: Values | None) -> Values:
-        """Choose the next action; returns what the agent does."""
+        """Choose the next action and return the agent's output."""
         info = None if agent_info is None else self.repeated(agent_info)
         if self.state is None and self.agent.makes_initial_states():
             self.state = self.own_row(self.agent.initial_state(info, self.n_rows))
-        before = dict(self.shown)
+        before = dict(self.current)
         if self.noise is not None:
             self.noise.draw()
             before["noise"] = self.noise.tensor.numpy()[0].copy()
@@ -186,12 +186,12 @@ class Episode:
         self.state = self.own_row(new)
         return done
 
-    def see(self, shown: Values) -> bool:
-        """Take what the environment shows after the step; returns whether the episode is over."""
-        self.shown = shown
-        after = {**shown, **(self.state or {})}
+    def see(self, current: Values) -> bool:
+        """Record the values after the step and return whether the episode is over."""
+        self.current = current
+        after = {**current, **(self.state or {})}
         self.steps[-1] |= {f"_{key}": value for key, value in after.items()}
-        return bool(shown["done"])
+        return bool(current["done"])
 
     def repeated(self, values: Values) -> DictTensor:
         # Cloned by torch, which aligns its memory: unaligned operands may round differently.
@@ -210,8 +210,8 @@ class Episode:
         return list(self.steps[0]) if self.steps else []
 
 
-def played(episode: Episode, env: Shown, agent_info: Values | None) -> list[Values]:
-    """The steps of a whole episode."""
+def played(episode: Episode, env: ObservedEnv, agent_info: Values | None) -> list[Values]:
+    """Play a whole episode and return its steps."""
     is_over = False
     while not is_over:
         is_over = episode.see(env.step(episode.act(agent_info)))
@@ -223,35 +223,35 @@ class Lane:
 
     Args:
         env: The environment.
-        options: Of its resets.
-        restarts: Whether it restarts on its own.
-        begin: Makes its next episode of what is shown.
-        seeds: Of its episodes.
+        options: Options of its resets.
+        restarts: Whether it restarts automatically.
+        begin: Creates its next episode from the first values.
+        seeds: Seeds of its episodes.
     """
 
     def __init__(
         self,
-        env: Shown,
+        env: ObservedEnv,
         options: Any,
         restarts: bool,
         begin: Callable[[int, Values], Episode],
         seeds: Iterator[int],
     ) -> None:
         self.env, self.options, self.restarts = env, options, restarts
-        self.begins_with: Any = None  # what begins a window began when the one before it ended
+        self.begins_with: Any = None  # a window's first episode was reset by the previous window
         self.begin, self.seeds, self.n_begun = begin, seeds, 0
         self.episode: Episode | None = None
         self.is_over = False
 
     def window(self, n_steps: int, agent_info: Values | None) -> list[Values]:
-        """Its next steps."""
+        """Return its next steps."""
         steps: list[Values] = []
         is_new = self.episode is not None or not self.n_begun
         options = self.options if is_new else self.begins_with
         while len(steps) < n_steps and not self.is_over:
             if self.episode is None:
-                shown = self.env.reset(next(self.seeds), options)
-                self.episode = self.begin(self.n_begun, shown)
+                current = self.env.reset(next(self.seeds), options)
+                self.episode = self.begin(self.n_begun, current)
                 self.n_begun += 1
             ends = self.episode.see(self.env.step(self.episode.act(agent_info)))
             steps.append(self.episode.steps[-1])
@@ -262,17 +262,17 @@ class Lane:
 
 
 def row_of(infos: Mapping[str, Any], row: int) -> Values | None:
-    """One row of ``agent_info``."""
+    """Return one row of ``agent_info``."""
     return {key: np.asarray(values)[row] for key, values in infos.items()} or None
 
 
 def options_of(infos: Mapping[str, Any], row: int) -> dict[str, Any] | None:
-    """One row of ``env_info`` as an environment gets it."""
+    """Return one row of ``env_info`` as an environment gets it."""
     return {key: np.asarray(values)[row].tolist() for key, values in infos.items()} or None
 
 
 def assert_same(got: TemporalDictTensor, rows: Sequence[Sequence[Values]], info: Values) -> None:
-    """A result has these steps and this ``info``, to the bit, and zeros behind them."""
+    """Check that a result has exactly these steps and ``info``, and zeros as padding."""
     lengths = [len(row) for row in rows]
     assert got.lengths.tolist() == lengths, (got.lengths.tolist(), lengths)
     assert got.n_timesteps() >= max(lengths)
@@ -303,8 +303,8 @@ class Together:
 
     Args:
         env: A vector environment with observations ``frame`` and numbers as actions.
-        begin: Makes a lane's next episode of what is shown; ``None`` if it has none.
-        keeps_float64: Whether float64 stays.
+        begin: Creates a lane's next episode from the first values; ``None`` if it has none.
+        keeps_float64: Whether float64 is kept.
         limit: ``max_episode_steps``.
     """
 
@@ -328,15 +328,15 @@ class Together:
         self.ended = np.zeros(self.env.num_envs, bool)
 
     def step(self, agent_info: Callable[[int], Values | None]) -> dict[int, bool]:
-        """Let lanes at their start begin, and step all; returns which episodes are over."""
+        """Begin episodes in lanes at their start, step all, and return which episodes are over."""
         lanes = range(self.env.num_envs)
         for lane in lanes:
             if self.at_start[lane] and lane not in self.running:
-                shown = self.shown(self.seen[lane], 0.0, (False, False), np.int64(0), True)
-                episode = self.begin(lane, shown)
+                current = self.values_of(self.seen[lane], 0.0, (False, False), np.int64(0), True)
+                episode = self.begin(lane, current)
                 if episode is not None:
                     self.running[lane] = episode
-        if not self.running and not self.ended.any():  # nor would they end soon
+        if not self.running and not self.ended.any():  # they would not end soon
             seed, options = self.begun
             self.reset(stream_seed(seed, 1), options)
             return {}
@@ -353,11 +353,11 @@ class Together:
         for lane, action in actions.items():
             episode = self.running[lane]
             flags = terminated[lane], len(episode.steps) == self.limit
-            shown = self.shown(last[lane], rewards[lane], flags, action, False)
-            over[lane] = episode.see(shown)
+            current = self.values_of(last[lane], rewards[lane], flags, action, False)
+            over[lane] = episode.see(current)
         return over
 
-    def shown(
+    def values_of(
         self, seen: Any, reward: float, flags: tuple[Any, Any], action: Any, is_first: bool
     ) -> Values:
         return {

@@ -1,4 +1,4 @@
-"""A small environment without chance, with observations and actions of every kind."""
+"""A small deterministic environment with observations and actions of every kind."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _ACTIONS: dict[str, spaces.Space[Any]] = {
 
 
 class Drift(gymnasium.Env[Any, Any]):
-    """Actions move a place; an episode terminates two away from the start, or is cut off.
+    """Actions change a position; an episode terminates at distance two from the start.
 
-    Nothing is drawn: with the same start and actions an episode is the same. A reset takes the
-    start from its options.
+    Episodes are determined by the start and the actions. A reset takes the start from its
+    options.
 
     Args:
-        observation: Kind of the observations.
-        action: Kind of the actions.
+        observation: Kind of observations.
+        action: Kind of actions.
         limit: Steps after which an episode is truncated.
     """
 

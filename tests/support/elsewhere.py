@@ -1,7 +1,7 @@
-"""A system that is not Linux, for what runs in one process: ``pytest -p support.elsewhere``.
+"""A simulated system other than Linux, for single-process code: ``pytest -p support.elsewhere``.
 
-What macOS or Windows lack is missing for rlpool: modules, names in modules, and the files of the
-kernel. Tests and other packages keep it. A test that is refused because it needs Linux is skipped.
+Modules, names in modules and kernel files that macOS or Windows lack are hidden from rlpool, but
+not from tests and other packages. A test that is refused because it needs Linux is skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = {
     signal: ("SIGALRM", "SIGCHLD", "SIGKILL", "SIGPIPE", "SIGRT", "SIGUSR", "pthread_"),
     socket: ("AF_UNIX", "MSG_NOSIGNAL", "SCM_", "SOCK_SEQPACKET", "recv_fds", "send_fds"),
 }
-"""Beginnings of the names that other systems lack, Windows the most."""
+"""Prefixes of names that other systems lack, mostly Windows."""
 
 NEEDS_LINUX = re.compile(
     "(n_workers=[1-9]|ParallelEnvManager|RayEpisodeBatcher|storage='(shared|memmap)') needs Linux"
@@ -43,7 +43,7 @@ refused: list[str] = []
 
 
 class Elsewhere(ModuleType):
-    """A module without what only Linux has."""
+    """A module without its Linux-only names."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module.__name__)
@@ -86,7 +86,7 @@ sys.addaudithook(_refuse_kernel_files)
 sys.platform = "darwin"
 import rlpool  # noqa: E402
 
-sys.platform = "linux"  # for everybody else
+sys.platform = "linux"  # for all other callers
 
 
 @pytest.hookimpl(wrapper=True)

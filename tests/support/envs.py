@@ -1,6 +1,6 @@
-"""Environments whose every observation can be worked out by hand, and environments of every kind.
+"""Environments with observations that can be computed by hand, and environments of every kind.
 
-All of them are classes at module level, so that worker processes can unpickle them by name.
+All are classes at module level, so that worker processes can unpickle them by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MANY = 1_000_000
 
 
 def small_discrete(n: int, start: int = 0) -> spaces.Discrete:
-    """A ``Discrete`` of int8, which the constructor takes from Gymnasium 1.2 on."""
+    """Return a ``Discrete`` of int8, which the constructor supports from Gymnasium 1.2 on."""
     space = spaces.Discrete(n, start=start)
     space.dtype, space.start = np.dtype(np.int8), np.int8(start)
     space.n = np.int8(n)
@@ -41,7 +41,7 @@ FIRST_STATE = 10
 
 
 def follow(script: Script, episode: int, step: int) -> Any:
-    """Do what a script says; returns what the environment is to return instead, if anything."""
+    """Run a script's entry and return the result that replaces the environment's, if any."""
     return (script.get((episode, step)) or script.get(step) or (lambda: None))()
 
 
@@ -53,9 +53,9 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
     Args:
         length: Steps of an episode.
-        number: The id, without options.
+        number: The id, if not in the options.
         ends: How an episode ends, one of ``ENDS``.
-        script: What else to do, by the id of an episode and its step.
+        script: Additional behaviour, by the id of an episode and its step.
     """
 
     ENDS = ("terminated", "truncated", "both")
@@ -95,7 +95,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
 
 class EchoEnv(CountingEnv):
-    """The observation says what the environment was reset with.
+    """Environment whose observation contains the arguments of its reset.
 
     Its keys, all int64 scalars: ``step``, ``id``, ``seed`` (-1 without), ``n_resets`` (of this
     environment, 1 in the first episode), ``has_options``, ``last`` (the action).
@@ -162,10 +162,10 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
 
 
 class ValueEnv(CountingEnv):
-    """Its observation is what a function of the step says; the space may be missing.
+    """Environment that observes given values; the space may be missing.
 
     Args:
-        values: One value per step; the last one stays.
+        values: One value per step; the last one is repeated.
         space: The observation space, or ``None``.
     """
 
@@ -182,7 +182,7 @@ class ValueEnv(CountingEnv):
 
 
 class AncestorCountingEnv:
-    """``CountingEnv`` as it was written for the old gym, without spaces.
+    """``CountingEnv`` written for the old gym, without spaces.
 
     ``seed()``, ``reset()`` that returns the observation alone, ``step`` with four results.
     """
@@ -212,14 +212,14 @@ class AncestorCountingEnv:
 
 
 class SpacedLegacyEnv(AncestorCountingEnv):
-    """An ancestor-style environment that declares its spaces."""
+    """An old-gym environment that declares its spaces."""
 
     observation_space = COUNTING_SPACE
     action_space = spaces.Discrete(MANY)
 
 
 class AncestorInfoEnv(AncestorCountingEnv):
-    """An ancestor-style environment whose ``reset`` takes ``env_info``."""
+    """An old-gym environment whose ``reset`` takes ``env_info``."""
 
     def __init__(self, length: int = 3, number: int = 0) -> None:
         super().__init__(length, number)
@@ -234,7 +234,7 @@ class AncestorInfoEnv(AncestorCountingEnv):
 
 
 class AncestorWrapper:
-    """A wrapper as the old gym had them: passes on what it gets, expects four results."""
+    """A wrapper in the style of the old gym: passes its arguments on, expects four results."""
 
     def __init__(self, env: Any, max_episode_steps: int | None = None) -> None:
         self.env = env
@@ -261,7 +261,7 @@ class AncestorWrapper:
 
 
 class InfoEnv(CountingEnv):
-    """Takes ``env_info`` beside Gymnasium's arguments."""
+    """Environment whose ``reset`` takes ``env_info`` in addition to Gymnasium's arguments."""
 
     def __init__(self, length: int = 3) -> None:
         super().__init__(length)
@@ -281,13 +281,13 @@ def create_counting(seed: int, n_envs: int = 2, restarts: bool = False, **argume
     return kind([CountingEnv(**arguments) for _ in range(n_envs)], seed)
 
 
-# What must come out --------------------------------------------------------------------------
+# Expected results ----------------------------------------------------------------------------
 
 
 def counting_trajectories(
     lengths: Sequence[int], ids: Sequence[int], ends: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """Every key of the trajectories of a ``StepCounter`` on ``CountingEnv``, step by step.
+    """Return every key of the trajectories of a ``StepCounter`` on ``CountingEnv``, step by step.
 
     Args:
         lengths: Length of each episode.
@@ -321,7 +321,7 @@ def counting_trajectories(
 
 
 def assert_same_tensors(got: Any, expected: Any) -> None:
-    """Keys, dtypes, shapes and values agree, exactly."""
+    """Check that keys, dtypes, shapes and values agree exactly."""
     assert set(got.keys()) == set(expected)
     for key, tensor in expected.items():
         assert got[key].dtype == tensor.dtype, key

@@ -1,6 +1,6 @@
-"""Runs examples of docstrings, with what they use without saying so: an agent, environments.
+"""Runs docstring examples, and provides the names they use implicitly: an agent, environments.
 
-``python -m support.examples rlpool.cluster.batcher`` runs those of a module on its own.
+``python -m support.examples rlpool.cluster.batcher`` runs those of one module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Coin(Agent):
         return DictTensor(), DictTensor({"action": action}), DictTensor()
 
     def update(self, info: Any) -> None:
-        """Take new parameters, of which a coin has none."""
+        """Accept new parameters; a coin does not have any."""
 
 
 def create_env(seed: int) -> GymEnv:
@@ -40,7 +40,7 @@ def create_env(seed: int) -> GymEnv:
 
 
 def namespace(module: Any) -> dict[str, Any]:
-    """The names that every example finds, as in a program that begins with the usual imports."""
+    """Return the names available to every example, as after the usual imports."""
     names = {
         name: getattr(room, name)
         for room in (rlpool, rlpool.testing, module)
@@ -48,12 +48,12 @@ def namespace(module: Any) -> dict[str, Any]:
     }
     usual = {"torch": torch, "np": np, "gymnasium": gymnasium, "rlpool": rlpool}
     own = {"create_agent": Coin, "create_env": create_env}
-    # Workers get what an example defines by value, as what a script defines.
+    # Workers get definitions of an example by value, like those of a script.
     return {**names, **usual, **own, "__name__": "__main__"}
 
 
 def complaints(module_name: str) -> str:
-    """What is wrong with the examples in a module's docstrings; empty if nothing is."""
+    """Return the failures of the examples in a module's docstrings; empty if there are none."""
     module = importlib.import_module(module_name)
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -1,4 +1,4 @@
-"""What random batchers have to return, by the loops of ``support.by_hand``."""
+"""Expected results of random batchers, computed by the loops of ``support.by_hand``."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from support.random_batchers import Setting
 
 @dataclass
 class Expected:
-    """What ``get`` has to return, or which failures it may raise.
+    """Expected result of ``get``, or the failures that it may raise.
 
     Attributes:
         rows: The steps of each row.
         info: The info of each row.
-        failures: Number of an episode to the step in which it fails.
+        failures: Episode number to the step in which it fails.
         breaks: Whether the agent fails.
-        given_up: Rows, or lanes, in which an episode was truncated because it failed.
-        told: Returns what else the infos say, once the result is handed out.
+        given_up: Rows, or lanes, in which an episode was truncated because of a failure.
+        late_info: Returns further infos that are known only once the result is returned.
     """
 
     rows: list[list[Values]]
@@ -47,10 +47,10 @@ class Expected:
     failures: dict[int, int]
     breaks: bool = False
     given_up: Sequence[int] = ()
-    told: Callable[[list[list[Values]]], Values] | None = None
+    late_info: Callable[[list[list[Values]]], Values] | None = None
 
     def check(self, get: Any) -> Any:
-        """Call a function that returns the result, and compare it; returns the result."""
+        """Call a function that returns the result, compare the result, and return it."""
         if self.breaks or self.failures:
             with pytest.raises(AgentError if self.breaks else EnvError) as caught:
                 get()
@@ -59,14 +59,14 @@ class Expected:
                 assert (where.row, where.step) in self.failures.items(), (where, self.failures)
             return None
         got = get()
-        if self.told is not None:
-            self.info, self.told = self.info | self.told(self.rows), None
+        if self.late_info is not None:
+            self.info, self.late_info = self.info | self.late_info(self.rows), None
         assert_same(got, self.rows, self.info)
         return got
 
 
 class ByHand:
-    """What both kinds of batcher have in common."""
+    """Common part of both kinds of batcher."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.root = setting, root_from(setting.seeds)
@@ -79,7 +79,7 @@ class ByHand:
     def info(
         self, episodes: list[int], seeds: list[int], *infos: Any, given_up: Sequence[int] = ()
     ) -> Values:
-        """The infos of a result's rows."""
+        """Return the infos of a result's rows."""
         named = {"agent_info": infos[0], "env_info": infos[1]}
         failed = {"failed": np.isin(episodes, given_up)} if self.setting.truncates else {}
         return failed | {
@@ -109,10 +109,10 @@ class EpisodesByHand(ByHand):
         rows, failures = [], {}
         breaks, given_up = False, []
         for i, seed in enumerate(seeds):
-            env = setting.shown()
+            env = setting.observed_env()
             try:
-                shown = env.reset(seed, options_of(env_info, i))
-                episode = Episode(agent, (first + i) % n_rows, n_rows, noise[i], shown)
+                current = env.reset(seed, options_of(env_info, i))
+                episode = Episode(agent, (first + i) % n_rows, n_rows, noise[i], current)
                 rows.append(played(episode, env, row_of(agent_info, i)))
             except Failed as failed:
                 failures[i] = failed.step
@@ -124,7 +124,7 @@ class EpisodesByHand(ByHand):
         return Expected(rows, info, failures, breaks, given_up)
 
     def resume(self, n_pending: int) -> None:
-        """Go back to the first episode of those that were not returned."""
+        """Go back to the first episode that was not returned."""
         self.n_before -= n_pending
 
 
@@ -136,7 +136,7 @@ class WindowsByHand(ByHand):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        # Episode and number of the next step of each lane.
+        # Episode and next step number of each lane.
         self.positions = {lane: [0, 0] for lane in range(setting.n_all_lanes)}
 
     def resume(self, n_pending: int) -> None:
@@ -146,7 +146,7 @@ class WindowsByHand(ByHand):
         self.positions = {lane: [self.n_resets, 0] for lane in self.positions}
 
     def moved(self, lanes: list[int], rows: list[list[Values]]) -> Values:
-        """Where the rows of a window begin; goes on behind them."""
+        """Return where the rows of a window begin, and advance past them."""
         before = np.array([self.positions[lane] for lane in lanes])
         for lane, row in zip(lanes, rows, strict=True):
             for step in row:
@@ -172,16 +172,16 @@ class WindowsByHand(ByHand):
             return None
         setting, agent, seeds = self.setting, self.agent, self.seeds
 
-        def begin(n_restarts: int, shown: Values) -> Episode:
+        def begin(n_restarts: int, current: Values) -> Episode:
             noise = seeds.noise(lane, n_restarts, agent.n_noise) if agent.n_noise else None
-            return Episode(agent, lane % setting.n_rows, setting.n_rows, noise, shown)
+            return Episode(agent, lane % setting.n_rows, setting.n_rows, noise, current)
 
         options = options_of(self.env_info, lane)
         numbers = (seeds.seed(lane, n) for n in itertools.count())
-        return Lane(setting.shown(), options, setting.restarts, begin, numbers)
+        return Lane(setting.observed_env(), options, setting.restarts, begin, numbers)
 
     def execute(self, agent_info: Any, env_info: Any = None) -> Expected | None:
-        """The next window, ``None`` if all lanes have stopped."""
+        """Return the next window, ``None`` if all lanes have stopped."""
         self.n_windows += 1
         if agent_info is not None:
             self.agent_info = agent_info
@@ -202,8 +202,8 @@ class WindowsByHand(ByHand):
                 given_up.append(k)
         seeds = [self.seeds.seed(k, 0) for k in running]
         info = self.info(running, seeds, self.agent_info, self.env_info, given_up=given_up)
-        told = partial(self.moved, running)
-        return Expected(rows, info, failures, False, given_up, told) if running else None
+        late_info = partial(self.moved, running)
+        return Expected(rows, info, failures, False, given_up, late_info) if running else None
 
 
 class EpisodesTogether(EpisodesByHand):
@@ -226,19 +226,19 @@ class EpisodesTogether(EpisodesByHand):
     def played(
         self, share: list[int], first: int, seed: int, keys: Any, agent_info: Any, env_info: Any
     ) -> dict[int, list[Values]]:
-        """The episodes of one worker."""
+        """Return the episodes of one worker."""
         setting, agent = self.setting, self.agent
         noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * len(keys)
         coming = list(share)
         running: dict[int, int] = {}
         rows: dict[int, list[Values]] = {}
 
-        def begin(lane: int, shown: Values) -> Episode | None:
+        def begin(lane: int, current: Values) -> Episode | None:
             if not coming:
                 return None
             running[lane] = coming.pop(0)
             row = (first + running[lane]) % setting.n_rows if setting.agent_rows else lane
-            return Episode(agent, row, setting.n_rows, noise[running[lane]], shown)
+            return Episode(agent, row, setting.n_rows, noise[running[lane]], current)
 
         together = Together(setting.arrays(), begin, setting.keep_float64, setting.limit)
         together.reset(seed, options_of(env_info, 0))
@@ -262,13 +262,13 @@ class WindowsTogether(WindowsByHand):
         n_begun = [0] * setting.n_lanes
         first = worker * setting.n_lanes
 
-        def begin(lane: int, shown: Values) -> Episode | None:
+        def begin(lane: int, current: Values) -> Episode | None:
             n = n_begun[lane]
             if n and not setting.restarts:
                 return None
             n_begun[lane] += 1
             noise = seeds.noise(first + lane, n, agent.n_noise) if agent.n_noise else None
-            return Episode(agent, (first + lane) % setting.n_rows, setting.n_rows, noise, shown)
+            return Episode(agent, (first + lane) % setting.n_rows, setting.n_rows, noise, current)
 
         together = Together(setting.arrays(), begin, setting.keep_float64, setting.limit)
         together.reset(seeds.seed(first, 0), options_of(self.env_info, first))
@@ -287,11 +287,11 @@ class WindowsTogether(WindowsByHand):
             return None
         seeds = [self.seeds.seed(lane - lane % setting.n_lanes, 0) for lane in rows]
         info = self.info(list(rows), seeds, self.agent_info, self.env_info)
-        told = partial(self.moved, list(rows))
-        return Expected(list(rows.values()), info, {}, told=told)
+        late_info = partial(self.moved, list(rows))
+        return Expected(list(rows.values()), info, {}, late_info=late_info)
 
     def window(self, worker: Together, first: int) -> dict[int, list[Values]]:
-        """The next steps of a worker's lanes: as many as one of them has room for."""
+        """Return the next steps of a worker's lanes, until one of them is full."""
         lanes = range(self.setting.n_lanes)
         if worker.has_begun and not self.setting.restarts:
             lanes = sorted(worker.running)
@@ -310,7 +310,7 @@ class WindowsTogether(WindowsByHand):
 
 
 def expectations(setting: Setting, windows: bool) -> Any:
-    """What a batcher has to return."""
+    """Return the object that computes a batcher's expected results."""
     kinds: Any = (EpisodesByHand, WindowsByHand)
     if setting.over == "together":
         kinds = (EpisodesTogether, WindowsTogether)

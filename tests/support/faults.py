@@ -3,12 +3,12 @@
 Where an episode fails is chosen per episode, through ``env_info`` and ``agent_info``, so that one
 batcher can be hit many times::
 
-    fault       index into ``KINDS``, see ``code``
+    fault       index into ``KINDS``, as returned by ``code``
     fault_step  -1: in ``reset``, k: in the step (or agent call) that starts from step k
 
-An observation is ``(identity, step)``, the identity being the episode's ``id`` in ``env_info``, so
-that every expected row can be written down by hand. Before a fault strikes, time, seed and process
-are noted in the file ``struck_at``.
+An observation is ``(identity, step)``, where the identity is the episode's ``id`` in ``env_info``,
+so every expected row can be computed by hand. Before a fault strikes, time, seed and process
+are written to the file ``struck_at``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXIT_CODE = 17
 
 
 class UnpicklableError(Exception):
-    """Cannot be sent to another process, because its lock cannot."""
+    """Error that cannot be sent to another process, because of its lock."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -44,7 +44,7 @@ class UnpicklableError(Exception):
 
 
 class UnprintableError(Exception):
-    """Cannot be turned into text."""
+    """Error that cannot be converted to text."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -76,32 +76,32 @@ FAILURES = (
 KINDS = (*FAILURES, *WRONG, *WRONG_STEPS)
 
 ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
-"""What may go wrong in ``close``, ``"linger"`` beside the others."""
+"""Faults in ``close``, including ``"linger"``."""
 
 _FOREVER_S = 1000.0
 
 
 def code(kind: str) -> int:
-    """A kind as a number, for infos."""
+    """Return a kind as a number, for infos."""
     return KINDS.index(kind)
 
 
 def strike(kind: str, struck_at: str | None = None, seed: int | None = None) -> str:
-    """Fail; returns the kind if it is a wrong result rather than a failure, else ``"none"``.
+    """Fail, or return the kind if it is a wrong result rather than a failure, else ``"none"``.
 
-    Beside ``KINDS`` there is ``"linger"``: a thread and an exit handler keep the process alive.
+    ``"linger"`` is supported as well: a thread and an exit handler keep the process alive.
     """
     if kind == "none":
         return "none"
     if kind == "raise_second" and struck_at is not None:
-        while not os.path.exists(struck_at):  # until another one was struck
+        while not os.path.exists(struck_at):  # until another one has been struck
             time.sleep(0.001)
         kind = "raise"
     if struck_at is not None:
         note = {"time": time.time(), "seed": seed, "pid": os.getpid()}
         partial = Path(f"{struck_at}.{os.getpid()}")
         partial.write_text(json.dumps(note))
-        partial.replace(struck_at)  # whoever sees the file sees all of it
+        partial.replace(struck_at)  # the file appears with its full content
     if kind == "linger":
         threading.Thread(target=time.sleep, args=(_FOREVER_S,)).start()
         atexit.register(time.sleep, _FOREVER_S)
@@ -126,7 +126,7 @@ def _fail(kind: str) -> None:
         ctypes.string_at(0)
     if kind in ("sigkill", "fork_and_sigkill", "stop"):
         os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-    # SIGKILL may arrive late, and SIGSTOP may end: this process still does not continue.
+    # SIGKILL may arrive late and SIGSTOP may be undone, yet this process must not continue.
     while kind in ("hang", "stop", "sigkill", "fork_and_sigkill"):
         time.sleep(_FOREVER_S)
     while kind == "hold_the_lock":
@@ -134,7 +134,7 @@ def _fail(kind: str) -> None:
 
 
 class FaultyEnv(gymnasium.Env[Any, Any]):
-    """Counts its steps and fails where ``env_info`` says so.
+    """Environment that counts its steps and fails where ``env_info`` says so.
 
     Args:
         struck_at: File to note a fault in.
@@ -195,9 +195,9 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
 
 
 class FaultyAgent(Agent):
-    """Fails where ``agent_info`` says so; ``update`` and ``close`` in the way they are told.
+    """Agent that fails where ``agent_info`` says so, and in ``update`` and ``close`` on request.
 
-    Its outputs are the action, which is 1, and the last number it was updated with.
+    Its outputs are the action, which is 1, and the number of the last update.
     """
 
     def __init__(self, struck_at: str | None = None, close_fault: str = "none") -> None:
@@ -240,7 +240,7 @@ def create_env(
         n_lanes: Number of environments.
         fault: How this call fails.
         struck_at: As for ``FaultyEnv``.
-        restarts: Whether episodes follow each other on their own.
+        restarts: Whether lanes restart automatically.
         env_args: For ``FaultyEnv``.
     """
     strike(fault, struck_at)
@@ -255,7 +255,7 @@ def create_agent(fault: str = "none", struck_at: str | None = None, **agent_args
 
 
 def faults(n_rows: int, hits: Mapping[int, tuple[str, int]], **columns: Any) -> DictTensor:
-    """An info of rows, some of which fail.
+    """Return an info in which some rows fail.
 
     Args:
         n_rows: Rows.
@@ -268,5 +268,5 @@ def faults(n_rows: int, hits: Mapping[int, tuple[str, int]], **columns: Any) -> 
 
 
 def faults_at(n_rows: int, row: int, kind: str, step: int, **columns: int) -> DictTensor:
-    """An info of rows, one of which fails at a step."""
+    """Return an info in which one row fails at a step."""
     return faults(n_rows, {row: (kind, step)}, **columns)

@@ -1,7 +1,7 @@
 """Environments that fail a given number of times, leak, or are not reproducible.
 
-And an agent with memory, noise and a policy, whose actions show whether any of them was lost.
-All at module level, so that worker processes can unpickle them by name.
+Also an agent with memory, noise and a policy, whose actions reveal the loss of any of them.
+All are at module level, so that worker processes can unpickle them by name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Rows = list[dict[str, Any]]
 
 
 def strike_marked(marks: str | None, name: str, kind: str, times: int = 1) -> str:
-    """Fail as ``support.faults.strike`` does, unless that happened so often.
+    """Fail like ``support.faults.strike``, but only a given number of times.
 
     Args:
-        marks: Directory for a file per fault, with the process's number; else nothing fails.
-        name: What fails, the beginning of their names.
-        kind: How.
-        times: How often.
+        marks: Directory for a file per fault, with the process id; ``None`` for no faults.
+        name: Prefix of the file names, identifying the failing code.
+        kind: Kind of fault.
+        times: Maximum number of faults.
     """
     for number in range(times if marks is not None and kind != "none" else 0):
         with suppress(FileExistsError):
@@ -41,13 +41,13 @@ def strike_marked(marks: str | None, name: str, kind: str, times: int = 1) -> st
 
 
 class FragileEnv(FaultyEnv):
-    """All it returns follows from seed, options and actions, unless it fails.
+    """Environment determined by seed, options and actions, unless it fails.
 
     An observation is ``[step, random number of the episode, sum of all actions]``.
 
     Args:
-        marks: Directory for a file per fault that struck; without one there are no faults.
-        times: How often a fault strikes.
+        marks: Directory for a file per fault; without one there are no faults.
+        times: Number of times a fault strikes.
         arguments: For ``FaultyEnv``.
     """
 
@@ -74,14 +74,14 @@ class FragileEnv(FaultyEnv):
 
 
 class ChancyEnv(FragileEnv):
-    """Its observations are not reproducible."""
+    """Environment whose observations are not reproducible."""
 
     def observation(self) -> Any:
         return np.frombuffer(os.urandom(24), np.uint64).astype(np.float64)
 
 
 class RecurrentAgent(Agent):
-    """Draws its actions from its noise and from all it has seen, with sizes no vector unit likes.
+    """Agent whose actions depend on its noise and all its inputs, with sizes that do not vectorise.
 
     Its policy is a number, or the mean of a tensor; ``gain`` in ``agent_info`` sharpens it.
     """
@@ -122,7 +122,7 @@ class RecurrentAgent(Agent):
 
 
 class FragileAgent(RecurrentAgent):
-    """Fails where ``agent_info`` says so, in updates with a text, and when it is closed.
+    """Agent that fails where ``agent_info`` says so, in updates with a text, and when closed.
 
     Args:
         marks: As for ``FragileEnv``.
@@ -155,13 +155,13 @@ class FragileAgent(RecurrentAgent):
 
 
 def create_fragile_agent(fault: str = "none", **arguments: Any) -> FragileAgent:
-    """A ``FragileAgent``, or a failure."""
+    """Create a ``FragileAgent``, or fail."""
     strike_marked(arguments.get("marks"), "create", fault, arguments.get("times", 1))
     return FragileAgent(**arguments)
 
 
 def make_fragile(fault: str = "none", **arguments: Any) -> FragileEnv:
-    """A ``FragileEnv``, or a failure."""
+    """Create a ``FragileEnv``, or fail."""
     strike_marked(arguments.get("marks"), "create", fault, arguments.get("times", 1))
     return FragileEnv(**arguments)
 
@@ -174,7 +174,7 @@ def create_fragile(
     fault: str = "none",
     **arguments: Any,
 ) -> GymEnv:
-    """Lanes of ``FragileEnv``, with what is in its infos, or of another kind; or a failure."""
+    """Create lanes of ``FragileEnv`` with its infos, or of another kind, or fail."""
     strike_marked(arguments.get("marks"), "create", fault, arguments.get("times", 1))
     envs = [kind(**arguments) for _ in range(n_lanes)]
     info_keys = {"t": int} if issubclass(kind, FragileEnv) else None
@@ -182,7 +182,7 @@ def create_fragile(
 
 
 def failing(kind: str, step: int, **options: int) -> dict[str, int]:
-    """Options of a reset."""
+    """Return options of a reset that fails."""
     return {"fault": code(kind), "fault_step": step, **options}
 
 
@@ -191,11 +191,11 @@ def played(
     fault: Mapping[str, int] | None = None,
     before_step: Callable[[int], None] = lambda number: None,
 ) -> Rows:
-    """Three episodes of each of three lanes, with the seeds 0 to 8: a copy of all that is seen.
+    """Play three episodes in each of three lanes, with seeds 0 to 8, and return all values.
 
     Args:
         env: The lanes.
-        fault: How the episode with seed 4 fails.
+        fault: Options with which the episode with seed 4 fails.
         before_step: Called with the number of each step before it.
     """
     rows: Rows = []
@@ -214,7 +214,7 @@ def played(
 
 
 def assert_same_rows(got: Rows, expected: Rows) -> None:
-    """All that was seen agrees, to the bit."""
+    """Check that all values are bit-identical."""
     assert len(got) == len(expected)
     for number, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         for key, values in theirs.items():

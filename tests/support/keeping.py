@@ -1,4 +1,4 @@
-"""Environments that carry something from one episode to the next."""
+"""Environments that carry state from one episode to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlpool import GymEnv, ParallelEnvManager
 
 
 class Seeded(gymnasium.Env[Any, Any]):
-    """Observations, rewards and the length of an episode follow from its seed."""
+    """Environment whose observations, rewards and length of an episode depend on its seed."""
 
     observation_space = spaces.Box(-20, 20, (2,), np.float32)
     action_space = spaces.Discrete(5000)
@@ -47,7 +47,7 @@ class EpisodicLifeEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class Counter(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Changes its rewards by a function of how many resets there were."""
+    """Wrapper that changes rewards by a function of the number of resets."""
 
     def __init__(self, env: Any, factor: Callable[[int], float]) -> None:
         super().__init__(env)
@@ -63,7 +63,7 @@ class Counter(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class Beginner(Counter):
-    """Only what a reset observes depends on how many there were."""
+    """Wrapper in which only the observation of a reset depends on the number of resets."""
 
     def reset(self, **arguments: Any) -> Any:
         observation, info = super().reset(**arguments)

@@ -1,4 +1,4 @@
-"""Fake machines: the files in which a kernel publishes its limits, and disks that are full."""
+"""Fake machines: the files in which a kernel publishes its limits, and full disks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
-    """A machine with these files."""
+    """Return a machine with these files."""
     for name, text in files.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -21,12 +21,12 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 
 def limit_descriptors(monkeypatch: pytest.MonkeyPatch, most: int = 2**20) -> None:
-    """Let this process have so many descriptors."""
+    """Limit the number of descriptors of this process."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
 
 
 def limit_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[int, int], bool]) -> None:
-    """Give no disk space where a function of the first byte and the number of bytes says so."""
+    """Refuse disk space if a function of the first byte and the number of bytes says so."""
     reserve = os.posix_fallocate
 
     def give(fd: int, start: int, n_bytes: int) -> None:
@@ -38,6 +38,6 @@ def limit_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[int, int], bo
 
 
 def container(root: Path, group: str, files: dict[str, str]) -> Path:
-    """A machine with these files in its control groups, and a process in one of them."""
+    """Return a machine with these files in its control groups, and a process in one of them."""
     groups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     return machine(root, {"proc/self/cgroup": f"1:name=systemd:/\n0::{group}", **groups})

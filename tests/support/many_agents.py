@@ -1,4 +1,4 @@
-"""Environments of PettingZoo's parallel interface, and what is to be collected from them."""
+"""Environments with PettingZoo's parallel interface, and the expected results of collecting."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Life = tuple[int, int, str]
 
 
 class Lives:
-    """Agents that are born and leave by a plan, without PettingZoo.
+    """Environment whose agents are born and die by a plan, without PettingZoo.
 
     Args:
         lives: Agent to its life.
-        masks: Where action masks are: ``"observation"``, ``"info"`` or nowhere.
-        reward: Of every agent in every step, by default one that follows from its action.
+        masks: Location of action masks: ``"observation"``, ``"info"`` or nowhere.
+        reward: Reward of every agent in every step; by default it depends on the action.
     """
 
     metadata: Mapping[str, Any] = {"name": "lives"}
@@ -80,7 +80,7 @@ class Lives:
         return np.array([self.t + agent.startswith("big") for agent in self.lives], np.float32)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _is_alive(self, agent: str) -> bool:
         birth, n_steps, _ = self.lives[agent]
@@ -112,10 +112,10 @@ class Lives:
 
 
 class RandomAgents(Agent):
-    """Acts at random, within action masks, for all agents of a group at once.
+    """Agent that acts at random, within action masks, for all agents of a group at once.
 
     Args:
-        sizes: Key of an action to the number of its choices, 0 for numbers from -1 to 1.
+        sizes: Action key to its number of choices, 0 for numbers from -1 to 1.
         start: The first choice.
     """
 
@@ -159,8 +159,8 @@ def by_hand(
     """Play an episode with PettingZoo's parallel interface.
 
     Returns:
-        For each moment, from the reset to the end, what is known of it: ``observed``, ``rewards``,
-        ``terminations``, ``truncations``, ``infos`` by agent, and ``alive`` by agent.
+        For each moment, from the reset to the end: ``observed``, ``rewards``, ``terminations``,
+        ``truncations``, ``infos`` and ``alive``, each by agent.
     """
     observed, infos = env.reset(seed=seed, options=options)
     moments = [_moment(env, agents, observed, {}, {}, {}, infos)]
@@ -179,7 +179,7 @@ def _moment(env: Any, agents: Sequence[str], *results: Any) -> dict[str, dict[st
 def _value(
     episodes: TemporalDictTensor, row: int, prefix: str, place: int, step: int, key: str
 ) -> Any:
-    """What an agent shows at a step, or after the last one."""
+    """Return an agent's value at a step, or after the last one."""
     if step < episodes.lengths[row]:
         return episodes[prefix + key][row, step, place].numpy()
     return episodes[f"_{prefix}{key}"][row, step - 1, place].numpy()
@@ -213,7 +213,7 @@ def check_joint_episode(
         for place, agent in enumerate(members):
             at = partial(_value, episodes, row, prefix, place)
             for step, moment in enumerate(moments):
-                if 0 < step < n_steps:  # what follows a step is what the next one begins with
+                if 0 < step < n_steps:  # the values after a step are those before the next one
                     for key in ("frame", "alive", "rewards"):
                         after = episodes[f"_{prefix}{key}"][row, step - 1, place].numpy()
                         assert np.array_equal(after, at(step, key))

@@ -15,13 +15,13 @@ from rlpool import DictTensor, GymEnv, VariBadWrapper
 
 
 class TaskEnv(gymnasium.Env[Any, Any]):
-    """The observation is ``[step, task]``, the reward ``10 * task + step``, plus noise if asked.
+    """The observation is ``[step, task]``, the reward ``10 * task + step``, plus optional noise.
 
     Args:
         length: Steps after which an episode terminates; ``None`` for never.
-        limit: Its time limit, which it leaves to whoever wraps it.
-        noise: Standard deviation of what is added to the observation.
-        bounds: Of the two actions.
+        limit: Its time limit, which a wrapper has to enforce.
+        noise: Standard deviation of noise added to the observation.
+        bounds: Bounds of the two actions.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TaskEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.actions.append(action)
         self.t += 1
-        # What an action does can be seen, so that a wrong one is.
+        # The effect of an action is visible, so a wrong one is detected.
         reward = 10.0 * self.task + self.t + 0.25 * float(np.sum(action))
         terminated = self.length is not None and self.t >= self.length
         return self.observation(), reward, terminated, False, {}
@@ -70,7 +70,7 @@ class TaskEnv(gymnasium.Env[Any, Any]):
 
 
 class RaggedTaskEnv(TaskEnv):
-    """Each episode has a length of its own, drawn from the environment's generator."""
+    """Environment whose episode lengths are drawn from its generator."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         result = super().reset(seed=seed, options=options)
@@ -79,7 +79,7 @@ class RaggedTaskEnv(TaskEnv):
 
 
 class DrawingEnv(RaggedTaskEnv):
-    """A reset draws as many numbers as the task says, and so decides what follows."""
+    """Environment whose reset draws as many numbers as the task says, which affects later draws."""
 
     def __init__(self) -> None:
         super().__init__(limit=6)
@@ -99,7 +99,7 @@ class DrawingEnv(RaggedTaskEnv):
 
 
 class TaskFirstEnv(DrawingEnv):
-    """It has a task only from ``reset_task``, also for ``get_current_task``."""
+    """Environment that does not have a task before ``reset_task``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class TaskFirstEnv(DrawingEnv):
 
 
 class DrawnTaskEnv(DrawingEnv):
-    """A task draws what it is, and lists no tasks."""
+    """Environment that draws its task and does not list tasks."""
 
     n_tasks = get_all_task_idx = None  # type: ignore[assignment]
 
@@ -122,10 +122,10 @@ class DrawnTaskEnv(DrawingEnv):
 
 
 class AncestorEnv:
-    """An environment as it was written for the old gym: ``seed`` is all that seeds it.
+    """An environment written for the old gym: only ``seed`` seeds it.
 
-    Four results of ``step``, a ``reset`` without arguments, and its limit where the old ones kept
-    it.
+    ``step`` has four results, ``reset`` has no arguments, and the time limit is stored as in the
+    old gym.
 
     Args:
         inner: The environment.
@@ -166,12 +166,12 @@ DRAWING = (
 
 
 def ragged_trials(episodes_per_task: int = 2, noise: float = 1.0) -> VariBadWrapper:
-    """Trials of noisy episodes that terminate or are truncated, whatever comes first."""
+    """Return trials of noisy episodes that terminate or are truncated, whichever comes first."""
     return VariBadWrapper(RaggedTaskEnv(limit=6, noise=noise), episodes_per_task)
 
 
 class Storage:
-    """Keeps what it is given, in order."""
+    """Storage that keeps all additions in order."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[Any, ...]] = []
@@ -184,13 +184,13 @@ class Storage:
         self.episodes.append(columns)
 
     def as_bytes(self) -> list[list[bytes]]:
-        """Everything, bit by bit."""
+        """Return everything as bytes."""
         rows = [*self.samples, *self.episodes]
         return [[np.asarray(value).tobytes() for value in row] for row in rows]
 
 
 class MarkovActor(nn.Module):
-    """Acts by the observation, without noise."""
+    """Actor that depends on the observation only, without noise."""
 
     def __init__(self, n_observed: int = 3) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class MarkovActor(nn.Module):
 
 
 class MemoryActor(nn.Module):
-    """Acts by its memory, whose kind is a key of ``STATES``."""
+    """Actor that depends on its memory, whose kind is a key of ``STATES``."""
 
     STATES: ClassVar[dict[str, Any]] = {
         "gru": torch.zeros(1, 1, 5),
@@ -241,7 +241,7 @@ class MemoryActor(nn.Module):
 
 
 class CountingActor:
-    """The action is how often it was called in this rollout, on every dimension, / 100."""
+    """Actor whose action is its number of calls in this rollout / 100, on every dimension."""
 
     def get_initial_info(self) -> tuple[Tensor, Tensor, Any]:
         return torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 1)
@@ -255,7 +255,7 @@ gymnasium.register(id="Ragged-v0", entry_point="support.meta:RaggedTaskEnv")
 
 
 class LaggingLanes(GymEnv):
-    """With ``step_some``, the lane that was asked for last is ready first."""
+    """Lanes in which ``step_some`` completes the lane requested last first."""
 
     def __init__(
         self, envs: list[Any], min_ready: int, seed: int | None = None, **options: Any

@@ -25,7 +25,7 @@ def agent_info() -> DictTensor:
 
 
 class Runs:
-    """Both kinds of batcher by one call, two episodes at a time."""
+    """Runs either kind of batcher by one call, two episodes at a time."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class NeedyEnv(CountingEnv):
     Args:
         observes: ``"box"``; or ``"undeclared"`` and ``"undeclared dict"``, without spaces. The key
             is always ``frame``.
-        needs: Whether it needs its options.
+        needs: Whether it needs the options.
     """
 
     def __init__(self, observes: str = "box", needs: bool = True) -> None:
@@ -76,7 +76,7 @@ class NeedyEnv(CountingEnv):
 
 
 class OldNeedyEnv(AncestorCountingEnv):
-    """Likewise in the former gym's interface, without any space."""
+    """The same with the old gym's interface, without spaces."""
 
     def __init__(self, needs: bool = True) -> None:
         super().__init__()
@@ -98,15 +98,15 @@ class NeedyAgent(StepCounter):
 def create_needy(
     seed: int, kind: Any = NeedyEnv, needs: tuple[bool, bool] = (True, True), **arguments: Any
 ) -> GymEnv:
-    """Two lanes, those that need their options or all."""
+    """Create two lanes, of which those selected or all need their options."""
     return GymEnv([kind(needs=each, **arguments) for each in needs], seed)
 
 
 def Needy(kind: Any = NeedyEnv, **arguments: Any) -> Any:  # noqa: N802
-    """What makes one environment, in whatever process."""
+    """Return a picklable factory of one environment."""
     return partial(kind, **arguments)
 
 
 def create_manager(seed: int, **arguments: Any) -> ParallelEnvManager:
-    """Lanes in a process of their own."""
+    """Create lanes in a separate process."""
     return ParallelEnvManager([Needy(**arguments)] * 2, seed=seed, envs_per_worker=2)

@@ -61,7 +61,7 @@ class SleepyEnv(CountingEnv):
 
 
 class WideEnv(CountingEnv):
-    """A ``CountingEnv`` with another observation space."""
+    """A ``CountingEnv`` with a different observation space."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
@@ -72,7 +72,7 @@ make_cartpole = partial(gymnasium.make, "CartPole-v1")
 def create_serial(
     seed: int, make_env: EnvFn, n_lanes: int, restarts: bool = False, **options: Any
 ) -> GymEnv:
-    """The environments of ``create_manager`` in this process."""
+    """Create the environments of ``create_manager`` in this process."""
     kind = GymEnvInf if restarts else GymEnv
     return kind([make_env() for _ in range(n_lanes)], seed, **options)
 
@@ -80,7 +80,7 @@ def create_serial(
 def create_manager(
     seed: int, make_env: EnvFn, n_lanes: int, restarts: bool = False, **options: Any
 ) -> ParallelEnvManager:
-    """Environments in processes, as a ``create_env``."""
+    """Create environments in processes; usable as ``create_env``."""
     return ParallelEnvManager([make_env] * n_lanes, seed=seed, auto_reset=restarts, **options)
 
 
@@ -88,7 +88,7 @@ open_manager = partial(create_manager, 1)
 
 
 def no_actions(manager: ParallelEnvManager) -> dict[str, Any]:
-    """Actions that are all zero."""
+    """Return actions that are all zero."""
     leaves = manager.action_leaves or {}
     return {
         key: np.zeros((manager.num_envs, *leaf.spec.shape), leaf.spec.dtype)

@@ -1,4 +1,4 @@
-"""Environments that start processes of their own, as simulators do."""
+"""Environments that start their own processes, as simulators do."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ GRANDCHILD = "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"
 
 
 class ParentEnv(CountingEnv):
-    """A ``CountingEnv`` that starts processes and never ends them, or one of them in ``close``.
+    """A ``CountingEnv`` that starts processes and ends at most one of them, in ``close``.
 
     Args:
-        notes: Directory in which every process that is started leaves a file named by its id.
-        ends_it: Whether ``close`` ends one, which takes a moment and is noted.
+        notes: Directory in which every started process leaves a file named by its id.
+        ends_it: Whether ``close`` ends one, which takes a moment and leaves a file.
     """
 
     def __init__(self, notes: str, ends_it: bool = False) -> None:

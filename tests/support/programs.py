@@ -1,8 +1,7 @@
 """Programs that are run as ``__main__`` of this process.
 
-As a script they would do the same, two to three seconds later: it would import torch, and then have
-a template process import it. What a fresh interpreter alone can show, such as that a script ends,
-needs a script.
+Scripts would do the same, two to three seconds later, because they and a template process would
+import torch. Tests that need a fresh interpreter, such as that a script ends, need a script.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def blocks_of(document: str) -> list[str]:
-    """The Python programs that a document of the repository shows, such as ``README.md``."""
+    """Return the Python programs in a document of the repository, such as ``README.md``."""
     text = (REPOSITORY / document).read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_block(document: str, number: int, folder: Path) -> None:
-    """Run a program that a document of the repository shows, in a folder."""
+    """Run one of a document's programs in a folder."""
     run_source(blocks_of(document)[number], folder)
 
 
@@ -50,9 +49,9 @@ def save_program(source: str, folder: Path) -> Path:
 
 
 def run_with_ray(*arguments: str, folder: Path) -> str:
-    """Run Python in a process of its own, as Ray logs and takes signals; returns what it prints.
+    """Run Python in a separate process, since Ray logs and handles signals; return its output.
 
-    Its Ray is its own, too, whatever runs on this machine, and keeps no token for later ones.
+    It starts a separate Ray, regardless of others on this machine, and keeps no token.
     """
     pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
@@ -74,9 +73,9 @@ def run_as_main(
 
     Args:
         path: Its file.
-        arguments: What would follow its name on the command line.
-        folder: Where it is run, if not where tests are.
-        constants: Other values of its global names, before its ``main()`` is called.
+        arguments: Command-line arguments after its name.
+        folder: Working directory, by default that of the tests.
+        constants: New values of global names, set before ``main()`` is called.
     """
     start_method = multiprocessing.get_start_method(allow_none=True)
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(gymnasium.registry):
@@ -89,7 +88,7 @@ def run_as_main(
             if constants is None:
                 return runpy.run_path(str(path), run_name="__main__")
             names = runpy.run_path(str(path))
-            names["main"].__globals__.update(constants)  # those are not the copy that is returned
+            names["main"].__globals__.update(constants)  # these differ from the returned copy
             names["main"]()
             return names
         finally:

@@ -20,7 +20,7 @@ from rlpool import (
     VectorGymEnv,
 )
 
-from support.by_hand import Shown
+from support.by_hand import ObservedEnv
 from support.meta import LaggingLanes
 from support.scripted import ACTED, INFOS, OBSERVED, ScriptedAgent, ScriptedEnv
 from support.vector_envs import ArrayEnv
@@ -31,7 +31,7 @@ CAN_FAIL = ("gym", "lagging", "manager")
 
 
 class Setting(SimpleNamespace):
-    """What a batcher is made with, see ``any_setting``."""
+    """Random arguments of a batcher, drawn by ``any_setting``."""
 
     def agent(self) -> ScriptedAgent:
         state = self.keeps, self.history, self.spoils, self.agent_reuses
@@ -42,10 +42,10 @@ class Setting(SimpleNamespace):
     def env_fn(self) -> Any:
         return partial(ScriptedEnv, self.observes, self.acts, self.reuses)
 
-    def shown(self) -> Shown:
-        """One environment by hand."""
+    def observed_env(self) -> ObservedEnv:
+        """Return one environment for hand-written loops."""
         if self.over == "array":
-            return Shown(OneLane(), {}, self.keep_float64, self.limit)
+            return ObservedEnv(OneLane(), {}, self.keep_float64, self.limit)
         real = np.float64 if self.keep_float64 else np.float32
         specs: dict[str, Any] = {}
         if self.infos == "named":
@@ -53,10 +53,10 @@ class Setting(SimpleNamespace):
         if self.infos == "declared":
             specs = {"score": (real, ()), "hits": (np.int16, ()), "deep/on": (np.bool_, ())}
             specs["pair"] = np.float64, (2,)
-        return Shown(self.env_fn()(), specs, self.keep_float64, self.limit, self.truncates)
+        return ObservedEnv(self.env_fn()(), specs, self.keep_float64, self.limit, self.truncates)
 
     def lanes(self, seed: int = 0) -> Any:
-        """The lanes of one worker."""
+        """Return the lanes of one worker."""
         fns = [self.env_fn()] * self.n_lanes
         options: dict[str, Any] = {
             "max_episode_steps": self.limit,
@@ -79,14 +79,14 @@ class Setting(SimpleNamespace):
         return (GymEnvInf if self.restarts else GymEnv)(envs, seed, **options)
 
     def arrays(self) -> ArrayEnv:
-        """Lanes in arrays, which are reset one by one or together."""
+        """Return vectorised lanes that are reset one by one or together."""
         if self.over == "array":
             return ArrayEnv(self.n_lanes)
         return ArrayEnv(self.n_lanes, AutoresetMode(self.mode), seeds="all")
 
     @property
     def seeding(self) -> Any:
-        """What is claimed of lanes that are reset together, nothing if it is to be found out."""
+        """Return the declared seeding of lanes reset together, ``None`` to detect it."""
         return [None, "request"][self.seeds % 2]
 
     def batcher(self, windows: bool) -> Any:
@@ -102,17 +102,17 @@ class Setting(SimpleNamespace):
 
     @property
     def n_rows(self) -> int:
-        """Rows that the agent is called with."""
+        """Number of rows that the agent is called with."""
         return self.agent_rows or self.n_lanes
 
     @property
     def n_workers(self) -> int:
-        """Workers, the calling process included if it is the only one."""
+        """Number of workers, 1 if the calling process is the only one."""
         return max(1, self.n_threads)
 
     @property
     def n_all_lanes(self) -> int:
-        """Lanes of all workers."""
+        """Number of lanes of all workers."""
         return self.n_lanes * self.n_workers
 
 
@@ -134,11 +134,11 @@ class OneLane(gymnasium.Env[Any, Any]):
 
 
 def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0) -> Setting:
-    """A random one; see ``ScriptedEnv``, ``ScriptedAgent`` and ``EpisodeBatcher``.
+    """Draw the arguments of ``ScriptedEnv``, ``ScriptedAgent`` and ``EpisodeBatcher``.
 
     Args:
-        rng: What it is drawn from.
-        over: Where its lanes are, by default in this process. ``"gym"``, ``"lagging"`` ones with
+        rng: Source of randomness.
+        over: Kind of lanes, by default in this process. ``"gym"``, ``"lagging"`` ones with
             ``min_ready``, ``"manager"``; vector environments ``"array"`` and ``"together"`` (whose
             lanes are reset together) with an autoreset ``mode``.
         n_threads: Number of workers.
@@ -152,7 +152,7 @@ def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0)
     if together:  # all lanes need one
         n_slots = max(n_slots, n_lanes * max(1, n_threads))
     spoils = rng.random() < 0.4
-    # A step that fails shows what was shown before, which such an agent has overwritten.
+    # A failing step returns the previous values, which such an agent has overwritten.
     can_truncate = over in CAN_FAIL and not history
     return Setting(
         observes=rng.choice(list(OBSERVED)),

@@ -1,6 +1,6 @@
-"""Environments of every shape, and an agent, whose every bit depends on all that they were given.
+"""Environments of every shape and an agent whose every bit depends on all their inputs.
 
-All at module level, so that worker processes can unpickle them by name.
+All are at module level, so that worker processes can unpickle them by name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ INFOS: dict[str, Any] = {
 
 
 def leaves(space: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The parts of a space by key."""
+    """Yield the parts of a space by key."""
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         yield key, space
         return
@@ -71,25 +71,25 @@ def leaves(space: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield from leaves(part, f"{key}/{name}" if key else str(name))
 
 
-def told(value: Any) -> Any:
-    """Dtypes and numbers of a nested value."""
+def as_plain(value: Any) -> Any:
+    """Return the dtypes and numbers of a nested value."""
     if isinstance(value, Mapping):
-        return [(key, told(part)) for key, part in value.items()]
+        return [(key, as_plain(part)) for key, part in value.items()]
     if isinstance(value, tuple):
-        return [told(part) for part in value]
+        return [as_plain(part) for part in value]
     array = np.asarray(value)
     return array.dtype.str, array.tolist()
 
 
 class ScriptedEnv(gymnasium.Env[Any, Any]):
-    """An observation says which episode it is of, its step, and a checksum of all that was given.
+    """An observation contains its episode's id, its step, and a checksum of all inputs.
 
     Options of a reset: ``id``, ``length``, ``ends`` (0 terminated, 1 truncated, 2 both) and
-    ``fails_at``, a step that raises; any others are part of the checksum.
+    ``fails_at``, a step that raises; any others only enter the checksum.
 
     Args:
         observes, acts: Keys of ``OBSERVED`` and ``ACTED``.
-        reuses: Whether all observations are in the same memory.
+        reuses: Whether all observations share the same memory.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         return self.observation(), self.info()
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        if not isinstance(action, np.floating):  # of which Gymnasium warns
+        if not isinstance(action, np.floating):  # Gymnasium warns about these
             assert self.action_space.contains(action), action
         self.fail(self.t)
         self.t += 1
-        self.total = zlib.crc32(repr((self.total, told(action))).encode())
+        self.total = zlib.crc32(repr((self.total, as_plain(action))).encode())
         reward = self.np_random.random() + self.total % 64
         over = self.t >= self.length
         flags = over and self.ends != 1, over and self.ends != 0
@@ -164,7 +164,7 @@ _ODD = 2 * np.random.default_rng(0).integers(2**40, size=2**11) + 1
 
 
 def digest(values: Mapping[str, Tensor], along_time: bool = False) -> Tensor:
-    """A checksum of all bits of each row, int64 ``[n]``; zeros add nothing to it.
+    """Return a checksum of all bits of each row, int64 ``[n]``; zeros do not change it.
 
     Args:
         values: Key to ``[n, ...]``.
@@ -182,7 +182,7 @@ def digest(values: Mapping[str, Tensor], along_time: bool = False) -> Tensor:
 
 
 def identity(observation: Mapping[str, Tensor], observes: str) -> tuple[Tensor, Tensor]:
-    """Number of the episode and of the step, int64 ``[n]`` each."""
+    """Return the episode numbers and step numbers, int64 ``[n]`` each."""
     content = observation[WHERE_IDENTITY_IS[observes]]
     if observes == "number":
         return content // 1024, content % 1024
@@ -191,17 +191,17 @@ def identity(observation: Mapping[str, Tensor], observes: str) -> tuple[Tensor, 
 
 
 class ScriptedAgent(Agent):
-    """Acts by every bit that it is shown, and refuses rows that belong to no episode.
+    """Agent that depends on every bit of its input and refuses rows that belong to no episode.
 
     Args:
         acts: The key of ``ACTED``, or a space.
-        observes: The key of ``OBSERVED``, ``None`` for environments whose rows say nothing of
-            themselves.
+        observes: The key of ``OBSERVED``, ``None`` for environments whose rows do not
+            identify themselves.
         n_noise: Random numbers per step.
-        keeps: ``"nothing"``; or ``"state"``, which it makes of the first observation, or
-            ``"initial"``, of ``agent_info`` alone.
-        history: Whether it wants the history.
-        spoils: Whether it overwrites what it is shown.
+        keeps: ``"nothing"``; or ``"state"``, created from the first observation, or
+            ``"initial"``, created from ``agent_info`` alone.
+        history: Whether it requires the history.
+        spoils: Whether it overwrites its input.
         reuses: Whether it returns the same memory in each call.
     """
 
@@ -260,7 +260,7 @@ class ScriptedAgent(Agent):
         if not state.empty():
             hidden = hidden + state["hidden"] @ self.of_hidden
         hidden = torch.tanh(hidden)
-        # The lowest bits too decide what follows.
+        # The lowest bits also affect later steps.
         chosen = (seen ^ hidden[:, 0].contiguous().view(torch.int32)) & 0x7FFFFFFF
         output = {"value": hidden.sum(1), "chosen": chosen, "row": torch.arange(n)}
         output |= {key: action_of(space, chosen) for key, space in self.leaves}
@@ -288,7 +288,7 @@ class ScriptedAgent(Agent):
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
     ) -> None:
-        """Every row is that of one episode at one step, in all that is shown."""
+        """Check that every row belongs to one episode and one step in all inputs."""
         who, step, _ = rows
         if self.keeps == "state":
             assert ((step == 0) == is_start).all(), (is_start, step)
@@ -311,7 +311,7 @@ class ScriptedAgent(Agent):
 
 
 def action_of(space: Any, chosen: Tensor) -> Tensor:
-    """Actions of a leaf that follow from numbers of at most 31 bits, in the dtype stored."""
+    """Return a leaf's actions derived from numbers of at most 31 bits, in the stored dtype."""
     shape = (len(chosen), *space.shape)
     each = torch.stack([chosen >> 2 * k for k in range(max(1, int(np.prod(space.shape))))], 1)
     each = each.reshape(shape)

@@ -1,4 +1,4 @@
-"""What a process finds out about itself."""
+"""A process's report about itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATUS = ("Uid", "Gid", "Groups", "SigBlk", "Cap", "NoNewPrivs", "Seccomp")
 
 
 def report() -> dict[str, Any]:
-    """What processes started in the same way have in common."""
+    """Return the state that processes started in the same way share."""
     umask = os.umask(0)
     os.umask(umask)
     status = dict(line.split(":", 1) for line in _read("status").splitlines())
@@ -51,7 +51,7 @@ def report() -> dict[str, Any]:
 
 
 def report_late() -> dict[str, Any]:
-    """What they have in common when all modules are imported."""
+    """Return the state that they share once all modules are imported."""
     return {
         **report(),
         "in ps": [_read("comm"), _read("cmdline").strip("\0\1")],
@@ -63,7 +63,7 @@ def report_late() -> dict[str, Any]:
 
 
 def drawn() -> dict[str, Any]:
-    """What no two processes have in common."""
+    """Return the state that differs between any two processes."""
     return {
         "random": random.getstate()[1][:3],
         "NumPy": np.random.get_state()[1][:3].tolist(),  # noqa: NPY002 (users' code may)
@@ -72,7 +72,7 @@ def drawn() -> dict[str, Any]:
 
 
 def started() -> list[Any]:
-    """What comes of the processes that it starts: two exit codes, and what one of them wrote."""
+    """Start processes and return two exit codes and the data written by one of them."""
     shared = torch.zeros(3).share_memory_()
     process = torch.multiprocessing.get_context("fork").Process(target=shared.add_, args=(2,))
     process.start()

@@ -1,4 +1,4 @@
-"""Processes that this one has started, and those of them that live as long as it."""
+"""Processes that this one has started, and those that live as long as it does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = ("multiprocessing.resource_tracker", "rlpool-template", "rlpool.workers
 def stays(process: psutil.Process) -> bool:
     """Whether a child is the tracker or fork server of ``multiprocessing``, or the template."""
     own_fork_server: Any = forkserver._forkserver
-    if process.pid == own_fork_server._forkserver_pid:  # what it forks has the same command line
+    if process.pid == own_fork_server._forkserver_pid:  # its forks have the same command line
         return True
     try:
         return any(name in part for part in process.cmdline() for name in _NAMES)
@@ -26,11 +26,11 @@ def stays(process: psutil.Process) -> bool:
 
 
 def started() -> set[psutil.Process]:
-    """The processes that this one has started, and theirs.
+    """Return the descendants of this process.
 
-    psutil looks at every process of the machine for that, which takes milliseconds, twice per test.
+    psutil would scan every process of the machine, which takes milliseconds, twice per test.
     """
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # an option of the kernel
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # a kernel option
         return set(psutil.Process().children(recursive=True))
     found = set()
     for pid in _started_by(os.getpid()):

@@ -1,4 +1,4 @@
-"""A signal that arrives at any point of a call at which CPython would run its handler."""
+"""A signal that arrives at any point of a call where CPython would run its handler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import rlpool
 
 
 class Alarm(Exception):
-    """What the handler raises."""
+    """Exception raised by the handler."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def alarms() -> Iterator[None]:
 def traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
     """Trace a section, and nothing after it."""
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # else Python 3.12 shows none in functions called first
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 traces none in functions called first
     sys.settrace(trace)
     try:
         yield
@@ -53,21 +53,21 @@ matches ``CALL_FUNCTION_EX``, in which ``*args`` are passed on.)"""
 
 
 class Strike:
-    """Raises a signal once, at one of the points of rlpool at which CPython looks for signals.
+    """Raises a signal once, at one of the points in rlpool where CPython checks for signals.
 
-    At no others: what is raised where an ``except`` clause ends, for example, leaves the exception
-    that it handled current for ever, with all that its frames refer to. Nor where a Python function
-    returns that was called without ``*args``: since Python 3.11 its caller goes on without looking.
+    Other points are excluded. An exception raised at the end of an ``except`` clause, for example,
+    would keep the handled exception current forever, with all objects its frames refer to. Since
+    Python 3.11, a return from a function called without ``*args`` is not followed by a check.
 
     Args:
-        number: At which point, counted from 0.
+        number: Index of the point, from 0.
         files: Count only points in files with one of these in their paths below ``rlpool/``; by
             default in all but ``interrupts.py``, which holds signals back.
         signal_number: The signal.
 
     Attributes:
-        has_struck: Whether it came to that.
-        n_points: Points that there were so far.
+        has_struck: Whether the signal was raised.
+        n_points: Number of points so far.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Strike:
         self.has_struck, self.n_points = False, 0
         self._number, self._files, self._signal_number = number, files, signal_number
         self._names: dict[Any, dict[int, str]] = {}  # of instructions
-        self._last: dict[FrameType | None, str] = {}  # the instruction that each frame carries out
+        self._last: dict[FrameType | None, str] = {}  # the instruction that each frame executes
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if self.has_struck or (event == "call" and not self._is_counted(frame)):
             return None
         if event == "call":
-            frame.f_trace = self  # else Python 3.13 shows opcodes from the next call on
+            frame.f_trace = self  # else Python 3.13 traces opcodes only from the next call on
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
             last, self._last[frame] = self._last.get(frame, ""), self._name(frame)
-            # Where a generator ends that is thrown away, no line, CPython does not look either.
+            # CPython does not check where a discarded generator ends, which has no line.
             if last.startswith(_CHECKING) and frame.f_lineno is not None:
                 self._count(frame)
         elif event == "exception":
@@ -134,7 +134,7 @@ class Strike:
 
 
 def is_hidden(frame: FrameType | None) -> bool:
-    """Whether Python ignores what is raised there, since a ``__del__`` is at work."""
+    """Whether Python ignores an exception raised here because a ``__del__`` is running."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True

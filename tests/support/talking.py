@@ -1,4 +1,4 @@
-"""An environment whose worker logs, in ways that a test names."""
+"""An environment whose worker logs in ways chosen by a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.envs import CountingEnv
 
 
 def various(directory: Path) -> None:
-    """Log whatever people log."""
+    """Log records of various kinds."""
     log = logging.getLogger("talk.env")
     log.debug("too fine for the caller")
     log.info("level %d of %s", log.getEffectiveLevel(), "talk")
@@ -44,7 +44,7 @@ def last_words(directory: Path) -> None:
 
 
 def converse(directory: Path) -> None:
-    """Log, and wait until somebody who saw it makes a file; twice."""
+    """Log, and wait until the reader of the record creates a file; twice."""
     for number in (1, 2):
         logging.getLogger("talk.question").info("are you there?")
         while not (directory / f"answer {number}").exists():
@@ -55,7 +55,7 @@ N_FLOOD = 5000
 
 
 def flood(directory: Path) -> None:
-    """Log far more than a pipe takes; say how often that was done."""
+    """Log far more than a pipe holds, and record the number of messages."""
     n_before = len(list(directory.iterdir()))
     for number in range(N_FLOOD):
         logging.getLogger("talk.flood").info("%d", n_before * N_FLOOD + number)
@@ -68,11 +68,11 @@ DEEDS: dict[str, Callable[[Path], None]] = {
 
 
 class TalkingEnv(CountingEnv):
-    """One step per episode; in the reset of an episode with the ``id`` 0 or 1 it logs.
+    """Environment with one step per episode that logs in the reset of episodes with ``id`` 0 or 1.
 
     Args:
-        deed: Which of ``DEEDS`` it does.
-        directory: Where it may leave files.
+        deed: Key of ``DEEDS`` to run.
+        directory: Directory for its files.
     """
 
     def __init__(self, deed: str, directory: str) -> None:

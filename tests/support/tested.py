@@ -1,4 +1,4 @@
-"""Which ``rlpool`` is tested: the installed one, which users get and which scripts import."""
+"""Selection of the tested ``rlpool``: the installed one, which users get and scripts import."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 
 def prefer_the_installed_package(repository: Path) -> None:
-    """Take a repository off ``sys.path``, where ``python -m pytest`` puts it first.
+    """Remove a repository from ``sys.path``, where ``python -m pytest`` puts it first.
 
-    It would hide the installed package. Without an installed one, or with an editable one, the
-    repository's is the right one anyway.
+    It would hide the installed package. Without an installed package, or with an editable one,
+    the repository's is used anyway.
 
     Raises:
-        pytest.UsageError: If ``PYTHONPATH`` names another ``rlpool`` than the one that is left: a
-            change of that one would be tested nowhere, and pass.
+        pytest.UsageError: If ``PYTHONPATH`` names a different ``rlpool`` from the one selected:
+            changes to it would pass untested.
     """
     before = list(sys.path)
     sys.path[:] = [entry for entry in before if Path(entry or ".").resolve() != repository]

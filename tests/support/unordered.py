@@ -1,4 +1,4 @@
-"""A processor that reorders stores: for this process, and for workers that preload this module."""
+"""A simulated processor that reorders stores, in this process and workers that preload this."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ fcntl.lockf = _noted
 
 
 class LockingEnv(CountingEnv):
-    """Reports how often its process has locked or unlocked a file."""
+    """Environment that reports how often its process has locked or unlocked a file."""
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, *rest, _ = super().step(action)

@@ -9,7 +9,7 @@ import pytest
 
 
 def variants(default: Iterable[Any], everything: Iterable[Any] = ()) -> list[Any]:
-    """Representatives, unmarked, and what else there is, marked as slow."""
+    """Return representatives, unmarked, and the remaining variants, marked as slow."""
     chosen = list(default)
     rest = [each for each in everything if each not in chosen]
     return chosen + [

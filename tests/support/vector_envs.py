@@ -1,4 +1,4 @@
-"""Vector environments: Gymnasium's own over single ones, and one that computes in arrays."""
+"""Vector environments: Gymnasium's own over single environments, and one that uses arrays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from support.fragile import FragileEnv
 
 
 class ArrayEnv(VectorEnv[Any, Any, Any]):
-    """Lanes that return what a ``FragileEnv`` returns, without an object for each.
+    """Lanes that return the same values as a ``FragileEnv``, without an object per lane.
 
     Args:
         n_lanes: Number of lanes.
-        mode: When lanes restart by themselves, then with a length that they draw.
+        mode: Autoreset mode; restarted episodes draw their length.
         seeds: What ``reset`` seeds: ``"lanes"``; ``"unmasked"`` lanes as well; ``"starts"``, but
-            not what follows; ``"all"`` by one generator for all lanes; or ``"nothing"``.
-        wrong: Result of ``step`` to replace, by its position, and what with.
+            not later steps; ``"all"`` lanes by one generator; or ``"nothing"``.
+        wrong: Position of a result of ``step`` to replace, and its replacement.
     """
 
     single_observation_space = FragileEnv.observation_space
@@ -60,7 +60,7 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
             self._begin(lane, options.get("length", 3 + (own or 0) % 5))
             if self._seeds == "starts":
                 self._rngs[lane] = self._unseeded
-        options.clear()  # which are a copy for this call
+        options.clear()  # a copy for this call
         return self._seen.copy(), {}
 
     def step(self, actions: Any) -> Any:
@@ -98,11 +98,11 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
 
 
 class OwnVectorEnv(VectorEnv[Any, Any, Any]):
-    """A vector environment of a user's own; inside, it steps single ones.
+    """A user-defined vector environment that steps single environments.
 
     Args:
-        env_fns: Make the single environments.
-        mode: When lanes restart by themselves.
+        env_fns: Create the single environments.
+        mode: Autoreset mode.
     """
 
     def __init__(self, env_fns: Sequence[Any], mode: AutoresetMode | str = "NextStep") -> None:
@@ -124,7 +124,7 @@ class OwnVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 class Noted(VectorWrapper):  # type: ignore[type-arg]
-    """Notes the arguments of resets in ``resets`` and the number of steps in ``n_steps``."""
+    """Records the arguments of resets in ``resets`` and the number of steps in ``n_steps``."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         super().__init__(env)

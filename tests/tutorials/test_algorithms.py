@@ -120,10 +120,10 @@ def test_an_interrupted_run_resumes(
         patch.setattr(torch, "save", save_once)
         with pytest.raises((PowerFailureError, KeyboardInterrupt, SystemExit)):
             run(name, program_folder)
-    assert_goes_on(name, run(name, program_folder, "--resume"), whole)
+    assert_resumed(name, run(name, program_folder, "--resume"), whole)
 
 
-def assert_goes_on(name: str, saved: Any, whole: Any) -> None:
+def assert_resumed(name: str, saved: Any, whole: Any) -> None:
     """What a run that goes on has saved, compared with one that was not cut off."""
     expected, got = leaves(whole), leaves(saved)
     if name not in SAME_BITS:

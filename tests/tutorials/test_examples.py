@@ -28,8 +28,8 @@ def test_docstring_examples_show_the_real_output(
     module: str, program_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(program_folder)  # for those that write files
-    told = complaints(module)
-    assert not told, told
+    failures = complaints(module)
+    assert not failures, failures
 
 
 def test_the_main_classes_have_examples() -> None:
@@ -39,5 +39,5 @@ def test_the_main_classes_have_examples() -> None:
 
 @pytest.mark.ray
 def test_the_cluster_examples_run_on_one_machine() -> None:
-    told = run_with_ray("-m", "support.examples", *CLUSTER, folder=TESTS)
-    assert not told, told
+    failures = run_with_ray("-m", "support.examples", *CLUSTER, folder=TESTS)
+    assert not failures, failures

@@ -280,8 +280,8 @@ def test_a_policy_that_cannot_be_loaded_fails_the_requests_that_use_it() -> None
                     batcher.get()
             else:
                 results.append(batcher.get())
-    told = [(int(one["action"][0, 0]), int(one.info["policy_version"][0])) for one in results]
-    assert told == [(5, 1), (5, 1), (7, 3), (7, 3)]
+    used = [(int(one["action"][0, 0]), int(one.info["policy_version"][0])) for one in results]
+    assert used == [(5, 1), (5, 1), (7, 3), (7, 3)]
 
 
 def test_updating_an_agent_without_an_update_method_raises_in_get() -> None:

@@ -89,10 +89,10 @@ def test_statistics_restart_for_lanes_that_were_reset() -> None:
 
 def test_reset_discards_running_episodes() -> None:
     statistics = EpisodeStatistics()
-    goes_on = {"_reward": torch.ones(2, 3), "_done": torch.zeros(2, 3, dtype=torch.bool)}
-    statistics.update(TemporalDictTensor(goes_on))
+    unfinished = {"_reward": torch.ones(2, 3), "_done": torch.zeros(2, 3, dtype=torch.bool)}
+    statistics.update(TemporalDictTensor(unfinished))
     statistics.reset()
-    ends = TemporalDictTensor({**goes_on, "_done": torch.tensor([[False, False, True]] * 2)})
+    ends = TemporalDictTensor({**unfinished, "_done": torch.tensor([[False, False, True]] * 2)})
     assert statistics.update(ends).returns.tolist() == [3.0, 3.0]
     assert statistics.update(ends.slice(1, 2)).lengths.tolist() == [3]
 

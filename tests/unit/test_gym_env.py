@@ -18,7 +18,7 @@ from rlpool import DictTensor, EnvError, EpisodeBatcher, GymEnv, GymEnvInf, Usag
 from rlpool.envs.columns import as_array
 
 from support.agents import ConstantAgent, FunctionAgent
-from support.by_hand import Episode, Shown, assert_same, played, stored
+from support.by_hand import Episode, ObservedEnv, assert_same, played, stored
 from support.envs import CountingEnv, SpaceEnv, ValueEnv, small_discrete
 from support.scripted import leaves
 
@@ -67,9 +67,9 @@ def test_episodes_match_a_hand_written_loop(
     with EpisodeBatcher(3, 8, lambda: agent, {}, create_env, n_workers=0, seeds=1) as batcher:
         batcher.execute(2)
         got = batcher.get()
-    shown, rows = Shown(alone, limit=20), []
+    env, rows = ObservedEnv(alone, limit=20), []
     for row, seed in enumerate(got.info["seed"].tolist()):
-        rows.append(played(Episode(agent, row, 2, None, shown.reset(seed, None)), shown, None))
+        rows.append(played(Episode(agent, row, 2, None, env.reset(seed, None)), env, None))
     assert_same(got, rows, {key: value.numpy() for key, value in got.info.items()})
     for inner in envs if name in SPACES else ():
         assert all(map(inner.action_space.contains, inner.actions))
@@ -232,7 +232,7 @@ def made(max_episode_steps: int | None) -> Any:
 def test_lanes_behave_like_their_environments_alone(kind: type[GymEnv]) -> None:
     lengths = [9, 2, 4, 3, 9]
     lanes = kind([W.TimeAwareObservation(made(length - 1)) for length in lengths], seed=0)
-    alone = [Shown(W.TimeAwareObservation(made(length - 1))) for length in lengths]
+    alone = [ObservedEnv(W.TimeAwareObservation(made(length - 1))) for length in lengths]
     info = DictTensor({"length": torch.tensor(lengths), "id": torch.arange(len(lengths))})
 
     def listed(values: dict[str, Any]) -> dict[str, Any]:
@@ -254,8 +254,8 @@ def test_lanes_behave_like_their_environments_alone(kind: type[GymEnv]) -> None:
             assert result == expected
             over = [lane for lane, row in expected.items() if row["done"]]
             again = {lane: reset(lane) for lane in over} if kind is GymEnvInf else {}
-            going_on = {lane: row for lane, row in expected.items() if lane not in over}
-            assert current == going_on | again
+            continuing = {lane: row for lane, row in expected.items() if lane not in over}
+            assert current == continuing | again
 
 
 class Noting(gymnasium.Wrapper[Any, Any, Any, Any]):

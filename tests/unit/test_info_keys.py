@@ -26,7 +26,7 @@ from support.envs import CountingEnv
 from support.vector_envs import ArrayEnv, OwnVectorEnv
 
 
-class TellingEnv(CountingEnv):
+class InfoEnv(CountingEnv):
     """Its infos say a task only in resets, a success only at the end, and else the step.
 
     Args:
@@ -51,7 +51,7 @@ class TellingEnv(CountingEnv):
 @pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
 def test_vector_environments_report_infos_before_and_after_a_step(mode: str, kind: Any) -> None:
     def create_env(seed: int) -> VectorGymEnv:
-        lanes = [partial(TellingEnv, length) for length in (3, 4, 5)]
+        lanes = [partial(InfoEnv, length) for length in (3, 4, 5)]
         keys = {"success": bool, "part/t": float, "t": int, "task": int}
         options: Any = {"seeding": None if mode == "DISABLED" else "request", "auto_reset": True}
         return VectorGymEnv(
@@ -99,7 +99,7 @@ def test_vector_environment_masks_mark_the_lanes_that_have_a_value(convert: Any)
 
 
 def one(keys: Any, extra: Any = None) -> Any:
-    env = GymEnv([TellingEnv(extra=extra)], 0, info_keys=keys)
+    env = GymEnv([InfoEnv(extra=extra)], 0, info_keys=keys)
     env.reset()
     return env.step(DictTensor({"action": torch.zeros(1).long()}))[0][0]
 
@@ -143,9 +143,9 @@ def test_invalid_input_is_refused(keys: Any, given: Any) -> None:
 @pytest.mark.parametrize(
     ("create", "n_workers"),
     [
-        (lambda seed, **keys: GymEnv([TellingEnv()], seed, **keys), 2),
-        (lambda seed, **keys: VectorGymEnv(OwnVectorEnv([TellingEnv] * 2), seed, **keys), 0),
-        (lambda seed, **keys: ParallelEnvManager([TellingEnv] * 2, seed=seed, **keys), 0),
+        (lambda seed, **keys: GymEnv([InfoEnv()], seed, **keys), 2),
+        (lambda seed, **keys: VectorGymEnv(OwnVectorEnv([InfoEnv] * 2), seed, **keys), 0),
+        (lambda seed, **keys: ParallelEnvManager([InfoEnv] * 2, seed=seed, **keys), 0),
     ],
 )
 def test_a_key_that_never_appears_is_warned_about_once(

@@ -37,7 +37,7 @@ class LookingEnv(CountingEnv):
 
 
 @pytest.fixture(autouse=True)
-def nobody_looks() -> Any:
+def no_observer() -> Any:
     yield
     looks.clear()
 

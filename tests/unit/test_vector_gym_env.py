@@ -20,7 +20,7 @@ from rlpool.envs.vec_env import LaneError
 from support.agents import ConstantAgent
 from support.envs import CountingEnv, EchoEnv, SpaceEnv, small_discrete
 from support.fragile import RecurrentAgent
-from support.scripted import told
+from support.scripted import as_plain
 from support.vector_envs import ArrayEnv, Noted, OwnVectorEnv
 
 ALL = [0, 1, 2]
@@ -64,9 +64,9 @@ def test_every_space_is_batched_as_in_a_gym_env(space: Any, keeps: bool) -> None
             env.step_lanes(lanes, actions)
         assert vec.current.keys() == single.current.keys()
         for key in single.current:
-            assert told(vec.current[key][lanes]) == told(single.current[key][lanes]), key
+            assert as_plain(vec.current[key][lanes]) == as_plain(single.current[key][lanes]), key
     for n_steps, one, other in zip((2, 1, 3), envs, envs[3:], strict=False):
-        assert told(tuple(one.actions[:n_steps])) == told(tuple(other.actions))
+        assert as_plain(tuple(one.actions[:n_steps])) == as_plain(tuple(other.actions))
 
 
 def test_a_batch_step_is_one_call_and_a_reset_one_call_per_distinct_options() -> None:
